@@ -1,0 +1,213 @@
+"""What an agent, its fork server and its workers say to each other over Unix sockets.
+
+Frames: 4 bytes big-endian length, then msgpack of one tagged struct; at most MAX_FRAME_BYTES.
+Both directions are decoded strictly; a bad frame closes the connection and is logged, nothing more.
+
+Rules
+-----
+* A worker connects, says `Hello`, and may be asked anything at any time; it connects again when the
+  agent restarts and then says where it stands. It never acts on a membership of a lower generation.
+* The fork server obeys one agent at a time (the newest connection); without one for the lease time it
+  kills its workers and ends.
+* Nothing here may import torch: the agent uses this module as well.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from events.vocabulary import (
+    Count,
+    ErrorKind,
+    LongText,
+    Member,
+    Name,
+    Phase,
+    Positive,
+    StoreAddress,
+    TaskSpec,
+    Text,
+    WorkerId,
+)
+
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages; the class name is the wire tag."""
+
+
+# --- worker -> agent -----------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First message of every connection. `generation` 0: no membership yet."""
+
+    worker: WorkerId
+    task: Name
+    pid: Positive
+    generation: Count
+    ready: bool
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """The model is built (and the replica's own group is up): waiting for a membership."""
+
+
+class Regrouped(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.WorkerRegrouped."""
+
+    generation: Count
+    iteration: Count
+    dealt: Count
+    duration_us: Count
+    source: Literal["own", "replica", "checkpoint", "init"]
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """One iteration was committed; sent by the lead (first member) alone, after every step.
+
+    The agent sums these up to at most one StepCommitted a second and task.
+    """
+
+    generation: Count
+    iteration: Positive
+    samples: Count
+    samples_digest: Count
+    loss: float
+    duration_us: Count
+    micro_batches_by_rank: tuple[Count, ...]
+    redone: Count
+
+
+class Trouble(Message, frozen=True, kw_only=True):
+    """An exception or a broken collective, told before anything else is done about it."""
+
+    kind: ErrorKind
+    generation: Count
+    iteration: Count
+    phase: Phase
+    message: Text
+    detail: LongText
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    iteration: Count
+    path: Text
+    size_bytes: Count
+    duration_us: Count
+
+
+class Completed(Message, frozen=True, kw_only=True):
+    """All iterations are done; sent by the lead alone. The process exits 0 afterwards."""
+
+    iteration: Count
+    loss: float
+    params_digest: Text
+
+
+# --- agent -> worker -----------------------------------------------------------------------------
+
+
+class Membership(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store."""
+
+    generation: Positive
+    members: tuple[Member, ...]
+    joiners: tuple[WorkerId, ...]
+    urgent: bool
+    store: StoreAddress
+
+
+class Quit(Message, frozen=True, kw_only=True):
+    """End yourself in good order (exit code 0), soon. The agent kills what does not listen."""
+
+    reason: Text
+
+
+# --- agent -> fork server ------------------------------------------------------------------------
+
+
+class Spawn(Message, frozen=True, kw_only=True):
+    """Fork a worker. `log_path`: its stdout and stderr. `slot`: its GPU (CUDA_VISIBLE_DEVICES)."""
+
+    launch: Launch
+    log_path: Text
+    slot: Count
+
+
+class Launch(Message, frozen=True, kw_only=True):
+    """All that a worker process needs to know at birth."""
+
+    worker: WorkerId
+    task: Name
+    node: Name
+    address: Text
+    agent_socket: Text
+    replica: Count
+    shard: Count
+    store: StoreAddress
+    spec: TaskSpec
+
+
+class Kill(Message, frozen=True, kw_only=True):
+    """Signal a worker's process group. By worker, not pid: a pid may be another's by now."""
+
+    worker: WorkerId
+    signal: Annotated[int, Meta(ge=1, le=64)]
+
+
+class Retire(Message, frozen=True, kw_only=True):
+    """Kill all workers and end (the agent is going away for good)."""
+
+
+# --- fork server -> agent ------------------------------------------------------------------------
+
+
+class Forked(Message, frozen=True, kw_only=True):
+    worker: WorkerId
+    pid: Positive
+
+
+class SpawnFailed(Message, frozen=True, kw_only=True):
+    worker: WorkerId
+    reason: Text
+
+
+class Exited(Message, frozen=True, kw_only=True):
+    """`status` as os.waitpid gives it. Repeated to a new agent until it is acknowledged."""
+
+    worker: WorkerId
+    pid: Positive
+    status: int
+
+
+class ExitedAck(Message, frozen=True, kw_only=True):
+    """(agent -> fork server) the exit is known and in the outbox."""
+
+    worker: WorkerId
+
+
+class Inventory(Message, frozen=True, kw_only=True):
+    """Greets every new agent: the store's port and the live workers with their launches' task."""
+
+    store_port: Annotated[int, Meta(ge=1, le=65535)]
+    workers: tuple[InventoryWorker, ...]
+
+
+class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    worker: WorkerId
+    task: Name
+    pid: Positive
+    slot: Count
+
+
+FromWorker: TypeAlias = (
+    Hello | Ready | Regrouped | Committed | Trouble | Saved | Completed
+)  # fmt: skip
+ToWorker: TypeAlias = Membership | Quit
+ToForkServer: TypeAlias = Spawn | Kill | Retire | ExitedAck
+FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | Inventory

@@ -1,0 +1,59 @@
+"""The envelope: who says it, under which term, because of what, seen when."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from events.vocabulary import AnyEvent, Count, Micros, Text
+
+SCHEMA = 1
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is written to the log.
+
+    `(producer, boot, number)` is the identity: boot grows with every start of the producer, number
+    counts from 1 within a boot, so a repeated delivery is recognised by comparing two integers.
+    `term`: the coordinator's term under which it was decided, 0 for an observation.
+    `caused_by`: the event id that led to it, or "". `based_on`: the last sequence a decision had folded.
+    `observed_at_us`: the producer's wall clock when the thing happened; never used for ordering.
+    """
+
+    schema: Annotated[int, Meta(ge=1, le=SCHEMA)] = SCHEMA
+    producer: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
+    boot: Count
+    number: Annotated[int, Meta(ge=1, lt=2**53)]
+    term: Count = 0
+    caused_by: Text = ""
+    based_on: Count = 0
+    observed_at_us: Micros
+    event: AnyEvent
+
+    @property
+    def event_id(self) -> str:
+        """"producer-boot-number"; also the NATS message id."""
+        return f"{self.producer}-{self.boot}-{self.number}"
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """An envelope as the log holds it. `recorded_at_us`: the log's receive time."""
+
+    seq: int
+    recorded_at_us: int
+    envelope: Envelope
+
+
+class Quarantined(msgspec.Struct, frozen=True):
+    """A message in the log that is not a valid event: counted, never folded."""
+
+    seq: int
+    recorded_at_us: int
+    subject: str
+    reason: str
+    size_bytes: int
+
+
+Entry = Recorded | Quarantined

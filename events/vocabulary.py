@@ -1,0 +1,486 @@
+"""The vocabulary: every fact, decision and command that may stand in the log.
+
+Rules
+-----
+* Every type is immutable and says what *was observed*, *was decided* or *is commanded*; never how.
+* Observations come from agents (producer = node name) or from people (producer = "api").
+  Decisions and commands come from the coordinator alone, under its term.
+* Times are integers in microseconds since the epoch, work is integer FLOP, losses are floats.
+* A field is never renamed or given another meaning: a new schema number and an upcaster are the way.
+
+What does not live here: the envelope (`envelope.py`), bytes (`codec.py`), subjects and headers
+(`subjects.py`), one-line prose (`prose.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+# --- field types ---------------------------------------------------------------------------------
+
+#: Names become NATS subject tokens and file names: no dots, no spaces, no slashes.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+#: One incarnation of a worker process: "<task>.<number>"; a number is never used twice in a task.
+WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9}$")]
+Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+LongText: TypeAlias = Annotated[str, Meta(max_length=32768)]
+Micros: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=2**53)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
+
+Phase: TypeAlias = Literal[
+    "start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown"
+]
+#: What went wrong, as far as the reporter can tell. Severity is not here: it is the coordinator's.
+ErrorKind: TypeAlias = Literal[
+    "node_lost",
+    "process_exit",
+    "start_failed",
+    "connection_broken",
+    "collective_timeout",
+    "cuda_error",
+    "ecc_error",
+    "nvlink_error",
+    "driver_error",
+    "out_of_memory",
+    "store_error",
+    "data_error",
+    "nan_loss",
+    "hang",
+    "exception",
+]
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of an event that is no event by itself."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of everything that may stand in the log; the class name is the wire tag."""
+
+
+class Observation(Event, frozen=True, kw_only=True):
+    """A fact that somebody saw. The fold never raises on one."""
+
+
+class Decision(Event, frozen=True, kw_only=True):
+    """A choice of the coordinator, with its reason."""
+
+
+class Command(Event, frozen=True, kw_only=True):
+    """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id."""
+
+    command_id: Text
+    node: Name
+    epoch: Count
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+class ModelSpec(Value, frozen=True, kw_only=True):
+    """A GPT in Megatron-core's terms."""
+
+    layers: Positive = 2
+    hidden: Positive = 64
+    heads: Positive = 4
+    seq: Positive = 64
+    vocab: Positive = 256
+    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+
+
+class OptimizerSpec(Value, frozen=True, kw_only=True):
+    """Adam with warm-up and cosine decay, as Megatron-core's OptimizerConfig and OptimizerParamScheduler."""
+
+    lr: Annotated[float, Meta(gt=0.0)] = 1e-3
+    min_lr: Annotated[float, Meta(ge=0.0)] = 0.0
+    warmup_iterations: Count = 0
+    decay_iterations: Positive | None = None
+    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.01
+    clip_grad: Annotated[float, Meta(ge=0.0)] = 1.0
+
+
+class CheckpointSpec(Value, frozen=True, kw_only=True):
+    """Where and how often the task's state is written. `interval` in iterations, 0 = only at the end."""
+
+    dir: Text = ""
+    interval: Count = 50
+    keep: Positive = 2
+
+
+class TaskSpec(Value, frozen=True, kw_only=True):
+    """One training job as its file describes it (YAML, see docs/task-file.md).
+
+    `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
+    `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear.
+    """
+
+    name: Name
+    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    min_workers: Positive = 1
+    max_workers: Positive = 1
+    tp: Positive = 1
+    pp: Positive = 1
+    entry: Text = "gpt"
+    args: tuple[Text, ...] = ()
+    env: dict[str, Text] = {}
+    cwd: Text = ""
+    model: ModelSpec = ModelSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    data: Text = ""
+    global_batch: Positive = 8
+    micro_batch: Positive = 1
+    iterations: Positive = 100
+    seed: Count = 1234
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    throughput: dict[str, Count] = {}
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+
+    @property
+    def replica_workers(self) -> int:
+        """Workers in one data-parallel replica: tp * pp."""
+        return self.tp * self.pp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one iteration over all replicas."""
+        return self.global_batch // self.micro_batch
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+class Member(Value, frozen=True, kw_only=True):
+    """One worker's place in a membership: shard `shard` of data-parallel replica `replica`."""
+
+    worker: WorkerId
+    node: Name
+    replica: Count
+    shard: Count
+
+
+class StoreAddress(Value, frozen=True, kw_only=True):
+    """A rendezvous store (TCPStore) that lives beside an agent, never in a rank."""
+
+    host: Text
+    port: Port
+
+
+class RunningWorker(Value, frozen=True, kw_only=True):
+    """A worker that an agent found alive when it started (adoption)."""
+
+    worker: WorkerId
+    task: Name
+    pid: Positive
+    generation: Count
+
+
+class TaskAssignment(Value, frozen=True, kw_only=True):
+    """What one plan gives one task. `replicas`: per replica, the node of each of its tp * pp shards.
+
+    `waf`: weighted achieved FLOP/s, F(t, workers).
+    """
+
+    task: Name
+    workers: Count
+    replicas: tuple[tuple[Name, ...], ...]
+    waf: Count
+
+
+class Evidence(Value, frozen=True, kw_only=True):
+    """The last beat that was seen of a node: its sequence and receive time on the heartbeat stream."""
+
+    beat_seq: Count
+    beat_at_us: Micros
+
+
+# --- observations --------------------------------------------------------------------------------
+
+
+class NodeJoined(Observation, frozen=True, kw_only=True):
+    """An agent is up and serves `slots` workers; `workers` are those it adopted."""
+
+    node: Name
+    address: Text
+    slots: Positive
+    store: StoreAddress
+    agent_boot: Count
+    version: Text
+    workers: tuple[RunningWorker, ...] = ()
+
+
+class NodeLeft(Observation, frozen=True, kw_only=True):
+    """An agent was stopped on purpose and has ended its workers."""
+
+    node: Name
+    reason: Text
+
+
+class WorkerStarted(Observation, frozen=True, kw_only=True):
+    """The fork server has a process for the worker."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    pid: Positive
+
+
+class WorkerReady(Observation, frozen=True, kw_only=True):
+    """The worker has built its model and waits for a membership."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+
+
+class WorkerRegrouped(Observation, frozen=True, kw_only=True):
+    """The worker is a member of `generation`'s group and goes on at `iteration` (the next to commit).
+
+    `dealt`: micro-batches of lost replicas that fell to this worker in that iteration.
+    `duration_us`: from receiving the membership to being in the group.
+    `source`: where its state came from ("own", "replica", "checkpoint", "init").
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    iteration: Count
+    dealt: Count
+    duration_us: Micros
+    source: Literal["own", "replica", "checkpoint", "init"]
+
+
+class WorkerExited(Observation, frozen=True, kw_only=True):
+    """A worker's process ended. Exactly one of `exit_code` and `signal` is set."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    exit_code: int | None
+    signal: int | None
+    expected: bool
+    log_tail: LongText = ""
+
+
+class ErrorReported(Observation, frozen=True, kw_only=True):
+    """An error seen inside or around a worker that still lives or is about to die."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    kind: ErrorKind
+    generation: Count
+    iteration: Count
+    phase: Phase
+    message: Text
+    detail: LongText = ""
+
+
+class StepCommitted(Observation, frozen=True, kw_only=True):
+    """Iterations first..last were committed by all replicas of `generation`.
+
+    `samples_digest`: sum mod 2**61 of sample_hash(iteration, sample) over every sample used.
+    `micro_batches_by_rank`: finished micro-batches per replica, in replica order.
+    `redone`: micro-batches computed anew because a replica was lost. `loss`: of iteration `last`.
+    `duration_us`: wall time of first..last.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    first: Positive
+    last: Positive
+    samples: Count
+    samples_digest: Count
+    loss: float
+    duration_us: Micros
+    micro_batches_by_rank: tuple[Count, ...]
+    redone: Count = 0
+
+
+class CheckpointSaved(Observation, frozen=True, kw_only=True):
+    """State after `iteration` is durable at `path`."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    iteration: Count
+    path: Text
+    size_bytes: Count
+    duration_us: Micros
+
+
+class TaskCompleted(Observation, frozen=True, kw_only=True):
+    """The last iteration is committed; `params_digest` identifies the final parameters."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    iteration: Count
+    loss: float
+    params_digest: Text
+
+
+class CommandApplied(Observation, frozen=True, kw_only=True):
+    node: Name
+    command_id: Text
+
+
+class CommandFailed(Observation, frozen=True, kw_only=True):
+    node: Name
+    command_id: Text
+    reason: Text
+
+
+class TaskSubmitted(Observation, frozen=True, kw_only=True):
+    """A person asks for a task to be trained."""
+
+    spec: TaskSpec
+
+
+class TaskCancelled(Observation, frozen=True, kw_only=True):
+    task: Name
+    reason: Text
+
+
+class Heartbeat(Observation, frozen=True, kw_only=True):
+    """An agent lives. Stands on the heartbeat stream, not on the event stream."""
+
+    node: Name
+    agent_boot: Count
+    beat: Count
+    workers: Count
+    load_milli: Count
+    memory_free_bytes: Count
+
+
+# --- decisions -----------------------------------------------------------------------------------
+
+
+class CoordinatorStarted(Decision, frozen=True, kw_only=True):
+    """A coordinator takes over. Decisions of lower terms that come after this are inert."""
+
+    term: Positive
+    version: Text
+
+
+class NodeLost(Decision, frozen=True, kw_only=True):
+    node: Name
+    evidence: Evidence
+    reason: Text
+
+
+class NodeReturned(Decision, frozen=True, kw_only=True):
+    node: Name
+    evidence: Evidence
+
+
+class NodeIsolated(Decision, frozen=True, kw_only=True):
+    """The node gets no worker until `until_us` (log time), or for good where it is None."""
+
+    node: Name
+    until_us: Micros | None
+    reason: Text
+
+
+class NodeReadmitted(Decision, frozen=True, kw_only=True):
+    node: Name
+    reason: Text
+
+
+class DeadlinePassed(Decision, frozen=True, kw_only=True):
+    """The shell's monotonic clock says that the deadline has passed."""
+
+    deadline_id: Text
+
+
+class PlanAdopted(Decision, frozen=True, kw_only=True):
+    """The cluster's plan from now on. `waf` = sum of the assignments' waf, FLOP/s."""
+
+    epoch: Positive
+    assignments: tuple[TaskAssignment, ...]
+    waf: Count
+    trigger: Text
+    reason: Text
+
+
+class MembershipDecided(Decision, frozen=True, kw_only=True):
+    """Who trains the task from now on. `urgent`: a member is gone; leave the broken group at once.
+
+    Not urgent: switch at the next iteration boundary that all members agree on in band.
+    `joiners` have no state; they take it from the other members, or from the nearest checkpoint.
+    """
+
+    task: Name
+    generation: Positive
+    members: tuple[Member, ...]
+    joiners: tuple[WorkerId, ...]
+    urgent: bool
+    store: StoreAddress
+    incident: Text
+    reason: Text
+
+
+class TaskFailed(Decision, frozen=True, kw_only=True):
+    task: Name
+    reason: LongText
+
+
+class TransitionCompleted(Decision, frozen=True, kw_only=True):
+    """An incident is closed, with its measured costs."""
+
+    incident: Text
+    response: Text
+    detection_us: Micros
+    transition_us: Micros
+    micro_batches_redone: Count
+    reason: Text
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+class StartWorker(Command, frozen=True, kw_only=True):
+    """Start a process for shard `shard` of replica `replica`; the replica's own group meets at `store`."""
+
+    spec: TaskSpec
+    worker: WorkerId
+    replica: Count
+    shard: Count
+    store: StoreAddress
+
+
+class StopWorker(Command, frozen=True, kw_only=True):
+    """End the worker's process. `after_generation`: only once it has left for a membership without it."""
+
+    task: Name
+    worker: WorkerId
+    reason: Text
+
+
+class SetMembership(Command, frozen=True, kw_only=True):
+    """Tell the node's workers of the task the membership of `generation` (see MembershipDecided)."""
+
+    task: Name
+    generation: Positive
+    members: tuple[Member, ...]
+    joiners: tuple[WorkerId, ...]
+    urgent: bool
+    store: StoreAddress
+
+
+AnyEvent: TypeAlias = (
+    NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerExited
+    | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted | CommandApplied
+    | CommandFailed | TaskSubmitted | TaskCancelled | Heartbeat
+    | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
+    | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
+    | StartWorker | StopWorker | SetMembership
+)  # fmt: skip
