@@ -256,6 +256,19 @@ class WorkerRegrouped(Observation, frozen=True, kw_only=True):
     source: Literal["own", "replica", "checkpoint", "init"]
 
 
+class WorkerParked(Observation, frozen=True, kw_only=True):
+    """The worker left its group at an iteration boundary for a membership without it, and waits for its end.
+
+    `iteration`: the last one it committed.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    iteration: Count
+
+
 class WorkerExited(Observation, frozen=True, kw_only=True):
     """A worker's process ended. Exactly one of `exit_code` and `signal` is set."""
 
@@ -402,11 +415,15 @@ class DeadlinePassed(Decision, frozen=True, kw_only=True):
 
 
 class PlanAdopted(Decision, frozen=True, kw_only=True):
-    """The cluster's plan from now on. `waf` = sum of the assignments' waf, FLOP/s."""
+    """The cluster's plan from now on. `waf` = sum of the assignments' waf, FLOP/s.
+
+    `basis`: digest of the nodes and tasks that the plan was made for; another basis asks for a new plan.
+    """
 
     epoch: Positive
     assignments: tuple[TaskAssignment, ...]
     waf: Count
+    basis: Text
     trigger: Text
     reason: Text
 
@@ -414,7 +431,8 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
 class MembershipDecided(Decision, frozen=True, kw_only=True):
     """Who trains the task from now on. `urgent`: a member is gone; leave the broken group at once.
 
-    Not urgent: switch at the next iteration boundary that all members agree on in band.
+    Not urgent: switch at the next iteration boundary that all members agree on in band; who is no
+    member any more parks there. Where nobody stays, the lead writes a checkpoint before it parks.
     `joiners` have no state; they take it from the other members, or from the nearest checkpoint.
     """
 
@@ -458,7 +476,7 @@ class StartWorker(Command, frozen=True, kw_only=True):
 
 
 class StopWorker(Command, frozen=True, kw_only=True):
-    """End the worker's process. `after_generation`: only once it has left for a membership without it."""
+    """End the worker's process: Quit first, then signals after a grace time."""
 
     task: Name
     worker: WorkerId
@@ -477,7 +495,8 @@ class SetMembership(Command, frozen=True, kw_only=True):
 
 
 AnyEvent: TypeAlias = (
-    NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerExited
+    NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
+    | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted | CommandApplied
     | CommandFailed | TaskSubmitted | TaskCancelled | Heartbeat
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted

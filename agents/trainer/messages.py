@@ -67,6 +67,16 @@ class Regrouped(Message, frozen=True, kw_only=True):
     source: Literal["own", "replica", "checkpoint", "init"]
 
 
+class Parked(Message, frozen=True, kw_only=True):
+    """Left the group at an iteration boundary for a membership without this worker; waits for Quit.
+
+    Where no present member stays in the new membership, the lead saves a checkpoint before it parks.
+    """
+
+    generation: Count
+    iteration: Count
+
+
 class Committed(Message, frozen=True, kw_only=True):
     """One iteration was committed; sent by the lead (first member) alone, after every step.
 
@@ -206,7 +216,7 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Committed | Trouble | Saved | Completed
+    Hello | Ready | Regrouped | Parked | Committed | Trouble | Saved | Completed
 )  # fmt: skip
 ToWorker: TypeAlias = Membership | Quit
 ToForkServer: TypeAlias = Spawn | Kill | Retire | ExitedAck
