@@ -1,0 +1,108 @@
+"""Envelope <-> bytes. The wire is one plain msgpack map; decoding is strict and total.
+
+Rules
+-----
+* `decode` either returns an envelope that obeys every rule of the vocabulary or raises `BadEvent`,
+  whatever the bytes are. `encode` passes its own output through `decode`: what we could not read back
+  is never written.
+* Types, unknown and missing fields, ranges and patterns are msgspec's; what concerns two fields at
+  once, or a float's finiteness, is in `check`.
+* Encoding is canonical: equal envelopes have equal bytes (fields in declared order, dict keys sorted).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from events.envelope import Envelope
+from events.vocabulary import (
+    Command,
+    CoordinatorStarted,
+    Decision,
+    StartWorker,
+    TaskCancelled,
+    TaskSpec,
+    TaskSubmitted,
+    WorkerExited,
+)
+
+MAX_EVENT_BYTES = 256 * 1024
+#: The producer of what people ask for; no node may have this name.
+API_PRODUCER = "api"
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
+
+
+class BadEvent(ValueError):
+    """Not a valid event. `reason` is one line that names the field (`$.event.node`) where there is one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def encode(envelope: Envelope) -> bytes:
+    """Canonical msgpack of a valid envelope, at most MAX_EVENT_BYTES long; raises BadEvent."""
+    try:
+        body = _encoder.encode(envelope)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadEvent(f"cannot be encoded: {_one_line(error)}") from None
+    decode(body)
+    return body
+
+
+def decode(body: bytes) -> Envelope:
+    """The envelope in `body`; raises BadEvent and nothing else."""
+    if len(body) > MAX_EVENT_BYTES:
+        raise BadEvent(f"{len(body)} bytes long, more than the {MAX_EVENT_BYTES} allowed")
+    try:
+        envelope = _decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise BadEvent(_one_line(error)) from None
+    check(envelope)
+    return envelope
+
+
+def check(envelope: Envelope) -> None:
+    """Raise BadEvent where fields that are valid one by one contradict each other."""
+    event = envelope.event
+    if isinstance(event, Decision | Command):
+        if envelope.term < 1:
+            raise BadEvent("$.term: a decision or command needs the coordinator's term, got 0")
+        if isinstance(event, CoordinatorStarted) and event.term != envelope.term:
+            raise BadEvent(f"$.event.term: {event.term} differs from the envelope's term {envelope.term}")
+        if isinstance(event, Command):
+            start = f"{envelope.term}.{event.epoch}.{event.node}."
+            number = event.command_id.removeprefix(start)
+            if number == event.command_id or not (number.isascii() and number.isdigit()):
+                raise BadEvent(f"$.event.command_id: expected {start}<number>, got {event.command_id!r}")
+    else:
+        if envelope.term != 0:
+            raise BadEvent(f"$.term: an observation has term 0, got {envelope.term}")
+        if isinstance(event, TaskSubmitted | TaskCancelled):
+            if envelope.producer != API_PRODUCER:
+                raise BadEvent(f"$.producer: expected {API_PRODUCER!r}, got {envelope.producer!r}")
+        elif event.node != envelope.producer:
+            raise BadEvent(f"$.event.node: {event.node!r} differs from the producer {envelope.producer!r}")
+        elif event.node == API_PRODUCER:
+            raise BadEvent(f"$.event.node: {API_PRODUCER!r} is not a node's name; name the node otherwise")
+    if isinstance(event, WorkerExited) and (event.exit_code is None) == (event.signal is None):
+        raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
+    if isinstance(event, TaskSubmitted | StartWorker):
+        _check_finite(event.spec)
+
+
+def _check_finite(spec: TaskSpec) -> None:
+    """A loss may be NaN (that is news); a setting may not."""
+    for path, part in (("", spec), ("model.", spec.model), ("optimizer.", spec.optimizer)):
+        for field in part.__struct_fields__:
+            value = getattr(part, field)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadEvent(f"$.event.spec.{path}{field}: must be finite, got {value}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

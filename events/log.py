@@ -1,0 +1,128 @@
+"""What every log promises, whoever keeps it (memory, files, NATS).
+
+Rules
+-----
+* One total order: sequence numbers start at 1 and have no gaps. An entry never changes or goes away.
+* `append` is all or nothing, and returns only when the batch is durable. Cancelled or given up, it may
+  or may not have been written; to append the same envelopes again is always safe, because an event id
+  that already stands in the log is recognised and its first sequence number returned.
+* `claim_term` is how a coordinator takes over. It returns a `Fence`; an `append` that carries a fence
+  raises `Fenced` as soon as a newer term was claimed, and then nothing of it is written.
+* Reading never raises on what a message holds: what is no valid event comes as `Quarantined`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple, Protocol
+
+from events.codec import BadEvent, encode
+from events.envelope import Entry, Envelope, Recorded
+from events.vocabulary import CoordinatorStarted, Heartbeat
+
+#: The largest batch that can be written atomically (the limit of NATS).
+MAX_BATCH = 1000
+
+
+class LogError(Exception):
+    """Base of all that a log raises besides BadEvent and ValueError."""
+
+
+class Fenced(LogError):
+    """A newer term was claimed: this coordinator has been replaced and must stop deciding."""
+
+
+class LogUnavailable(LogError):
+    """Given up after `give_up_s`; what was to be written may or may not be in the log."""
+
+
+class LogDamaged(LogError):
+    """Entries that must be there are missing or broken; the message says which and where."""
+
+
+class Fence(NamedTuple):
+    """The right to decide: `term`, and the sequence number under which it was claimed."""
+
+    term: int
+    seq: int
+
+
+class EventLog(Protocol):
+    """The event stream: observations, decisions and commands in one total order."""
+
+    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        """Write a batch of at most MAX_BATCH envelopes atomically; their sequence numbers, in order.
+
+        Envelopes whose event id is in the log already keep their first number and are not written again;
+        the others are still written as one atomic batch.
+        Raises BadEvent (nothing written), Fenced, LogUnavailable, ValueError (batch too long).
+        """
+        ...
+
+    async def claim_term(self, envelope: Envelope) -> Fence:
+        """Write a CoordinatorStarted whose term is higher than every term in the log, or raise Fenced."""
+        ...
+
+    def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        """Entries after_seq+1, after_seq+2, ...: history, then live, for ever, or up to and with `until_seq`.
+
+        `read(0, until_seq=await log.last_seq())` is the history as it stands. Close the generator
+        (contextlib.aclosing) where it is left early.
+        """
+        ...
+
+    async def last_seq(self) -> int:
+        """The newest entry's sequence number, 0 for an empty log."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the log holds. Reads that still run are to be cancelled by their owners."""
+        ...
+
+
+class BeatLog(Protocol):
+    """The heartbeat stream: its entries expire within minutes, and their numbers are its own."""
+
+    async def publish(self, envelope: Envelope) -> None:
+        """Send a Heartbeat and forget it: never waits for the log, never raises because it is away."""
+        ...
+
+    def subscribe(self) -> AsyncGenerator[Entry, None]:
+        """The last beat of every node that is still held, then every beat that comes; gaps are possible."""
+        ...
+
+
+class CommandFeed(Protocol):
+    """One node's commands, at least once each, in order."""
+
+    def read(self) -> AsyncGenerator[Recorded, None]:
+        """Commands not yet acknowledged, then live, for ever.
+
+        To ask for the next command acknowledges the one before; leaving the loop (break, exception,
+        cancellation) does not, so the command comes again, even to another process.
+        """
+        ...
+
+
+def encode_batch(envelopes: Sequence[Envelope]) -> list[bytes]:
+    """Bodies for `append`; raises what `append` must raise on bad input (BadEvent, ValueError)."""
+    if len(envelopes) > MAX_BATCH:
+        raise ValueError(f"envelopes: at most {MAX_BATCH} in one batch, got {len(envelopes)}; split them")
+    seen: set[str] = set()
+    for envelope in envelopes:
+        if isinstance(envelope.event, Heartbeat):
+            raise BadEvent("$.event: a Heartbeat belongs on the heartbeat stream (BeatLog.publish)")
+        if isinstance(envelope.event, CoordinatorStarted):
+            raise BadEvent("$.event: a CoordinatorStarted is written by claim_term alone")
+        if envelope.event_id in seen:
+            raise BadEvent(f"$.number: {envelope.event_id} occurs twice in one batch")
+        seen.add(envelope.event_id)
+    return [encode(envelope) for envelope in envelopes]
+
+
+def claimed_term(envelope: Envelope) -> int:
+    """The term that a CoordinatorStarted envelope claims; BadEvent on any other."""
+    if not isinstance(envelope.event, CoordinatorStarted):
+        raise BadEvent(f"$.event: claim_term needs a CoordinatorStarted, got {type(envelope.event).__name__}")
+    encode(envelope)
+    return envelope.event.term

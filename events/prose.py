@@ -1,0 +1,150 @@
+"""Every event as one plain sentence, for people: headers, logs, stories."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from events.vocabulary import (
+    AnyEvent,
+    CheckpointSaved,
+    CommandApplied,
+    CommandFailed,
+    CoordinatorStarted,
+    DeadlinePassed,
+    ErrorReported,
+    Heartbeat,
+    MembershipDecided,
+    NodeIsolated,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeReadmitted,
+    NodeReturned,
+    PlanAdopted,
+    SetMembership,
+    StartWorker,
+    StepCommitted,
+    StopWorker,
+    TaskAssignment,
+    TaskCancelled,
+    TaskCompleted,
+    TaskFailed,
+    TaskSubmitted,
+    TransitionCompleted,
+    WorkerExited,
+    WorkerParked,
+    WorkerReady,
+    WorkerRegrouped,
+    WorkerStarted,
+)
+
+
+def summary(event: AnyEvent) -> str:
+    """One sentence without a full stop. May hold any text that the event holds."""
+    match event:
+        case NodeJoined():
+            adopted = f", adopting {_count(len(event.workers), 'worker')}" if event.workers else ""
+            return f"node {event.node} joined with {_count(event.slots, 'slot')} at {event.address}{adopted}"
+        case NodeLeft():
+            return f"node {event.node} left: {event.reason}"
+        case WorkerStarted():
+            return f"worker {event.worker} started on {event.node} as process {event.pid}"
+        case WorkerReady():
+            return f"worker {event.worker} on {event.node} is ready for a membership"
+        case WorkerRegrouped():
+            dealt = f", {_count(event.dealt, 'micro-batch', 'micro-batches')} dealt to it" if event.dealt else ""
+            return (
+                f"worker {event.worker} is in generation {event.generation} at iteration {event.iteration}"
+                f" after {_seconds(event.duration_us)}, state from {event.source}{dealt}"
+            )
+        case WorkerParked():
+            return (
+                f"worker {event.worker} on {event.node} left its group for generation {event.generation}"
+                f" after iteration {event.iteration}"
+            )
+        case WorkerExited():
+            how = f"exit code {event.exit_code}" if event.signal is None else f"signal {event.signal}"
+            expected = ", as expected" if event.expected else ""
+            return f"worker {event.worker} on {event.node} ended by {how}{expected}"
+        case ErrorReported():
+            return (
+                f"worker {event.worker} on {event.node} reports {event.kind} in {event.phase}"
+                f" of iteration {event.iteration}: {event.message}"
+            )
+        case StepCommitted():
+            span = f"iteration {event.last}" if event.first == event.last else f"iterations {event.first}-{event.last}"
+            redone = f", {_count(event.redone, 'micro-batch', 'micro-batches')} redone" if event.redone else ""
+            return f"task {event.task} committed {span}, loss {event.loss:.4g}{redone}"
+        case CheckpointSaved():
+            return f"task {event.task} saved iteration {event.iteration} to {event.path} ({event.size_bytes} bytes)"
+        case TaskCompleted():
+            return f"task {event.task} completed after iteration {event.iteration}, loss {event.loss:.4g}"
+        case CommandApplied():
+            return f"node {event.node} applied command {event.command_id}"
+        case CommandFailed():
+            return f"node {event.node} refused or failed command {event.command_id}: {event.reason}"
+        case TaskSubmitted():
+            spec = event.spec
+            return (
+                f"task {spec.name} submitted: weight {spec.weight:g}, {spec.min_workers} to {spec.max_workers}"
+                f" workers, {_count(spec.iterations, 'iteration')}"
+            )
+        case TaskCancelled():
+            return f"task {event.task} cancelled: {event.reason}"
+        case Heartbeat():
+            return f"node {event.node} lives, beat {event.beat}, {_count(event.workers, 'worker')}"
+        case CoordinatorStarted():
+            return f"coordinator started term {event.term}, version {event.version}"
+        case NodeLost():
+            return f"node {event.node} lost: {event.reason}"
+        case NodeReturned():
+            return f"node {event.node} returned, beat {event.evidence.beat_seq}"
+        case NodeIsolated():
+            until = "for good" if event.until_us is None else f"until {event.until_us} us"
+            return f"node {event.node} isolated {until}: {event.reason}"
+        case NodeReadmitted():
+            return f"node {event.node} readmitted: {event.reason}"
+        case DeadlinePassed():
+            return f"deadline {event.deadline_id} passed"
+        case PlanAdopted():
+            shares = ", ".join(_share(assignment) for assignment in event.assignments) or "nothing runs"
+            return f"plan {event.epoch} ({event.trigger}): {shares}; {event.reason}"
+        case MembershipDecided():
+            joiners = f", {len(event.joiners)} joining" if event.joiners else ""
+            urgent = "at once" if event.urgent else "at the next iteration"
+            return (
+                f"task {event.task} generation {event.generation}: {_count(len(event.members), 'member')}{joiners},"
+                f" {urgent}; {event.reason}"
+            )
+        case TaskFailed():
+            return f"task {event.task} failed: {event.reason}"
+        case TransitionCompleted():
+            return (
+                f"incident {event.incident} closed by {event.response}: detected in {_seconds(event.detection_us)},"
+                f" transition {_seconds(event.transition_us)},"
+                f" {_count(event.micro_batches_redone, 'micro-batch', 'micro-batches')} redone"
+            )
+        case StartWorker():
+            return (
+                f"start worker {event.worker} of task {event.spec.name} on {event.node}"
+                f" as replica {event.replica}, shard {event.shard}"
+            )
+        case StopWorker():
+            return f"stop worker {event.worker} of task {event.task} on {event.node}: {event.reason}"
+        case SetMembership():
+            members = _count(len(event.members), "member")
+            return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
+        case _:
+            assert_never(event)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _seconds(duration_us: int) -> str:
+    return f"{duration_us / 1e6:.3f} s"
+
+
+def _share(assignment: TaskAssignment) -> str:
+    return f"{assignment.task} {_count(assignment.workers, 'worker')}"

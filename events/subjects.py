@@ -1,0 +1,89 @@
+"""Where an event stands on NATS: streams, subjects, headers.
+
+Subjects (node and type in them, so `nats stream subjects` and `--last-per-subject` say something):
+
+    unicron.v1.obs.<node or "api">.<Type>     observations
+    unicron.v1.decision.<key>.<Type>          decisions; key = the task, the node, or "cluster"
+    unicron.v1.command.<node>.<Type>          commands
+    unicron.v1.term                           CoordinatorStarted alone: the fencing token
+    unicron.v1.beat.<node>                    heartbeats, on a stream of their own
+
+The subject follows from the envelope, so a reader compares: a node that may publish only under its own
+name cannot speak for another one. Headers are for people and for de-duplication; nothing is folded from
+them.
+"""
+
+from __future__ import annotations
+
+from events.codec import BadEvent, decode
+from events.envelope import Entry, Envelope, Quarantined, Recorded
+from events.prose import summary
+from events.vocabulary import Command, CoordinatorStarted, Decision, Heartbeat
+
+EVENT_STREAM = "UNICRON_EVENTS"
+BEAT_STREAM = "UNICRON_BEATS"
+PREFIX = "unicron.v1"
+TERM_SUBJECT = f"{PREFIX}.term"
+EVENT_SUBJECTS = (f"{PREFIX}.obs.*.*", f"{PREFIX}.decision.*.*", f"{PREFIX}.command.*.*", TERM_SUBJECT)
+BEAT_SUBJECTS = (f"{PREFIX}.beat.*",)
+MAX_SUMMARY_CHARS = 160
+
+
+def command_subjects(node: str) -> str:
+    """The filter that matches every command to `node`."""
+    return f"{PREFIX}.command.{node}.*"
+
+
+def agent_consumer(node: str) -> str:
+    """The name of the durable consumer through which `node`'s agent takes its commands."""
+    return f"agent-{node}"
+
+
+def subject(envelope: Envelope) -> str:
+    """The one subject on which this envelope may stand."""
+    event = envelope.event
+    kind = type(event).__name__
+    if isinstance(event, Heartbeat):
+        return f"{PREFIX}.beat.{event.node}"
+    if isinstance(event, CoordinatorStarted):
+        return TERM_SUBJECT
+    if isinstance(event, Command):
+        return f"{PREFIX}.command.{event.node}.{kind}"
+    if isinstance(event, Decision):
+        key = getattr(event, "task", None) or getattr(event, "node", None) or "cluster"
+        return f"{PREFIX}.decision.{key}.{kind}"
+    return f"{PREFIX}.obs.{envelope.producer}.{kind}"
+
+
+def headers(envelope: Envelope) -> dict[str, str]:
+    """Plain ASCII headers: the message id, and what a person looks for with the `nats` CLI."""
+    event = envelope.event
+    spec = getattr(event, "spec", None)
+    named = {
+        "Nats-Msg-Id": envelope.event_id,
+        "Unicron-Type": type(event).__name__,
+        "Unicron-Node": getattr(event, "node", ""),
+        "Unicron-Task": getattr(event, "task", "") or (spec.name if spec else ""),
+        "Unicron-Worker": getattr(event, "worker", ""),
+        "Unicron-Summary": _plain(summary(event)),
+    }
+    return {header: value for header, value in named.items() if value}
+
+
+def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes) -> Entry:
+    """What a stored message means: an event, or a quarantined message with the reason why it is none."""
+    try:
+        envelope = decode(body)
+        expected = subject(envelope)
+        if expected != on_subject:
+            raise BadEvent(f"{envelope.event_id} belongs on subject {expected}, not on {on_subject}")
+    except BadEvent as error:
+        return Quarantined(seq, recorded_at_us, on_subject, error.reason, len(body))
+    return Recorded(seq, recorded_at_us, envelope)
+
+
+def _plain(text: str) -> str:
+    """One short line of printable ASCII."""
+    line = " ".join(text.split())
+    plain = "".join(char if " " <= char <= "~" else "?" for char in line)
+    return plain if len(plain) <= MAX_SUMMARY_CHARS else plain[: MAX_SUMMARY_CHARS - 3] + "..."
