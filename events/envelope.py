@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from events.vocabulary import AnyEvent, Count, Micros, Text
+from events.vocabulary import AnyEvent, Count, Micros, Name, Text
 
 SCHEMA = 1
 
@@ -23,7 +23,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA)] = SCHEMA
-    producer: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
+    producer: Name
     boot: Count
     number: Annotated[int, Meta(ge=1, lt=2**53)]
     term: Count = 0

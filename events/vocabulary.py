@@ -21,16 +21,19 @@ from msgspec import Meta
 
 # --- field types ---------------------------------------------------------------------------------
 
-#: Names become NATS subject tokens and file names: no dots, no spaces, no slashes.
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+#: Names become NATS subject tokens and file names: no dots, no spaces, no slashes. (\Z: `$` would let a
+#: trailing newline pass.)
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z"
 Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
 #: One incarnation of a worker process: "<task>.<number>"; a number is never used twice in a task.
-WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9}$")]
+WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9}\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=32768)]
 Micros: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=2**53)]
+#: FLOP/s of a whole cluster: 10,000 GPUs reach 5e18, which is above Count's bound.
+Flops: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 
 Phase: TypeAlias = Literal[
@@ -138,7 +141,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     iterations: Positive = 100
     seed: Count = 1234
     checkpoint: CheckpointSpec = CheckpointSpec()
-    throughput: dict[str, Count] = {}
+    throughput: dict[str, Flops] = {}
     backend: Literal["auto", "gloo", "nccl"] = "auto"
 
     @property
@@ -189,7 +192,7 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
     task: Name
     workers: Count
     replicas: tuple[tuple[Name, ...], ...]
-    waf: Count
+    waf: Flops
 
 
 class Evidence(Value, frozen=True, kw_only=True):
@@ -422,7 +425,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
 
     epoch: Positive
     assignments: tuple[TaskAssignment, ...]
-    waf: Count
+    waf: Flops
     basis: Text
     trigger: Text
     reason: Text
