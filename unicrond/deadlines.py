@@ -1,0 +1,34 @@
+"""Which deadlines stand, as data: the shell arms them on its monotonic clock and appends DeadlinePassed.
+
+Ids name their subject so exactly that one which comes late means nothing any more:
+`start:<worker>`, `regroup:<task>#<generation>`, `symptom:<incident>`, `isolation:<node>#<nth>`.
+"""
+
+from __future__ import annotations
+
+from unicrond.policy import Policy
+from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
+
+_SECOND_US = 1_000_000
+
+
+def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
+    """Id -> length in microseconds, from the moment the shell first sees the id."""
+    standing: dict[str, int] = {}
+    for incident in state.incidents.values():
+        if incident.severity is Severity.SEV3 and not incident.ripe:
+            standing[f"symptom:{incident.id}"] = int(policy.symptom_window_s * _SECOND_US)
+    for node in state.nodes.values():
+        if node.isolated and not node.isolation_over:
+            length_s = policy.isolation_s * 2 ** min(node.isolations - 1, 10)
+            standing[f"isolation:{node.name}#{node.isolations}"] = int(length_s * _SECOND_US)
+    for task in state.tasks.values():
+        if task.status is not TaskStatus.ACTIVE:
+            continue
+        for worker in task.workers.values():
+            if worker.status is WorkerStatus.STARTING:
+                standing[f"start:{worker.worker}"] = int(policy.worker_start_s * _SECOND_US)
+        if task.membership is not None and (task.leavers or not task.confirmed):
+            length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.iteration_us)
+            standing[f"regroup:{task.name}#{task.generation}"] = length_us
+    return standing

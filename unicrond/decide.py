@@ -1,0 +1,469 @@
+"""Decide: reconcile the whole state with what should be; `decide(state, solutions, policy) -> decisions`.
+
+Rules
+-----
+* Level-triggered: nothing is remembered between calls. What is wrong in the state is decided upon; once
+  those decisions are folded, decide is quiet. A burst coalesces, a restart needs no memory.
+* Pure and quick: plan problems that the state poses (`needed_solves`) are solved elsewhere and handed in.
+* What is returned is one batch: a membership and the commands that carry it commit together.
+* A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
+  (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
+
+Order in one call: isolate and readmit nodes, fail tasks; adopt a plan; per task regroup, staff; end
+what nobody wants; close incidents.
+
+A task's membership changes for four reasons:
+  a member is gone            -> urgent, without its replica, at once
+  the group broke, all live   -> urgent, same members (SEV3 reattempt in place)
+  nobody has state            -> all that are ready; state from a checkpoint, or from the seed
+  the plan says otherwise     -> planned, at an iteration boundary, when all newcomers are ready
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from events import vocabulary as v
+from unicrond import reconcile
+from unicrond.planning.placement import Shape, place
+from unicrond.planning.problem import Problem, TaskProblem
+from unicrond.planning.solver import Solution
+from unicrond.policy import Policy
+from unicrond.severity import RESPONSE
+from unicrond.state import (
+    ClusterState,
+    Incident,
+    NodeStatus,
+    Severity,
+    Task,
+    TaskStatus,
+    Worker,
+    WorkerStatus,
+)
+from unicrond.waf import throughput, waf
+
+_SECOND_US = 1_000_000
+
+
+class Batch:
+    """The decisions of one call, with command ids that are unique by construction."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self.state = state
+        self.events: list[v.AnyEvent] = []
+        self._numbers: dict[str, int] = {}
+        self._started: dict[str, int] = {}
+        self.occupied = reconcile.occupied(state)
+
+    def add(self, event: v.AnyEvent) -> None:
+        """Takes a decision into the batch."""
+        self.events.append(event)
+
+    def command_id(self, node: str) -> str:
+        """The next command id of the node: "term.epoch.node.number"."""
+        number = self._numbers.get(node, self.state.nodes[node].commands) + 1
+        self._numbers[node] = number
+        return f"{self.state.term}.{self.state.plan.epoch}.{node}.{number}"
+
+    def stop(self, task: Task, worker: Worker, reason: str) -> None:
+        """Orders the worker's end, where its node can hear it."""
+        node = self.state.nodes.get(worker.node)
+        if node is None or node.status is not NodeStatus.UP or worker.status is WorkerStatus.STOPPING:
+            return
+        self.add(
+            v.StopWorker(
+                command_id=self.command_id(worker.node),
+                node=worker.node,
+                epoch=self.state.plan.epoch,
+                task=task.name,
+                worker=worker.worker,
+                reason=reason,
+            )
+        )
+
+
+def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: Policy) -> list[v.AnyEvent]:
+    """The decisions that `state` asks for, in order; empty at rest.
+
+    `solutions`: answers to `needed_solves(state, policy)`, as far as they are known.
+    """
+    batch = Batch(state)
+    for task in _active(state):
+        _fail_task(batch, task, policy)
+    _isolate_nodes(batch, policy)
+    _readmit_nodes(batch)
+    if batch.events:
+        return batch.events  # who may work has changed: plan with that
+    fresh = is_fresh(state)
+    if not fresh:
+        _adopt_plan(batch, solutions, policy)
+    for task in _active(state):
+        _regroup(batch, task, fresh)
+        if fresh:
+            _staff(batch, task)
+    for task in state.tasks.values():
+        _end_unwanted(batch, task)
+    for incident in state.incidents.values():
+        _close_incident(batch, incident, fresh)
+    return batch.events
+
+
+def _active(state: ClusterState) -> list[Task]:
+    return [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+
+
+# --- nodes and tasks that cannot go on -----------------------------------------------------------
+
+
+def _struck_nodes(task: Task, policy: Policy) -> list[str]:
+    return [node for node, count in task.strikes.items() if count >= policy.strikes_max]
+
+
+def _fail_task(batch: Batch, task: Task, policy: Policy) -> None:
+    """The same failure on two nodes is the task's, not the nodes'; and nothing restarts for ever."""
+    struck = _struck_nodes(task, policy)
+    if len(struck) < 2 and task.stuck < policy.stuck_max:
+        return
+    own = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
+    last = own[-1] if own else None
+    why = (
+        f"its workers failed to restart on {' and '.join(struck)}"
+        if len(struck) >= 2
+        else f"{task.stuck} of its workers ended without a new iteration after {task.best_iteration}"
+    )
+    tail = f"; last: {last.message}\n{last.log_tail}" if last else ""
+    batch.add(v.TaskFailed(task=task.name, reason=f"{why}{tail}"))
+
+
+def _isolate_nodes(batch: Batch, policy: Policy) -> None:
+    state = batch.state
+    for node in state.nodes.values():
+        if node.isolated or node.status is not NodeStatus.UP:
+            continue
+        reasons = [
+            f"{task.strikes[node.name]} workers of {task.name} ended here without a step between them"
+            for task in _active(state)
+            if node.name in _struck_nodes(task, policy) and len(_struck_nodes(task, policy)) == 1
+        ] + [
+            incident.message
+            for incident in state.incidents.values()
+            if incident.node == node.name and incident.severity is Severity.SEV1 and incident.kind != "node_lost"
+        ]
+        if reasons:
+            batch.add(v.NodeIsolated(node=node.name, until_us=None, reason=reasons[0][:1024]))
+
+
+def _readmit_nodes(batch: Batch) -> None:
+    state = batch.state
+    for node in state.nodes.values():
+        if not node.isolated:
+            continue
+        strikers = [task for task in state.tasks.values() if node.name in task.strikes]
+        if node.isolation_over:
+            batch.add(v.NodeReadmitted(node=node.name, reason="its isolation is over"))
+        elif strikers and all(task.status is TaskStatus.FAILED for task in strikers):
+            batch.add(v.NodeReadmitted(node=node.name, reason=f"task {strikers[0].name} was at fault, not the node"))
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+def basis(state: ClusterState) -> str:
+    """Digest of the nodes and tasks that a plan depends on."""
+    nodes = sorted((node.name, node.slots) for node in state.nodes.values() if node.schedulable)
+    tasks = sorted((task.name, task.submitted_seq) for task in _active(state))
+    return hashlib.blake2b(repr((nodes, tasks)).encode(), digest_size=8).hexdigest()
+
+
+def is_fresh(state: ClusterState) -> bool:
+    """The plan was made for the present nodes and tasks."""
+    return state.plan.basis == basis(state) or (not state.plan.epoch and not state.nodes and not state.tasks)
+
+
+def problem_of(state: ClusterState, policy: Policy) -> Problem:
+    """The plan problem that the state poses (paper, section "plan generation")."""
+    workers = sum(node.slots for node in state.nodes.values() if node.schedulable)
+    lost = {name for name, node in state.nodes.items() if not node.schedulable}
+    tasks = []
+    for task in _active(state):
+        assignment = state.plan.assignments.get(task.name)
+        before = assignment.workers if assignment else 0
+        faulty = assignment is not None and any(node in lost for nodes in assignment.replicas for node in nodes)
+        tasks.append(
+            TaskProblem(
+                name=task.name,
+                weight=task.spec.weight,
+                workers=before,
+                faulty=faulty,
+                min_workers=task.spec.min_workers,
+                max_workers=task.spec.max_workers,
+                floor=task.spec.min_workers,
+                unit=task.spec.replica_workers,
+                throughput=throughput(task.spec),
+            )
+        )
+    return Problem(
+        workers=workers,
+        d_running_us=int(policy.worker_mtbf_s * _SECOND_US) // max(1, workers),
+        d_transition_us=int(policy.transition_s * _SECOND_US),
+        tasks=tuple(tasks),
+    )
+
+
+def needed_solves(state: ClusterState, policy: Policy) -> list[Problem]:
+    """Plan problems that must be solved before `decide` can go on."""
+    return [] if is_fresh(state) else [problem_of(state, policy)]
+
+
+def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Policy) -> None:
+    state = batch.state
+    solution = solutions.get(problem_of(state, policy))
+    if solution is None:
+        return
+    active = _active(state)
+    shapes = {task.name: Shape(task.spec.tp, task.spec.pp) for task in active}
+    counts = {
+        task.name: workers // task.spec.replica_workers for task, workers in zip(active, solution.workers, strict=True)
+    }
+    placed = place(
+        counts,
+        shapes,
+        {node.name: node.slots for node in state.nodes.values() if node.schedulable},
+        {task.name: _present_replicas(state, task) for task in active},
+    )
+    assignments = []
+    for task in active:
+        replicas = placed.replicas[task.name]
+        workers = len(replicas) * task.spec.replica_workers
+        if workers < task.spec.min_workers:
+            replicas, workers = (), 0  # what could not be seated together is worth nothing
+        assignments.append(
+            v.TaskAssignment(task=task.name, workers=workers, replicas=replicas, waf=waf(task.spec, workers))
+        )
+    short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
+    batch.add(
+        v.PlanAdopted(
+            epoch=state.plan.epoch + 1,
+            assignments=tuple(assignments),
+            waf=sum(assignment.waf for assignment in assignments),
+            basis=basis(state),
+            trigger=_trigger(state),
+            reason=(solution.reason + short)[:1024],
+        )
+    )
+
+
+def _present_replicas(state: ClusterState, task: Task) -> tuple[tuple[str, ...], ...]:
+    assignment = state.plan.assignments.get(task.name)
+    replicas = assignment.replicas if assignment else ()
+    return tuple(nodes for nodes in replicas if len(nodes) == task.spec.replica_workers)
+
+
+def _trigger(state: ClusterState) -> str:
+    """What changed since the last plan, in words."""
+    planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
+    changes = [
+        f"node {n.name} {'isolated' if n.isolated else n.status.value}"
+        for n in state.nodes.values()
+        if n.name in planned and not n.schedulable
+    ]
+    changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
+    active = [task.name for task in _active(state)]
+    changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
+    changes += [
+        f"task {name} {state.tasks[name].status.value}" for name in state.plan.assignments if name not in active
+    ]
+    return ", ".join(changes)[:1024] or "nodes changed"
+
+
+# --- memberships ---------------------------------------------------------------------------------
+
+
+def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
+    """At most one new membership for the task (see the four reasons above)."""
+    current = task.membership.members if task.membership else ()
+    living = reconcile.living_members(task)
+    with_state = [m for m in living if task.workers[m.worker].status is WorkerStatus.MEMBER]
+    if with_state and len(living) < len(current):
+        gone = len(current) - len(living)
+        _set_membership(batch, task, living, urgent=True, reason=f"{gone} of {len(current)} members are gone")
+        return
+    if with_state and _ripe(batch.state, task):
+        _set_membership(batch, task, living, urgent=True, reason="the group broke and all members live")
+        return
+    if not fresh:
+        return
+    staff = reconcile.staffing(batch.state, task)
+    if staff.starting:
+        return
+    wanted = reconcile.members_of(staff.kept)
+    if not with_state:
+        if wanted and not staff.missing and not task.leavers and _places(wanted) != _places(living):
+            where = f"the checkpoint of iteration {task.checkpoint_iteration}, if it is valid"
+            source = "the seed" if not task.best_iteration else where
+            _set_membership(batch, task, wanted, urgent=True, reason=f"nobody has state: start from {source}")
+        return
+    if not task.confirmed or task.leavers or _places(wanted) == _places(current):
+        return
+    stay = tuple(member for member in current if member in wanted)
+    newcomers = tuple(member for member in wanted if member not in current)
+    if len(stay) == len(current) and staff.missing:
+        return  # others are still to come: one change for all of them
+    if not stay and newcomers:
+        stay = current  # newcomers take state from those who leave afterwards
+    target = stay + newcomers
+    reason = f"plan {batch.state.plan.epoch}: {len(newcomers)} join, {len(current) - len(stay)} leave"
+    _set_membership(batch, task, target, urgent=False, reason=reason)
+
+
+def _places(members: tuple[v.Member, ...]) -> list[str]:
+    return sorted(member.worker for member in members)
+
+
+def _ripe(state: ClusterState, task: Task) -> bool:
+    """The newest generation's group broke, and no death has explained it in time."""
+    return any(
+        incident.ripe and incident.severity is Severity.SEV3 and incident.generations.get(task.name) == task.generation
+        for incident in state.incidents.values()
+    )
+
+
+def _set_membership(batch: Batch, task: Task, members: tuple[v.Member, ...], *, urgent: bool, reason: str) -> None:
+    state = batch.state
+    generation = task.generation + 1
+    # A newcomer to a live group has no state; where nobody has any, all are joiners.
+    joiners = tuple(m.worker for m in members if task.workers[m.worker].status is not WorkerStatus.MEMBER)
+    told = [state.nodes[name] for name in _nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
+    store = state.nodes[members[0].node].store if members else told[0].store
+    incidents = [incident.id for incident in state.incidents.values() if task.name in incident.generations]
+    batch.add(
+        v.MembershipDecided(
+            task=task.name,
+            generation=generation,
+            members=members,
+            joiners=joiners,
+            urgent=urgent,
+            store=store,
+            incident=incidents[0] if incidents else "",
+            reason=reason,
+        )
+    )
+    for node in told:
+        batch.add(
+            v.SetMembership(
+                command_id=batch.command_id(node.name),
+                node=node.name,
+                epoch=state.plan.epoch,
+                task=task.name,
+                generation=generation,
+                members=members,
+                joiners=joiners,
+                urgent=urgent,
+                store=store,
+            )
+        )
+
+
+def _nodes_to_tell(task: Task, members: tuple[v.Member, ...]) -> list[str]:
+    """Nodes of the members, and of those whom the change leaves out."""
+    nodes = [member.node for member in members]
+    nodes += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
+    return list(dict.fromkeys(nodes))
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+def _staff(batch: Batch, task: Task) -> None:
+    """Starts what is missing where a slot is free; ends what is surplus and in no group."""
+    state = batch.state
+    staff = reconcile.staffing(state, task)
+    worker_number, replica_number = task.next_worker, task.next_replica
+    for nodes in staff.missing:
+        if any(batch.occupied[n] + nodes.count(n) > state.nodes[n].slots for n in nodes):
+            continue  # the slot is still another worker's; its end will bring us back
+        for shard, node in enumerate(nodes):
+            batch.occupied[node] += 1
+            batch.add(
+                v.StartWorker(
+                    command_id=batch.command_id(node),
+                    node=node,
+                    epoch=state.plan.epoch,
+                    spec=task.spec,
+                    worker=f"{task.name}.{worker_number}",
+                    replica=replica_number,
+                    shard=shard,
+                    store=state.nodes[nodes[0]].store,
+                )
+            )
+            worker_number += 1
+        replica_number += 1
+    for workers in staff.surplus.values():
+        for worker in workers:
+            in_group = worker.status is WorkerStatus.MEMBER
+            has_left = task.confirmed and task.membership is not None and task.membership.members
+            if not task.is_member(worker.worker) and (not in_group or has_left):
+                batch.stop(task, worker, f"plan {state.plan.epoch} needs it no more")
+
+
+def _end_unwanted(batch: Batch, task: Task) -> None:
+    """Strays, workers given up, parked ones, the rest of broken replicas, and all of an ended task."""
+    broken = reconcile.staffing(batch.state, task).broken
+    for worker in task.workers.values():
+        if task.status is not TaskStatus.ACTIVE:
+            batch.stop(task, worker, f"task {task.status.value}")
+        elif worker.status is WorkerStatus.LOST:
+            batch.stop(task, worker, "it was given up")
+        elif worker.status is WorkerStatus.PARKED:
+            batch.stop(task, worker, "it has left its group")
+        elif worker.replica in broken:
+            batch.stop(task, worker, "another rank of its replica is gone")
+
+
+# --- incidents -----------------------------------------------------------------------------------
+
+
+def _close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
+    state = batch.state
+    if not fresh:
+        return
+    for name, broken in incident.generations.items():
+        task = state.tasks.get(name)
+        if task is not None and task.status is TaskStatus.ACTIVE and not _healed(state, task, broken):
+            return
+    end_us = incident.resumed_us or state.now_us
+    batch.add(
+        v.TransitionCompleted(
+            incident=incident.id,
+            response=RESPONSE[incident.severity],
+            detection_us=max(0, incident.detected_us - incident.occurred_us),
+            transition_us=max(0, end_us - incident.detected_us),
+            micro_batches_redone=incident.redone,
+            reason=_outcome(state, incident),
+        )
+    )
+
+
+def _healed(state: ClusterState, task: Task, broken: int) -> bool:
+    """The task has left the broken generation, and has what the plan gives it."""
+    assignment = state.plan.assignments.get(task.name)
+    if assignment is not None and not assignment.workers:
+        return True  # it waits for workers; that is the plan, not the incident
+    staff = reconcile.staffing(state, task)
+    if staff.missing or staff.starting or not task.confirmed or task.generation <= broken:
+        return False
+    wanted = reconcile.members_of(staff.kept)
+    return task.membership is not None and _places(wanted) == _places(task.membership.members)
+
+
+def _outcome(state: ClusterState, incident: Incident) -> str:
+    parts = []
+    for name in incident.tasks:
+        task = state.tasks.get(name)
+        if task is None or task.status is not TaskStatus.ACTIVE:
+            parts.append(f"{name} {task.status.value if task else 'unknown'}")
+        else:
+            members = len(task.membership.members) if task.membership else 0
+            parts.append(f"{name} goes on with {members} workers in generation {task.generation}")
+    return "; ".join(parts)[:1024] or "no task was hit"

@@ -1,0 +1,34 @@
+"""The numbers that decisions depend on: part of the configuration, handed to the pure core as data."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(gt=0.0, le=1e7)]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How patient and how strict the coordinator is. All times in seconds.
+
+    `symptom_window_s`: how long a broken connection waits for the death that explains it before the
+    collective is tried again in place (SEV3).
+    `worker_start_s`: from StartWorker to WorkerReady. `regroup_s`: from a membership to its last member
+    in the group; never less than four iterations of the task.
+    `isolation_s`: how long a node that failed a restart gets no workers; doubles with each isolation.
+    `strikes_max`: deaths on one node without a step between them before the node is isolated (SEV1).
+    `stuck_max`: deaths of a task's workers without a new iteration before the task is failed.
+    `worker_mtbf_s`: mean time between failures of one worker; D_running(n) = worker_mtbf_s / n.
+    `transition_s`: D_transition, the expected length of a transition.
+    """
+
+    symptom_window_s: Seconds = 0.3
+    worker_start_s: Seconds = 120.0
+    regroup_s: Seconds = 60.0
+    isolation_s: Seconds = 60.0
+    strikes_max: Annotated[int, Meta(ge=1)] = 2
+    stuck_max: Annotated[int, Meta(ge=1)] = 8
+    worker_mtbf_s: Seconds = 7.0 * 86400
+    transition_s: Seconds = 5.0

@@ -1,0 +1,87 @@
+"""What a task has against what the plan gives it: pure arithmetic on replicas, used by `decide`.
+
+A replica is tp * pp workers; it lives or falls as a whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from events.vocabulary import Member
+from unicrond.state import ClusterState, Task, Worker, WorkerStatus
+
+_USABLE = (WorkerStatus.STARTING, WorkerStatus.READY, WorkerStatus.MEMBER)
+
+Nodes = tuple[str, ...]
+
+
+class Staffing(msgspec.Struct, frozen=True):
+    """`kept` and `surplus`: whole replicas, by replica number, workers in shard order.
+
+    `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes.
+    """
+
+    kept: dict[int, tuple[Worker, ...]]
+    surplus: dict[int, tuple[Worker, ...]]
+    broken: dict[int, tuple[Worker, ...]]
+    missing: tuple[Nodes, ...]
+
+    @property
+    def starting(self) -> bool:
+        """A kept replica is not ready yet."""
+        return any(w.status is WorkerStatus.STARTING for workers in self.kept.values() for w in workers)
+
+
+def staffing(state: ClusterState, task: Task) -> Staffing:
+    """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
+    replicas: dict[int, list[Worker]] = {}
+    for worker in task.workers.values():
+        if worker.alive:
+            replicas.setdefault(worker.replica, []).append(worker)
+    whole: dict[int, tuple[Worker, ...]] = {}
+    broken: dict[int, tuple[Worker, ...]] = {}
+    for number, workers in sorted(replicas.items()):
+        ordered = tuple(sorted(workers, key=lambda w: w.shard))
+        usable = len(ordered) == task.spec.replica_workers and all(w.status in _USABLE for w in ordered)
+        (whole if usable else broken)[number] = ordered
+
+    assignment = state.plan.assignments.get(task.name)
+    wanted = Counter(assignment.replicas if assignment else ())
+    kept: dict[int, tuple[Worker, ...]] = {}
+    surplus: dict[int, tuple[Worker, ...]] = {}
+    for number in sorted(whole, key=lambda n: (not task.is_member(whole[n][0].worker), n)):
+        nodes = tuple(worker.node for worker in whole[number])
+        if wanted[nodes] > 0:
+            wanted[nodes] -= 1
+            kept[number] = whole[number]
+        else:
+            surplus[number] = whole[number]
+    return Staffing(kept, surplus, broken, tuple(sorted(wanted.elements())))
+
+
+def members_of(replicas: dict[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
+    """Members in replica order, shards in order within."""
+    return tuple(
+        Member(worker=w.worker, node=w.node, replica=w.replica, shard=w.shard)
+        for _, workers in sorted(replicas.items())
+        for w in workers
+    )
+
+
+def living_members(task: Task) -> tuple[Member, ...]:
+    """The members of the newest membership whose whole replica lives, in their order."""
+    if task.membership is None:
+        return ()
+    fallen = {
+        member.replica
+        for member in task.membership.members
+        if member.worker not in task.workers or not task.workers[member.worker].alive
+    }
+    return tuple(member for member in task.membership.members if member.replica not in fallen)
+
+
+def occupied(state: ClusterState) -> Counter[str]:
+    """Slots in use per node, by every process that is not known to be gone."""
+    return Counter(w.node for task in state.tasks.values() for w in task.workers.values())

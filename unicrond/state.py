@@ -1,0 +1,256 @@
+"""What the coordinator believes about the cluster: frozen values, made by the fold alone.
+
+Rules
+-----
+* Nothing here changes in place. `fold` builds the next state; every other module reads.
+* Only what the log said is here: no clock, no connection, nothing that a replay could not rebuild.
+* Collections iterate in insertion order, and insertion order is log order: no sets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import msgspec
+
+from events.vocabulary import Member, StoreAddress, TaskAssignment, TaskSpec
+
+
+class Severity(IntEnum):
+    """SEV1 is the worst (paper, section "error detection and response")."""
+
+    SEV1 = 1
+    SEV2 = 2
+    SEV3 = 3
+
+
+class NodeStatus(StrEnum):
+    UP = "up"
+    LOST = "lost"
+    LEFT = "left"
+
+
+class WorkerStatus(StrEnum):
+    """starting -> ready -> member -> parked; stopping and lost can follow any of them.
+
+    starting: commanded; ready: waits for a membership; member: is in the group of `generation`;
+    parked: left a group at a boundary; stopping: told to end; lost: its node is gone, or nobody
+    asked for it, so it must be stopped as soon as its node can be reached.
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    MEMBER = "member"
+    PARKED = "parked"
+    STOPPING = "stopping"
+    LOST = "lost"
+
+
+class TaskStatus(StrEnum):
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had."""
+
+    name: str
+    status: NodeStatus
+    slots: int
+    slots_max: int
+    address: str
+    store: StoreAddress
+    agent_boot: int
+    joined_us: int
+    version: str = ""
+    isolated: bool = False
+    isolation_over: bool = False
+    isolations: int = 0
+    reason: str = ""
+    commands: int = 0
+
+    @property
+    def schedulable(self) -> bool:
+        """May carry workers."""
+        return self.status is NodeStatus.UP and not self.isolated
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a task. `generation`: the last membership whose group it has joined, 0 = none."""
+
+    worker: str
+    node: str
+    replica: int
+    shard: int
+    status: WorkerStatus
+    command_id: str = ""
+    pid: int = 0
+    generation: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Can be, or become, part of a group."""
+        return self.status not in (WorkerStatus.STOPPING, WorkerStatus.LOST)
+
+
+class Membership(msgspec.Struct, frozen=True, kw_only=True):
+    """Who trains a task, as the log holds it (see events.vocabulary.MembershipDecided)."""
+
+    generation: int
+    members: tuple[Member, ...]
+    joiners: tuple[str, ...]
+    urgent: bool
+    store: StoreAddress
+    decided_us: int
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """A training job.
+
+    `iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
+    `strikes`: per node, workers that died there since the task last committed a step there.
+    `stuck`: deaths of workers since the task last committed a new iteration.
+    """
+
+    spec: TaskSpec
+    status: TaskStatus
+    submitted_seq: int
+    submitted_us: int
+    workers: dict[str, Worker] = {}
+    membership: Membership | None = None
+    next_worker: int = 1
+    next_replica: int = 0
+    iteration: int = 0
+    best_iteration: int = 0
+    committed_generation: int = 0
+    loss: float | None = None
+    first_loss: float | None = None
+    first_commit_us: int = 0
+    last_commit_us: int = 0
+    iteration_us: int = 0
+    checkpoint_iteration: int = 0
+    strikes: dict[str, int] = {}
+    stuck: int = 0
+    params_digest: str = ""
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self.spec.name
+
+    @property
+    def generation(self) -> int:
+        """The newest generation decided, 0 = none yet."""
+        return self.membership.generation if self.membership else 0
+
+    @property
+    def confirmed(self) -> bool:
+        """Every member of the newest generation has said that it is in the group."""
+        if self.membership is None:
+            return False
+        return all(
+            member.worker in self.workers and self.workers[member.worker].generation == self.generation
+            for member in self.membership.members
+        )
+
+    @property
+    def leavers(self) -> list[Worker]:
+        """Workers still in an older group that the newest membership leaves out; they park at a boundary."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.status is WorkerStatus.MEMBER and not self.is_member(worker.worker)
+        ]
+
+    @property
+    def at_rest(self) -> bool:
+        """No process of the task can be running on a node that is reachable."""
+        return all(worker.status is WorkerStatus.LOST for worker in self.workers.values())
+
+    def is_member(self, worker: str) -> bool:
+        """The worker stands in the newest membership."""
+        return self.membership is not None and any(m.worker == worker for m in self.membership.members)
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """A root cause and what was done about it.
+
+    `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
+    once a later one has formed. A worker that was no member broke none: the present one less 1. `ripe`: the time to wait for a better explanation is over.
+    `occurred_us` is by the observer's clock; the other times are by the log's.
+    `resumed_us`: when the last task hit went on training, 0 = not yet.
+    """
+
+    id: str
+    kind: str
+    severity: Severity
+    node: str
+    worker: str
+    generations: dict[str, int]
+    message: str
+    occurred_us: int
+    detected_us: int
+    log_tail: str = ""
+    symptoms: int = 0
+    ripe: bool = False
+    response: str = ""
+    resumed_us: int = 0
+    redone: int = 0
+    closed_us: int = 0
+    detection_us: int = 0
+    transition_us: int = 0
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that were hit."""
+        return tuple(self.generations)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Who gets what (see events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
+
+    epoch: int = 0
+    assignments: dict[str, TaskAssignment] = {}
+    waf: int = 0
+    basis: str = ""
+    trigger: str = ""
+    reason: str = ""
+    adopted_us: int = 0
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication)."""
+
+    seq: int = 0
+    now_us: int = 0
+    term: int = 0
+    nodes: dict[str, Node] = {}
+    tasks: dict[str, Task] = {}
+    incidents: dict[str, Incident] = {}
+    closed: tuple[Incident, ...] = ()
+    incidents_total: int = 0
+    plan: Plan = Plan()
+    seen: dict[str, tuple[int, int]] = {}
+    quarantined: int = 0
+    duplicates: int = 0
+    inert: int = 0
+
+
+#: How many closed incidents the state remembers; the log has them all.
+CLOSED_INCIDENTS_MAX = 200
+
+
+def digest(state: ClusterState) -> str:
+    """16 bytes of BLAKE2b, in hex, over the state's canonical msgpack: equal states, equal digests."""
+    encoded = msgspec.msgpack.encode(state, order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def to_json(state: ClusterState) -> Any:
+    """The state as plain JSON types."""
+    return msgspec.to_builtins(state)
