@@ -1,0 +1,145 @@
+"""One node's commands from NATS: a durable pull consumer, so the server remembers what was acknowledged.
+
+Rules
+-----
+* One command at a time (`max_ack_pending` 1): order holds even when one is delivered again.
+* A command is acknowledged after its handler is done with it. An agent killed in between gets it again
+  from its successor, after at most ACK_WAIT_S; handlers act once per command id, so that does no harm.
+* Delivered MAX_DELIVER times and never acknowledged, a command is left behind: it would otherwise kill
+  every agent that comes. The coordinator's deadline for it decides what then.
+* Silence of the server means: ask again, on the session of the moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from events.envelope import Quarantined, Recorded
+from events.nats_connection import RETRY_DELAY_MAX_S, RETRY_DELAY_S, Connection, Session, Unanswered
+from events.nats_reader import SILENCE_S, stored_message
+from events.nats_streams import NANOS, ApiError, api
+from events.subjects import EVENT_STREAM, agent_consumer, command_subjects, entry
+
+logger = logging.getLogger(__name__)
+
+ACK_WAIT_S = 2
+MAX_DELIVER = 20
+PULL_BATCH = 100
+PULL_EXPIRES_S = 30
+CONSUMER_NOT_FOUND = 10014
+
+
+def command_consumer_config(node: str) -> dict[str, Any]:
+    """The durable consumer of one agent; the coordinator creates it where agents may not."""
+    return {
+        "durable_name": agent_consumer(node),
+        "filter_subject": command_subjects(node),
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": ACK_WAIT_S * NANOS,
+        "max_deliver": MAX_DELIVER,
+        "max_ack_pending": 1,
+    }
+
+
+async def create_command_consumer(connection: Connection, node: str) -> None:
+    """Make sure that the node's consumer exists. Asks before it creates: an agent may have no right to create."""
+    name = agent_consumer(node)
+    try:
+        await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{name}", {})
+    except ApiError as error:
+        if error.code != CONSUMER_NOT_FOUND:
+            raise
+        await api(
+            connection,
+            f"CONSUMER.CREATE.{EVENT_STREAM}.{name}.{command_subjects(node)}",
+            {"stream_name": EVENT_STREAM, "config": command_consumer_config(node)},
+        )
+
+
+class NatsCommandFeed:
+    """A CommandFeed: the commands to `node`, over every outage."""
+
+    def __init__(self, connection: Connection, node: str) -> None:
+        self._connection = connection
+        self._node = node
+        self._handled_seq = 0
+
+    async def read(self) -> AsyncGenerator[Recorded, None]:
+        delay_s = RETRY_DELAY_S
+        while True:
+            try:
+                await create_command_consumer(self._connection, self._node)
+                session = await self._connection.session()
+                async with aclosing(_pull(session, agent_consumer(self._node))) as messages:
+                    async for message in messages:
+                        delay_s = RETRY_DELAY_S
+                        stored = stored_message(message)
+                        found = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+                        if isinstance(found, Quarantined):
+                            logger.error("command %d is no valid event and is skipped: %s", found.seq, found.reason)
+                        elif found.seq > self._handled_seq:  # else its acknowledgement was lost
+                            yield found
+                        self._handled_seq = max(self._handled_seq, found.seq)
+                        await session.publish(message.reply, b"+ACK")
+            except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:
+                logger.warning("commands for %s were interrupted (%s); going on", self._node, error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, RETRY_DELAY_MAX_S)
+
+
+class _Silent(Exception):
+    """The consumer or its server is gone; why."""
+
+
+async def _pull(session: Session, consumer: str) -> AsyncGenerator[Msg, None]:
+    """Messages of a pull consumer until the session or the consumer is gone (_Silent)."""
+    inbox = session.client.new_inbox()
+    queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+
+    async def on_message(message: Msg) -> None:
+        queue.put_nowait(message)
+
+    subscription = await session.client.subscribe(inbox, cb=on_message)
+    lost = asyncio.create_task(session.lost.wait())
+    lost.add_done_callback(lambda _: queue.put_nowait(None))
+    ask = {"batch": PULL_BATCH, "expires": PULL_EXPIRES_S * NANOS, "idle_heartbeat": NANOS}
+    try:
+        while True:
+            await session.publish(
+                f"$JS.API.CONSUMER.MSG.NEXT.{EVENT_STREAM}.{consumer}", json.dumps(ask).encode(), reply=inbox
+            )
+            left = PULL_BATCH
+            while left:
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        message = await queue.get()
+                except TimeoutError:
+                    raise _Silent(f"no heartbeat for {SILENCE_S:g} s") from None
+                if message is None:
+                    raise _Silent("connection lost")
+                if message.reply.startswith("$JS.ACK."):
+                    left -= 1
+                    yield message
+                    continue
+                headers = message.headers or {}
+                status = headers.get("Status")
+                if status == "408":  # this request has expired
+                    break
+                if status != "100":  # not a heartbeat
+                    raise _Silent(f"the server says {status} {headers.get('Description', '')}")
+    finally:
+        lost.cancel()
+        if not session.lost.is_set():
+            try:
+                await subscription.unsubscribe()
+            except nats.errors.Error:
+                logger.debug("inbox %s goes away with its session", inbox)

@@ -1,0 +1,303 @@
+"""One lasting connection to NATS, made of short ones.
+
+Rules
+-----
+* A `Session` is one TCP connection. It never reconnects: nats-py's own reconnection buffers, replays
+  half-sent batches and can lose its reader without noticing. Whatever kills a session (server gone,
+  missed pongs, an unknown -ERR, an exception in the reader) ends its reading task, and that end is the
+  one signal, `lost`, that everybody waits for.
+* A `Connection` replaces a lost session by a new one, for ever, with a back-off of at most a second.
+* Whoever uses a session does its work anew on the next one: readers go on from the last sequence, a
+  publisher repeats its message ids.
+* `NATS errors never raise here`: a request that got no answer raises `Unanswered`, which means "unknown,
+  try again", never "no".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from events.log import LogError, LogUnavailable
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAY_S = 0.02
+RETRY_DELAY_MAX_S = 1.0
+REQUEST_TIMEOUT_S = 3.0
+PING_INTERVAL_S = 5
+
+
+class Unanswered(LogError):
+    """No answer to a request: the server may or may not have acted on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """How to log in; all empty for an open server on loopback.
+
+    `creds` and `nkey_seed` are paths of files. `tls_ca` is the path of a CA certificate and turns TLS on.
+    """
+
+    user: str | None = None
+    password: str | None = None
+    creds: Path | None = None
+    nkey_seed: Path | None = None
+    tls_ca: Path | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for nats.connect."""
+        given: dict[str, Any] = {
+            "user": self.user,
+            "password": self.password,
+            "user_credentials": str(self.creds) if self.creds else None,
+            "nkeys_seed": str(self.nkey_seed) if self.nkey_seed else None,
+            "tls": ssl.create_default_context(cafile=str(self.tls_ca)) if self.tls_ca else None,
+        }
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class Session:
+    """One TCP connection and the requests that wait on it. Made by `Connection` only."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.lost = asyncio.Event()
+        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._numbers = itertools.count(1)
+        self._inbox = client.new_inbox()
+
+    async def start(self) -> None:
+        """Watch the reading task and open the inbox for answers."""
+        reading = self.client._reading_task
+        assert reading is not None, "a connected client reads"
+        reading.add_done_callback(self._on_lost)
+        await self.client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+
+    async def request(
+        self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> Msg:
+        """The answer to one request; Unanswered after `timeout_s`, without responders, or if the session is lost."""
+        if self.lost.is_set():
+            raise Unanswered(f"{subject}: connection lost")
+        token = str(next(self._numbers))
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.publish(subject, body, headers, reply=f"{self._inbox}.{token}")
+                message = await answer
+        except TimeoutError:
+            raise Unanswered(f"{subject}: no answer within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(token, None)
+        if message.headers and message.headers.get("Status") == "503":
+            raise Unanswered(f"{subject}: nobody serves this subject (is the stream created, JetStream up?)")
+        return message
+
+    async def publish(
+        self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, reply: str = ""
+    ) -> None:
+        """Hand a message to the socket; Unanswered if the session is lost."""
+        try:
+            await self.client.publish(subject, body, reply=reply, headers=dict(headers) if headers else None)
+        except nats.errors.MaxPayloadError:
+            raise LogError(f"{subject}: {len(body)} bytes exceed the server's max_payload; raise it there") from None
+        except (nats.errors.Error, OSError) as error:
+            raise Unanswered(f"{subject}: {_said(error)}") from None
+
+    async def close(self) -> None:
+        """Close the socket; never raises."""
+        try:
+            await self.client.close()
+        except Exception as error:  # what nats-py raises while it closes is of no use to anybody
+            logger.debug("closing a NATS connection: %s", _said(error))
+        self._on_lost(None)
+
+    async def _on_answer(self, message: Msg) -> None:
+        answer = self._waiting.get(message.subject.rpartition(".")[2])
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def _on_lost(self, _: object) -> None:
+        self.lost.set()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(Unanswered("connection lost before the answer"))
+
+
+Handler = Callable[[Msg], Awaitable[None]]
+
+
+class Connection:
+    """Sessions, one after the other, until `close`. Made by `connect`."""
+
+    def __init__(self, urls: Sequence[str], *, name: str, login: Login) -> None:
+        self._urls = list(urls)
+        self._name = name
+        self._login = login
+        self._session: Session | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._subscriptions: dict[str, Handler] = {}
+        self._last_error = "not tried yet"
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a session now, as far as we know."""
+        return self._session is not None
+
+    @property
+    def urls(self) -> str:
+        """The servers' addresses, for messages to people."""
+        return ", ".join(self._urls)
+
+    async def session(self) -> Session:
+        """A live session; waits for one as long as it takes. LogUnavailable after `close`."""
+        while not self._closed:
+            if self._session is not None and not self._session.lost.is_set():
+                return self._session
+            await self._changed.wait()
+        raise LogUnavailable("the connection to NATS was closed")
+
+    async def request(
+        self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> Msg:
+        """`Session.request` on the session of the moment; waits at most `timeout_s` for one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                session = await self.session()
+        except TimeoutError:
+            raise Unanswered(f"{subject}: no connection to {self.urls} ({self._last_error})") from None
+        return await session.request(subject, body, headers, timeout_s)
+
+    async def publish_now(self, subject: str, body: bytes, headers: Mapping[str, str] | None = None) -> bool:
+        """Send if there is a connection at this moment; whether it was sent. For what is stale soon."""
+        if self._session is None:
+            return False
+        try:
+            await self._session.publish(subject, body, headers)
+        except Unanswered:
+            return False
+        return True
+
+    async def subscribe(self, subject: str, handler: Handler) -> None:
+        """Call `handler` for each core message on `subject`, in this and every later session."""
+        self._subscriptions[subject] = handler
+        if self._session is not None:
+            with contextlib.suppress(nats.errors.Error):  # lost just now: the next session subscribes
+                await self._session.client.subscribe(subject, cb=handler)
+
+    async def close(self) -> None:
+        """Close for good; what waits for a session gets LogUnavailable."""
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        self._announce()
+
+    async def start(self, timeout_s: float | None) -> None:
+        """Begin to keep a session; LogUnavailable if there is none within `timeout_s` (None: wait for ever)."""
+        self._keeper = asyncio.create_task(self._keep(), name="nats-connection")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.session()
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                message = f"cannot reach NATS at {self.urls}: {self._last_error}; is the server running there?"
+                raise LogUnavailable(message) from None
+            raise
+
+    async def _keep(self) -> None:
+        while True:
+            lost_at = time.monotonic()
+            delay_s = RETRY_DELAY_S
+            while (session := await self._open_session()) is None:
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 2, RETRY_DELAY_MAX_S)
+            self._session = session
+            self._announce()
+            logger.info("connected to NATS at %s after %.2f s", self.urls, time.monotonic() - lost_at)
+            try:
+                await session.lost.wait()
+            finally:
+                self._session = None
+                await session.close()
+            logger.warning("lost the connection to NATS at %s; connecting again", self.urls)
+
+    async def _open_session(self) -> Session | None:
+        client = Client()
+        try:
+            await client.connect(
+                servers=self._urls,
+                name=self._name,
+                allow_reconnect=False,
+                # With 1, a server that refuses is tried twice, then it is our turn to back off.
+                max_reconnect_attempts=1,
+                reconnect_time_wait=RETRY_DELAY_S,
+                connect_timeout=2,
+                ping_interval=PING_INTERVAL_S,
+                max_outstanding_pings=2,
+                error_cb=self._on_error,
+                **self._login.options(),
+            )
+            session = Session(client)
+            await session.start()
+            for subject, handler in self._subscriptions.items():
+                await client.subscribe(subject, cb=handler)
+        except (nats.errors.Error, OSError, TimeoutError, AssertionError) as error:
+            if not isinstance(error, nats.errors.NoServersError):  # what came before says more
+                self._last_error = _said(error)
+            with contextlib.suppress(Exception):
+                await client.close()
+            return None
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await client.close()
+            raise
+        return session
+
+    async def _on_error(self, error: Exception) -> None:
+        """Everything that nats-py reports besides; it must not raise (that would kill the reader)."""
+        self._last_error = _said(error)
+        expected = isinstance(error, OSError | nats.errors.UnexpectedEOF | TimeoutError)
+        logger.log(logging.DEBUG if expected else logging.WARNING, "NATS says: %s", self._last_error)
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def connect(
+    urls: str | Sequence[str], *, name: str, login: Login | None = None, timeout_s: float | None = None
+) -> Connection:
+    """A lasting connection to a NATS server or cluster. `name` is what `nats server report connections` shows.
+
+    Waits for the first session: for ever, or at most `timeout_s` (then LogUnavailable says why).
+    """
+    servers = [urls] if isinstance(urls, str) else list(urls)
+    connection = Connection(servers, name=name, login=login or Login())
+    await connection.start(timeout_s)
+    return connection
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,246 @@
+"""The log on NATS JetStream.
+
+Rules
+-----
+* One append = one message, or one atomic batch (a group commit: one fsync for the lot). An attempt that
+  got no answer is repeated with the same message ids, for ever or until `give_up_s`.
+* The server refuses a batch that repeats an id. Then we look up what stands in the log already, and
+  write only the rest.
+* A fence is the sequence number of the newest message on the term subject, as the header that the
+  server checks before it writes (on the first message of a batch, which holds for all of it). The
+  server checks it before the message id, so after a refusal we look whether an earlier attempt of ours
+  was written after all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from events.codec import encode
+from events.envelope import Entry, Envelope, Recorded
+from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
+from events.nats_connection import RETRY_DELAY_MAX_S, RETRY_DELAY_S, Connection, Unanswered
+from events.nats_reader import read_stream
+from events.nats_streams import DUPLICATE_WINDOW_S, ApiError, answer, api
+from events.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT, entry, headers, subject
+from events.vocabulary import CoordinatorStarted, Heartbeat
+
+logger = logging.getLogger(__name__)
+
+WRONG_LAST_SEQUENCE = 10071
+BATCH_REPEATS_ID = 10201
+NO_MESSAGE_FOUND = 10037
+#: A batch that the server gave up because a part of it did not arrive, or because too many were open.
+BATCH_BROKEN = frozenset({10175, 10176, 10205, 10210, 10211})
+LOUD_AFTER_S = 10.0
+
+
+class _Message(NamedTuple):
+    event_id: str
+    subject: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class NatsEventLog:
+    """An EventLog. `give_up_s`: after how long without an answer `append` raises LogUnavailable; None = never."""
+
+    def __init__(self, connection: Connection, *, give_up_s: float | None = None) -> None:
+        self._connection = connection
+        self._give_up_s = give_up_s
+
+    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        bodies = encode_batch(envelopes)
+        messages = [
+            _Message(envelope.event_id, subject(envelope), headers(envelope), body)
+            for envelope, body in zip(envelopes, bodies, strict=True)
+        ]
+        conditions = _expect(fence.seq) if fence is not None else {}
+        seqs: dict[str, int] = {}
+        patience = _Patience(self._give_up_s)
+        while fresh := [message for message in messages if message.event_id not in seqs]:
+            try:
+                seqs |= await self._write(fresh, conditions)
+                continue
+            except Unanswered as error:
+                await patience.lose(error)
+                continue
+            except ApiError as error:
+                if error.code not in (WRONG_LAST_SEQUENCE, BATCH_REPEATS_ID):
+                    if not error.is_passing and error.code not in BATCH_BROKEN:
+                        raise
+                    await patience.lose(error)
+                    continue
+                refusal = error
+            found = await self._find(fresh)
+            seqs |= found
+            if len(found) == len(fresh):
+                continue
+            if refusal.code == WRONG_LAST_SEQUENCE:
+                assert fence is not None, "nothing else was expected"
+                raise Fenced(f"term {fence.term} was replaced: {refusal}") from None
+            if not found:
+                await patience.lose(refusal)
+        return [seqs[message.event_id] for message in messages]
+
+    async def claim_term(self, envelope: Envelope) -> Fence:
+        term = claimed_term(envelope)
+        message = _Message(envelope.event_id, TERM_SUBJECT, headers(envelope), encode(envelope))
+        patience = _Patience(self._give_up_s)
+        while True:
+            newest = await self._newest_term()
+            held = newest.seq if newest is not None else 0
+            if isinstance(newest, Recorded) and isinstance(newest.envelope.event, CoordinatorStarted):
+                if newest.envelope == envelope:
+                    return Fence(term, held)
+                if newest.envelope.event.term >= term:
+                    raise Fenced(f"term {term} is not above term {newest.envelope.event.term}")
+            try:
+                seqs = await self._write([message], _expect(held))
+            except Unanswered as error:
+                await patience.lose(error)
+            except ApiError as error:
+                if error.code != WRONG_LAST_SEQUENCE and not error.is_passing:
+                    raise
+                await patience.lose(error)
+            else:
+                return Fence(term, seqs[message.event_id])
+
+    async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        if until_seq is not None and after_seq >= until_seq:
+            return
+        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
+        seq = after_seq
+        async with aclosing(read_stream(self._connection, EVENT_STREAM, start=start)) as messages:
+            async for stored in messages:
+                seq += 1
+                if stored.seq != seq:
+                    # The reader has checked the deliveries: they are not in the stream.
+                    raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing")
+                yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+                if seq == until_seq:
+                    return
+
+    async def last_seq(self) -> int:
+        return int((await self._info())["state"]["last_seq"])
+
+    async def close(self) -> None:
+        """The connection is its owner's to close."""
+
+    async def _write(self, messages: Sequence[_Message], conditions: dict[str, str]) -> dict[str, int]:
+        """One attempt. Sequence numbers by event id; Unanswered or ApiError."""
+        session = await self._connection.session()
+        if len(messages) == 1:
+            only = messages[0]
+            reply = await session.request(only.subject, only.body, {**only.headers, **conditions})
+            return {only.event_id: int(answer(only.subject, reply.data)["seq"])}
+        batch_id = uuid.uuid4().hex
+        for number, message in enumerate(messages, start=1):
+            marks = {**message.headers, **conditions, "Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
+            conditions = {}
+            if number < len(messages):
+                await session.publish(message.subject, message.body, marks)
+            else:
+                reply = await session.request(message.subject, message.body, {**marks, "Nats-Batch-Commit": "1"})
+        ack = answer(messages[-1].subject, reply.data)
+        first = int(ack["seq"]) - len(messages) + 1
+        return {message.event_id: first + offset for offset, message in enumerate(messages)}
+
+    async def _find(self, messages: Sequence[_Message]) -> dict[str, int]:
+        """Which of the messages stand in the log already: sequence numbers by event id.
+
+        Looks as far back as the server itself recognises ids. The server's clock is compared with the
+        server's clock.
+        """
+        info = await self._info()
+        until_seq = int(info["state"]["last_seq"])
+        since = datetime.fromisoformat(info["ts"]) - timedelta(seconds=DUPLICATE_WINDOW_S + 60)
+        if until_seq == 0 or datetime.fromisoformat(info["state"]["last_ts"]) < since:
+            return {}
+        wanted = {message.event_id for message in messages}
+        start = {"deliver_policy": "by_start_time", "opt_start_time": since.isoformat()}
+        found: dict[str, int] = {}
+        # Unfiltered, so that the last message is sure to come and to end the search.
+        async with aclosing(read_stream(self._connection, EVENT_STREAM, start=start, headers_only=True)) as stored:
+            async for message in stored:
+                event_id = (message.headers or {}).get("Nats-Msg-Id", "")
+                if event_id in wanted:
+                    found.setdefault(event_id, message.seq)
+                if message.seq >= until_seq or len(found) == len(wanted):
+                    break
+        return found
+
+    async def _newest_term(self) -> Entry | None:
+        # Not a direct get: that may be answered by a replica that lags behind.
+        try:
+            got = await api(self._connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"last_by_subj": TERM_SUBJECT})
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                return None
+            raise
+        return stored_entry(got["message"])
+
+    async def _info(self) -> dict[str, Any]:
+        return await api(self._connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+
+
+class NatsBeatLog:
+    """A BeatLog."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def publish(self, envelope: Envelope) -> None:
+        if not isinstance(envelope.event, Heartbeat):
+            raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
+        await self._connection.publish_now(subject(envelope), encode(envelope), headers(envelope))
+
+    async def subscribe(self) -> AsyncGenerator[Entry, None]:
+        start = {"deliver_policy": "last_per_subject"}
+        reading = read_stream(self._connection, BEAT_STREAM, start=start, filter_subjects=["unicron.v1.beat.*"])
+        async with aclosing(reading) as messages:
+            async for stored in messages:
+                yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+
+
+class _Patience:
+    """The delays between attempts, and when to give up. Speaks up once when it takes long."""
+
+    def __init__(self, give_up_s: float | None) -> None:
+        self._give_up_s = give_up_s
+        self._since = time.monotonic()
+        self._delay_s = RETRY_DELAY_S
+        self._was_loud = False
+
+    async def lose(self, error: Exception) -> None:
+        """Wait before the next attempt, or raise LogUnavailable."""
+        waited_s = time.monotonic() - self._since
+        if self._give_up_s is not None and waited_s + self._delay_s > self._give_up_s:
+            raise LogUnavailable(f"given up after {waited_s:.1f} s: {error}") from None
+        if waited_s > LOUD_AFTER_S and not self._was_loud:
+            self._was_loud = True
+            logger.warning("the log has not acknowledged for %.0f s (%s); still trying", waited_s, error)
+        await asyncio.sleep(self._delay_s)
+        self._delay_s = min(self._delay_s * 2, RETRY_DELAY_MAX_S)
+
+
+def _expect(term_seq: int) -> dict[str, str]:
+    return {
+        "Nats-Expected-Last-Subject-Sequence": str(term_seq),
+        "Nats-Expected-Last-Subject-Sequence-Subject": TERM_SUBJECT,
+    }
+
+
+def stored_entry(message: dict[str, Any]) -> Entry:
+    """The entry in an answer of STREAM.MSG.GET."""
+    at_us = round(datetime.fromisoformat(message["time"]).timestamp() * 1_000_000)
+    body = base64.b64decode(message.get("data", ""))
+    return entry(int(message["seq"]), at_us, message["subject"], body)

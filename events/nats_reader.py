@@ -1,0 +1,184 @@
+"""Reading a stream in order, from any sequence, over every kind of outage.
+
+Rules
+-----
+* An ephemeral push consumer in the server's memory delivers into an inbox of ours; its own delivery
+  numbers (1, 2, 3, ...) tell at once when a message was dropped on the way.
+* The server sends a heartbeat when it has nothing else to say. Silence for SILENCE_S, a dropped message
+  or a lost session all mean the same: throw the consumer away, make a new one after the last sequence.
+* Flow control is answered when we *take* the request from the queue, not when it arrives: a slow reader
+  holds the server back instead of being cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from events.nats_connection import RETRY_DELAY_MAX_S, RETRY_DELAY_S, Connection, Session, Unanswered
+from events.nats_streams import NANOS, ApiError, answer
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1
+SILENCE_S = 3.0
+INACTIVE_S = 30
+
+
+class Stored(NamedTuple):
+    """A message as the stream holds it."""
+
+    seq: int
+    recorded_at_us: int
+    subject: str
+    body: bytes
+    headers: dict[str, str] | None
+
+
+class _Interrupted(Exception):
+    """This consumer has nothing more to give; why."""
+
+
+async def read_stream(
+    connection: Connection,
+    stream: str,
+    *,
+    start: dict[str, Any],
+    filter_subjects: Sequence[str] = (),
+    headers_only: bool = False,
+) -> AsyncGenerator[Stored, None]:
+    """Messages of `stream` in order, for ever.
+
+    `start`: where to begin, in the words of JetStream's consumer configuration ("deliver_policy" and
+    what belongs to it). Once something was read, an interruption continues right after it.
+    """
+    delay_s = RETRY_DELAY_S
+    while True:
+        session = await connection.session()
+        consumer = _Consumer(session, stream)
+        try:
+            await consumer.open({**start, "filter_subjects": list(filter_subjects), "headers_only": headers_only})
+            async with aclosing(consumer.messages()) as messages:
+                async for stored in messages:
+                    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": stored.seq + 1}
+                    delay_s = RETRY_DELAY_S
+                    yield stored
+        except (_Interrupted, Unanswered, ApiError, nats.errors.Error) as error:
+            logger.warning("reading %s was interrupted (%s); going on", stream, error)
+        finally:
+            await consumer.close()
+        await asyncio.sleep(delay_s)
+        delay_s = min(delay_s * 2, RETRY_DELAY_MAX_S)
+
+
+class _Consumer:
+    def __init__(self, session: Session, stream: str) -> None:
+        self._session = session
+        self._stream = stream
+        self._inbox = session.client.new_inbox()
+        self._name = self._inbox.rpartition(".")[2]
+        self._queue: deque[Msg] = deque()
+        self._arrived = asyncio.Event()
+        self._subscription: Any = None
+
+    async def open(self, config: dict[str, Any]) -> None:
+        self._subscription = await self._session.client.subscribe(
+            # No limits: flow control bounds what is on the way, and a drop would only cost us a restart.
+            self._inbox, cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0
+        )  # fmt: skip
+        subject = f"CONSUMER.CREATE.{self._stream}.{self._name}"
+        request = {
+            "stream_name": self._stream,
+            "config": {
+                **config,
+                "name": self._name,
+                "deliver_subject": self._inbox,
+                "ack_policy": "none",
+                "max_deliver": 1,
+                "flow_control": True,
+                "idle_heartbeat": HEARTBEAT_S * NANOS,
+                "inactive_threshold": INACTIVE_S * NANOS,
+                "mem_storage": True,
+                "num_replicas": 1,
+            },
+        }
+        message = await self._session.request(f"$JS.API.{subject}", json.dumps(request).encode())
+        answer(subject, message.data)
+
+    async def messages(self) -> AsyncGenerator[Stored, None]:
+        delivered = 0
+        lost = asyncio.create_task(self._session.lost.wait())
+        lost.add_done_callback(lambda _: self._arrived.set())
+        try:
+            while True:
+                await self._wait()
+                while self._queue:
+                    message = self._queue.popleft()
+                    if not message.reply.startswith("$JS.ACK."):
+                        await self._control(message)
+                        continue
+                    number, stored = _stored(message)
+                    delivered += 1
+                    if number != delivered:
+                        raise _Interrupted(f"delivery {delivered} was lost before sequence {stored.seq}")
+                    yield stored
+        finally:
+            lost.cancel()
+
+    async def close(self) -> None:
+        """Forget the inbox; the server drops a consumer that nobody listens to."""
+        if self._subscription is not None and not self._session.lost.is_set():
+            try:
+                await self._subscription.unsubscribe()
+                await self._session.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._name}", b"")
+            except (nats.errors.Error, OSError, Unanswered):
+                logger.debug("consumer %s is left to the server to remove", self._name)
+
+    async def _on_message(self, message: Msg) -> None:
+        self._queue.append(message)
+        self._arrived.set()
+
+    async def _wait(self) -> None:
+        if self._queue:
+            return
+        self._arrived.clear()
+        if self._session.lost.is_set():
+            raise _Interrupted("connection lost")
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await self._arrived.wait()
+        except TimeoutError:
+            raise _Interrupted(f"no heartbeat for {SILENCE_S:g} s") from None
+
+    async def _control(self, message: Msg) -> None:
+        headers = message.headers or {}
+        if headers.get("Status") != "100":
+            raise _Interrupted(f"the server says {headers.get('Status')} {headers.get('Description', '')}")
+        reply = message.reply or headers.get("Nats-Consumer-Stalled", "")
+        if reply:
+            await self._session.publish(reply, b"")
+
+
+def stored_message(message: Msg) -> Stored:
+    """A delivered message as the stream holds it."""
+    return _stored(message)[1]
+
+
+def _stored(message: Msg) -> tuple[int, Stored]:
+    """The delivery number and the message. A reply subject reads
+
+    $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<delivery number>.<time, ns>.<pending>
+    with <domain>.<account> after "ACK" where there are domains, and perhaps a token more at the end.
+    """
+    tokens = message.reply.split(".")
+    first = 4 if len(tokens) == 9 else 6
+    seq, number, at_ns = int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 3])
+    return number, Stored(seq, at_ns // 1000, message.subject, message.data, message.headers)

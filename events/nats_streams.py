@@ -1,0 +1,129 @@
+"""The two streams, and JetStream's API as far as we use it: one JSON request, one JSON answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from events.codec import MAX_EVENT_BYTES
+from events.log import LogError
+from events.nats_connection import RETRY_DELAY_MAX_S, RETRY_DELAY_S, Connection, Unanswered
+from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, EVENT_SUBJECTS
+
+logger = logging.getLogger(__name__)
+
+NANOS = 1_000_000_000
+#: How long the server recognises a message id. Longer outages of one publisher may leave a repeated
+#: event in the log; the fold ignores it.
+DUPLICATE_WINDOW_S = 600
+BEAT_MAX_AGE_S = 600
+HEADER_BYTES = 8 * 1024
+
+STREAM_EXISTS_WITH_OTHER_CONFIG = 10058
+
+
+class ApiError(LogError):
+    """JetStream said no. `code`: its err_code."""
+
+    def __init__(self, subject: str, code: int, status: int, description: str) -> None:
+        super().__init__(f"{subject}: {description} (err_code {code})")
+        self.code = code
+        self.is_passing = status == 503
+
+
+def event_stream_config(replicas: int = 1) -> dict[str, Any]:
+    """The event stream: on disk, nothing deleted, atomic batches."""
+    return {
+        "name": EVENT_STREAM,
+        "subjects": list(EVENT_SUBJECTS),
+        "storage": "file",
+        "retention": "limits",
+        "discard": "new",
+        "num_replicas": replicas,
+        "duplicate_window": DUPLICATE_WINDOW_S * NANOS,
+        "max_msg_size": MAX_EVENT_BYTES + HEADER_BYTES,
+        "allow_atomic": True,
+        "allow_direct": True,
+        "deny_delete": True,
+        "deny_purge": True,
+    }
+
+
+def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
+    """The heartbeat stream: short-lived, and not worth an fsync per beat (so that is off where it can be)."""
+    config: dict[str, Any] = {
+        "name": BEAT_STREAM,
+        "subjects": list(BEAT_SUBJECTS),
+        "storage": "file",
+        "retention": "limits",
+        "discard": "old",
+        "num_replicas": replicas,
+        "duplicate_window": 10 * NANOS,
+        "max_msg_size": HEADER_BYTES,
+        "max_age": BEAT_MAX_AGE_S * NANOS,
+        "allow_direct": True,
+    }
+    if replicas == 1:
+        config["persist_mode"] = "async"
+    return config
+
+
+async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
+    """Create what is missing; streams that exist must have our safety settings, or LogError names the one."""
+    for config in (event_stream_config(replicas), beat_stream_config(replicas)):
+        name = config["name"]
+        try:
+            await api(connection, f"STREAM.CREATE.{name}", config)
+        except ApiError as error:
+            if error.code != STREAM_EXISTS_WITH_OTHER_CONFIG:
+                raise
+            info = await api(connection, f"STREAM.INFO.{name}", {})
+            _require_same(name, config, info["config"])
+
+
+def _require_same(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Replicas, ages and sizes are the operator's to change; these are not."""
+    for key in ("subjects", "storage", "retention", "discard", "allow_atomic", "deny_delete", "deny_purge"):
+        want, have = ours.get(key), theirs.get(key)
+        if key == "subjects":
+            want, have = sorted(want or []), sorted(have or [])
+        if want is not None and want != have:
+            raise LogError(f"stream {name}: {key} is {have!r} and must be {want!r}; run `nats stream edit {name}`")
+
+
+async def api(connection: Connection, subject: str, request: dict[str, Any]) -> dict[str, Any]:
+    """One JetStream API call, repeated until it is answered. ApiError if the answer is no."""
+    delay_s = RETRY_DELAY_S
+    while True:
+        try:
+            return await api_once(connection, subject, request)
+        except (Unanswered, ApiError) as error:
+            if isinstance(error, ApiError) and not error.is_passing:
+                raise
+            logger.warning("%s; trying again", error)
+        await asyncio.sleep(delay_s)
+        delay_s = min(delay_s * 2, RETRY_DELAY_MAX_S)
+
+
+async def api_once(connection: Connection, subject: str, request: dict[str, Any]) -> dict[str, Any]:
+    """One JetStream API call. Unanswered or ApiError."""
+    message = await connection.request(f"$JS.API.{subject}", json.dumps(request).encode())
+    return answer(subject, message.data)
+
+
+def answer(subject: str, body: bytes) -> dict[str, Any]:
+    """The JSON object in an answer; ApiError if it holds an error, Unanswered if it is no JSON object."""
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        raise Unanswered(f"{subject}: the answer is no JSON: {body[:80]!r}") from None
+    if not isinstance(parsed, dict):
+        raise Unanswered(f"{subject}: the answer is no JSON object: {body[:80]!r}")
+    error = parsed.get("error")
+    if error is not None:
+        raise ApiError(
+            subject, int(error.get("err_code", 0)), int(error.get("code", 0)), str(error.get("description", "refused"))
+        )
+    return parsed
