@@ -284,11 +284,15 @@ def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
     """At most one new membership for the task (see the four reasons above)."""
     current = task.membership.members if task.membership else ()
     living = reconcile.living_members(task)
+    if len(living) < len(current):
+        # Who was to leave at the next boundary has not left yet: its state and its work still count.
+        survivors = living + reconcile.leaving_members(task)
+        if any(task.workers[m.worker].status is WorkerStatus.MEMBER for m in survivors):
+            gone = len(current) - len(living)
+            reason = f"{gone} of {len(current)} members are gone"
+            _set_membership(batch, task, survivors, urgent=True, reason=reason)
+            return
     with_state = [m for m in living if task.workers[m.worker].status is WorkerStatus.MEMBER]
-    if with_state and len(living) < len(current):
-        gone = len(current) - len(living)
-        _set_membership(batch, task, living, urgent=True, reason=f"{gone} of {len(current)} members are gone")
-        return
     if with_state and _ripe(batch.state, task):
         _set_membership(batch, task, living, urgent=True, reason="the group broke and all members live")
         return
@@ -415,7 +419,7 @@ def _end_unwanted(batch: Batch, task: Task) -> None:
             batch.stop(task, worker, f"task {task.status.value}")
         elif worker.status is WorkerStatus.LOST:
             batch.stop(task, worker, "it was given up")
-        elif worker.status is WorkerStatus.PARKED:
+        elif worker.status is WorkerStatus.PARKED and not task.is_member(worker.worker):
             batch.stop(task, worker, "it has left its group")
         elif worker.replica in broken:
             batch.stop(task, worker, "another rank of its replica is gone")

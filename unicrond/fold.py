@@ -635,9 +635,9 @@ def _deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Env
                     state = _give_up(state, envelope, name, worker, "hang", what)
     if kind == "start":
         for task in state.tasks.values():
-            worker = task.workers.get(subject)
-            if worker is not None and worker.status is WorkerStatus.STARTING:
-                return _give_up(state, envelope, task.name, worker, "start_failed", "did not become ready")
+            late_starter = task.workers.get(subject)
+            if late_starter is not None and late_starter.status is WorkerStatus.STARTING:
+                return _give_up(state, envelope, task.name, late_starter, "start_failed", "did not become ready")
     return state
 
 

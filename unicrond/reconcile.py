@@ -12,8 +12,6 @@ import msgspec
 from events.vocabulary import Member
 from unicrond.state import ClusterState, Task, Worker, WorkerStatus
 
-_USABLE = (WorkerStatus.STARTING, WorkerStatus.READY, WorkerStatus.MEMBER)
-
 Nodes = tuple[str, ...]
 
 
@@ -38,14 +36,14 @@ def staffing(state: ClusterState, task: Task) -> Staffing:
     """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
     replicas: dict[int, list[Worker]] = {}
     for worker in task.workers.values():
-        if worker.alive:
+        gone = worker.status is WorkerStatus.PARKED and not task.is_member(worker.worker)
+        if worker.alive and not gone:
             replicas.setdefault(worker.replica, []).append(worker)
     whole: dict[int, tuple[Worker, ...]] = {}
     broken: dict[int, tuple[Worker, ...]] = {}
     for number, workers in sorted(replicas.items()):
         ordered = tuple(sorted(workers, key=lambda w: w.shard))
-        usable = len(ordered) == task.spec.replica_workers and all(w.status in _USABLE for w in ordered)
-        (whole if usable else broken)[number] = ordered
+        (whole if len(ordered) == task.spec.replica_workers else broken)[number] = ordered
 
     assignment = state.plan.assignments.get(task.name)
     wanted = Counter(assignment.replicas if assignment else ())
@@ -80,6 +78,14 @@ def living_members(task: Task) -> tuple[Member, ...]:
         if member.worker not in task.workers or not task.workers[member.worker].alive
     }
     return tuple(member for member in task.membership.members if member.replica not in fallen)
+
+
+def leaving_members(task: Task) -> tuple[Member, ...]:
+    """Whole living replicas that the newest membership leaves out, but that have not left yet."""
+    replicas: dict[int, tuple[Worker, ...]] = {}
+    for worker in sorted(task.leavers, key=lambda w: (w.replica, w.shard)):
+        replicas[worker.replica] = (*replicas.get(worker.replica, ()), worker)
+    return members_of({n: w for n, w in replicas.items() if len(w) == task.spec.replica_workers})
 
 
 def occupied(state: ClusterState) -> Counter[str]:

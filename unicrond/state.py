@@ -181,7 +181,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """A root cause and what was done about it.
 
     `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
-    once a later one has formed. A worker that was no member broke none: the present one less 1. `ripe`: the time to wait for a better explanation is over.
+    once a later one has formed. A worker that was no member broke none: the present one less 1.
+    `ripe`: the time to wait for a better explanation is over.
     `occurred_us` is by the observer's clock; the other times are by the log's.
     `resumed_us`: when the last task hit went on training, 0 = not yet.
     """

@@ -1,0 +1,303 @@
+"""A cluster in miniature for the core's tests: the real fold and decide, agents and trainers as a few rules.
+
+Time is a counter, delivery order is drawn from a seed. What an agent or a trainer would say is said here
+by hand; the real ones are tested in tests/agents, tests/trainer and tests/integration.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from unicrond.deadlines import deadlines
+from unicrond.decide import decide, needed_solves
+from unicrond.fold import fold
+from unicrond.invariants import check
+from unicrond.planning.solver import solve
+from unicrond.policy import Policy
+from unicrond.state import ClusterState, NodeStatus, TaskStatus
+
+SECOND_US = 1_000_000
+
+
+@dataclass
+class Process:
+    """A worker process: the newest membership it was told, the group it is in."""
+
+    worker: str
+    task: str
+    replica: int
+    told: v.SetMembership | None = None
+    generation: int = 0
+    parked: bool = False
+
+
+@dataclass
+class Host:
+    """A node: its processes, and commands on their way to it."""
+
+    name: str
+    slots: int = 1
+    up: bool = True
+    boot: int = 0
+    processes: dict[str, Process] = field(default_factory=dict)
+    commands: list[Recorded] = field(default_factory=list)
+
+
+class MiniCluster:
+    """`run()` delivers until nothing moves; faults are methods."""
+
+    def __init__(self, seed: int, policy: Policy | None = None) -> None:
+        self.random = random.Random(seed)
+        self.policy = policy or Policy()
+        self.state = ClusterState()
+        self.log: list[Recorded] = []
+        self.now_us = 1_000_000_000 * SECOND_US
+        self.hosts: dict[str, Host] = {}
+        self.iterations: dict[str, int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._passed: set[str] = set()
+        self._solutions: dict = {}
+        self.take_over()
+
+    # --- the log -----------------------------------------------------------------------------
+
+    def append(self, event: v.AnyEvent, producer: str, boot: int) -> Recorded:
+        self.now_us += 1000
+        key = (producer, boot)
+        self._numbers[key] = self._numbers.get(key, 0) + 1
+        term = self.state.term if producer == "coordinator" else 0
+        if isinstance(event, v.CoordinatorStarted):
+            term = event.term
+        envelope = Envelope(
+            producer=producer,
+            boot=boot,
+            number=self._numbers[key],
+            term=term,
+            observed_at_us=self.now_us,
+            event=event,
+        )
+        entry = Recorded(len(self.log) + 1, self.now_us, envelope)
+        self.log.append(entry)
+        self.state = fold(self.state, entry)
+        check(self.state)
+        if isinstance(event, v.Command):
+            self.hosts[event.node].commands.append(entry)
+        return entry
+
+    def say(self, host: Host, event: v.AnyEvent) -> None:
+        self.append(event, host.name, host.boot)
+
+    def take_over(self) -> None:
+        """A coordinator crash and restart."""
+        term = self.state.term + 1
+        self.append(v.CoordinatorStarted(term=term, version="test"), "coordinator", term)
+        self._passed.clear()
+        self._solutions.clear()
+
+    # --- people ------------------------------------------------------------------------------
+
+    def add_host(self, name: str, slots: int = 1) -> None:
+        host = self.hosts.setdefault(name, Host(name, slots))
+        host.up = True
+        host.boot += 1
+        running = tuple(
+            v.RunningWorker(worker=p.worker, task=p.task, pid=1, generation=p.generation)
+            for p in host.processes.values()
+        )
+        store = v.StoreAddress(host="127.0.0.1", port=1)
+        joined = v.NodeJoined(
+            node=name,
+            address="127.0.0.1",
+            slots=host.slots,
+            store=store,
+            agent_boot=host.boot,
+            version="test",
+            workers=running,
+        )
+        self.say(host, joined)
+
+    def submit(self, name: str, **spec: object) -> None:
+        self.append(v.TaskSubmitted(spec=v.TaskSpec(name=name, **spec)), "api", self.state.term)  # type: ignore[arg-type]
+
+    # --- faults ------------------------------------------------------------------------------
+
+    def kill_worker(self, host: Host, worker: str) -> None:
+        process = host.processes.pop(worker)
+        exited = v.WorkerExited(
+            node=host.name, task=process.task, worker=worker, exit_code=None, signal=9, expected=False
+        )
+        if host.up:
+            self.say(host, exited)
+
+    def kill_host(self, host: Host) -> None:
+        """Agent, fork server and workers are gone; the coordinator notices later (lose)."""
+        host.up = False
+        host.processes.clear()
+
+    def lose(self, host: Host) -> None:
+        lost = v.NodeLost(
+            node=host.name, evidence=v.Evidence(beat_seq=1, beat_at_us=self.now_us - SECOND_US), reason="silent"
+        )
+        self.append(lost, "coordinator", self.state.term)
+
+    # --- what agents and trainers do ---------------------------------------------------------
+
+    def _obey(self, host: Host) -> None:
+        entry = host.commands.pop(0)
+        command = entry.envelope.event
+        if isinstance(command, v.StartWorker):
+            if len(host.processes) >= host.slots:
+                self.say(host, v.CommandFailed(node=host.name, command_id=command.command_id, reason="no free slot"))
+                return
+            task = command.spec.name
+            host.processes[command.worker] = Process(command.worker, task, command.replica)
+            self.say(host, v.WorkerStarted(node=host.name, task=task, worker=command.worker, pid=1))
+            self.say(host, v.WorkerReady(node=host.name, task=task, worker=command.worker))
+        elif isinstance(command, v.StopWorker):
+            process = host.processes.pop(command.worker, None)
+            if process is not None:
+                exited = v.WorkerExited(
+                    node=host.name,
+                    task=process.task,
+                    worker=command.worker,
+                    exit_code=0,
+                    signal=None,
+                    expected=True,
+                )
+                self.say(host, exited)
+        elif isinstance(command, v.SetMembership):
+            for process in host.processes.values():
+                if process.task == command.task and (
+                    process.told is None or process.told.generation < command.generation
+                ):
+                    process.told = command
+
+    def _group_up(self, task: str) -> bool:
+        """The newest membership that a process was told forms, if all its members are there."""
+        told = [p.told for h in self.hosts.values() if h.up for p in h.processes.values() if p.task == task and p.told]
+        if not told:
+            return False
+        newest = max(told, key=lambda m: m.generation)
+        living = {
+            p.worker: (h, p)
+            for h in self.hosts.values()
+            if h.up
+            for p in h.processes.values()
+            if p.told is not None and p.told.generation == newest.generation
+        }
+        if any(member.worker not in living for member in newest.members):
+            return False
+        fresh = [m.worker for m in newest.members if living[m.worker][1].generation < newest.generation]
+        leavers = [
+            (h, p)
+            for h, p in living.values()
+            if p.task == task and p.generation and not p.parked and p.worker not in {m.worker for m in newest.members}
+        ]
+        if not fresh and not leavers:
+            return False
+        iteration = self.iterations.setdefault(task, 0)
+        for host, process in leavers:
+            process.parked = True
+            self.say(
+                host,
+                v.WorkerParked(
+                    node=host.name, task=task, worker=process.worker, generation=newest.generation, iteration=iteration
+                ),
+            )
+        for name in fresh:
+            host, process = living[name]
+            process.generation, process.parked = newest.generation, False
+            regrouped = v.WorkerRegrouped(
+                node=host.name,
+                task=task,
+                worker=name,
+                generation=newest.generation,
+                iteration=iteration + 1,
+                dealt=1,
+                duration_us=1000,
+                source="own",
+            )
+            self.say(host, regrouped)
+        return True
+
+    def train(self, task: str, steps: int = 1) -> None:
+        """The group commits, if it is whole."""
+        membership = self.state.tasks[task].membership
+        if membership is None or not membership.members or not self.state.tasks[task].confirmed:
+            return
+        lead = membership.members[0]
+        host = self.hosts[lead.node]
+        if not host.up or lead.worker not in host.processes:
+            return
+        first = self.iterations.get(task, 0) + 1
+        self.iterations[task] = first + steps - 1
+        self.say(
+            host,
+            v.StepCommitted(
+                node=lead.node,
+                task=task,
+                worker=lead.worker,
+                generation=membership.generation,
+                first=first,
+                last=first + steps - 1,
+                samples=8 * steps,
+                samples_digest=0,
+                loss=1.0,
+                duration_us=1000 * steps,
+                micro_batches_by_rank=(1,),
+            ),
+        )
+
+    # --- running -----------------------------------------------------------------------------
+
+    def decide(self) -> bool:
+        """One call of the real decide; its batch is appended at once."""
+        for problem in needed_solves(self.state, self.policy):
+            self._solutions.setdefault(problem, solve(problem))
+        events = decide(self.state, self._solutions, self.policy)
+        for event in events:
+            self.append(event, "coordinator", self.state.term)
+        return bool(events)
+
+    def pass_deadlines(self, prefix: str = "") -> bool:
+        standing = [d for d in deadlines(self.state, self.policy) if d not in self._passed and d.startswith(prefix)]
+        for name in standing:
+            self._passed.add(name)
+            self.append(v.DeadlinePassed(deadline_id=name), "coordinator", self.state.term)
+        return bool(standing)
+
+    def moves(self) -> list:
+        """All that could happen next without a fault."""
+        moves: list = [lambda h=h: self._obey(h) or True for h in self.hosts.values() if h.up and h.commands]
+        moves += [lambda t=t: self._group_up(t) for t in self.state.tasks]
+        moves.append(self.decide)
+        return moves
+
+    def run(self, limit: int = 5000) -> None:
+        """Until nothing moves: agents obey, groups form, decide is quiet; in a drawn order."""
+        for _ in range(limit):
+            moves = self.moves()
+            self.random.shuffle(moves)
+            if not any(move() for move in moves):
+                if self.pass_deadlines("isolation") or self.pass_deadlines("symptom"):
+                    continue
+                return
+        raise AssertionError(f"no rest after {limit} rounds: {self.story()}")
+
+    def story(self, last: int = 30) -> str:
+        return "\n".join(f"{e.seq} {e.envelope.event}" for e in self.log[-last:])
+
+    def assert_whole(self) -> None:
+        """At rest: every active task has what the plan gives it, and nothing is left to explain."""
+        for task in self.state.tasks.values():
+            if task.status is not TaskStatus.ACTIVE:
+                assert not [w for w in task.workers.values() if self.state.nodes[w.node].status is NodeStatus.UP]
+                continue
+            given = self.state.plan.assignments[task.name].workers
+            members = len(task.membership.members) if task.membership else 0
+            assert members == given, f"{task.name}: {members} members, plan gives {given}\n{self.story()}"
+            assert not given or task.confirmed, self.story()
+        assert not self.state.incidents, f"{self.state.incidents}\n{self.story()}"

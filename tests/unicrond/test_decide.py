@@ -1,0 +1,140 @@
+"""The core under every order of events that a seed draws: it converges, closes its incidents, and rests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.unicrond.cluster import MiniCluster
+from unicrond.fold import fold_all
+from unicrond.state import ClusterState, Severity, TaskStatus, digest
+
+
+def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:
+    cluster = MiniCluster(seed)
+    for number in range(nodes):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", weight=2.0, max_workers=3)
+    cluster.submit("small", max_workers=3)
+    cluster.run()
+    cluster.assert_whole()
+    cluster.train("big")
+    cluster.train("small")
+    return cluster
+
+
+def members(cluster: MiniCluster, task: str) -> list[str]:
+    membership = cluster.state.tasks[task].membership
+    assert membership is not None
+    return [member.worker for member in membership.members]
+
+
+def test_tasks_get_what_the_plan_says() -> None:
+    cluster = two_tasks(1)
+    assert len(members(cluster, "big")) == 3
+    assert len(members(cluster, "small")) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_killed_worker_is_one_incident_and_is_replaced_on_its_node(seed: int) -> None:
+    cluster = two_tasks(seed)
+    victim = members(cluster, "big")[1]
+    node = cluster.state.tasks["big"].workers[victim].node
+    epoch = cluster.state.plan.epoch
+    cluster.kill_worker(cluster.hosts[node], victim)
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.incidents_total == 1
+    assert cluster.state.closed[0].severity is Severity.SEV2
+    assert cluster.state.plan.epoch == epoch, "a restart in place needs no new plan"
+    assert victim not in members(cluster, "big")
+    assert node in {w.node for w in cluster.state.tasks["big"].workers.values()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lost_node_is_one_incident_with_a_new_plan_and_its_return_restores_it(seed: int) -> None:
+    cluster = two_tasks(seed)
+    host = cluster.hosts["n1"]
+    cluster.kill_host(host)
+    cluster.lose(host)
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.incidents_total == 1
+    assert cluster.state.closed[0].severity is Severity.SEV1
+    assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 3
+    cluster.add_host("n1")
+    cluster.run()
+    cluster.assert_whole()
+    assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 4
+
+
+def test_the_last_replica_starts_again_from_a_checkpoint() -> None:
+    cluster = two_tasks(3)
+    (victim,) = members(cluster, "small")
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["small"].workers[victim].node], victim)
+    cluster.run()
+    cluster.assert_whole()
+    membership = cluster.state.tasks["small"].membership
+    assert membership is not None
+    assert membership.joiners == tuple(members(cluster, "small"))
+
+
+def test_a_task_that_fails_everywhere_is_failed_and_its_nodes_are_readmitted() -> None:
+    cluster = two_tasks(4)
+    for _ in range(30):
+        task = cluster.state.tasks["small"]
+        if task.status is TaskStatus.FAILED:
+            break
+        for worker in list(task.workers.values()):
+            if worker.worker in cluster.hosts[worker.node].processes:
+                cluster.kill_worker(cluster.hosts[worker.node], worker.worker)
+        cluster.run()
+    assert cluster.state.tasks["small"].status is TaskStatus.FAILED
+    assert "ended" in cluster.state.tasks["small"].reason or "failed" in cluster.state.tasks["small"].reason
+    cluster.run()
+    assert not any(node.isolated for node in cluster.state.nodes.values())
+    assert cluster.state.plan.assignments["big"].workers == 3
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_faults_converge(seed: int) -> None:
+    cluster = two_tasks(seed)
+    draw = random.Random(seed)
+    for _ in range(12):
+        match draw.randrange(6):
+            case 0 | 1:
+                alive = [(h, w) for h in cluster.hosts.values() if h.up for w in h.processes]
+                if alive:
+                    cluster.kill_worker(*draw.choice(alive))
+            case 2:
+                up = [h for h in cluster.hosts.values() if h.up]
+                if len(up) > 1:
+                    host = draw.choice(up)
+                    cluster.kill_host(host)
+                    cluster.lose(host)
+            case 3:
+                down = [h for h in cluster.hosts.values() if not h.up]
+                if down:
+                    cluster.add_host(draw.choice(down).name)
+            case 4:
+                cluster.take_over()
+            case 5:
+                cluster.add_host(draw.choice([h.name for h in cluster.hosts.values() if h.up]))  # agent restart
+        for _ in range(draw.randrange(6)):
+            moves = cluster.moves()
+            draw.choice(moves)()
+        cluster.train("big")
+        cluster.train("small")
+        if draw.random() < 0.4:
+            cluster.run()
+    for host in cluster.hosts.values():
+        if not host.up:
+            cluster.add_host(host.name)
+    cluster.run()
+    cluster.train("big")
+    cluster.train("small")
+    cluster.run()
+    cluster.assert_whole()
+    replayed = fold_all(ClusterState(), cluster.log)
+    assert digest(replayed) == digest(cluster.state)

@@ -1,0 +1,260 @@
+"""The shell around the core: read the log, fold, decide, append. One task, one order of things.
+
+Rules
+-----
+* Its one effect is to append. It never calls an agent.
+* Hold: after an append, nothing is decided until the own events have been read back; after a start,
+  nothing until everything up to the own CoordinatorStarted has been folded.
+* Solving is not deciding: plan problems are solved in a thread; the loop goes on folding meanwhile.
+* Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
+* Fenced means that another coordinator has taken over: stop at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from events.envelope import Entry, Envelope, Quarantined, Recorded
+from events.log import MAX_BATCH, BeatLog, EventLog, Fence
+from events.prose import summary
+from events.vocabulary import (
+    AnyEvent,
+    CoordinatorStarted,
+    DeadlinePassed,
+    Heartbeat,
+    NodeJoined,
+    StepCommitted,
+)
+from unicrond import VERSION
+from unicrond.deadlines import deadlines
+from unicrond.decide import decide, needed_solves
+from unicrond.fold import fold
+from unicrond.invariants import check
+from unicrond.liveness import OWN_NAME, Liveness
+from unicrond.planning.problem import Problem
+from unicrond.planning.solver import Solution, solve
+from unicrond.policy import Policy
+from unicrond.state import ClusterState
+
+log = logging.getLogger("unicrond")
+
+_SOLUTIONS_MAX = 64
+
+
+def monotonic_us() -> int:
+    """The monotonic clock in microseconds."""
+    return time.monotonic_ns() // 1000
+
+
+class Coordinator:
+    """One term of one coordinator. `state` is always the fold of everything up to `state.seq`.
+
+    `on_entry` is called with every entry after it was folded (server-sent events, metrics).
+    """
+
+    def __init__(
+        self,
+        event_log: EventLog,
+        beat_log: BeatLog,
+        policy: Policy,
+        heartbeat_s: float,
+        on_entry: Callable[[Entry, ClusterState], None] | None = None,
+    ) -> None:
+        self.state = ClusterState()
+        self.liveness = Liveness(int(heartbeat_s * 1e6), monotonic_us())
+        self.live = asyncio.Event()
+        self.decide_us_max = 0
+        self._event_log = event_log
+        self._beat_log = beat_log
+        self._policy = policy
+        self._heartbeat_s = heartbeat_s
+        self._on_entry = on_entry or (lambda entry, state: None)
+        self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=20_000)
+        self._pending: list[AnyEvent] = []
+        self._solutions: dict[Problem, Solution] = {}
+        self._solving: set[Problem] = set()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._joined_us: dict[str, int] = {}
+        self._fence: Fence | None = None
+        self._hold_seq = 0
+        self._number = 0
+        self._group: asyncio.TaskGroup
+        self._cause = ""
+
+    async def run(self) -> None:
+        """Take over and coordinate until cancelled. Raises Fenced when another coordinator takes over."""
+        await self._catch_up(await self._event_log.last_seq())
+        term = self.state.term + 1
+        started = self._wrap(CoordinatorStarted(term=term, version=VERSION), term)
+        self._fence = await self._event_log.claim_term(started)
+        self._hold_seq = self._fence.seq
+        log.info("term %d: took over at sequence %d", term, self._fence.seq)
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            group.create_task(self._read())
+            group.create_task(self._beat())
+            group.create_task(self._listen())
+            group.create_task(self._judge())
+            group.create_task(self._coordinate())
+
+    async def submit(self, envelope: Envelope) -> int:
+        """Append an observation that a person made (API); its sequence number."""
+        return (await self._event_log.append([envelope]))[0]
+
+    # --- reading -------------------------------------------------------------------------------
+
+    async def _catch_up(self, until_seq: int) -> None:
+        if until_seq == 0:
+            return
+        started = time.monotonic()
+        async with aclosing(self._event_log.read(0, until_seq=until_seq)) as entries:
+            async for entry in entries:
+                self._fold(entry)
+        log.info("folded %d entries in %.2f s", until_seq, time.monotonic() - started)
+
+    async def _read(self) -> None:
+        async with aclosing(self._event_log.read(self.state.seq)) as entries:
+            async for entry in entries:
+                await self._inbox.put(entry)
+        raise RuntimeError("the event log ended; it should never")
+
+    def _fold(self, entry: Entry) -> None:
+        self.state = fold(self.state, entry)
+        check(self.state)
+        if isinstance(entry, Quarantined):
+            log.warning("quarantined sequence %d on %s: %s", entry.seq, entry.subject, entry.reason)
+        else:
+            self._cause = entry.envelope.event_id
+            if isinstance(entry.envelope.event, NodeJoined):
+                self._joined_us[entry.envelope.event.node] = monotonic_us()
+            if self.live.is_set():
+                level = logging.DEBUG if isinstance(entry.envelope.event, StepCommitted) else logging.INFO
+                log.log(level, "%d %s", entry.seq, summary(entry.envelope.event))
+        self._on_entry(entry, self.state)
+
+    # --- deciding ------------------------------------------------------------------------------
+
+    async def _coordinate(self) -> None:
+        while True:
+            entry = await self._inbox.get()
+            while True:
+                if entry is not None:
+                    self._fold(entry)
+                if self._inbox.empty():
+                    break
+                entry = self._inbox.get_nowait()
+            if self.state.seq >= self._hold_seq:
+                if not self.live.is_set():
+                    self.liveness.grace(monotonic_us())
+                    self.live.set()
+                await self._step()
+
+    async def _step(self) -> None:
+        """One look at the whole state; the state asks for nothing more when it returns without appending."""
+        self._arm_deadlines()
+        if self._pending:
+            pending, self._pending = self._pending, []
+            await self._append(pending)
+            return
+        started_us = monotonic_us()
+        for problem in needed_solves(self.state, self._policy):
+            if problem not in self._solutions and problem not in self._solving:
+                self._solving.add(problem)
+                self._group.create_task(self._solve(problem))
+        decisions = decide(self.state, self._solutions, self._policy)
+        self.decide_us_max = max(self.decide_us_max, monotonic_us() - started_us)
+        if decisions:
+            await self._append(decisions)
+
+    async def _append(self, events: Sequence[AnyEvent]) -> None:
+        assert self._fence is not None
+        for start in range(0, len(events), MAX_BATCH):
+            batch = [self._wrap(event, self._fence.term) for event in events[start : start + MAX_BATCH]]
+            seqs = await self._event_log.append(batch, fence=self._fence)
+            self._hold_seq = max(self._hold_seq, *seqs)
+
+    def _wrap(self, event: AnyEvent, term: int) -> Envelope:
+        self._number += 1
+        return Envelope(
+            producer=OWN_NAME,
+            boot=term,
+            number=self._number,
+            term=term,
+            caused_by=self._cause,
+            based_on=self.state.seq,
+            observed_at_us=time.time_ns() // 1000,
+            event=event,
+        )
+
+    async def _solve(self, problem: Problem) -> None:
+        solution = await asyncio.to_thread(solve, problem)
+        while len(self._solutions) >= _SOLUTIONS_MAX:
+            del self._solutions[next(iter(self._solutions))]
+        self._solutions[problem] = solution
+        self._solving.discard(problem)
+        await self._inbox.put(None)
+
+    def _arm_deadlines(self) -> None:
+        standing = deadlines(self.state, self._policy)
+        for name in [name for name in self._timers if name not in standing]:
+            self._timers.pop(name).cancel()
+        loop = asyncio.get_running_loop()
+        for name, length_us in standing.items():
+            if name not in self._timers:
+                self._timers[name] = loop.call_later(length_us / 1e6, self._pass_deadline, name)
+
+    def _pass_deadline(self, name: str) -> None:
+        self._post(DeadlinePassed(deadline_id=name))
+
+    def _post(self, event: AnyEvent) -> None:
+        """A decision made outside `decide`; appended with the next step."""
+        self._pending.append(event)
+        if self._inbox.empty():
+            self._inbox.put_nowait(None)
+
+    # --- liveness ------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Our own beats: what tells a silent bus from silent nodes."""
+        number = 0
+        while True:
+            number += 1
+            beat = Heartbeat(
+                node=OWN_NAME, agent_boot=self.state.term, beat=number, workers=0, load_milli=0, memory_free_bytes=0
+            )
+            assert self._fence is not None
+            envelope = Envelope(
+                producer=OWN_NAME,
+                boot=self._fence.term,
+                number=number,
+                observed_at_us=time.time_ns() // 1000,
+                event=beat,
+            )
+            await self._beat_log.publish(envelope)
+            await asyncio.sleep(self._heartbeat_s / 2)
+
+    async def _listen(self) -> None:
+        async with aclosing(self._beat_log.subscribe()) as entries:
+            async for entry in entries:
+                if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
+                    self.liveness.heard(entry.envelope.event, entry.seq, entry.recorded_at_us, monotonic_us())
+        raise RuntimeError("the heartbeat log ended; it should never")
+
+    async def _judge(self) -> None:
+        await self.live.wait()
+        judged: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(self._heartbeat_s / 8)
+            if self.state.seq < self._hold_seq:
+                continue
+            now_us = monotonic_us()
+            for verdict in self.liveness.verdicts(self.state.nodes, self._joined_us, now_us):
+                name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
+                # Said once; again only if the fold has not taken it a second later.
+                if now_us - judged.get(name, -1_000_000) >= 1_000_000:
+                    judged[name] = now_us
+                    self._post(verdict)

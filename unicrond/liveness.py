@@ -1,0 +1,116 @@
+"""Which nodes live: beats in, verdicts out. Pure; time is the shell's monotonic clock, handed in.
+
+Rules
+-----
+* A node that has been silent for two heartbeats and half a second is lost.
+* Silence says something only while the bus is known to work: the coordinator sends beats of its own
+  through the same stream, twice as often, and while they do not come back no node is judged. Once they
+  do, every node has a fresh grace period. So has every node when a coordinator takes over.
+* When most of three or more nodes fall silent together, the network is the likelier culprit: they are
+  given three times as long.
+* A lost node whose beats are heard again has returned.
+
+Verdicts are appended to the log as NodeLost and NodeReturned with the last beat as evidence; the log's
+fold, not this module, is what the cluster believes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from events import vocabulary as v
+from events.vocabulary import Evidence
+from unicrond.state import Node, NodeStatus
+
+#: The name under which the coordinator's own beats go round; no node may have it.
+OWN_NAME = "coordinator"
+GRACE_US = 500_000
+MOST_SILENT_FACTOR = 3
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """The last beat of a node. `heard_us` is monotonic, `at_us` the log's receive time."""
+
+    seq: int
+    at_us: int
+    heard_us: int
+    beat: v.Heartbeat | None
+
+
+class Liveness:
+    """Private mutable state of one coordinator; nothing of it is replayed, its verdicts are."""
+
+    def __init__(self, heartbeat_us: int, now_us: int) -> None:
+        self.heartbeat_us = heartbeat_us
+        self.beats: dict[str, Beat] = {}
+        self.bus_works = True
+        self._own_heard_us = now_us
+        self._grace_from_us = now_us
+
+    @property
+    def limit_us(self) -> int:
+        """How long a node may be silent."""
+        return 2 * self.heartbeat_us + GRACE_US
+
+    def heard(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
+        """A beat came through the heartbeat stream."""
+        if beat.node != OWN_NAME:
+            self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
+            return
+        self._own_heard_us = now_us
+        if not self.bus_works:
+            self.bus_works = True
+            self._grace_from_us = now_us
+
+    def grace(self, now_us: int) -> None:
+        """Silence before now says nothing (the bus was away, or we were)."""
+        self._grace_from_us = now_us
+        self._own_heard_us = now_us
+
+    def verdicts(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> list[v.AnyEvent]:
+        """NodeLost and NodeReturned that the beats call for.
+
+        `joined_us`: when (monotonic) this coordinator saw each node's last NodeJoined.
+        """
+        if now_us - self._own_heard_us > self.heartbeat_us:
+            self.bus_works = False
+        if not self.bus_works:
+            return []
+        up = [node.name for node in nodes.values() if node.status is NodeStatus.UP]
+        silence = {name: now_us - self._heard(name, joined_us) for name in up}
+        late = [name for name in up if silence[name] > self.limit_us]
+        limit_us = self.limit_us
+        if len(up) >= 3 and 2 * len(late) > len(up):
+            limit_us *= MOST_SILENT_FACTOR
+        verdicts: list[v.AnyEvent] = [
+            v.NodeLost(
+                node=name,
+                evidence=self._evidence(name),
+                reason=f"no heartbeat for {silence[name] / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)",
+            )
+            for name in late
+            if silence[name] > limit_us
+        ]
+        verdicts += [
+            v.NodeReturned(node=node.name, evidence=self._evidence(node.name))
+            for node in nodes.values()
+            if node.status is NodeStatus.LOST and self._beats_again(node, now_us)
+        ]
+        return verdicts
+
+    def _heard(self, name: str, joined_us: Mapping[str, int]) -> int:
+        beat = self.beats.get(name)
+        return max(self._grace_from_us, joined_us.get(name, 0), beat.heard_us if beat else 0)
+
+    def _beats_again(self, node: Node, now_us: int) -> bool:
+        beat = self.beats.get(node.name)
+        if beat is None or beat.beat is None or beat.heard_us <= self._grace_from_us:
+            return False
+        # A beat of the agent that we lost, not of one that has yet to say NodeJoined.
+        return now_us - beat.heard_us < self.heartbeat_us and beat.beat.agent_boot == node.agent_boot
+
+    def _evidence(self, name: str) -> Evidence:
+        beat = self.beats.get(name)
+        return Evidence(beat_seq=beat.seq if beat else 0, beat_at_us=beat.at_us if beat else 0)
