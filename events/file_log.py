@@ -1,0 +1,255 @@
+"""The log in a directory of segment files (`segments.py`), and the export of any log to one.
+
+Rules
+-----
+* One writer per directory (a file lock); a second one gets a LogError at once.
+* An append is one frame and one fsync, done in the event loop's own thread (a fraction of a
+  millisecond): so it cannot be cancelled half-way, and appends never overlap.
+* A torn tail is cut when the log is opened; nothing of it was ever acknowledged. A torn tail anywhere but
+  in the last segment is damage.
+* After a failed write (disk full) the file is put back to where it was; if even that fails the log takes no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+from events.codec import decode
+from events.envelope import Entry, Envelope, Recorded
+from events.log import EventLog, Fence, Fenced, LogDamaged, LogError, LogUnavailable, claimed_term, encode_batch
+from events.memory_log import wall_clock_us
+from events.segments import batch_frame, cut_torn_tail, read_segment, segment_name, segment_paths, segment_start
+from events.vocabulary import CoordinatorStarted
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 * 1024 * 1024
+EXPORT_BATCH = 1000
+
+
+class SegmentWriter:
+    """Appends batches to the segments of one directory. Knows nothing of events but their numbers."""
+
+    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise LogError(f"{directory}: another process (or object) writes to this log; close it first") from None
+        self._file: int | None = None
+        self._size_bytes = 0
+        self.segments = segment_paths(directory)
+
+    def repair(self) -> None:
+        """Cut the torn tail of the last segment, and go on there."""
+        if not self.segments:
+            return
+        newest = self.segments[-1]
+        cut_bytes = cut_torn_tail(newest)
+        if cut_bytes:
+            logger.warning("%s: cut an unfinished write of %d bytes", newest, cut_bytes)
+        if newest.stat().st_size == 0:
+            self.segments.pop().unlink()
+        if self.segments:
+            self._open(self.segments[-1])
+
+    def write(self, entries: Sequence[Entry], *, sync: bool = True) -> None:
+        """One batch, atomically; durable if `sync`. LogUnavailable: nothing was written."""
+        frame = batch_frame(entries)
+        if self._file is None or self._size_bytes + len(frame) > self._segment_bytes:
+            self._begin(entries[0].seq)
+        assert self._file is not None, "begun"
+        try:
+            _write_all(self._file, frame)
+            if sync:
+                os.fsync(self._file)
+        except OSError as error:
+            self._take_back()
+            raise LogUnavailable(f"{self._directory}: not written: {error}") from error
+        self._size_bytes += len(frame)
+
+    def close(self) -> None:
+        """Make everything durable and let go of the directory."""
+        if self._file is not None:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _begin(self, first_seq: int) -> None:
+        path = self._directory / segment_name(first_seq)
+        start = segment_start(first_seq)
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(file, start)
+                os.fsync(file)
+            finally:
+                os.close(file)
+            directory = os.open(self._directory, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise LogUnavailable(f"{path}: cannot begin a segment: {error}") from error
+        if self._file is not None:
+            os.fsync(self._file)
+        self._open(path)
+        if path not in self.segments[-1:]:  # a first batch that failed leaves its segment behind
+            self.segments.append(path)
+
+    def _open(self, path: Path) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._size_bytes = os.fstat(self._file).st_size
+
+    def _take_back(self) -> None:
+        assert self._file is not None, "a write was tried"
+        try:
+            os.ftruncate(self._file, self._size_bytes)
+            os.fsync(self._file)
+        except OSError as error:
+            os.close(self._file)
+            self._file = None
+            raise LogDamaged(f"{self._directory}: a failed write cannot be taken back: {error}") from error
+
+
+class FileLog:
+    """An EventLog in a directory. Opening it reads it through once (ids, terms, wholeness)."""
+
+    def __init__(
+        self, directory: Path, *, clock: Callable[[], int] = wall_clock_us, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        self._clock = clock
+        self._directory = directory
+        self._last_seq = 0
+        self._seq_by_id: dict[str, int] = {}
+        self._fence = Fence(0, 0)
+        self._grown = asyncio.Event()
+        self._writer = SegmentWriter(directory, segment_bytes=segment_bytes)
+        try:
+            self._writer.repair()
+            for path in self._writer.segments:
+                for batch in read_segment(path):
+                    for entry in batch.entries:
+                        self._take_in(entry)
+        except BaseException:
+            self._writer.close()
+            raise
+
+    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        bodies = encode_batch(envelopes)
+        fresh = [
+            decode(body)
+            for envelope, body in zip(envelopes, bodies, strict=True)
+            if envelope.event_id not in self._seq_by_id
+        ]
+        if fresh:
+            if fence is not None and fence != self._fence:
+                raise Fenced(f"term {fence.term} was replaced by term {self._fence.term}")
+            self._write(fresh)
+        return [self._seq_by_id[envelope.event_id] for envelope in envelopes]
+
+    async def claim_term(self, envelope: Envelope) -> Fence:
+        term = claimed_term(envelope)
+        if self._fence.seq and self._seq_by_id.get(envelope.event_id) == self._fence.seq:
+            return self._fence
+        if term <= self._fence.term:
+            raise Fenced(f"term {term} is not above term {self._fence.term}")
+        self._write([envelope])
+        return self._fence
+
+    async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        seq = after_seq
+        segment, at_bytes = self._segment_of(seq + 1), 0
+        while until_seq is None or seq < until_seq:
+            while seq >= self._last_seq:
+                await self._grown.wait()
+            had_bytes = at_bytes
+            for batch in read_segment(self._writer.segments[segment], at_bytes):
+                at_bytes = batch.end_bytes
+                for entry in batch.entries:
+                    if entry.seq > seq:
+                        seq = entry.seq
+                        yield entry
+                    if seq == until_seq:
+                        return
+            if at_bytes == had_bytes:
+                segment, at_bytes = segment + 1, 0
+                if segment == len(self._writer.segments):
+                    raise LogDamaged(f"{self._directory}: entries after {seq} are gone from the files")
+
+    async def last_seq(self) -> int:
+        return self._last_seq
+
+    async def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, envelopes: Sequence[Envelope]) -> None:
+        now_us = self._clock()
+        entries = [Recorded(self._last_seq + 1 + i, now_us, envelope) for i, envelope in enumerate(envelopes)]
+        self._writer.write(entries)
+        for entry in entries:
+            self._take_in(entry)
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    def _take_in(self, entry: Entry) -> None:
+        if entry.seq != self._last_seq + 1:
+            raise LogDamaged(f"{self._directory}: entry {entry.seq} follows entry {self._last_seq}")
+        self._last_seq = entry.seq
+        if isinstance(entry, Recorded):
+            self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
+            event = entry.envelope.event
+            if isinstance(event, CoordinatorStarted) and event.term > self._fence.term:
+                self._fence = Fence(event.term, entry.seq)
+
+    def _segment_of(self, seq: int) -> int:
+        """Which segment holds `seq`, or will hold it."""
+        return max((number for number, path in enumerate(self._writer.segments) if int(path.stem) <= seq), default=0)
+
+
+async def export_log(log: EventLog, directory: Path, *, until_seq: int | None = None) -> int:
+    """Copy a log's history (to `until_seq`, by default all of it) with its numbers and times; the last number.
+
+    `directory` must be new or empty (FileExistsError).
+    """
+    _require_empty(directory)
+    last = await log.last_seq()
+    until = last if until_seq is None else min(until_seq, last)
+    writer = SegmentWriter(directory)
+    try:
+        waiting: list[Entry] = []
+        async for entry in log.read(until_seq=until):
+            waiting.append(entry)
+            if len(waiting) == EXPORT_BATCH or entry.seq == until:
+                writer.write(waiting, sync=False)
+                waiting = []
+    finally:
+        writer.close()
+    return until
+
+
+def _require_empty(directory: Path) -> None:
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory}: is not empty; export to a new directory")
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

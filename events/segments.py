@@ -1,0 +1,233 @@
+"""Segment files: how a log stands on disk, and how it is exported.
+
+Format
+------
+    segment = magic, frame(header), frame(batch), frame(batch), ...
+    frame   = head, body; head = body length, CRC-32 of the body, CRC-32 of these 8 bytes (4 bytes each,
+              big-endian): a length that can be trusted tells an unfinished frame from a broken one
+    header  = msgpack map {format, schema, first_seq}
+    batch   = msgpack array of records: one append, so that a batch is whole or absent
+    record  = ["e", seq, recorded_at_us, envelope as it stands on the wire]
+            | ["q", seq, recorded_at_us, subject, reason, size_bytes]      (a quarantined message)
+
+A segment is named after its first sequence number, 20 digits and ".log".
+
+Rules
+-----
+* A frame that reaches to the end of the file and is not whole (or zeros to the end) is a *torn tail*: a
+  write that a crash interrupted, never acknowledged. Only `cut_torn_tail` removes it.
+* Everything else that does not fit (a checksum in the middle, a missing number, another format) is
+  *damage*: LogDamaged, with file and offset. Nothing is skipped silently.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from events.codec import BadEvent, decode, encode
+from events.envelope import SCHEMA, Entry, Quarantined, Recorded
+from events.log import LogDamaged
+
+MAGIC = b"UNICRON\x01"
+FORMAT = 1
+FRAME_HEAD_BYTES = 12
+MAX_FRAME_BYTES = 512 * 1024 * 1024
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    schema: int
+    first_seq: int
+
+
+class _EventRecord(msgspec.Struct, frozen=True, array_like=True, tag="e", forbid_unknown_fields=True):
+    seq: int
+    recorded_at_us: int
+    body: bytes
+
+
+class _QuarantineRecord(msgspec.Struct, frozen=True, array_like=True, tag="q", forbid_unknown_fields=True):
+    seq: int
+    recorded_at_us: int
+    subject: str
+    reason: str
+    size_bytes: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+_batch_decoder = msgspec.msgpack.Decoder(list[_EventRecord | _QuarantineRecord])
+
+
+class TornTail(LogDamaged):
+    """The file ends in an unfinished frame. `whole_bytes`: where the last whole frame ends."""
+
+    def __init__(self, path: Path, whole_bytes: int) -> None:
+        super().__init__(f"{path}: ends in an unfinished frame at byte {whole_bytes}")
+        self.whole_bytes = whole_bytes
+
+
+class Batch(NamedTuple):
+    """One frame's entries, and where the frame ends in its file."""
+
+    entries: list[Entry]
+    end_bytes: int
+
+
+def segment_name(first_seq: int) -> str:
+    """The file name of the segment that begins with `first_seq`."""
+    return f"{first_seq:020d}.log"
+
+
+def segment_paths(path: Path) -> list[Path]:
+    """The segments of a directory in order, or a single segment file itself."""
+    if path.is_dir():
+        return sorted(path.glob("[0-9]" * 20 + ".log"))
+    return [path]
+
+
+def segment_start(first_seq: int) -> bytes:
+    """The bytes with which a segment begins."""
+    return MAGIC + _frame(_encoder.encode(_Header(FORMAT, SCHEMA, first_seq)))
+
+
+def batch_frame(entries: Sequence[Entry]) -> bytes:
+    """One append as a frame."""
+    return _frame(_encoder.encode([_record(entry) for entry in entries]))
+
+
+def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
+    """The batches of one segment, streaming; `from_bytes`: the end of a batch read before. TornTail, LogDamaged.
+
+    Ends at the end of the file. A header frame gives no batch.
+    """
+    with path.open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        end_bytes = from_bytes
+        if from_bytes == 0:
+            end_bytes = _read_header(path, file, size_bytes)
+        file.seek(end_bytes)
+        while (body := _read_frame(path, file, end_bytes, size_bytes)) is not None:
+            end_bytes += FRAME_HEAD_BYTES + len(body)
+            try:
+                records = _batch_decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise LogDamaged(f"{path}: the frame that ends at byte {end_bytes} is no batch: {error}") from None
+            yield Batch([_entry(record) for record in records], end_bytes)
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Every entry of an exported log (a directory of segments or one segment file), streaming.
+
+    LogDamaged where it is not whole: a gap between numbers, a broken or unfinished frame, nothing at all.
+    """
+    segments = segment_paths(path)
+    if not segments:
+        raise LogDamaged(f"{path}: holds no segment (a file named like {segment_name(1)})")
+    seq = 0
+    for segment in segments:
+        for batch in read_segment(segment):
+            for entry in batch.entries:
+                if seq and entry.seq != seq + 1:
+                    raise LogDamaged(f"{segment}: entry {entry.seq} follows entry {seq}")
+                seq = entry.seq
+                yield entry
+
+
+def cut_torn_tail(path: Path) -> int:
+    """Shorten a segment to its whole frames and make that durable; the number of bytes cut."""
+    try:
+        for _ in read_segment(path):
+            pass
+    except TornTail as torn:
+        with path.open("r+b") as file:
+            cut_bytes = os.fstat(file.fileno()).st_size - torn.whole_bytes
+            file.truncate(torn.whole_bytes)
+            os.fsync(file.fileno())
+        return cut_bytes
+    return 0
+
+
+def _frame(body: bytes) -> bytes:
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a batch of {len(body)} bytes exceeds {MAX_FRAME_BYTES}; append fewer envelopes at once")
+    head = len(body).to_bytes(4, "big") + zlib.crc32(body).to_bytes(4, "big")
+    return head + zlib.crc32(head).to_bytes(4, "big") + body
+
+
+def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> int:
+    """Check magic and header; where the header ends."""
+    magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        if MAGIC.startswith(magic) or not magic.strip(b"\0"):
+            raise TornTail(path, 0)
+        raise LogDamaged(f"{path}: is no event log (it begins with {magic!r})")
+    try:
+        body = _read_frame(path, file, len(MAGIC), size_bytes)
+    except TornTail:
+        body = None
+    if body is None:
+        raise TornTail(path, 0)
+    try:
+        header = _header_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise LogDamaged(f"{path}: the header is broken: {error}") from None
+    if header.format != FORMAT or header.schema > SCHEMA:
+        raise LogDamaged(
+            f"{path}: has format {header.format}, schema {header.schema}; this version reads format {FORMAT},"
+            f" schemas up to {SCHEMA}"
+        )
+    return len(MAGIC) + FRAME_HEAD_BYTES + len(body)
+
+
+def _read_frame(path: Path, file: BinaryIO, at_bytes: int, size_bytes: int) -> bytes | None:
+    """The body of the frame at `at_bytes`; None at `size_bytes`, where the file ended when it was opened."""
+    if at_bytes >= size_bytes:
+        return None
+    head = file.read(FRAME_HEAD_BYTES)
+    if len(head) < FRAME_HEAD_BYTES:
+        raise TornTail(path, at_bytes)
+    if zlib.crc32(head[:8]) != int.from_bytes(head[8:], "big"):
+        if _only_zeros(file, head):
+            raise TornTail(path, at_bytes)
+        raise LogDamaged(f"{path}: no frame begins at byte {at_bytes}")
+    length = int.from_bytes(head[:4], "big")
+    end_bytes = at_bytes + FRAME_HEAD_BYTES + length
+    if end_bytes > size_bytes:
+        raise TornTail(path, at_bytes)
+    body = file.read(length)
+    if zlib.crc32(body) == int.from_bytes(head[4:8], "big"):
+        return body
+    if end_bytes == size_bytes:
+        raise TornTail(path, at_bytes)
+    raise LogDamaged(f"{path}: the frame at byte {at_bytes} has a wrong checksum")
+
+
+def _only_zeros(file: BinaryIO, begin: bytes) -> bool:
+    chunk = begin
+    while chunk:
+        if chunk.strip(b"\0"):
+            return False
+        chunk = file.read(1 << 20)
+    return True
+
+
+def _record(entry: Entry) -> _EventRecord | _QuarantineRecord:
+    if isinstance(entry, Recorded):
+        return _EventRecord(entry.seq, entry.recorded_at_us, encode(entry.envelope))
+    return _QuarantineRecord(entry.seq, entry.recorded_at_us, entry.subject, entry.reason, entry.size_bytes)
+
+
+def _entry(record: _EventRecord | _QuarantineRecord) -> Entry:
+    if isinstance(record, _QuarantineRecord):
+        return Quarantined(record.seq, record.recorded_at_us, record.subject, record.reason, record.size_bytes)
+    try:
+        return Recorded(record.seq, record.recorded_at_us, decode(record.body))
+    except BadEvent as error:
+        return Quarantined(record.seq, record.recorded_at_us, "", error.reason, len(record.body))
