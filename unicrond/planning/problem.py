@@ -19,7 +19,7 @@ What does not live here: how it is solved (`solver.py`), where T comes from, whe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -39,45 +39,46 @@ class ProblemError(ValueError):
 class Curve:
     """T(x): workers -> achieved FLOP/s. Sparse: workers that are not named achieve 0. Immutable.
 
-    Two curves are equal if their points are; comparing is by digest, so it costs nothing per point.
+    FLOP/s are held in float64 (integers beyond 2**53 are rounded, by 1e-16 of themselves). Two curves are
+    equal if their points are; comparing costs nothing per point.
     """
 
-    def __init__(self, points: Mapping[int, Number] | Iterable[tuple[int, Number]]) -> None:
-        """`points`: (workers, FLOP/s). Raises ProblemError for negative or non-finite numbers."""
-        self._flops: dict[int, Number] = dict(sorted(dict(points).items()))
-        for workers, flops in self._flops.items():
-            if workers < 0:
-                raise ProblemError(f"throughput: {workers} workers; give counts >= 0")
-            if not 0 <= flops < inf:
-                raise ProblemError(f"throughput at {workers} workers is {flops}; give a finite number >= 0")
+    def __init__(self, points: Mapping[int, Number]) -> None:
+        """`points`: workers -> FLOP/s. Raises ProblemError for negative or non-finite numbers."""
+        self._load(list(points), list(points.values()))
 
     @classmethod
-    def dense(cls, flops: Iterable[Number]) -> Curve:
+    def dense(cls, flops: Sequence[Number]) -> Curve:
         """T(0), T(1), ... in FLOP/s."""
-        return cls(enumerate(flops))
+        curve = cls.__new__(cls)
+        curve._load(range(len(flops)), flops)
+        return curve
 
-    def __call__(self, workers: int) -> Number:
+    def _load(self, workers: Sequence[int], flops: Sequence[Number]) -> None:
+        at, achieved = np.array(workers, dtype=np.int64), np.array(flops, dtype=np.float64)
+        order = np.argsort(at, kind="stable")
+        self.workers: NDArray[np.int64] = at[order]  # rising
+        self.flops: NDArray[np.float64] = achieved[order]
+        if (self.workers < 0).any():
+            raise ProblemError(f"throughput: {self.workers.min()} workers; give counts >= 0")
+        bad = ~((self.flops >= 0) & (self.flops < inf))
+        if bad.any():
+            at_workers, value = self.workers[bad][0], self.flops[bad][0]
+            raise ProblemError(f"throughput at {at_workers} workers is {value}; give a finite number >= 0")
+        self._digest = hashlib.blake2b(self.workers.tobytes() + self.flops.tobytes(), digest_size=16).digest()
+
+    def __call__(self, workers: int) -> float:
         """FLOP/s on `workers` workers."""
-        return self._flops.get(workers, 0)
+        at = int(np.searchsorted(self.workers, workers))
+        return float(self.flops[at]) if at < len(self.workers) and self.workers[at] == workers else 0.0
 
     @property
-    def points(self) -> Mapping[int, Number]:
+    def points(self) -> dict[int, float]:
         """The named points, by rising number of workers."""
-        return self._flops
+        return dict(zip(self.workers.tolist(), self.flops.tolist(), strict=True))
 
-    @cached_property
-    def workers(self) -> NDArray[np.int64]:
-        """The points' workers, rising."""
-        return np.array(list(self._flops), dtype=np.int64)
-
-    @cached_property
-    def flops(self) -> NDArray[np.float64]:
-        """The points' FLOP/s, rounded to float64."""
-        return np.array(list(self._flops.values()), dtype=np.float64)
-
-    @cached_property
-    def _digest(self) -> bytes:
-        return hashlib.blake2b(repr(self._flops).encode(), digest_size=16).digest()
+    def __len__(self) -> int:
+        return len(self.workers)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Curve) and self._digest == other._digest)
@@ -86,7 +87,8 @@ class Curve:
         return hash(self._digest)
 
     def __repr__(self) -> str:
-        return f"Curve({self._flops!r})"
+        shown = ", ".join(f"{k}: {v:.6g}" for k, v in list(self.points.items())[:4])
+        return f"<Curve of {len(self)} points: {shown}{', ...' if len(self) > 4 else ''}>"
 
 
 @dataclass(frozen=True)

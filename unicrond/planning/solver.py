@@ -16,36 +16,42 @@ The rules
 
     S_i(j) = max_k v_i(k) + S_{i+1}(j - k)       best of tasks i.. with at most j workers; S_{m+1} = 0
 
-What does not live here: time (the caller measures), the table (`table.py`).
+What does not live here: time (the caller measures), the one-step table (`table.py`), arrays (`points.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import frexp, fsum, gcd
 
 import numpy as np
-from numpy.typing import NDArray
 
-from unicrond.planning.problem import Problem, ProblemError, TaskProblem
-
-Row = NDArray[np.float64]
+from unicrond.planning import kernel
+from unicrond.planning.points import Points, Scale, bounds, outline_of, scale, useful
+from unicrond.planning.problem import Problem, TaskProblem
 
 
 @dataclass(frozen=True)
 class Solution:
-    """An answer: `workers` per task, in the problem's order. All else follows from the problem."""
+    """An answer: `workers` per task, in the problem's order. All else follows from the problem.
+
+    `resolution`: the plan's objective is at most this far below the true optimum.
+    """
 
     problem: Problem
     workers: tuple[int, ...]
+    resolution: float = 0.0
+
+    def __iter__(self) -> Iterator[tuple[TaskProblem, int]]:
+        """The tasks with their workers."""
+        return iter(zip(self.problem.tasks, self.workers, strict=True))
 
     @cached_property
     def exact_objective(self) -> Fraction:
         """sum_t G(t, x -> x'), from the problem's own numbers."""
-        pairs = zip(self.problem.tasks, self.workers, strict=True)
-        return sum((self.problem.gain(task, workers) for task, workers in pairs), Fraction(0))
+        return sum((self.problem.gain(task, workers) for task, workers in self), Fraction(0))
 
     @property
     def objective(self) -> float:
@@ -55,7 +61,7 @@ class Solution:
     @cached_property
     def waf_of(self) -> tuple[int, ...]:
         """F(t, x'_t) per task, weighted FLOP/s."""
-        return tuple(round(t.waf(x)) for t, x in zip(self.problem.tasks, self.workers, strict=True))
+        return tuple(round(task.waf(workers)) for task, workers in self)
 
     @property
     def waf(self) -> int:
@@ -65,8 +71,7 @@ class Solution:
     @property
     def unmet_floors(self) -> tuple[str, ...]:
         """Names of the tasks that get fewer workers than their floor."""
-        pairs = zip(self.problem.tasks, self.workers, strict=True)
-        return tuple(task.name for task, workers in pairs if workers < task.floor)
+        return tuple(task.name for task, workers in self if workers < task.floor)
 
     @cached_property
     def reason(self) -> str:
@@ -74,127 +79,46 @@ class Solution:
         return explain(self)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How gains become integers: divided by 2**exponent; `floor_bonus` for a met floor, 0 = floors are hard."""
-
-    exponent: int
-    floor_bonus: float
-
-
 def solve(problem: Problem) -> Solution:
     """The canonical optimal plan. Raises ProblemError if the gains are beyond float64."""
-    scale = scale_of(problem)
-    grain = gcd(*(task.unit for task in problem.tasks)) or 1
-    size = problem.workers // grain
-    choices = [_choices(problem, task, scale, grain) for task in problem.tasks]
-    rows = [np.zeros(size + 1)]
-    for points, values, _ in reversed(choices):
-        rows.append(max_plus(rows[-1], points, values))
-    rows.reverse()
-    left, plan = size, []
-    for (points, values, stay), best, rest in zip(choices, rows, rows[1:], strict=False):
-        fits = points <= left
-        optimal = points[fits][values[fits] + rest[left - points[fits]] == best[left]]
-        taken = stay if stay in optimal else int(optimal[0])
-        plan.append(taken * grain)
-        left -= taken
-    return Solution(problem, tuple(plan))
+    points, by, grain = choices_of(problem)
+    rows = np.empty((len(problem.tasks) + 1, problem.workers // grain + 1))
+    rows[-1] = 0.0
+    compute = kernel.active()
+    compute.suffix(points.workers, points.values, points.starts, rows, len(problem.tasks))
+    plan = compute.read_back(points.workers, points.values, points.starts, points.stay, rows) * grain
+    return Solution(problem, tuple(plan.tolist()), by.quantum * len(problem.tasks))
 
 
-def max_plus(row: Row, points: NDArray[np.int64], values: Row) -> Row:
-    """out[j] = max over points k <= j of row[j - k] + value; -inf where nothing fits."""
-    out = np.full_like(row, -np.inf)
-    for point, value in zip(points.tolist(), values.tolist(), strict=True):
-        np.maximum(out[point:], row[: len(row) - point] + value, out=out[point:])
-    return out
+def choices_of(problem: Problem) -> tuple[Points, Scale, int]:
+    """The problem's useful points, their scale, and the workers in one grain."""
+    tasks, d_running = outline_of(problem), float(problem.d_running_us)
+    limits = bounds(tasks, problem.workers)
+    by = scale(tasks, limits, problem.workers, d_running, range(len(problem.tasks)))
+    forms = np.array([int(task.faulty) for task in problem.tasks], dtype=np.int64)
+    return useful(tasks, forms, problem.workers, d_running, by), by, tasks.grain
 
 
-def scale_of(problem: Problem) -> Scale:
-    """The quantum and the worth of a floor: a function of the problem that forgets who is faulty."""
-    bound = _upper_bound(problem)
-    floors = sorted(task.floor_point for task in problem.tasks if task.floor_point)
-    met, left = 0, problem.workers
-    for point in floors:
-        if point > left:
-            break
-        met, left = met + 1, left - point
-    bits = 52 if met == len(floors) else 51 - met.bit_length()
-    exponent = frexp(bound)[1] - bits if bound > 0 else 0
-    return Scale(exponent, 0.0 if met == len(floors) else 2.0 ** (bits + 1))
-
-
-def _upper_bound(problem: Problem) -> float:
-    """At least the sum of the shifted gains of any plan, faults forgotten."""
-    highest, base, steepest, bonuses = [], [], 0.0, []
-    for task in problem.tasks:
-        points, gains, bonus = _gains(problem, task)
-        none = float(gains[0]) if points[0] == 0 else 0.0
-        above = points > 0
-        highest.append(float(gains.max()) + bonus)
-        base.append(none)
-        bonuses.append(bonus)
-        if above.any():
-            steepest = max(steepest, float(((gains[above] - none) / points[above]).max()))
-    bound = min(fsum(highest), fsum(base) + steepest * problem.workers + fsum(bonuses))
-    if not bound < 2.0**1000:
-        raise ProblemError("tasks: weight * throughput * duration is beyond 1e300; give them in larger units")
-    return bound
-
-
-def _gains(problem: Problem, task: TaskProblem) -> tuple[NDArray[np.int64], Row, float]:
-    """Legal points, their F * D_running, and what staying is worth on top."""
-    points = task.curve.workers
-    legal = (points <= problem.workers) & (points % task.unit == 0) & (points >= task.min_workers)
-    if task.max_workers is not None:
-        legal &= points <= task.max_workers
-    points, flops = points[legal], task.curve.flops[legal]
-    extra = {0, task.floor_point}
-    if task.may_have(task.workers):
-        extra.add(task.workers)
-    missing = np.array(sorted(k for k in extra if k <= problem.workers and k not in points), dtype=np.int64)
-    points = np.concatenate([points, missing])
-    flops = np.concatenate([flops, np.zeros(len(missing))])
-    order = np.argsort(points, kind="stable")
-    waf = float(task.waf(task.workers))
-    bonus = waf * (float(problem.transition_of(task)) + float(problem.churn_us))
-    return points[order], flops[order] * float(task.weight) * float(problem.d_running_us), bonus
-
-
-def _choices(
-    problem: Problem, task: TaskProblem, scale: Scale, grain: int
-) -> tuple[NDArray[np.int64], Row, int]:
-    """Useful points (in grains, rising), their integer values, and the present point (-1: not possible)."""
-    points, gains, bonus = _gains(problem, task)
-    stay = task.workers if task.may_have(task.workers) and task.workers <= problem.workers else -1
-    if not task.faulty:
-        gains = gains + np.where(points == stay, bonus, 0.0)
-    values = np.rint(np.ldexp(gains, -scale.exponent))
-    if scale.floor_bonus:
-        values += np.where((points >= task.floor_point) & (task.floor_point > 0), scale.floor_bonus, 0.0)
-    else:
-        legal = points >= task.floor_point
-        points, values = points[legal], values[legal]
-    best_before = np.concatenate([[-np.inf], np.maximum.accumulate(values)[:-1]])
-    useful = (values > best_before) | (points == stay)
-    points, values = points[useful], values[useful]
-    return points // grain, values, stay // grain if stay in points else -1
+#: As many changes are told one by one; a reason is a sentence, not a table.
+_TOLD = 12
 
 
 def explain(solution: Solution) -> str:
     """One plain sentence: who changes, who stays, who goes short, what the cluster achieves."""
-    problem, pairs = solution.problem, list(zip(solution.problem.tasks, solution.workers, strict=True))
     changed = [
         f"{task.name} {task.workers} -> {workers}{' (faulty)' if task.faulty else ''}"
-        for task, workers in pairs
+        for task, workers in solution
         if workers != task.workers
     ]
-    same = [(task, workers) for task, workers in pairs if workers == task.workers]
-    repaired = [f"{task.name} keeps {workers} (faulty)" for task, workers in same if task.faulty]
-    parts = [*changed, *repaired]
-    if len(same) > len(repaired):
-        parts.append(f"{len(same) - len(repaired)} of {len(pairs)} tasks untouched")
-    if solution.unmet_floors:
-        parts.append(f"floor unmet: {', '.join(solution.unmet_floors)}")
-    used, told = sum(solution.workers), ", ".join(parts) or "no tasks"
-    return f"{used} of {problem.workers} workers in use, WAF {solution.waf:.4g} FLOP/s: {told}"
+    hit = [f"{task.name} keeps {x} (faulty)" for task, x in solution if x == task.workers and task.faulty]
+    parts = [*hit, *changed]
+    untouched = len(solution.workers) - len(parts)
+    if len(parts) > _TOLD:
+        parts = [*parts[:_TOLD], f"{len(parts) - _TOLD} more change"]
+    if untouched:
+        parts.append(f"{untouched} of {len(solution.workers)} tasks untouched")
+    if short := solution.unmet_floors:
+        more = f" and {len(short) - _TOLD} more" if len(short) > _TOLD else ""
+        parts.append(f"floor unmet: {', '.join(short[:_TOLD])}{more}")
+    used, left, told = sum(solution.workers), solution.problem.workers, ", ".join(parts) or "no tasks"
+    return f"{used} of {left} workers in use, WAF {float(solution.waf):.4g} FLOP/s: {told}"

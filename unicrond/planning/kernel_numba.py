@@ -1,0 +1,320 @@
+"""The kernel, compiled: the twins of `kernel_numpy.py`, bit for bit. See there for what the rows mean.
+
+All functions release the GIL and are compiled for fixed types when this module is imported, from numba's
+cache after the first time: the event loop neither waits for a compilation nor for a plan.
+
+The work is the max-plus product of a dense row with sparse points. It goes block by block, so that the
+part of the result being made stays in the L1 cache, and eight points at a time, so that it is loaded and
+stored once per eight additions. The row is padded with -inf in front: no bounds in the inner loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+_BLOCK = 1024
+
+_I = "i8[::1]"
+_F = "f8[::1]"
+_R = "f8[:, ::1]"
+
+
+def _compiled(signature: str) -> Any:
+    return njit(signature, cache=True, nogil=True, error_model="numpy")
+
+
+@_compiled(f"Tuple(({_F}, {_F}, {_F}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, i8)")
+def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: ignore[no-untyped-def]
+    count = len(weight)
+    highest, at_zero, steepest = np.zeros(count), np.zeros(count), np.zeros(count)
+    for i in range(count):
+        for p in range(starts[i], starts[i + 1]):
+            own = workers[p]
+            if own > limit or own > cap[i] or own < minimum[i] or own % unit[i] != 0:
+                continue
+            waf = flops[p] * weight[i]
+            highest[i] = max(highest[i], waf)
+            if own == 0:
+                at_zero[i] = waf
+            else:
+                steepest[i] = max(steepest[i], (waf - at_zero[i]) / own)
+    return highest, at_zero, steepest
+
+
+@_compiled(
+    f"Tuple(({_I}, {_F}, {_I}, {_I}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, {_F}, {_I}, "
+    "i8, f8, f8, f8, i8)"
+)
+def useful(  # type: ignore[no-untyped-def]
+    workers,
+    flops,
+    starts,
+    weight,
+    minimum,
+    cap,
+    unit,
+    present,
+    floor,
+    staying,
+    forms,
+    limit,
+    d_running,
+    inverse_quantum,
+    floor_bonus,
+    grain,
+):
+    count = len(weight)
+    points = np.empty(len(workers) + 3 * count, dtype=np.int64)
+    values = np.empty(len(points))
+    ends = np.zeros(count + 1, dtype=np.int64)
+    stay = np.full(count, -1, dtype=np.int64)
+    extra = np.empty(4, dtype=np.int64)
+    filled = 0
+    for i in range(count):
+        if forms[i] == 2:
+            points[filled], values[filled], stay[i] = 0, 0.0, 0
+            filled += 1
+            ends[i + 1] = filled
+            continue
+        most = min(cap[i], limit)
+        stays = present[i] <= most and present[i] % unit[i] == 0
+        if floor_bonus == 0 and present[i] < floor[i]:
+            stays = False
+        # The points of the curve, with 0, the floor and the present point merged in.
+        extra[0], extra[1], extra[2], extra[3] = 0, floor[i], present[i] if stays else 0, np.int64(2**62)
+        extra.sort()
+        best = -np.inf
+        p, e = starts[i], 0
+        while True:
+            while p < starts[i + 1] and (workers[p] < minimum[i] or workers[p] % unit[i] != 0):
+                p += 1
+            of_curve = workers[p] if p < starts[i + 1] else np.int64(2**62)
+            own = min(of_curve, extra[e])
+            if own > most:
+                break
+            gain = 0.0
+            if own == of_curve:
+                gain = flops[p] * weight[i] * d_running
+                p += 1
+            while extra[e] == own:
+                e += 1
+            if stays and own == present[i] and forms[i] == 0:
+                gain += staying[i]
+            value = np.rint(gain * inverse_quantum)
+            if floor_bonus > 0:
+                if floor[i] > 0 and own >= floor[i]:
+                    value += floor_bonus
+            elif own < floor[i]:
+                continue
+            here = stays and own == present[i]
+            if value > best or here:
+                points[filled], values[filled] = own // grain, value
+                filled += 1
+                best = max(best, value)
+        if stays:
+            stay[i] = present[i] // grain
+        ends[i + 1] = filled
+    return points[:filled].copy(), values[:filled].copy(), ends, stay
+
+
+@_compiled(f"void({_F}, {_I}, {_F}, i8, i8, {_F}, {_F})")
+def _max_plus(row, points, values, first, end, padded, out):  # type: ignore[no-untyped-def]
+    """`padded`: 2 * len(row) numbers of scratch, the first half -inf."""
+    size = len(row)
+    padded[size:] = row
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        width = stop - start
+        block = out[start:stop]
+        block[:] = -np.inf
+        low, high = size + start, size + stop
+        p = first
+        while p + 8 <= end and points[p] < stop:
+            r0, v0 = padded[low - points[p] : high - points[p]], values[p]
+            r1, v1 = padded[low - points[p + 1] : high - points[p + 1]], values[p + 1]
+            r2, v2 = padded[low - points[p + 2] : high - points[p + 2]], values[p + 2]
+            r3, v3 = padded[low - points[p + 3] : high - points[p + 3]], values[p + 3]
+            r4, v4 = padded[low - points[p + 4] : high - points[p + 4]], values[p + 4]
+            r5, v5 = padded[low - points[p + 5] : high - points[p + 5]], values[p + 5]
+            r6, v6 = padded[low - points[p + 6] : high - points[p + 6]], values[p + 6]
+            r7, v7 = padded[low - points[p + 7] : high - points[p + 7]], values[p + 7]
+            for j in range(width):
+                a, b = r0[j] + v0, r1[j] + v1
+                c, d = r2[j] + v2, r3[j] + v3
+                e, f = r4[j] + v4, r5[j] + v5
+                g, h = r6[j] + v6, r7[j] + v7
+                a = a if a > b else b
+                c = c if c > d else d
+                e = e if e > f else f
+                g = g if g > h else h
+                a = a if a > c else c
+                e = e if e > g else g
+                a = a if a > e else e
+                block[j] = a if a > block[j] else block[j]
+            p += 8
+        while p < end and points[p] < stop:
+            r0, v0 = padded[low - points[p] : high - points[p]], values[p]
+            for j in range(width):
+                a = r0[j] + v0
+                block[j] = a if a > block[j] else block[j]
+            p += 1
+
+
+@_compiled(f"{_F}(i8)")
+def _scratch(size):  # type: ignore[no-untyped-def]
+    padded = np.empty(2 * size)
+    padded[:size] = -np.inf
+    return padded
+
+
+@_compiled(f"void({_I}, {_F}, {_I}, {_R}, i8)")
+def prefix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
+    padded = _scratch(rows.shape[1])
+    for i in range(known, len(starts) - 1):
+        _max_plus(rows[i], points, values, starts[i], starts[i + 1], padded, rows[i + 1])
+
+
+@_compiled(f"void({_I}, {_F}, {_I}, {_R}, i8)")
+def suffix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
+    padded = _scratch(rows.shape[1])
+    for i in range(known - 1, -1, -1):
+        _max_plus(rows[i + 1], points, values, starts[i], starts[i + 1], padded, rows[i])
+
+
+@_compiled(f"void({_I}, {_F}, {_I}, {_I}, {_R}, i8, i8, {_I})")
+def _read_right(points, values, starts, stay, rows, first, left, plan):  # type: ignore[no-untyped-def]
+    for i in range(first, len(starts) - 1):
+        best, chosen = rows[i][left], np.int64(-1)
+        for p in range(starts[i], starts[i + 1]):
+            if points[p] > left:
+                break
+            if values[p] + rows[i + 1][left - points[p]] == best:
+                if points[p] == stay[i]:
+                    chosen = points[p]
+                    break
+                if chosen < 0:
+                    chosen = points[p]
+                if stay[i] < 0:
+                    break
+        plan[i] = chosen
+        left -= chosen
+
+
+@_compiled(f"{_I}({_I}, {_F}, {_I}, {_I}, {_R})")
+def read_back(points, values, starts, stay, rows):  # type: ignore[no-untyped-def]
+    plan = np.zeros(len(starts) - 1, dtype=np.int64)
+    _read_right(points, values, starts, stay, rows, 0, rows.shape[1] - 1, plan)
+    return plan
+
+
+@_compiled(
+    f"void({_I}, {_F}, {_I}, {_I}, {_R}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, i8[:, ::1])"
+)
+def answer(  # type: ignore[no-untyped-def]
+    points,
+    values,
+    starts,
+    stay,
+    prefixes,
+    suffixes,
+    other_points,
+    other_values,
+    other_starts,
+    other_stay,
+    firsts,
+    form_starts,
+    forms,
+    plans,
+):
+    tasks, size = len(starts) - 1, prefixes.shape[1]
+    nobody, nothing = np.zeros(1, dtype=np.int64), np.zeros(1)
+    padded = _scratch(size)
+    longest = 0
+    for s in range(len(firsts)):
+        longest = max(longest, form_starts[s + 1] - form_starts[s])
+    chain = np.empty((longest, size))
+    # passed[passed_from[i]:passed_from[i] + passed_count[i]]: numbers of workers that optimal plans have
+    # given to the first i tasks. Few, unless ties abound: then the store grows.
+    passed = np.empty(4 * (tasks + 1) + size, dtype=np.int64)
+    passed_from = np.zeros(tasks + 1, dtype=np.int64)
+    passed_count = np.zeros(tasks + 1, dtype=np.int64)
+    seen = np.full(size, -1, dtype=np.int64)
+    stamp = 0
+    for s in range(len(firsts)):
+        first = firsts[s]
+        changed = forms[form_starts[s] : form_starts[s + 1]]
+        last = first + len(changed)
+        for c in range(len(changed)):
+            i = first + c
+            before = prefixes[first] if c == 0 else chain[c - 1]
+            if changed[c] == 2:
+                chain[c] = before
+            elif changed[c] == 1:
+                _max_plus(before, other_points, other_values, other_starts[i], other_starts[i + 1], padded, chain[c])
+            else:
+                _max_plus(before, points, values, starts[i], starts[i + 1], padded, chain[c])
+        end, right = chain[last - first - 1], suffixes[last]
+        best = -np.inf
+        for j in range(size):
+            best = max(best, end[j] + right[size - 1 - j])
+        filled = 0
+        for j in range(size):
+            if end[j] + right[size - 1 - j] == best:
+                passed[filled] = j
+                filled += 1
+        passed_from[last], passed_count[last] = 0, filled
+        for i in range(last - 1, -1, -1):
+            row = prefixes[i] if i <= first else chain[i - first - 1]
+            after = prefixes[i + 1] if i < first else chain[i - first]
+            form = changed[i - first] if i >= first else 0
+            if form == 2:
+                own, worth, begin, finish = nobody, nothing, 0, 1
+            elif form == 1:
+                own, worth, begin, finish = other_points, other_values, other_starts[i], other_starts[i + 1]
+            else:
+                own, worth, begin, finish = points, values, starts[i], starts[i + 1]
+            if filled + size > len(passed):
+                larger = np.empty(2 * len(passed) + size, dtype=np.int64)
+                larger[:filled] = passed[:filled]
+                passed = larger
+            stamp += 1
+            passed_from[i] = filled
+            for g in range(passed_from[i + 1], passed_from[i + 1] + passed_count[i + 1]):
+                goal = passed[g]
+                for p in range(begin, finish):
+                    source = goal - own[p]
+                    if source < 0:
+                        break
+                    if row[source] + worth[p] == after[goal] and seen[source] != stamp:
+                        seen[source] = stamp
+                        passed[filled] = source
+                        filled += 1
+            passed_count[i] = filled - passed_from[i]
+        used = np.int64(0)
+        for i in range(last):
+            row = prefixes[i] if i <= first else chain[i - first - 1]
+            after = prefixes[i + 1] if i < first else chain[i - first]
+            form = changed[i - first] if i >= first else 0
+            if form == 2:
+                plans[s, i] = 0
+                continue
+            if form == 1:
+                own, worth, begin, finish, here = (
+                    other_points, other_values, other_starts[i], other_starts[i + 1], other_stay[i]
+                )  # fmt: skip
+            else:
+                own, worth, begin, finish, here = points, values, starts[i], starts[i + 1], stay[i]
+            chosen = np.int64(-1)
+            for g in range(passed_from[i + 1], passed_from[i + 1] + passed_count[i + 1]):
+                taken = passed[g] - used
+                if taken < 0 or (chosen >= 0 and (chosen == here or (taken > chosen and taken != here))):
+                    continue
+                p = begin + np.searchsorted(own[begin:finish], taken)
+                if p < finish and own[p] == taken and row[used] + worth[p] == after[passed[g]]:
+                    chosen = taken
+            plans[s, i] = chosen
+            used += chosen
+        _read_right(points, values, starts, stay, suffixes, last, size - 1 - used, plans[s])

@@ -1,0 +1,188 @@
+"""The problem as flat arrays: what the kernels work on.
+
+A task's choices are points (workers, in grains) with integer values held in float64, all tasks one after
+the other: task i owns `workers[starts[i]:starts[i + 1]]`, rising. Every function here is a pure function
+of its arguments; equal problems give equal bits.
+
+The grain is the greatest common divisor of the tasks' units: a cluster whose tasks all come in multiples
+of 8 is solved on rows that are 8 times shorter, without any loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import frexp, fsum, gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unicrond.planning import kernel
+from unicrond.planning.problem import Problem, ProblemError, TaskProblem
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+#: No cap: more than any cluster has.
+UNCAPPED = 2**62
+
+# How a task takes part.
+HEALTHY, FAULTY, ABSENT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Tasks as arrays, before any number of workers is fixed. Index = the task's place in the canonical order."""
+
+    names: tuple[str, ...]
+    workers: Ints  # the curves' points, one curve after the other
+    flops: Floats
+    starts: Ints
+    weight: Floats
+    minimum: Ints
+    cap: Ints
+    unit: Ints
+    present: Ints  # x, before the event
+    floor: Ints  # the fewest workers that meet the floor, 0 = none
+    staying: Floats  # F(t, x) * (D_transition + D_churn)
+    grain: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Per task, at some n': how high F(t, .) gets, what it is at 0, how steeply it rises from there."""
+
+    highest: list[float]
+    at_zero: list[float]
+    steepest: list[float]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How gains become integers: times 2**-exponent; `floor_bonus` for a met floor, 0 = floors are hard."""
+
+    exponent: int
+    floor_bonus: float
+
+    @property
+    def quantum(self) -> float:
+        """One unit of an integer value, in the unit of the objective."""
+        return 2.0**self.exponent
+
+
+@dataclass(frozen=True)
+class Points:
+    """The useful choices of all tasks. `stay`: the present point in grains, -1 where it is impossible."""
+
+    workers: Ints
+    values: Floats
+    starts: Ints
+    stay: Ints
+
+    def leading(self, other: Points) -> int:
+        """How many tasks from the first on have the same choices in both."""
+        count = min(len(self.stay), len(other.stay))
+        same = min(_alike(self.stay, other.stay), _alike(self.starts[1:], other.starts[1:]))
+        points = min(_alike(self.workers, other.workers), _alike(self.values, other.values))
+        return min(count, same, int(np.searchsorted(self.starts[1:], points, side="right")))
+
+    def trailing(self, other: Points) -> int:
+        """How many tasks from the last back have the same choices in both."""
+        return self._reversed().leading(other._reversed())
+
+    def _reversed(self) -> Points:
+        return Points(self.workers[::-1], self.values[::-1], self.starts[-1] - self.starts[::-1], self.stay[::-1])
+
+
+def _alike(mine: NDArray[np.generic], theirs: NDArray[np.generic]) -> int:
+    """Length of the common beginning."""
+    common = min(len(mine), len(theirs))
+    differ = mine[:common] != theirs[:common]
+    return int(np.argmax(differ)) if differ.any() else common
+
+
+def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -> Outline:
+    """Flatten the tasks; `d_transition` holds where a task has none of its own."""
+    curves = [task.curve for task in tasks]
+    starts = np.zeros(len(tasks) + 1, dtype=np.int64)
+    np.cumsum([len(curve) for curve in curves], out=starts[1:])
+    staying = []
+    for task in tasks:
+        achieved = float(task.curve(task.workers)) * float(task.weight) if task.workers >= task.min_workers else 0.0
+        own = d_transition if task.d_transition_us is None else float(task.d_transition_us)
+        staying.append(achieved * (own + d_churn))
+    return Outline(
+        names=tuple(task.name for task in tasks),
+        workers=np.concatenate([np.zeros(0, dtype=np.int64), *(curve.workers for curve in curves)]),
+        flops=np.concatenate([np.zeros(0), *(curve.flops for curve in curves)]),
+        starts=starts,
+        weight=np.array([float(task.weight) for task in tasks], dtype=np.float64),
+        minimum=np.array([task.min_workers for task in tasks], dtype=np.int64),
+        cap=np.array([UNCAPPED if t.max_workers is None else t.max_workers for t in tasks], dtype=np.int64),
+        unit=np.array([task.unit for task in tasks], dtype=np.int64),
+        present=np.array([task.workers for task in tasks], dtype=np.int64),
+        floor=np.array([task.floor_point for task in tasks], dtype=np.int64),
+        staying=np.array(staying, dtype=np.float64),
+        grain=gcd(*(task.unit for task in tasks)) or 1,
+    )
+
+
+def outline_of(problem: Problem) -> Outline:
+    """The outline of a whole problem."""
+    return outline(problem.tasks, float(problem.d_transition_us), float(problem.churn_us))
+
+
+def bounds(tasks: Outline, workers: int) -> Bounds:
+    """What each task can achieve on at most `workers` workers."""
+    highest, at_zero, steepest = kernel.active().bounds(
+        tasks.workers, tasks.flops, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
+    )
+    return Bounds(highest.tolist(), at_zero.tolist(), steepest.tolist())
+
+
+def scale(tasks: Outline, limits: Bounds, workers: int, d_running: float, chosen: Sequence[int]) -> Scale:
+    """The scale for the tasks `chosen` (indices). It does not depend on who is faulty.
+
+    With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
+    Raises ProblemError if the gains are beyond float64.
+    """
+    staying = [float(tasks.staying[i]) for i in chosen]
+    at_most = fsum(limits.highest[i] * d_running for i in chosen)
+    flat = fsum(limits.at_zero[i] * d_running for i in chosen)
+    slope = max((limits.steepest[i] for i in chosen), default=0.0) * d_running
+    bound = min(at_most, flat + slope * workers) + fsum(staying)
+    if not bound < 2.0**900:
+        raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
+    floors = sorted(int(tasks.floor[i]) for i in chosen if tasks.floor[i])
+    met, left = 0, workers
+    for floor in floors:
+        if floor > left:
+            break
+        met, left = met + 1, left - floor
+    bits = 52 if met == len(floors) else 51 - met.bit_length()
+    exponent = max(frexp(bound)[1] - bits, -900) if bound > 0 else 0
+    return Scale(exponent, 0.0 if met == len(floors) else 2.0 ** (bits + 1))
+
+
+def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scale) -> Points:
+    """Every task's useful points at n' = `workers`; `forms`: HEALTHY, FAULTY or ABSENT per task."""
+    return Points(
+        *kernel.active().useful(
+            tasks.workers,
+            tasks.flops,
+            tasks.starts,
+            tasks.weight,
+            tasks.minimum,
+            tasks.cap,
+            tasks.unit,
+            tasks.present,
+            tasks.floor,
+            tasks.staying,
+            forms,
+            workers,
+            d_running,
+            2.0**-by.exponent,
+            by.floor_bonus,
+            tasks.grain,
+        )
+    )
