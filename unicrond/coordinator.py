@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
@@ -51,10 +51,7 @@ def monotonic_us() -> int:
 
 
 class Coordinator:
-    """One term of one coordinator. `state` is always the fold of everything up to `state.seq`.
-
-    `on_entry` is called with every entry after it was folded (server-sent events, metrics).
-    """
+    """One term of one coordinator. `state` is always the fold of everything up to `state.seq`."""
 
     def __init__(
         self,
@@ -62,7 +59,6 @@ class Coordinator:
         beat_log: BeatLog,
         policy: Policy,
         heartbeat_s: float,
-        on_entry: Callable[[Entry, ClusterState], None] | None = None,
     ) -> None:
         self.state = ClusterState()
         self.liveness = Liveness(int(heartbeat_s * 1e6), monotonic_us())
@@ -72,7 +68,6 @@ class Coordinator:
         self._beat_log = beat_log
         self._policy = policy
         self._heartbeat_s = heartbeat_s
-        self._on_entry = on_entry or (lambda entry, state: None)
         self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=20_000)
         self._pending: list[AnyEvent] = []
         self._solutions: dict[Problem, Solution] = {}
@@ -134,7 +129,6 @@ class Coordinator:
             if self.live.is_set():
                 level = logging.DEBUG if isinstance(entry.envelope.event, StepCommitted) else logging.INFO
                 log.log(level, "%d %s", entry.seq, summary(entry.envelope.event))
-        self._on_entry(entry, self.state)
 
     # --- deciding ------------------------------------------------------------------------------
 

@@ -318,48 +318,44 @@ def _ends(job: Job, layout: Layout) -> tuple[_Work, _Work]:
     return embedding, _Work(logits_s + loss_s, 0.0 if job.stack.overlap_tp else reduce_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One layout at many dp: arrays along dp. `parts_s` has one row per field of `Parts`."""
-
-    layout: Layout
-    dp: Ints
-    micro_batches: Ints
-    parts_s: Floats
-    memory_bytes: Floats
-    legal: npt.NDArray[np.bool_]  #: the schedule accepts the batch
-    fits: npt.NDArray[np.bool_]  #: the fullest GPU has the memory
-
-    @property
-    def total_s(self) -> Floats:
-        return np.asarray(self.parts_s.sum(axis=0), dtype=np.float64)
-
-
-def curve(job: Job, layout: Layout, dp: Ints) -> Curve:
-    """Cost `layout` with each of `dp` replicas (1 or more, at most batch / micro_batch)."""
-    cut = layers_per_stage(job.model, job.stack, layout.pp)
-    assert cut is not None, f"{layout} does not cut {job.model.name}"
+def legal(job: Job, layout: Layout, dp: Ints) -> npt.NDArray[np.bool_]:
+    """Whether the schedule accepts the batch on each of `dp` replicas."""
     dealt = job.batch // layout.micro_batch
-    micro_batches = -(-dealt // dp)
+    accepted = dp <= dealt
+    if not job.uneven:
+        accepted &= dealt % dp == 0
+    if layout.chunks > 1:  # the interleaved schedule runs groups of pp micro-batches, alike everywhere
+        accepted &= dealt % (dp * layout.pp) == 0
+    return accepted
+
+
+def micro_batches(job: Job, layout: Layout, dp: Ints) -> Ints:
+    """Micro-batches per iteration of the busiest replica."""
+    return -(-(job.batch // layout.micro_batch) // dp)
+
+
+def parts_s(job: Job, layout: Layout, dp: Ints) -> Floats:
+    """Seconds of one iteration under `layout` with each of `dp` replicas: a row per field of `Parts`."""
+    cut = _cut(job, layout)
     layer, (embedding, logits) = _layer(job, layout), _ends(job, layout)
-    stages = _stages(cut, layout.pp, layer, embedding, logits)
-    slowest = max(stages, key=lambda stage: stage.total_s)
+    slowest = max(_stages(cut, layout.pp, layer, embedding, logits), key=lambda stage: stage.total_s)
     others_s = job.model.layers * layer.total_s + embedding.total_s + logits.total_s - slowest.total_s
     send_s = _send_s(job, layout, dp)
-    parts_s = np.empty((6, dp.size))
-    parts_s[0] = micro_batches * slowest.compute_s
-    parts_s[1] = micro_batches * slowest.tp_s
-    parts_s[2] = micro_batches * send_s * layout.chunks
-    parts_s[3] = max(0.0, others_s) / layout.chunks + (layout.pp - 1) * send_s
-    parts_s[4] = _synchronise_s(job, layout, cut, dp, hidden_s=slowest.total_s if job.stack.overlap_dp else 0.0)
-    parts_s[5] = _optimizer_s(job, layout, cut, dp)
-    legal = (dp <= dealt) & (micro_batches > 0)
-    if not job.uneven:
-        legal &= dealt % dp == 0
-    if layout.chunks > 1:  # the interleaved schedule runs groups of pp micro-batches, alike everywhere
-        legal &= (dealt % dp == 0) & (micro_batches % layout.pp == 0)
-    memory_bytes = _memory_bytes(job, layout, cut, dp, micro_batches)
-    return Curve(layout, dp, micro_batches, parts_s, memory_bytes, legal, memory_bytes <= usable_bytes(job.gpu))
+    count = micro_batches(job, layout, dp)
+    parts = np.empty((6, dp.size))
+    parts[0] = count * slowest.compute_s
+    parts[1] = count * slowest.tp_s
+    parts[2] = count * send_s * layout.chunks
+    parts[3] = max(0.0, others_s) / layout.chunks + (layout.pp - 1) * send_s
+    parts[4] = _synchronise_s(job, layout, dp, hidden_s=slowest.total_s if job.stack.overlap_dp else 0.0)
+    parts[5] = _optimizer_s(job, layout, dp)
+    return parts
+
+
+def _cut(job: Job, layout: Layout) -> tuple[int, int, int]:
+    cut = layers_per_stage(job.model, job.stack, layout.pp)
+    assert cut is not None, f"{layout} does not cut {job.model.name}"
+    return cut
 
 
 def _stages(cut: tuple[int, int, int], pp: int, layer: _Work, embedding: _Work, logits: _Work) -> list[_Work]:
@@ -394,8 +390,9 @@ def _send_s(job: Job, layout: Layout, dp: Ints) -> Floats:
     return 2 * size_bytes / _link_bytes_per_s(job, dp * layout.tp * layout.pp)
 
 
-def _stage_parameters(job: Job, layout: Layout, cut: tuple[int, int, int]) -> tuple[float, float]:
+def _stage_parameters(job: Job, layout: Layout) -> tuple[float, float]:
     """Parameters per GPU of the first and of the last stage."""
+    cut = _cut(job, layout)
     model, tp = job.model, layout.tp
     positions = job.seq * model.hidden if model.plain else 0
     first = cut[0] * model.layer_parameters + model.embedding_parameters
@@ -406,7 +403,7 @@ def _stage_parameters(job: Job, layout: Layout, cut: tuple[int, int, int]) -> tu
     return first / tp + positions, last / tp
 
 
-def _synchronise_s(job: Job, layout: Layout, cut: tuple[int, int, int], dp: Ints, hidden_s: float) -> Floats:
+def _synchronise_s(job: Job, layout: Layout, dp: Ints, hidden_s: float) -> Floats:
     """Gradient reduction among replicas, and of a shared embedding between first and last stage.
 
     A ring over nodes uses the adapters of all its members on a node: 8 / tp of them.
@@ -414,7 +411,7 @@ def _synchronise_s(job: Job, layout: Layout, cut: tuple[int, int, int], dp: Ints
     gradient_bytes = job.stack.gradient_bytes
     # A reduce-scatter of gradients, then an all-gather: of new weights, or of the reduced gradients.
     gathered_bytes = WEIGHT_BYTES if job.stack.distributed_optimizer else gradient_bytes
-    volume_bytes = (dp - 1) / dp * max(_stage_parameters(job, layout, cut)) * (gradient_bytes + gathered_bytes)
+    volume_bytes = (dp - 1) / dp * max(_stage_parameters(job, layout)) * (gradient_bytes + gathered_bytes)
     members = max(1, job.gpu.per_node // layout.tp)
     nvlink = job.gpu.nvlink_bytes_per_s * NVLINK_EFFICIENCY
     across = np.minimum(members * job.gpu.nic_bytes_per_s * job.stack.nic_efficiency, nvlink)
@@ -426,10 +423,10 @@ def _synchronise_s(job: Job, layout: Layout, cut: tuple[int, int, int], dp: Ints
     return np.asarray(exposed_s, dtype=np.float64)
 
 
-def _optimizer_s(job: Job, layout: Layout, cut: tuple[int, int, int], dp: Ints) -> Floats:
+def _optimizer_s(job: Job, layout: Layout, dp: Ints) -> Floats:
     """Adam's pass over this GPU's parameters (or its share of them)."""
     shards = dp if job.stack.distributed_optimizer else np.ones(dp.size)
-    size_bytes = max(_stage_parameters(job, layout, cut)) * OPTIMIZER_TRAFFIC_BYTES / shards
+    size_bytes = max(_stage_parameters(job, layout)) * OPTIMIZER_TRAFFIC_BYTES / shards
     return np.asarray(size_bytes / (job.gpu.hbm_bytes_per_s * HBM_EFFICIENCY), dtype=np.float64)
 
 
@@ -441,9 +438,10 @@ def usable_bytes(gpu: Gpu) -> float:
     return USABLE_SHARE * gpu.memory_bytes - RESERVED_BYTES
 
 
-def _memory_bytes(job: Job, layout: Layout, cut: tuple[int, int, int], dp: Ints, micro_batches: Ints) -> Floats:
+def memory_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
     """Bytes on the fuller of the first stage (most micro-batches in flight) and the last (logits)."""
-    first, last = _stage_parameters(job, layout, cut)
+    cut = _cut(job, layout)
+    first, last = _stage_parameters(job, layout)
     shards = dp if job.stack.distributed_optimizer else np.ones(dp.size)
     per_parameter = WEIGHT_BYTES + job.stack.gradient_bytes + MASTER_BYTES / shards
     kept, working = _layer_activation_bytes(job, layout)
@@ -451,7 +449,7 @@ def _memory_bytes(job: Job, layout: Layout, cut: tuple[int, int, int], dp: Ints,
     in_flight = layout.pp + ((layout.pp - 1) / layout.chunks if layout.chunks > 1 else 0)
     tokens = layout.micro_batch * job.seq
     logits_bytes = tokens * job.model.vocab / layout.tp * 10  # BF16, FP32 and their gradient
-    first_bytes = first * per_parameter + np.minimum(micro_batches, in_flight) * cut[0] * kept + working
+    first_bytes = first * per_parameter + np.minimum(micro_batches(job, layout, dp), in_flight) * cut[0] * kept + working
     last_bytes = last * per_parameter + cut[2] * kept + max(working, logits_bytes)
     if layout.pp == 1:
         first_bytes = first_bytes + max(0.0, logits_bytes - working)
@@ -487,7 +485,7 @@ def _layer_activation_bytes(job: Job, layout: Layout) -> tuple[float, float]:
 
 def best(job: Job, gpus: int) -> Estimate | Infeasible:
     """The fastest feasible layout on exactly `gpus` GPUs, or why there is none."""
-    found: tuple[float, Curve] | None = None
+    found: Estimate | None = None
     least_bytes = np.inf
     divided = False
     for layout in layouts(job):
@@ -495,24 +493,23 @@ def best(job: Job, gpus: int) -> Estimate | Infeasible:
         if gpus % replica:
             continue
         divided = True
-        costed = curve(job, layout, np.array([gpus // replica], dtype=np.int64))
-        if not costed.legal[0]:
+        dp = np.array([gpus // replica], dtype=np.int64)
+        if not legal(job, layout, dp)[0]:
             continue
-        least_bytes = min(least_bytes, float(costed.memory_bytes[0]))
-        total_s = float(costed.total_s[0])
-        if costed.fits[0] and (found is None or total_s < found[0]):
-            found = total_s, costed
-    if found is None:
-        return Infeasible(job, gpus, _why_none(job, gpus, divided, least_bytes))
-    return _estimate(job, gpus, found[1])
+        needed_bytes = float(memory_bytes(job, layout, dp)[0])
+        least_bytes = min(least_bytes, needed_bytes)
+        if needed_bytes > usable_bytes(job.gpu):
+            continue
+        parts = Parts(*parts_s(job, layout, dp)[:, 0].tolist())
+        if found is None or parts.total_s < found.parts.total_s:
+            found = _estimate(job, gpus, layout, parts, needed_bytes)
+    return found or Infeasible(job, gpus, _why_none(job, gpus, divided, least_bytes))
 
 
-def _estimate(job: Job, gpus: int, costed: Curve) -> Estimate:
-    layout, dp = costed.layout, int(costed.dp[0])
-    uneven = (job.batch // layout.micro_batch) % dp != 0
-    parts = Parts(*(float(seconds) for seconds in costed.parts_s[:, 0]))
-    memory_bytes = int(costed.memory_bytes[0])
-    return Estimate(job, gpus, layout, dp, int(costed.micro_batches[0]), uneven, parts, memory_bytes)
+def _estimate(job: Job, gpus: int, layout: Layout, parts: Parts, needed_bytes: float) -> Estimate:
+    dp = gpus // (layout.tp * layout.pp)
+    dealt = job.batch // layout.micro_batch
+    return Estimate(job, gpus, layout, dp, -(-dealt // dp), dealt % dp != 0, parts, int(needed_bytes))
 
 
 def _why_none(job: Job, gpus: int, divided: bool, least_bytes: float) -> str:
@@ -537,8 +534,9 @@ def best_table(job: Job, max_workers: int) -> dict[int, int]:
         if replicas < 1:
             continue
         dp = np.arange(1, replicas + 1, dtype=np.int64)
-        costed = curve(job, layout, dp)
-        total_s = np.where(costed.legal & costed.fits, costed.total_s, np.inf)
+        dp = dp[legal(job, layout, dp)]
+        dp = dp[memory_bytes(job, layout, dp) <= usable_bytes(job.gpu)]
+        total_s = parts_s(job, layout, dp).sum(axis=0)
         fastest_s[dp * replica] = np.minimum(fastest_s[dp * replica], total_s)
     flops = job.flops_per_iteration
     return {int(x): round(flops / float(fastest_s[x])) for x in np.flatnonzero(np.isfinite(fastest_s))}

@@ -1,0 +1,200 @@
+"""The HTTP API (aiohttp): read the state, follow the events, submit and cancel tasks.
+
+    GET  /healthz                          no token needed
+    GET  /v1/state
+    GET  /v1/events?after=SEQ[&follow=1]   server-sent events
+    POST /v1/tasks                         a task file's content as JSON
+    POST /v1/tasks/NAME/cancel
+    GET  /v1/logs/TASK?rank=R&tail_bytes=N&offset=O
+    GET  /metrics                          Prometheus
+
+What people ask for becomes an observation in the log; nothing is changed from here in any other way.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from events.codec import API_PRODUCER, BadEvent
+from events.envelope import Entry, Envelope, Quarantined
+from events.log import EventLog
+from events.prose import summary
+from events.vocabulary import AnyEvent, TaskCancelled, TaskSpec, TaskSubmitted
+from unicrond.config import Config, explain, is_loopback
+from unicrond.coordinator import Coordinator
+from unicrond.log_reading import LogReader, LogsUnavailable
+from unicrond.metrics import exposition
+from unicrond.state import TaskStatus, digest, to_json
+from unicrond.task_file import problems
+from unicrond.waf import achieved_waf, delivered_flop
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def entry_json(entry: Entry) -> dict[str, Any]:
+    """An entry as plain JSON types, with its prose."""
+    if isinstance(entry, Quarantined):
+        return {"seq": entry.seq, "recorded_at_us": entry.recorded_at_us, "quarantined": entry.reason}
+    return {
+        "seq": entry.seq,
+        "recorded_at_us": entry.recorded_at_us,
+        "summary": summary(entry.envelope.event),
+        "envelope": msgspec.to_builtins(entry.envelope),
+    }
+
+
+class Api:
+    """The routes, over one coordinator."""
+
+    def __init__(
+        self, config: Config, coordinator: Coordinator, event_log: EventLog, logs: LogReader, token: str = ""
+    ) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._event_log = event_log
+        self._logs = logs
+        self._token = token
+        self._number = 0
+        self._metrics = exposition(lambda: coordinator.state)
+
+    def application(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[self._guard], client_max_size=256 * 1024)
+        app.router.add_get("/healthz", self.health)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/v1/state", self.state)
+        app.router.add_get("/v1/events", self.events)
+        app.router.add_post("/v1/tasks", self.submit)
+        app.router.add_post("/v1/tasks/{task}/cancel", self.cancel)
+        app.router.add_get("/v1/logs/{task}", self.logs)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        # A page in somebody's browser can reach loopback; it cannot name us as its Host.
+        host = request.host.rsplit(":", 1)[0].strip("[]")
+        if not self._token and not is_loopback(host):
+            return _error(403, f"host: {host} is not loopback; call 127.0.0.1, or set api.token_file")
+        if self._token and request.path != "/healthz":
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                return _error(401, "token: missing or wrong; give --token-file")
+        if request.method == "POST" and not self._coordinator.live.is_set():
+            return _error(503, "coordinator: still folding its log; try again in a moment")
+        return await handler(request)
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Whether the coordinator decides ("live") or still folds its log."""
+        coordinator = self._coordinator
+        status = "live" if coordinator.live.is_set() else "catching up"
+        return web.json_response({"status": status, "term": coordinator.state.term, "seq": coordinator.state.seq})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Prometheus text format."""
+        return web.Response(body=self._metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def state(self, _: web.Request) -> web.Response:
+        """The whole folded state, its digest, and what follows from it."""
+        state = self._coordinator.state
+        derived = {
+            "waf": {task.name: achieved_waf(task, state.now_us) for task in state.tasks.values()},
+            "delivered_flop": {task.name: delivered_flop(task) for task in state.tasks.values()},
+        }
+        return web.json_response({"digest": digest(state), "state": to_json(state), "derived": derived})
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events from the log itself: history after `after`, then live where `follow` is set."""
+        after = request.query.get("after", "0")
+        if not after.isdigit():
+            return _error(400, f"after: {after!r} is no sequence number; give an integer >= 0")
+        follow = request.query.get("follow", "0") not in ("", "0", "false")
+        until = None if follow else await self._event_log.last_seq()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        if until is not None and until <= int(after):
+            return response
+        async with aclosing(self._event_log.read(int(after), until_seq=until)) as entries:
+            async for entry in entries:
+                kind = "Quarantined" if isinstance(entry, Quarantined) else type(entry.envelope.event).__name__
+                data = json.dumps(entry_json(entry), separators=(",", ":"))
+                await response.write(f"id: {entry.seq}\nevent: {kind}\ndata: {data}\n\n".encode())
+        return response
+
+    async def submit(self, request: web.Request) -> web.Response:
+        """Take a task on. 400 says which field is wrong; 409 that the name is in use."""
+        try:
+            spec = msgspec.json.decode(await request.read(), type=TaskSpec, strict=True)
+        except msgspec.ValidationError as error:
+            return _error(400, explain(error, TaskSpec))
+        except msgspec.DecodeError as error:
+            return _error(400, f"body: not valid JSON: {error}")
+        wrong = problems(spec)
+        if wrong:
+            return _error(400, wrong[0])
+        known = self._coordinator.state.tasks.get(spec.name)
+        if known is not None and (known.status is TaskStatus.ACTIVE or not known.at_rest):
+            return _error(409, f"name: task {spec.name} is already there; choose another name, or cancel it first")
+        if not spec.checkpoint.dir:
+            directory = str(self._config.checkpoints / spec.name)
+            spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
+        return await self._append(TaskSubmitted(spec=spec), spec.name, 201)
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        """End a task; its workers stop, its checkpoints stay."""
+        name = request.match_info["task"]
+        task = self._coordinator.state.tasks.get(name)
+        if task is None or task.status is not TaskStatus.ACTIVE:
+            return _error(404, f"task: {name} is not active; see `unicronctl tasks`")
+        try:
+            body = await request.json() if request.can_read_body else {}
+            reason = str(body.get("reason", "")) or "asked by a person"
+        except (ValueError, AttributeError):
+            return _error(400, 'body: give {"reason": "..."} or nothing')
+        return await self._append(TaskCancelled(task=name, reason=reason[:1024]), name, 202)
+
+    async def logs(self, request: web.Request) -> web.Response:
+        """A piece of a worker's log, from the node that has it."""
+        name = request.match_info["task"]
+        numbers: dict[str, int | None] = {}
+        for field in ("rank", "tail_bytes", "offset"):
+            text = request.query.get(field)
+            if text is not None and not text.isdigit():
+                return _error(400, f"{field}: {text!r} is no number; give an integer >= 0")
+            numbers[field] = int(text) if text is not None else None
+        try:
+            piece = await self._logs.read(
+                self._coordinator.state, name, numbers["rank"], numbers["tail_bytes"], numbers["offset"]
+            )
+        except LookupError as error:
+            return _error(404, str(error.args[0]))
+        except LogsUnavailable as error:
+            return _error(503, str(error))
+        return web.json_response(piece)
+
+    async def _append(self, event: AnyEvent, task: str, status: int) -> web.Response:
+        self._number += 1
+        envelope = Envelope(
+            producer=API_PRODUCER,
+            boot=self._coordinator.state.term,  # grows with every coordinator, whatever the clock does
+            number=self._number,
+            observed_at_us=time.time_ns() // 1000,
+            event=event,
+        )
+        try:
+            seq = await self._coordinator.submit(envelope)
+        except BadEvent as error:
+            return _error(400, error.reason)
+        return web.json_response({"task": task, "seq": seq}, status=status)
+
+
+def _error(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status)

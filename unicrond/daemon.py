@@ -1,0 +1,123 @@
+"""`unicrond run`: one asyncio process on the head node: NATS, the coordinator, the HTTP API.
+
+Rules
+-----
+* The API answers before the log is folded; it says "catching up" until the coordinator is live.
+* SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too.
+* An embedded nats-server that dies is started again on its port and store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from events.log import Fenced, LogError
+from events.nats_connection import Connection, connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import create_streams
+from unicrond.api import Api
+from unicrond.config import Config, login, read_secret
+from unicrond.coordinator import Coordinator
+from unicrond.log_reading import LogReader
+
+log = logging.getLogger("unicrond")
+
+CONNECT_TIMEOUT_S = 15.0
+
+
+class Fatal(RuntimeError):
+    """The daemon cannot go on; the message says why and what to do."""
+
+
+async def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT. Raises Fatal."""
+    stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.put_nowait, signum)
+    server = None if config.nats.url else await _embedded(config)
+    url = server.url if server else config.nats.url
+    try:
+        connection = await connect(url, name="unicrond", login=login(config.nats), timeout_s=CONNECT_TIMEOUT_S)
+    except LogError as error:
+        raise Fatal(f"nats.url: no NATS at {url}: {error}; check that it runs and that the login is right") from None
+    ended_by = None
+    try:
+        await create_streams(connection, replicas=config.nats.replicas)
+        ended_by = await _serve_until_stopped(config, connection, server, stop)
+    finally:
+        await connection.close()
+        if server is not None and ended_by is not signal.SIGTERM:
+            await server.stop()
+
+
+async def _embedded(config: Config) -> EmbeddedServer:
+    server = EmbeddedServer(
+        Path(config.state_dir) / "nats",
+        host=config.nats.host,
+        port=config.nats.port,
+        login=login(config.nats) if config.nats.user else None,
+    )
+    adopted = await server.start()
+    log.info("nats-server at %s (%s, pid %s)", server.url, "adopted" if adopted else "started", server.pid)
+    return server
+
+
+async def _serve_until_stopped(
+    config: Config, connection: Connection, server: EmbeddedServer | None, stop: asyncio.Queue[signal.Signals]
+) -> signal.Signals:
+    event_log = NatsEventLog(connection)
+    coordinator = Coordinator(event_log, NatsBeatLog(connection), config.policy, config.heartbeat_s)
+    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    api = Api(config, coordinator, event_log, LogReader(connection), token)
+    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, config.api.host, config.api.port).start()
+        except OSError as error:
+            where = f"{config.api.host}:{config.api.port}"
+            raise Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port") from None
+        log.info("API at http://%s:%d", config.api.host, config.api.port)
+        work = [asyncio.create_task(coordinator.run(), name="coordinator")]
+        if server is not None:
+            work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
+        stopped = asyncio.create_task(stop.get(), name="stop")
+        done, _ = await asyncio.wait([*work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in [*work, stopped]:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        if stopped in done:
+            log.info("stopping on %s", stopped.result().name)
+            return stopped.result()
+        _raise_cause(done.pop())
+        raise Fatal("a part of the daemon ended without a reason")
+    finally:
+        with suppress(asyncio.TimeoutError):
+            await runner.cleanup()
+
+
+async def _keep_running(server: EmbeddedServer) -> None:
+    while True:
+        await server.ended()
+        log.warning("nats-server ended; starting it again")
+        await server.start()
+        log.info("nats-server runs again at %s (pid %s)", server.url, server.pid)
+
+
+def _raise_cause(task: asyncio.Task[None]) -> None:
+    """The task's exception, a task group's wrapping taken off."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, Fenced):
+        raise Fatal(f"another coordinator took over ({error}); this one stops, so that only one decides") from None
+    if error is not None:
+        raise error

@@ -1,0 +1,90 @@
+"""Prometheus metrics: computed from the folded state at each scrape, so that they cannot drift from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from unicrond.state import ClusterState, NodeStatus, TaskStatus, WorkerStatus
+from unicrond.waf import achieved_waf, delivered_flop
+
+
+class StateCollector(Collector):
+    """The state, as Prometheus sees it. `get` returns the present state."""
+
+    def __init__(self, get: Callable[[], ClusterState]) -> None:
+        self._get = get
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per question that a dashboard asks."""
+        state = self._get()
+        yield _gauge("unicron_sequence", "Sequence number of the last folded entry", state.seq)
+        yield _gauge("unicron_term", "Term of the active coordinator", state.term)
+        yield _gauge("unicron_plan_epoch", "Epoch of the adopted plan", state.plan.epoch)
+        yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
+        yield _counter("unicron_quarantined", "Messages in the log that are no valid events", state.quarantined)
+        yield _counter("unicron_duplicates", "Events delivered again and ignored", state.duplicates)
+        yield _counter("unicron_inert_decisions", "Decisions of an old term, ignored", state.inert)
+        yield _counter("unicron_incidents", "Incidents ever opened", state.incidents_total)
+        yield _gauge("unicron_incidents_open", "Incidents not yet healed", len(state.incidents))
+        yield _by("unicron_nodes", "Nodes by status", "status", NodeStatus, [n.status for n in state.nodes.values()])
+        yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [t.status for t in state.tasks.values()])
+        statuses = [w.status for t in state.tasks.values() for w in t.workers.values()]
+        yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
+        yield from self._tasks(state)
+        yield from self._last_incident(state)
+
+    def _tasks(self, state: ClusterState) -> Iterator[Metric]:
+        families = {
+            "unicron_task_iteration": ("Last committed iteration", lambda t: t.iteration),
+            "unicron_task_loss": ("Loss of the last committed iteration", lambda t: t.loss or 0.0),
+            "unicron_task_iteration_seconds": ("Duration of an iteration", lambda t: t.iteration_us / 1e6),
+            "unicron_task_generation": ("Generation of the membership", lambda t: t.generation),
+            "unicron_task_members": (
+                "Workers in the membership",
+                lambda t: len(t.membership.members) if t.membership else 0,
+            ),
+            "unicron_task_waf_flops": (
+                "Achieved weighted FLOP/s since the first step",
+                lambda t: achieved_waf(t, state.now_us),
+            ),
+            "unicron_task_delivered_flop": ("Weighted FLOP committed", delivered_flop),
+        }
+        for name, (text, value) in families.items():
+            family = GaugeMetricFamily(name, text, labels=["task"])
+            for task in state.tasks.values():
+                family.add_metric([task.name], float(value(task)))
+            yield family
+
+    def _last_incident(self, state: ClusterState) -> Iterator[Metric]:
+        if state.closed:
+            last = state.closed[-1]
+            yield _gauge("unicron_last_detection_seconds", "Detection time, last incident", last.detection_us / 1e6)
+            yield _gauge("unicron_last_transition_seconds", "Transition time, last incident", last.transition_us / 1e6)
+
+
+def exposition(get: Callable[[], ClusterState]) -> Callable[[], bytes]:
+    """A function that renders the text exposition format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StateCollector(get))
+    return lambda: generate_latest(registry)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _by(name: str, text: str, label: str, kinds: type, values: list[str]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    counts = Counter(values)
+    for kind in kinds:  # type: ignore[attr-defined]
+        family.add_metric([kind.value], counts[kind])
+    return family
