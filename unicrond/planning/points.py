@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import frexp, fsum, gcd
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from unicrond.planning import kernel
 from unicrond.planning.problem import Problem, ProblemError, TaskProblem
 
+T = TypeVar("T")
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -140,20 +142,19 @@ def bounds(tasks: Outline, workers: int) -> Bounds:
     return Bounds(highest.tolist(), at_zero.tolist(), steepest.tolist())
 
 
-def scale(tasks: Outline, limits: Bounds, workers: int, d_running: float, chosen: Sequence[int]) -> Scale:
-    """The scale for the tasks `chosen` (indices). It does not depend on who is faulty.
+def scale(tasks: Outline, limits: Bounds, workers: int, d_running: float, gone: Sequence[int] = ()) -> Scale:
+    """The scale for all tasks but those `gone` (indices). It does not depend on who is faulty.
 
     With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
     Raises ProblemError if the gains are beyond float64.
     """
-    staying = [float(tasks.staying[i]) for i in chosen]
-    at_most = fsum(limits.highest[i] * d_running for i in chosen)
-    flat = fsum(limits.at_zero[i] * d_running for i in chosen)
-    slope = max((limits.steepest[i] for i in chosen), default=0.0) * d_running
-    bound = min(at_most, flat + slope * workers) + fsum(staying)
+    at_most = fsum(value * d_running for value in without(limits.highest, gone))
+    flat = fsum(value * d_running for value in without(limits.at_zero, gone))
+    slope = max(without(limits.steepest, gone), default=0.0) * d_running
+    bound = min(at_most, flat + slope * workers) + fsum(without(tasks.staying.tolist(), gone))
     if not bound < 2.0**900:
         raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
-    floors = sorted(int(tasks.floor[i]) for i in chosen if tasks.floor[i])
+    floors = sorted(floor for floor in without(tasks.floor.tolist(), gone) if floor)
     met, left = 0, workers
     for floor in floors:
         if floor > left:
@@ -162,6 +163,16 @@ def scale(tasks: Outline, limits: Bounds, workers: int, d_running: float, chosen
     bits = 52 if met == len(floors) else 51 - met.bit_length()
     exponent = max(frexp(bound)[1] - bits, -900) if bound > 0 else 0
     return Scale(exponent, 0.0 if met == len(floors) else 2.0 ** (bits + 1))
+
+
+def without(values: list[T], gone: Sequence[int]) -> list[T]:
+    """The values but those at the indices `gone`."""
+    if not gone:
+        return values
+    kept = values.copy()
+    for index in sorted(gone, reverse=True):
+        del kept[index]
+    return kept
 
 
 def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scale) -> Points:

@@ -172,17 +172,17 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
         stack.name: stack
         for stack in (
             Stack(
-                "megatron-2021", 0.734, 0.8, ("full",),
+                "megatron-2021", 0.736, 0.8, ("full",),
                 sequence_parallel=False, flash_attention=False, distributed_optimizer=False,
                 overlap_tp=False, overlap_pp=False, overlap_dp=False, balance_ends=False, gradient_bytes=2,
             ),
             Stack(
-                "megatron-2022", 0.707, 0.8, ("selective", "full"),
+                "megatron-2022", 0.708, 0.8, ("selective", "full"),
                 sequence_parallel=True, flash_attention=False, distributed_optimizer=False,
                 overlap_tp=True, overlap_pp=False, overlap_dp=False, balance_ends=False, gradient_bytes=2,
             ),
             Stack(
-                "megatron-2023", 0.629, 0.353, ("none", "full"),
+                "megatron-2023", 0.63, 0.353, ("none", "full"),
                 sequence_parallel=True, flash_attention=True, distributed_optimizer=True,
                 overlap_tp=True, overlap_pp=False, overlap_dp=False, balance_ends=False,
             ),
@@ -192,7 +192,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 overlap_tp=False, overlap_pp=False, overlap_dp=False, balance_ends=False, gradient_bytes=2,
             ),
             Stack(
-                "mcore-2024", 0.542, 0.8, ("none", "light", "full"),
+                "mcore-2024", 0.544, 0.8, ("none", "light", "full"),
                 sequence_parallel=True, flash_attention=True, distributed_optimizer=True,
                 overlap_tp=True, overlap_pp=True, overlap_dp=True, balance_ends=True,
             ),

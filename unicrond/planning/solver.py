@@ -94,7 +94,7 @@ def choices_of(problem: Problem) -> tuple[Points, Scale, int]:
     """The problem's useful points, their scale, and the workers in one grain."""
     tasks, d_running = outline_of(problem), float(problem.d_running_us)
     limits = bounds(tasks, problem.workers)
-    by = scale(tasks, limits, problem.workers, d_running, range(len(problem.tasks)))
+    by = scale(tasks, limits, problem.workers, d_running)
     forms = np.array([int(task.faulty) for task in problem.tasks], dtype=np.int64)
     return useful(tasks, forms, problem.workers, d_running, by), by, tasks.grain
 

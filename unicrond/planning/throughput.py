@@ -292,14 +292,14 @@ def _layer_traffic(job: Job, layout: Layout) -> tuple[float, float]:
     """HBM bytes of a layer's forward pass on one GPU: element-wise work, and attention scores.
 
     In bytes per token: two norms read and write (8 h); two residual additions read two, write one and,
-    with dropout, its mask (12..14 h); Q, K, V and the context are split and transposed (12 h); the
-    feed-forward activation reads and writes (4 bytes per ffn element, gated 6). Scores, if they are
-    materialised: written, masked and normalised, dropped out, read (13 bytes each).
+    with dropout, its mask (12 h, 14 h); Q, K, V and the context are split and transposed (4 bytes per
+    element); the feed-forward activation reads and writes (4 bytes per ffn element, gated 6). Scores, if
+    they are materialised: written, masked and normalised, dropped out, read (13 bytes each).
     """
     model, tp = job.model, layout.tp
     tokens = layout.micro_batch * job.seq
     whole = (22 if model.plain else 20) * model.hidden
-    split = 4 * (2 * model.hidden + model.kv_width) + (6 if model.gated else 4) * model.ffn
+    split = 8 * (model.hidden + model.kv_width) + (6 if model.gated else 4) * model.ffn
     per_token = whole / (tp if job.stack.sequence_parallel else 1) + split / tp
     scores = 0 if job.stack.flash_attention else 13 * model.heads * job.seq / tp
     return tokens * per_token, tokens * scores
@@ -449,7 +449,8 @@ def memory_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
     in_flight = layout.pp + ((layout.pp - 1) / layout.chunks if layout.chunks > 1 else 0)
     tokens = layout.micro_batch * job.seq
     logits_bytes = tokens * job.model.vocab / layout.tp * 10  # BF16, FP32 and their gradient
-    first_bytes = first * per_parameter + np.minimum(micro_batches(job, layout, dp), in_flight) * cut[0] * kept + working
+    alive = np.minimum(micro_batches(job, layout, dp), in_flight)
+    first_bytes = first * per_parameter + alive * cut[0] * kept + working
     last_bytes = last * per_parameter + cut[2] * kept + max(working, logits_bytes)
     if layout.pp == 1:
         first_bytes = first_bytes + max(0.0, logits_bytes - working)

@@ -1,0 +1,44 @@
+# Everything works from a clean clone with Python 3.11+ and make; the environment is .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install test demo matrix chaos bench lint clean help
+
+help:
+	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
+	@echo "make test     lint, types, layers and the whole test suite"
+	@echo "make install  only the environment"
+	@echo "make chaos    20 random SIGKILLs of worker, node, coordinator and nats-server; all must heal"
+	@echo "make bench    benchmarks (docs/benchmarks.md)"
+	@echo "make lint     ruff, mypy, import-linter"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("unicrond needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/unicrond demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.integration.chaos --faults 20
+
+bench: $(STAMP)
+	$(BIN)/pytest tests/benchmarks --benchmark-columns=median,iqr,min,max,rounds
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
