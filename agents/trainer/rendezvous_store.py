@@ -17,7 +17,7 @@ def serve(listener: socket.socket) -> NoReturn:
     from torch.distributed import TCPStore
 
     host, port = listener.getsockname()[:2]
-    store = TCPStore(
+    _store = TCPStore(
         host,
         port,
         is_master=True,
@@ -25,6 +25,5 @@ def serve(listener: socket.socket) -> NoReturn:
         timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),  # the store owns the descriptor from here on
     )
-    while store is not None:
+    while True:
         signal.pause()
-    raise AssertionError("unreachable")

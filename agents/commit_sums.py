@@ -1,0 +1,90 @@
+"""Commits of single iterations, summed into one StepCommitted: pure, one task and one worker at a time.
+
+A sum covers consecutive iterations of one generation as one worker told them; whatever does not continue
+it starts a new one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import msgspec
+
+from agents.trainer.messages import Committed
+from events.vocabulary import Name, StepCommitted, WorkerId
+
+#: (generation, iteration) of a commit: grows with every commit of a task, also after a return to a checkpoint.
+Position: TypeAlias = tuple[int, int]
+#: Digests of samples are added modulo this (see StepCommitted).
+DIGEST_MODULUS = 2**61
+
+
+class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
+    """Iterations first..last of one generation; fields as in StepCommitted."""
+
+    worker: WorkerId
+    generation: int
+    first: int
+    last: int
+    samples: int
+    samples_digest: int
+    loss: float
+    duration_us: int
+    micro_batches_by_rank: tuple[int, ...]
+    redone: int
+
+    def event(self, node: Name, task: Name) -> StepCommitted:
+        """The observation that stands for the whole sum."""
+        return StepCommitted(node=node, task=task, **msgspec.structs.asdict(self))
+
+
+def position(commit: Committed) -> Position:
+    """Where the commit stands among all commits of its task."""
+    return (commit.generation, commit.iteration)
+
+
+def urgent(commit: Committed) -> bool:
+    """A loss that is not finite must be known at once."""
+    return not math.isfinite(commit.loss)
+
+
+def continues(before: CommitSum, worker: WorkerId, commit: Committed) -> bool:
+    """Whether the commit is the next one of the same sum."""
+    return (
+        before.worker == worker
+        and before.generation == commit.generation
+        and before.last + 1 == commit.iteration
+        and len(before.micro_batches_by_rank) == len(commit.micro_batches_by_rank)
+    )
+
+
+def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> CommitSum:
+    """The sum with one more commit; `before` is None or is continued by it."""
+    if before is None:
+        return CommitSum(
+            worker=worker,
+            generation=commit.generation,
+            first=commit.iteration,
+            last=commit.iteration,
+            samples=commit.samples,
+            samples_digest=commit.samples_digest % DIGEST_MODULUS,
+            loss=commit.loss,
+            duration_us=commit.duration_us,
+            micro_batches_by_rank=commit.micro_batches_by_rank,
+            redone=commit.redone,
+        )
+    return CommitSum(
+        worker=worker,
+        generation=before.generation,
+        first=before.first,
+        last=commit.iteration,
+        samples=before.samples + commit.samples,
+        samples_digest=(before.samples_digest + commit.samples_digest) % DIGEST_MODULUS,
+        loss=commit.loss,
+        duration_us=before.duration_us + commit.duration_us,
+        micro_batches_by_rank=tuple(
+            a + b for a, b in zip(before.micro_batches_by_rank, commit.micro_batches_by_rank, strict=True)
+        ),
+        redone=before.redone + commit.redone,
+    )

@@ -1,0 +1,813 @@
+"""The agent's core: what one node does about what it is told. Pure: `handle(state, input) -> (state, actions)`.
+
+Rules
+-----
+Commands
+* A command id is answered once in the agent's memory, and memory outlives the agent: a command that comes
+  again gets the same answer again and nothing else happens.
+* The highest (term, epoch) seen is the fence. A command below it is refused as stale; it never acts.
+* A start that has grown old (the node was away, and its commands waited for it) is refused as stale, too.
+* StartWorker: a worker id is spawned at most once, ever. A start waits, bounded, while a slot is about to
+  become free or the fork server is being started; with neither in sight it fails at once.
+  Applied = the process exists.
+* StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL. Applied = the process is gone.
+* SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
+  of the task that is or ever was a member (leavers must hear that they leave); who connects later gets it then.
+
+Workers
+* A worker that the fork server neither lists nor reports as ended has ended with its fork server: the kernel
+  kills the workers of a dead fork server (so that no worker runs on unattended).
+* Exits are acknowledged to the fork server only once the log holds them, so no exit status is ever lost.
+* An exit is *expected* when the worker was told to stop, or was a member and ended with code 0 (a member does
+  that only when its task is complete). An unexpected one is told with its cause (ErrorReported, unless the worker
+  itself has told it) and the end of its log, cause first.
+* Commits are summed to at most one StepCommitted per task and `commit_interval_s`; the first after a pause is
+  told at once. A sum is closed early by whatever does not continue it, by a loss that is not finite, and by any
+  news of its worker that its place in the log matters to (regroup, park, trouble, completion, exit).
+
+The life of an agent
+* adopting -> up: with the fork server's inventory and the Hellos of the workers in it (bounded) the node
+  joins. Exits that happened while there was no agent come first.
+* The node joins again whenever its store's address changes (another fork server).
+* Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell retires the fork server). HandOver: sums are closed, nothing else.
+
+What does not live here: clocks, sockets, the outbox and its numbering, the wording of exit statuses (classify.py).
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, assert_never
+
+from msgspec.structs import replace
+
+from agents import commit_sums
+from agents.classify import Exit, classify
+from agents.log_layout import worker_log
+from agents.state import (
+    MAX_ANSWERED,
+    MAX_GONE,
+    MAX_TASKS,
+    Action,
+    Append,
+    Appended,
+    ArmTimer,
+    Commanded,
+    Config,
+    Disconnect,
+    Finish,
+    ForkServerDied,
+    ForkServerSaid,
+    Gone,
+    HandOver,
+    Input,
+    Leave,
+    Link,
+    Memory,
+    Order,
+    State,
+    TellForkServer,
+    TellWorker,
+    TimerFired,
+    Waiting,
+    Worker,
+    WorkerConnected,
+    WorkerDisconnected,
+    WorkerSaid,
+)
+from agents.trainer.messages import (
+    Committed,
+    Completed,
+    Exited,
+    ExitedAck,
+    Forked,
+    FromWorker,
+    Hello,
+    Inventory,
+    Kill,
+    Launch,
+    Membership,
+    Parked,
+    Quit,
+    Ready,
+    Regrouped,
+    Saved,
+    Spawn,
+    SpawnFailed,
+    Trouble,
+)
+from events.vocabulary import (
+    CheckpointSaved,
+    CommandApplied,
+    CommandFailed,
+    ErrorReported,
+    NodeJoined,
+    NodeLeft,
+    Observation,
+    RunningWorker,
+    SetMembership,
+    StartWorker,
+    StepCommitted,
+    StopWorker,
+    StoreAddress,
+    TaskCompleted,
+    WorkerExited,
+    WorkerId,
+    WorkerParked,
+    WorkerReady,
+    WorkerRegrouped,
+    WorkerStarted,
+)
+
+#: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
+SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
+_MAX_TEXT = 1024
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def resume(config: Config, memory: Memory) -> State:
+    """The state of an agent that starts, with what the one before it remembered (or an empty Memory)."""
+    return State(config=config, memory=memory, summed=dict(memory.reported))
+
+
+def handle(state: State, given: Input) -> tuple[State, list[Action]]:
+    """Take one input; the new state and what is to be done, in this order. Never raises on an input."""
+    turn = _Turn(state)
+    match given:
+        case Commanded():
+            turn.commanded(given)
+        case WorkerConnected(hello=hello):
+            turn.connected(hello)
+        case WorkerSaid(worker=worker, message=message):
+            turn.worker_said(worker, message)
+        case WorkerDisconnected(worker=worker):
+            turn.disconnected(worker)
+        case ForkServerSaid(message=said, log_tail=log_tail):
+            turn.fork_server_said(said, log_tail)
+        case ForkServerDied():
+            turn.fork_server_died()
+        case TimerFired():
+            turn.timer_fired(given)
+        case Appended(event=event):
+            turn.appended(event)
+        case Leave(reason=reason):
+            turn.leave(reason)
+        case HandOver():
+            turn.close_all_sums()
+        case _ as never:
+            assert_never(never)
+    return turn.state, turn.actions
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One input being handled: `state` is replaced, never changed, and `actions` grows."""
+
+    state: State
+    actions: list[Action] = field(default_factory=list)
+
+    # --- small steps -----------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Memory:
+        return self.state.memory
+
+    @property
+    def config(self) -> Config:
+        return self.state.config
+
+    def remember(self, **changes: Any) -> None:
+        self.state = replace(self.state, memory=replace(self.memory, **changes))
+
+    def change(self, worker: Worker, **changes: Any) -> Worker:
+        changed = replace(worker, **changes)
+        self.remember(workers={**self.memory.workers, worker.worker: changed})
+        return changed
+
+    def link(self, worker: WorkerId, link: Link) -> None:
+        self.state = replace(self.state, links={**self.state.links, worker: link})
+
+    def append(self, event: Observation, caused_by: str = "", *, confirm: bool = False) -> None:
+        self.actions.append(Append(event=event, caused_by=caused_by, confirm=confirm))
+
+    def answer(self, order: Order, reason: str = "") -> None:
+        """Answer a command, now and whenever it comes again. `reason`: why it failed, "" if it did not."""
+        answered = {**self.memory.answered, order.command_id: reason[:_MAX_TEXT]}
+        self.remember(answered=_newest(answered, MAX_ANSWERED))
+        self.say_answer(order)
+
+    def say_answer(self, order: Order) -> None:
+        reason = self.memory.answered[order.command_id]
+        node, command_id = self.config.node, order.command_id
+        self.append(
+            CommandFailed(node=node, command_id=command_id, reason=reason)
+            if reason
+            else CommandApplied(node=node, command_id=command_id),
+            order.cause,
+        )
+
+    # --- commands --------------------------------------------------------------------------------
+
+    def commanded(self, given: Commanded) -> None:
+        command = given.command
+        if command.node != self.config.node:
+            return
+        order = Order(command_id=command.command_id, cause=given.cause)
+        if order.command_id in self.memory.answered:
+            self.say_answer(order)
+            return
+        if self.is_pending(order.command_id):
+            return
+        fence = (given.term, command.epoch)
+        if fence < self.memory.fence:
+            term, epoch = self.memory.fence
+            self.answer(order, f"stale: term {given.term} epoch {command.epoch}, this node obeys {term} {epoch}")
+            return
+        if fence > self.memory.fence:
+            self.remember(fence=fence)
+        match command:
+            case StartWorker() if given.age_s > self.config.start_max_age_s:
+                self.answer(
+                    order,
+                    f"stale: commanded {given.age_s:.0f} s ago, a start acts within {self.config.start_max_age_s:g} s "
+                    "(if it is not that old, the clocks of this node and of the log differ)",
+                )
+            case StartWorker():
+                self.start(command, order)
+            case StopWorker():
+                self.stop_commanded(command, order)
+            case SetMembership():
+                self.set_membership(command, order)
+            case _:
+                self.answer(order, f"unknown command {type(command).__name__}: the agent is too old")
+
+    def is_pending(self, command_id: str) -> bool:
+        starts = [w.order for w in self.memory.waiting]
+        starts += [w.starting.order for w in self.memory.workers.values() if w.starting]
+        stops = [o for w in self.memory.workers.values() for o in w.stop_orders]
+        return any(order.command_id == command_id for order in starts + stops)
+
+    # --- starting --------------------------------------------------------------------------------
+
+    def start(self, command: StartWorker, order: Order) -> None:
+        worker = command.worker
+        if self.state.phase in ("leaving", "left"):
+            self.answer(order, "the node is leaving")
+        elif worker.rpartition(".")[0] != command.spec.name:
+            self.answer(order, f"worker {worker} is not of task {command.spec.name}")
+        elif self.is_known(worker):
+            self.answer(order)  # it exists or has existed: this start has acted already
+        elif self.state.store_port and not self.free_slots() and not self.is_slot_coming():
+            self.answer(order, f"no free slot: all {self.config.slots} slots hold a worker")
+        else:
+            self.remember(waiting=(*self.memory.waiting, Waiting(command=command, order=order)))
+            self.fill_slots()
+            if any(w.command.worker == worker for w in self.memory.waiting):
+                self.arm_wait(worker)
+
+    def is_known(self, worker: WorkerId) -> bool:
+        memory = self.memory
+        is_waiting = any(w.command.worker == worker for w in memory.waiting)
+        return is_waiting or worker in memory.workers or worker in memory.gone
+
+    def free_slots(self) -> list[int]:
+        taken = {worker.slot for worker in self.memory.workers.values()}
+        return [slot for slot in range(self.config.slots) if slot not in taken]
+
+    def is_slot_coming(self) -> bool:
+        """Some worker is about to end: told to, done, or its connection broke."""
+        links = self.state.links
+        return any(
+            w.stop != "no" or w.completed or not links.get(w.worker, Link()).connected
+            for w in self.memory.workers.values()
+        )
+
+    def arm_wait(self, worker: WorkerId) -> None:
+        config = self.config
+        after_s = config.slot_wait_s if self.state.store_port else config.fork_server_wait_s
+        self.actions.append(ArmTimer(name="wait", key=worker, after_s=after_s))
+
+    def fill_slots(self) -> None:
+        """Spawn what waits, oldest first, as far as there are slots."""
+        while self.memory.waiting and self.state.store_port and (free := self.free_slots()):
+            first, *rest = self.memory.waiting
+            command = first.command
+            self.remember(waiting=tuple(rest))
+            record = Worker(worker=command.worker, task=command.spec.name, slot=free[0], starting=first)
+            self.remember(workers={**self.memory.workers, command.worker: record})
+            self.actions.append(TellForkServer(message=self.spawn(command, free[0])))
+
+    def spawn(self, command: StartWorker, slot: int) -> Spawn:
+        config, task = self.config, command.spec.name
+        launch = Launch(
+            worker=command.worker,
+            task=task,
+            node=config.node,
+            address=config.address,
+            agent_socket=config.agent_socket,
+            replica=command.replica,
+            shard=command.shard,
+            store=command.store,
+            spec=command.spec,
+        )
+        return Spawn(launch=launch, log_path=str(worker_log(Path(config.logs), task, command.worker)), slot=slot)
+
+    def started(self, worker: WorkerId, pid: int) -> None:
+        record = self.memory.workers.get(worker)
+        if record is None or record.pid:
+            return
+        waiting = record.starting
+        record = self.change(record, pid=pid, starting=None)
+        started = WorkerStarted(node=self.config.node, task=record.task, worker=worker, pid=pid)
+        self.append(started, waiting.order.cause if waiting else "")
+        if waiting:
+            self.answer(waiting.order)
+
+    def give_up_start(self, waiting: Waiting, reason: str) -> None:
+        self.remember(waiting=tuple(w for w in self.memory.waiting if w is not waiting))
+        self.answer(waiting.order, reason)
+
+    # --- stopping --------------------------------------------------------------------------------
+
+    def stop_commanded(self, command: StopWorker, order: Order) -> None:
+        for waiting in self.memory.waiting:
+            if waiting.command.worker == command.worker:
+                self.give_up_start(waiting, f"stopped before it was started: {command.reason}")
+        record = self.memory.workers.get(command.worker)
+        if record is None:
+            self.answer(order)  # gone, or never here: nothing runs
+            return
+        record = self.change(record, stop_orders=(*record.stop_orders, order))
+        self.stop(record, command.reason)
+
+    def stop(self, record: Worker, reason: str) -> None:
+        """Begin to end a worker; nothing where that has begun already."""
+        if record.stop == "no":
+            self.press(self.change(record, stop="quit", stop_reason=reason[:_MAX_TEXT]))
+
+    def press(self, record: Worker) -> None:
+        """Do what the stage of the stop asks for, and arm the next stage."""
+        worker, config = record.worker, self.config
+        match record.stop:
+            case "quit" if self.is_connected(worker):
+                self.actions.append(TellWorker(worker=worker, message=Quit(reason=record.stop_reason)))
+                after_s = config.grace_s
+            case "quit":  # it cannot hear: it gets the Quit if it connects within the grace time
+                after_s = config.grace_s
+            case "term":
+                self.actions.append(TellForkServer(message=Kill(worker=worker, signal=signal.SIGTERM)))
+                after_s = config.kill_after_s
+            case "kill":
+                self.actions.append(TellForkServer(message=Kill(worker=worker, signal=signal.SIGKILL)))
+                after_s = config.kill_after_s  # and again: a Kill may be lost with a connection
+            case "no":
+                return
+            case _ as never:
+                assert_never(never)
+        self.actions.append(ArmTimer(name="stop", key=worker, after_s=after_s))
+
+    def is_connected(self, worker: WorkerId) -> bool:
+        link = self.state.links.get(worker)
+        return link is not None and link.connected
+
+    # --- membership ------------------------------------------------------------------------------
+
+    def set_membership(self, command: SetMembership, order: Order) -> None:
+        newest = self.memory.memberships.get(command.task)
+        if newest and command.generation < newest.generation:
+            self.answer(order, f"old generation {command.generation}: {newest.generation} is known already")
+            return
+        membership = Membership(
+            generation=command.generation,
+            members=command.members,
+            joiners=command.joiners,
+            urgent=command.urgent,
+            store=command.store,
+        )
+        others = {task: m for task, m in self.memory.memberships.items() if task != command.task}
+        self.remember(memberships=_newest({**others, command.task: membership}, MAX_TASKS))
+        for worker in sorted(self.memory.workers):
+            self.tell_membership(self.memory.workers[worker])
+        self.answer(order)
+
+    def tell_membership(self, record: Worker) -> None:
+        """Give a worker its task's newest membership, if that concerns it and it has not got it yet."""
+        membership = self.memory.memberships.get(record.task)
+        if membership is None:
+            return
+        is_member = any(member.worker == record.worker for member in membership.members)
+        if not is_member and not record.member:
+            return  # a newcomer that waits for a later membership
+        if not record.member:
+            record = self.change(record, member=True)
+        link = self.state.links.get(record.worker)
+        if link and link.connected and link.told < membership.generation:
+            self.link(record.worker, replace(link, told=membership.generation))
+            self.actions.append(TellWorker(worker=record.worker, message=membership))
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def connected(self, hello: Hello) -> None:
+        worker = hello.worker
+        record = self.memory.workers.get(worker)
+        if record is None or record.task != hello.task or record.pid not in (0, hello.pid):
+            self.actions.append(Disconnect(worker=worker, why="no such worker was started here"))
+            return
+        self.link(worker, Link(told=hello.generation))
+        if hello.generation > record.generation:
+            record = self.change(record, generation=hello.generation, member=True)
+        if hello.ready:
+            self.ready(record, is_news=hello.generation == 0)
+        record = self.memory.workers[worker]
+        self.tell_membership(record)
+        if record.stop == "quit":
+            self.actions.append(TellWorker(worker=worker, message=Quit(reason=record.stop_reason)))
+        if worker in self.state.unheard:
+            self.state = replace(self.state, unheard=self.state.unheard - {worker})
+            self.join_if_complete()
+
+    def disconnected(self, worker: WorkerId) -> None:
+        link = self.state.links.get(worker)
+        if link:
+            self.link(worker, replace(link, connected=False))
+
+    def ready(self, record: Worker, *, is_news: bool = True) -> None:
+        if record.ready:
+            return
+        self.change(record, ready=True)
+        if is_news:
+            self.append(WorkerReady(node=self.config.node, task=record.task, worker=record.worker))
+
+    def worker_said(self, worker: WorkerId, message: FromWorker) -> None:
+        record = self.memory.workers.get(worker)
+        if record is None:
+            return
+        node, task = self.config.node, record.task
+        match message:
+            case Hello():
+                self.connected(message)
+            case Ready():
+                self.ready(record)
+            case Committed():
+                self.committed(record, message)
+            case Regrouped():
+                if message.generation <= record.regrouped:
+                    return  # told again to a new agent
+                self.close_sum(task)
+                generation = max(record.generation, message.generation)
+                self.change(record, regrouped=message.generation, generation=generation)
+                self.reached(worker, message.iteration)
+                self.append(
+                    WorkerRegrouped(
+                        node=node,
+                        task=task,
+                        worker=worker,
+                        generation=message.generation,
+                        iteration=message.iteration,
+                        dealt=message.dealt,
+                        duration_us=message.duration_us,
+                        source=message.source,
+                    )
+                )
+            case Parked(generation=generation, iteration=iteration):
+                self.close_sum(task)
+                self.reached(worker, iteration)
+                self.append(
+                    WorkerParked(node=node, task=task, worker=worker, generation=generation, iteration=iteration)
+                )
+            case Trouble():
+                self.close_sum(task)
+                self.reached(worker, message.iteration)
+                if message.kind not in SYMPTOMS:
+                    self.change(record, cause_told=True)
+                self.append(
+                    ErrorReported(
+                        node=node,
+                        task=task,
+                        worker=worker,
+                        kind=message.kind,
+                        generation=message.generation,
+                        iteration=message.iteration,
+                        phase=message.phase,
+                        message=message.message,
+                        detail=message.detail,
+                    )
+                )
+            case Saved(iteration=iteration, path=path, size_bytes=size_bytes, duration_us=duration_us):
+                if iteration == record.saved:
+                    return  # told again to a new agent
+                self.change(record, saved=iteration)
+                self.append(
+                    CheckpointSaved(
+                        node=node,
+                        task=task,
+                        worker=worker,
+                        iteration=iteration,
+                        path=path,
+                        size_bytes=size_bytes,
+                        duration_us=duration_us,
+                    )
+                )
+            case Completed(iteration=iteration, loss=loss, params_digest=params_digest):
+                if record.completed:
+                    return
+                self.close_sum(task)
+                self.change(record, completed=True)
+                self.append(
+                    TaskCompleted(
+                        node=node,
+                        task=task,
+                        worker=worker,
+                        iteration=iteration,
+                        loss=loss,
+                        params_digest=params_digest,
+                    )
+                )
+            case _ as never:
+                assert_never(never)
+
+    def reached(self, worker: WorkerId, iteration: int) -> None:
+        self.link(worker, replace(self.state.links.get(worker, Link()), iteration=iteration))
+
+    # --- commits ---------------------------------------------------------------------------------
+
+    def committed(self, record: Worker, commit: Committed) -> None:
+        task = record.task
+        here = commit_sums.position(commit)
+        if here <= self.state.summed.get(task, (0, 0)):
+            return  # told again to a new agent
+        self.reached(record.worker, commit.iteration)
+        before = self.state.sums.get(task)
+        if before and not commit_sums.continues(before, record.worker, commit):
+            self.close_sum(task)
+            before = None
+        total = commit_sums.add(before, record.worker, commit)
+        state = self.state
+        self.state = replace(state, sums={**state.sums, task: total}, summed={**state.summed, task: here})
+        if commit_sums.urgent(commit):
+            self.close_sum(task)
+        if task not in state.paced:
+            self.close_sum(task)
+            self.pace(task)
+
+    def pace(self, task: str) -> None:
+        self.state = replace(self.state, paced=self.state.paced | {task})
+        self.actions.append(ArmTimer(name="commits", key=task, after_s=self.config.commit_interval_s))
+
+    def close_sum(self, task: str) -> None:
+        total = self.state.sums.get(task)
+        if total:
+            self.state = replace(self.state, sums={t: s for t, s in self.state.sums.items() if t != task})
+            self.append(total.event(self.config.node, task), confirm=True)
+
+    def close_all_sums(self) -> None:
+        for task in sorted(self.state.sums):
+            self.close_sum(task)
+
+    # --- the fork server -------------------------------------------------------------------------
+
+    def fork_server_said(self, said: Forked | SpawnFailed | Exited | Inventory, log_tail: str) -> None:
+        match said:
+            case Forked(worker=worker, pid=pid):
+                self.started(worker, pid)
+            case SpawnFailed(worker=worker, reason=reason):
+                self.spawn_failed(worker, reason)
+            case Exited(worker=worker, pid=pid, status=status):
+                self.exited(worker, pid, Exit.of(status), log_tail)
+                self.after_an_end()
+            case Inventory():
+                self.take_inventory(said)
+            case _ as never:
+                assert_never(never)
+
+    def spawn_failed(self, worker: WorkerId, reason: str) -> None:
+        record = self.memory.workers.get(worker)
+        if record is None or record.pid:
+            return
+        self.forget(record, Gone(expected=True, durable=True))
+        if record.starting:
+            self.answer(record.starting.order, f"the process could not be started: {reason}"[:_MAX_TEXT])
+        for order in record.stop_orders:
+            self.answer(order)
+        self.after_an_end()
+
+    def exited(self, worker: WorkerId, pid: int, end: Exit, log_tail: str) -> None:
+        if worker in self.state.confirming:
+            return
+        record = self.memory.workers.get(worker)
+        if record is None:
+            self.exited_before(worker, end, log_tail)
+            return
+        self.started(worker, pid)  # in case that it ended so soon that its Forked was lost
+        record = self.memory.workers[worker]
+        task = record.task
+        self.close_sum(task)
+        expected = record.stop != "no" or (end.exit_code == 0 and record.member)
+        if not expected and not record.cause_told:
+            self.tell_cause(record, end, log_tail)
+        self.forget(record, Gone(expected=expected, durable=False))
+        self.tell_exit(worker, end, expected, log_tail)
+        for order in record.stop_orders:
+            self.answer(order)
+
+    def exited_before(self, worker: WorkerId, end: Exit, log_tail: str) -> None:
+        """An exit of a worker that is not in the memory, or that was in the outbox of the agent before."""
+        gone = self.memory.gone.get(worker)
+        if gone and gone.durable:
+            self.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+            return
+        expected = gone.expected if gone else False
+        self.put_gone(worker, Gone(expected=expected, durable=False))
+        self.tell_exit(worker, end, expected, log_tail)
+
+    def tell_cause(self, record: Worker, end: Exit, log_tail: str) -> None:
+        kind, text = classify(end, ready=record.ready)
+        link = self.state.links.get(record.worker, Link())
+        self.append(
+            ErrorReported(
+                node=self.config.node,
+                task=record.task,
+                worker=record.worker,
+                kind=kind,
+                generation=max(record.generation, link.told),
+                iteration=link.iteration,
+                phase="unknown" if record.ready else "start",
+                message=text,
+                detail=log_tail,
+            )
+        )
+
+    def tell_exit(self, worker: WorkerId, end: Exit, expected: bool, log_tail: str) -> None:
+        self.state = replace(self.state, confirming=self.state.confirming | {worker})
+        self.append(
+            WorkerExited(
+                node=self.config.node,
+                task=worker.rpartition(".")[0],
+                worker=worker,
+                exit_code=end.exit_code,
+                signal=end.signal,
+                expected=expected,
+                log_tail="" if expected else log_tail,
+            ),
+            confirm=True,
+        )
+
+    def forget(self, record: Worker, gone: Gone) -> None:
+        worker, state = record.worker, self.state
+        self.remember(workers={w: r for w, r in self.memory.workers.items() if w != worker})
+        self.put_gone(worker, gone)
+        links = {w: link for w, link in state.links.items() if w != worker}
+        self.state = replace(self.state, links=links, unheard=state.unheard - {worker})
+
+    def put_gone(self, worker: WorkerId, gone: Gone) -> None:
+        self.remember(gone=_newest({**self.memory.gone, worker: gone}, MAX_GONE))
+
+    def after_an_end(self) -> None:
+        self.fill_slots()
+        self.join_if_complete()
+        self.leave_if_empty()
+
+    def fork_server_died(self) -> None:
+        self.state = replace(self.state, store_port=0)
+        self.end_all_but(frozenset())
+        self.after_an_end()
+
+    def end_all_but(self, listed: frozenset[WorkerId]) -> None:
+        """What the fork server does not list went with an earlier one, or was never asked of this one."""
+        for worker in sorted(self.memory.workers.keys() - listed):
+            record = self.memory.workers[worker]
+            if record.pid:
+                self.exited(worker, record.pid, Exit(None, signal.SIGKILL), "")
+            else:
+                self.requeue(record)
+
+    def requeue(self, record: Worker) -> None:
+        """The Spawn was lost with the fork server or its connection."""
+        self.remember(workers={w: r for w, r in self.memory.workers.items() if w != record.worker})
+        if record.starting and record.stop == "no":
+            self.remember(waiting=(record.starting, *self.memory.waiting))
+            self.arm_wait(record.worker)
+            return
+        if record.starting:
+            self.answer(record.starting.order, f"stopped before it was started: {record.stop_reason}"[:_MAX_TEXT])
+        for order in record.stop_orders:
+            self.answer(order)
+
+    def take_inventory(self, inventory: Inventory) -> None:
+        """What the fork server holds is what there is; exits that it still knows came before this."""
+        is_first = self.state.phase == "adopting" and not self.state.store_port
+        self.state = replace(self.state, store_port=inventory.store_port)
+        listed = {entry.worker: entry for entry in inventory.workers}
+        if is_first:
+            self.begin_adoption(frozenset(listed))
+        for worker, entry in sorted(listed.items()):
+            if worker not in self.memory.workers:
+                record = Worker(worker=worker, task=entry.task, slot=entry.slot, pid=entry.pid)
+                self.remember(workers={**self.memory.workers, worker: record})
+                continue
+            self.started(worker, entry.pid)
+            self.press(self.change(self.memory.workers[worker], pid=entry.pid, slot=entry.slot))
+        self.end_all_but(frozenset(listed))
+        self.after_an_end()
+        if self.state.phase == "up" and self.state.joined_port != self.state.store_port:
+            self.join()
+
+    def begin_adoption(self, listed: frozenset[WorkerId]) -> None:
+        for waiting in self.memory.waiting:
+            self.arm_wait(waiting.command.worker)
+        connected = {worker for worker, link in self.state.links.items() if link.connected}
+        self.state = replace(self.state, unheard=listed - connected)
+        if self.state.unheard:
+            self.actions.append(ArmTimer(name="adopt", key="", after_s=self.config.hello_wait_s))
+
+    # --- the node --------------------------------------------------------------------------------
+
+    def join_if_complete(self) -> None:
+        if self.state.phase == "adopting" and self.state.store_port and not self.state.unheard:
+            self.state = replace(self.state, phase="up")
+            self.join()
+
+    def join(self) -> None:
+        config = self.config
+        running = [
+            RunningWorker(worker=w.worker, task=w.task, pid=w.pid, generation=w.generation)
+            for _, w in sorted(self.memory.workers.items())
+            if w.pid
+        ]
+        self.state = replace(self.state, joined_port=self.state.store_port)
+        self.append(
+            NodeJoined(
+                node=config.node,
+                address=config.address,
+                slots=config.slots,
+                store=StoreAddress(host=config.address, port=self.state.store_port),
+                agent_boot=config.agent_boot,
+                version=config.version,
+                workers=tuple(running),
+            )
+        )
+
+    def leave(self, reason: str) -> None:
+        if self.state.phase in ("leaving", "left"):
+            return
+        self.state = replace(self.state, phase="leaving", leave_reason=reason[:_MAX_TEXT])
+        for waiting in self.memory.waiting:
+            self.give_up_start(waiting, "the node is leaving")
+        for worker in sorted(self.memory.workers):
+            self.stop(self.memory.workers[worker], f"the node is leaving: {reason}")
+        self.leave_if_empty()
+
+    def leave_if_empty(self) -> None:
+        if self.state.phase != "leaving" or self.memory.workers:
+            return
+        self.close_all_sums()
+        self.state = replace(self.state, phase="left")
+        self.append(NodeLeft(node=self.config.node, reason=self.state.leave_reason))
+        self.actions.append(Finish())
+
+    # --- timers and confirmations ----------------------------------------------------------------
+
+    def timer_fired(self, fired: TimerFired) -> None:
+        match fired.name:
+            case "adopt":
+                self.state = replace(self.state, unheard=frozenset())
+                self.join_if_complete()
+            case "commits":
+                if fired.key in self.state.sums:
+                    self.close_sum(fired.key)
+                    self.pace(fired.key)
+                else:
+                    self.state = replace(self.state, paced=self.state.paced - {fired.key})
+            case "stop":
+                record = self.memory.workers.get(fired.key)
+                if record and record.stop != "no":
+                    self.press(self.change(record, stop="term" if record.stop == "quit" else "kill"))
+            case "wait":
+                for waiting in self.memory.waiting:
+                    if waiting.command.worker == fired.key:
+                        lack = "no slot became free" if self.state.store_port else "the fork server did not start"
+                        self.give_up_start(waiting, f"{lack} in time")
+            case _ as never:
+                assert_never(never)
+
+    def appended(self, event: Observation) -> None:
+        match event:
+            case WorkerExited(worker=worker):
+                self.state = replace(self.state, confirming=self.state.confirming - {worker})
+                gone = self.memory.gone.get(worker)
+                if gone:
+                    self.put_gone(worker, replace(gone, durable=True))
+                self.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+            case StepCommitted(task=task, generation=generation, last=last):
+                others = {t: position for t, position in self.memory.reported.items() if t != task}
+                self.remember(reported=_newest({**others, task: (generation, last)}, MAX_TASKS))
+            case _:
+                pass
+
+
+def _newest(mapping: dict[K, V], limit: int) -> dict[K, V]:
+    """The `limit` entries that were put in last."""
+    return dict(list(mapping.items())[-limit:])

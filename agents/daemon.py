@@ -1,0 +1,338 @@
+"""The node agent's shell: clocks, sockets, signals and NATS around the pure core (core.py).
+
+Everything that happens becomes an input to `core.handle` in one place, `feed`; everything the core asks for is
+done in one place, `_do`. Both run in the event loop and never wait, so inputs are handled one after another.
+
+Ends
+----
+* SIGTERM (a restart): the agent goes, fork server and workers stay for the next one.
+* SIGINT, or the core's Finish (the node leaves): workers, store and fork server are ended first.
+* Anything unexpected: exit code 1 with a traceback; whoever supervises the agent starts the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import assert_never
+
+from agents import core, host
+from agents.fork_link import ForkLink
+from agents.log_layout import worker_log
+from agents.log_service import answer
+from agents.outbox import Outbox
+from agents.rotated_log import tail
+from agents.run_dir import BadRunDir, RunDir
+from agents.state import (
+    Action,
+    Append,
+    Appended,
+    ArmTimer,
+    Commanded,
+    Config,
+    Disconnect,
+    Finish,
+    ForkServerDied,
+    ForkServerSaid,
+    HandOver,
+    Input,
+    Leave,
+    Memory,
+    TellForkServer,
+    TellWorker,
+    TimerFired,
+    WorkerConnected,
+    WorkerDisconnected,
+    WorkerSaid,
+)
+from agents.trainer.messages import Exited, FromForkServer
+from agents.worker_sockets import WorkerSockets
+from events.envelope import Envelope
+from events.logs_request import logs_subject
+from events.nats_commands import NatsCommandFeed
+from events.nats_connection import Connection, Login, connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.prose import summary
+from events.vocabulary import Command, Heartbeat, Name, NodeJoined
+
+logger = logging.getLogger("agents")
+
+#: How much of a log goes with an unexpected exit.
+LOG_TAIL_BYTES = 4096
+_DRAIN_TIMEOUT_S = 5.0
+_RETIRE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server."""
+
+    nats: tuple[str, ...]
+    node: Name
+    slots: int
+    address: str = "127.0.0.1"
+    run_dir: Path
+    heartbeat_s: float = 1.0
+    lease_s: float = 60.0
+    login: Login = field(default_factory=Login)
+    fork_server_arguments: tuple[str, ...] = ()
+
+
+class Agent:
+    """One node's agent. `run` it once."""
+
+    def __init__(self, options: Options, run_dir: RunDir) -> None:
+        """`run_dir` is claimed already."""
+        self._options = options
+        self._run_dir = run_dir
+        self._boot = run_dir.next_boot(_wall_clock_us())
+        config = Config(
+            node=options.node,
+            address=options.address,
+            slots=options.slots,
+            version=_version(),
+            agent_boot=self._boot,
+            agent_socket=str(run_dir.agent_socket),
+            logs=str(run_dir.logs),
+        )
+        self._state = core.resume(config, self._recall())
+        self._outbox = Outbox(options.node, self._boot, _wall_clock_us)
+        self._sockets = WorkerSockets(
+            run_dir.agent_socket,
+            on_connected=lambda hello: self.feed(WorkerConnected(hello=hello)),
+            on_message=lambda worker, message: self.feed(WorkerSaid(worker=worker, message=message)),
+            on_disconnected=lambda worker: self.feed(WorkerDisconnected(worker=worker)),
+        )
+        self._link = ForkLink(
+            run_dir,
+            arguments=[
+                *("--address", options.address),
+                *("--lease-s", str(options.lease_s)),
+                *options.fork_server_arguments,
+            ],
+            on_message=self._fork_server_said,
+            on_death=lambda: self.feed(ForkServerDied()),
+        )
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._has_inventory = asyncio.Event()
+        self._has_joined = asyncio.Event()
+        self._over = asyncio.Event()
+        self._is_left = False
+        self._failed = False
+        self._beat = 0
+
+    async def run(self) -> int:
+        """Work until a signal or until the node has left; the exit code."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._hand_over)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        await self._sockets.start()
+        logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
+        linking = asyncio.create_task(self._link.run(), name="fork-link")
+        duties = [linking, asyncio.create_task(self._serve_nats(), name="nats")]
+        end = asyncio.create_task(self._over.wait(), name="end")
+        try:
+            await asyncio.wait([end, *duties], return_when=asyncio.FIRST_COMPLETED)
+            for duty in duties:
+                if duty.done() and not duty.cancelled() and (error := duty.exception()):
+                    logger.critical("%s failed: the agent ends, its workers stay", duty.get_name(), exc_info=error)
+                    self._failed = True
+            await self._finish(linking)
+        finally:
+            for task in (end, *duties):
+                task.cancel()
+            await asyncio.gather(end, *duties, return_exceptions=True)
+            await self._sockets.close()
+            for timer in self._timers.values():
+                timer.cancel()
+            loop.remove_signal_handler(signal.SIGTERM)
+            loop.remove_signal_handler(signal.SIGINT)
+        return 1 if self._failed else 0
+
+    # --- the one way in and the one way out ------------------------------------------------------
+
+    def feed(self, given: Input) -> None:
+        """Let the core handle one input, write down what the next agent must know, do what the core asks for."""
+        before = self._state.memory
+        try:
+            self._state, actions = core.handle(self._state, given)
+        except Exception:
+            logger.critical("the core failed on %r: the agent ends, its workers stay", given, exc_info=True)
+            self._failed = True
+            self._over.set()
+            return
+        if self._state.memory is not before:
+            self._remember(self._state.memory)
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Append(event=event, caused_by=caused_by, confirm=confirm):
+                logger.info("%s", summary(event))  # type: ignore[arg-type]  # every Observation is one of AnyEvent
+                on_durable = (lambda: self.feed(Appended(event=event))) if confirm else None
+                self._outbox.put(event, caused_by=caused_by, on_durable=on_durable)
+                if isinstance(event, NodeJoined):
+                    self._has_joined.set()
+            case TellWorker(worker=worker, message=to_worker):
+                self._sockets.send(worker, to_worker)
+            case TellForkServer(message=to_fork_server):
+                self._link.send(to_fork_server)
+            case ArmTimer(name=name, key=key, after_s=after_s):
+                if running := self._timers.pop((name, key), None):
+                    running.cancel()
+                fired = TimerFired(name=name, key=key)
+                self._timers[name, key] = asyncio.get_running_loop().call_later(after_s, self._fire, fired)
+            case Disconnect(worker=worker, why=why):
+                logger.error("%s: connection refused, %s", worker, why)
+                self._sockets.disconnect(worker)
+            case Finish():
+                self._is_left = True
+                self._over.set()
+            case _ as never:
+                assert_never(never)
+
+    def _fire(self, fired: TimerFired) -> None:
+        self._timers.pop((fired.name, fired.key), None)
+        self.feed(fired)
+
+    def _fork_server_said(self, message: FromForkServer) -> None:
+        log_tail = ""
+        if isinstance(message, Exited):
+            task = message.worker.rpartition(".")[0]
+            path = worker_log(self._run_dir.logs, task, message.worker)
+            log_tail = tail(path, LOG_TAIL_BYTES).decode(errors="replace")
+        self.feed(ForkServerSaid(message=message, log_tail=log_tail))
+        if self._state.store_port:
+            self._has_inventory.set()
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _recall(self) -> Memory:
+        try:
+            return self._run_dir.recall()
+        except BadRunDir as error:
+            logger.error("%s; the fork server's inventory says what there is", error)
+            return Memory()
+
+    def _remember(self, memory: Memory) -> None:
+        try:
+            self._run_dir.remember(memory)
+        except OSError as error:
+            logger.error("cannot write the agent's memory (%s): if this agent dies now, the next knows less", error)
+
+    # --- NATS ------------------------------------------------------------------------------------
+
+    async def _serve_nats(self) -> None:
+        """Everything that needs NATS. Workers do not: they start, train and are adopted without it."""
+        node = self._options.node
+        connection = await connect(self._options.nats, name=f"agent {node}", login=self._options.login)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._outbox.run(NatsEventLog(connection)))
+                group.create_task(self._send_beats(connection))
+                group.create_task(self._take_commands(connection))
+                group.create_task(self._serve_logs(connection))
+        finally:
+            await connection.close()
+
+    async def _send_beats(self, connection: Connection) -> None:
+        beats = NatsBeatLog(connection)
+        await self._has_inventory.wait()  # before that the node can do nothing
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            self._beat += 1
+            beat = Heartbeat(
+                node=self._options.node,
+                agent_boot=self._boot,
+                beat=self._beat,
+                workers=len(self._state.memory.workers),
+                load_milli=host.load_milli(),
+                memory_free_bytes=host.memory_free_bytes(),
+            )
+            envelope = Envelope(
+                producer=self._options.node,
+                boot=self._boot,
+                number=self._beat,
+                observed_at_us=_wall_clock_us(),
+                event=beat,
+            )
+            await beats.publish(envelope)
+            due_s = max(due_s + self._options.heartbeat_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+
+    async def _take_commands(self, connection: Connection) -> None:
+        await self._has_joined.wait()
+        feed = NatsCommandFeed(connection, self._options.node)
+        async with aclosing(feed.read()) as commands:
+            async for recorded in commands:
+                envelope = recorded.envelope
+                if not isinstance(envelope.event, Command):
+                    continue
+                logger.info("%s: %s", envelope.event_id, summary(envelope.event))
+                age_s = max(0.0, (_wall_clock_us() - recorded.recorded_at_us) / 1e6)
+                self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+
+    async def _serve_logs(self, connection: Connection) -> None:
+        node = self._options.node
+
+        async def on_request(message: object) -> None:
+            data, respond = message.data, message.respond  # type: ignore[attr-defined]  # a nats Msg
+            with contextlib.suppress(Exception):  # a requester that has gone is no concern of ours
+                await respond(answer(node, self._run_dir.logs, data))
+
+        await connection.subscribe(logs_subject(node), on_request)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        logger.info("SIGTERM: this agent ends; its workers stay for the next one, at most %g s", self._options.lease_s)
+        self.feed(HandOver())
+        self._over.set()
+
+    def _interrupted(self) -> None:
+        if self._state.phase == "leaving":
+            logger.warning("SIGINT again: not waiting for the workers")
+            self._is_left = True
+            self._over.set()
+            return
+        logger.info("SIGINT: ending the workers, then the node leaves (again: at once)")
+        self.feed(Leave(reason="the agent was interrupted"))
+
+    async def _finish(self, linking: asyncio.Task[None]) -> None:
+        """What is still to be done before the connections go."""
+        if not await self._outbox.drained(_DRAIN_TIMEOUT_S):
+            logger.error("%d observations did not reach the log in time and are lost", len(self._outbox))
+        if self._is_left:
+            self._link.retire()
+            if not (await asyncio.wait([linking], timeout=_RETIRE_TIMEOUT_S))[0]:
+                logger.error("the fork server does not end; see %s", self._run_dir.fork_server_log)
+
+
+async def run_agent(options: Options) -> int:
+    """Claim the run directory and work in it until told to end; the exit code. Raises BadRunDir."""
+    run_dir = RunDir(options.run_dir)
+    run_dir.claim()
+    try:
+        return await Agent(options, run_dir).run()
+    finally:
+        run_dir.release()
+
+
+def _wall_clock_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _version() -> str:
+    try:
+        return metadata.version("unicrond")
+    except metadata.PackageNotFoundError:
+        return "unknown"

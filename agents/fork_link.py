@@ -1,0 +1,227 @@
+"""The agent's line to the fork server: finds a living one or starts one, and knows a broken line from a death.
+
+Rules
+-----
+* A fork server that serves the run directory is adopted; one is started only where none answers.
+* Nothing is sent before the inventory of the present connection has come: what the core asked for on an older
+  connection is settled by that inventory, and would be done twice otherwise.
+* When the connection ends, the process's pidfd says whether the process has: dead is told to the core at once
+  (its workers died with it), before the next one has loaded torch; alive means connect again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from agents.fork_server import EXIT_OCCUPIED, READY
+from agents.rotated_log import tail
+from agents.run_dir import RunDir
+from agents.trainer.framing import BadFrame, Unframer, frame
+from agents.trainer.messages import FromForkServer, Inventory, Retire, ToForkServer
+
+logger = logging.getLogger(__name__)
+
+#: A dead process closes its sockets a little before its pidfd tells.
+_DEATH_WAIT_S = 1.0
+_RETIRE_WAIT_S = 8.0
+_PAUSE_MIN_S = 0.1
+_PAUSE_MAX_S = 10.0
+_START_TIMEOUT_S = 120.0
+#: torch's and numpy's thread pools are sized when they are loaded, in the fork server.
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class ForkServerFailed(RuntimeError):
+    """The fork server did not come up; the text holds the end of its log."""
+
+
+class ForkLink:
+    """`on_message` and `on_death` are called in the loop. `arguments`: further flags of agents.fork_server."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        arguments: Sequence[str],
+        on_message: Callable[[FromForkServer], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        self._run_dir = run_dir
+        self._arguments = list(arguments)
+        self._on_message = on_message
+        self._on_death = on_death
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_usable = False
+        self._pidfd = -1
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_retiring = False
+
+    def send(self, message: ToForkServer) -> None:
+        """Send on the present connection; without one it is lost, and the next inventory settles it."""
+        if self._writer is not None and self._is_usable and not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    def retire(self) -> None:
+        """Have the fork server kill its workers and end; `run` returns once it has."""
+        self._is_retiring = True
+        self.send(Retire())
+
+    async def run(self) -> None:
+        """Keep a fork server and a connection to it, until retired. Cancelled, it leaves the fork server alive."""
+        pause_s = _PAUSE_MIN_S
+        while True:
+            try:
+                reader = await self._connect()
+            except (OSError, ForkServerFailed) as error:
+                logger.error("no fork server: %s; trying again in %.1f s", error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, _PAUSE_MAX_S)
+                continue
+            pause_s = _PAUSE_MIN_S
+            try:
+                why = await self._read(reader)
+            finally:
+                self._disconnect()
+            has_ended = await self._ended(_RETIRE_WAIT_S if self._is_retiring else _DEATH_WAIT_S)
+            if self._is_retiring:
+                self._forget_process()
+                return
+            if has_ended:
+                logger.error("the fork server has ended (%s): its workers ended with it; starting another", why)
+                self._forget_process()
+                self._on_death()
+            else:
+                logger.warning("the connection to the fork server broke (%s); connecting again", why)
+
+    async def _ended(self, timeout_s: float) -> bool:
+        """Whether the fork server's process has ended, waiting for that at most `timeout_s`."""
+        if self._pidfd < 0:
+            return True
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        loop.add_reader(self._pidfd, over.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await over.wait()
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(self._pidfd)
+        return True
+
+    # --- connecting ------------------------------------------------------------------------------
+
+    async def _connect(self) -> asyncio.StreamReader:
+        path = str(self._run_dir.fork_socket)
+        try:
+            reader, writer = await asyncio.open_unix_connection(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            await self._start()
+            reader, writer = await asyncio.open_unix_connection(path)
+        self._forget_process()
+        self._writer = writer
+        pid = _peer_pid(writer.get_extra_info("socket"))
+        with contextlib.suppress(ProcessLookupError):  # it has ended already: the end of the stream tells
+            self._pidfd = os.pidfd_open(pid)
+        logger.info("connected to the fork server (pid %d)", pid)
+        return reader
+
+    async def _start(self) -> None:
+        """Start one and wait until it serves; ForkServerFailed if it ends or takes too long."""
+        begun_s = time.monotonic()
+        self._reap()
+        ready_fd, said_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            try:
+                child = self._child = self._launch(said_fd)
+            finally:
+                os.close(said_fd)
+            is_ready = await _says_ready(ready_fd)
+        finally:
+            os.close(ready_fd)
+        if is_ready:
+            logger.info("started a fork server (pid %d) in %.1f s", child.pid, time.monotonic() - begun_s)
+            return
+        code = await asyncio.to_thread(child.wait)
+        if code == EXIT_OCCUPIED:
+            raise ForkServerFailed("another one is starting in this run directory")
+        log_end = tail(self._run_dir.fork_server_log, 2048).decode(errors="replace").strip()
+        raise ForkServerFailed(f"it ended with code {code} before it served; its log ends with:\n{log_end}")
+
+    def _launch(self, said_fd: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "agents.fork_server", "--run-dir", str(self._run_dir.path)]
+        command += [*self._arguments, "--ready-fd", str(said_fd)]
+        with self._run_dir.fork_server_log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # it outlives us, and no terminal's Ctrl-C is for it
+                pass_fds=(said_fd,),
+                env=dict.fromkeys(_ONE_THREAD, "1") | dict(os.environ),
+            )
+
+    def _reap(self) -> None:
+        if self._child is not None and self._child.poll() is not None:
+            self._child = None
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        """Pass messages on until the connection ends; why it did."""
+        incoming: Unframer[FromForkServer] = Unframer(FromForkServer)
+        try:
+            while data := await reader.read(65536):
+                for message in incoming.feed(data):
+                    if isinstance(message, Inventory):
+                        self._is_usable = True
+                        if self._is_retiring:
+                            self.send(Retire())
+                    self._on_message(message)
+        except BadFrame as error:
+            return f"bad frame: {error}"
+        except OSError as error:
+            return error.strerror or type(error).__name__
+        return "end of stream"
+
+    def _disconnect(self) -> None:
+        self._is_usable = False
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _forget_process(self) -> None:
+        self._reap()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+async def _says_ready(fd: int) -> bool:
+    """Whether READY comes before the end of the stream (or before much too long a time)."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            await readable.wait()
+    except TimeoutError:
+        raise ForkServerFailed(f"it has not served for {_START_TIMEOUT_S:g} s") from None
+    finally:
+        loop.remove_reader(fd)
+    return os.read(fd, len(READY)) == READY
+
+
+def _peer_pid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])

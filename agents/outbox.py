@@ -1,0 +1,125 @@
+"""What the agent has seen, on its way to the log: in order, at least until the log says that it is durable.
+
+Rules
+-----
+* One producer, one boot, one series of numbers: an observation is numbered when it is put in, and repeated
+  with the same number until it is acknowledged, so no repetition can stand in the log twice.
+* An idle outbox sends at once. What comes while a batch is under way goes with the next one, in order.
+* An outage of the log costs nothing but memory, and that is bounded: when full, the oldest report of progress
+  goes (StepCommitted), or where there is none the oldest of all; it is said loudly how many were lost.
+* What is no valid event would be refused for ever: it is lost where it is put in, as loudly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from events.codec import BadEvent, encode
+from events.envelope import Envelope
+from events.log import MAX_BATCH, EventLog, LogError
+from events.vocabulary import Name, Observation, StepCommitted
+
+logger = logging.getLogger(__name__)
+
+CAPACITY = 100_000
+_BATCH_MAX = min(200, MAX_BATCH)
+_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    envelope: Envelope
+    on_durable: Callable[[], None] | None
+
+
+class Outbox:
+    """`clock_us` gives the wall clock in microseconds (Envelope.observed_at_us)."""
+
+    def __init__(self, producer: Name, boot: int, clock_us: Callable[[], int], *, capacity: int = CAPACITY) -> None:
+        self._producer = producer
+        self._boot = boot
+        self._clock_us = clock_us
+        self._capacity = capacity
+        self._items: deque[_Item] = deque()
+        self._under_way = 0
+        self._number = 0
+        self._filled = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.lost = 0
+
+    def __len__(self) -> int:
+        """Observations that the log has not acknowledged yet."""
+        return len(self._items)
+
+    def put(self, event: Observation, *, caused_by: str = "", on_durable: Callable[[], None] | None = None) -> None:
+        """Queue an observation; never waits. `on_durable` is called once the log holds it."""
+        self._number += 1
+        envelope = Envelope(
+            producer=self._producer,
+            boot=self._boot,
+            number=self._number,
+            caused_by=caused_by,
+            observed_at_us=self._clock_us(),
+            event=event,  # type: ignore[arg-type]  # every Observation is one of AnyEvent
+        )
+        try:
+            encode(envelope)
+        except BadEvent as error:
+            self._lose(envelope, f"it is no valid event: {error.reason}")
+            return
+        if len(self._items) >= self._capacity:
+            self._make_room()
+        self._items.append(_Item(envelope, on_durable))
+        self._empty.clear()
+        self._filled.set()
+
+    async def run(self, log: EventLog) -> None:
+        """Append to `log` what is put in, for ever."""
+        while True:
+            await self._filled.wait()
+            batch = list(islice(self._items, _BATCH_MAX))
+            self._under_way = len(batch)
+            try:
+                await log.append([item.envelope for item in batch])
+            except LogError as error:
+                logger.error("the log takes nothing (%s); %d observations are kept and tried again", error, len(self))
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            finally:
+                self._under_way = 0
+            for item in batch:
+                self._items.popleft()
+                if item.on_durable is not None:
+                    item.on_durable()
+            if not self._items:
+                self._filled.clear()
+                self._empty.set()
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until the log holds all that was put in; False if that took longer than `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _make_room(self) -> None:
+        """Give up one observation that is not under way."""
+        waiting = enumerate(islice(self._items, self._under_way, None), self._under_way)
+        victim = next((i for i, item in waiting if isinstance(item.envelope.event, StepCommitted)), self._under_way)
+        item = self._items[victim]
+        del self._items[victim]
+        self._lose(item.envelope, f"{self._capacity} observations wait for a log that is away")
+
+    def _lose(self, envelope: Envelope, why: str) -> None:
+        self.lost += 1
+        if self.lost & (self.lost - 1) == 0:  # 1, 2, 4, 8, ...: loud, but not a flood
+            kind = type(envelope.event).__name__
+            logger.error("OBSERVATION LOST (%d so far): %s %s: %s", self.lost, kind, envelope.event_id, why)

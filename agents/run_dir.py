@@ -1,0 +1,125 @@
+"""One node's directory on this machine: sockets, logs, the boot number, what the agent remembers.
+
+    <run_dir>/agent.lock     held by the living agent: two agents on one node would fight
+    <run_dir>/agent.boot     the boot number that was used last
+    <run_dir>/agent.memory   what an agent tells the next one (see agents/state.py: Memory)
+    <run_dir>/agent.sock     workers connect here
+    <run_dir>/fork.sock      the fork server serves the agent here
+    <run_dir>/fork_server.log
+    <run_dir>/logs/<task>/<worker>.log, .log.1, ...
+
+The directory is private (0700): who may write to its sockets may run code.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from agents.state import Memory
+
+#: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
+MAX_SOCKET_PATH_BYTES = 107
+_LONGEST_SOCKET = "agent.sock"
+
+
+class BadRunDir(ValueError):
+    """The run directory cannot be used; the text says why and what to do."""
+
+
+def default_run_dir(node: str) -> Path:
+    """$XDG_RUNTIME_DIR/unicron/<node>, or /tmp/unicron-<uid>/<node> where there is none."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) / "unicron" if runtime else Path(f"/tmp/unicron-{os.getuid()}")
+    return base / node
+
+
+class RunDir:
+    """Paths and small files of one run directory. Nothing is touched before `claim`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BadRunDir where a socket's path would be too long for the kernel."""
+        self.path = path.absolute()
+        length = len(os.fsencode(self.path / _LONGEST_SOCKET))
+        if length > MAX_SOCKET_PATH_BYTES:
+            raise BadRunDir(
+                f"run-dir: {self.path} is {length - MAX_SOCKET_PATH_BYTES} bytes too long for a Unix socket; "
+                f"give a shorter one (at most {MAX_SOCKET_PATH_BYTES - len(_LONGEST_SOCKET) - 1} bytes)"
+            )
+        self.agent_socket = self.path / "agent.sock"
+        self.fork_socket = self.path / "fork.sock"
+        self.fork_server_log = self.path / "fork_server.log"
+        self.logs = self.path / "logs"
+        self._memory = self.path / "agent.memory"
+        self._boot = self.path / "agent.boot"
+        self._lock_fd = -1
+
+    def claim(self) -> None:
+        """Create the directory and hold its lock until this process ends; raises BadRunDir."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.path.stat()
+            if status.st_uid != os.getuid():
+                raise BadRunDir(f"run-dir: {self.path} belongs to uid {status.st_uid}; give one of your own")
+            if stat.S_IMODE(status.st_mode) & 0o077:
+                self.path.chmod(0o700)
+            parent = self.path.parent.stat()
+            if parent.st_uid not in (0, os.getuid()) or (parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX):
+                raise BadRunDir(f"run-dir: others may replace {self.path}; give one in a directory of your own")
+            self._lock_fd = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BadRunDir(f"run-dir: cannot use {self.path}: {error.strerror}; give another one") from error
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+            raise BadRunDir(
+                f"run-dir: another agent works in {self.path}; stop it, or give this one another directory"
+            ) from None
+
+    def release(self) -> None:
+        """Give up the lock (for tests; a process that ends does it anyhow)."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def next_boot(self, wall_clock_us: int) -> int:
+        """A number above every one that was given out before, and durable before it is used.
+
+        The wall clock is a lower bound so that a directory that was lost does not repeat old numbers.
+        """
+        try:
+            last = int(self._boot.read_text("ascii"))
+        except (FileNotFoundError, ValueError):
+            last = 0
+        boot = max(last + 1, wall_clock_us)
+        _replace(self._boot, str(boot).encode("ascii"), durable=True)
+        return boot
+
+    def remember(self, memory: Memory) -> None:
+        """Write down what the next agent must know. It outlives the process, not the machine: no worker does."""
+        _replace(self._memory, msgspec.msgpack.encode(memory), durable=False)
+
+    def recall(self) -> Memory:
+        """What the agent before wrote down; nothing where there was none. Raises BadRunDir."""
+        try:
+            return msgspec.msgpack.decode(self._memory.read_bytes(), type=Memory, strict=True)
+        except FileNotFoundError:
+            return Memory()
+        except msgspec.MsgspecError as error:
+            raise BadRunDir(f"run-dir: {self._memory} is damaged ({error}); it is not used") from error
+
+
+def _replace(path: Path, content: bytes, *, durable: bool) -> None:
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    new.replace(path)

@@ -1,0 +1,273 @@
+"""What the agent's core knows, what it is told and what it may ask for. Rules: core.py.
+
+`Memory` is the part that the next agent of this node must know as well: the shell writes it down before it
+acts on it. The rest of `State` is found out anew: from the fork server's inventory and the workers' Hellos.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from agents.commit_sums import CommitSum, Position
+from agents.trainer.messages import (
+    FromForkServer,
+    FromWorker,
+    Hello,
+    Membership,
+    ToForkServer,
+    ToWorker,
+)
+from events.vocabulary import Command, Name, Observation, StartWorker, WorkerId
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Immutable; written with field names."""
+
+
+class Config(_Part, frozen=True, kw_only=True):
+    """What an agent is told at its start. Times in seconds."""
+
+    node: Name
+    address: str
+    slots: int
+    version: str
+    agent_boot: int
+    agent_socket: str
+    logs: str
+    #: From Quit to SIGTERM, and from SIGTERM to SIGKILL.
+    grace_s: float = 5.0
+    kill_after_s: float = 2.0
+    #: How long a start waits for a slot whose worker is about to end, or for the fork server.
+    slot_wait_s: float = 20.0
+    fork_server_wait_s: float = 60.0
+    #: A start that is older acts no more: whoever wanted it has long since planned without this node.
+    start_max_age_s: float = 60.0
+    #: How long a new agent waits for the Hellos of the workers that it adopts.
+    hello_wait_s: float = 2.0
+    #: At most one StepCommitted of a task in this time.
+    commit_interval_s: float = 1.0
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+StopStage: TypeAlias = Literal["no", "quit", "term", "kill"]
+
+
+class Order(_Part, frozen=True, kw_only=True):
+    """A command that is still to be answered. `cause`: its event id in the log."""
+
+    command_id: str
+    cause: str
+
+
+class Worker(_Part, frozen=True, kw_only=True):
+    """A process that lives, or that the fork server was asked for (`pid` 0)."""
+
+    worker: WorkerId
+    task: Name
+    slot: int
+    pid: int = 0
+    #: The command that it is being started by, until that is answered.
+    starting: Waiting | None = None
+    stop: StopStage = "no"
+    stop_reason: str = ""
+    stop_orders: tuple[Order, ...] = ()
+    ready: bool = False
+    #: It was given a membership that names it.
+    member: bool = False
+    #: The generation that it told last.
+    generation: int = 0
+    #: The newest generation and iteration that were told as WorkerRegrouped and CheckpointSaved.
+    regrouped: int = 0
+    saved: int = 0
+    completed: bool = False
+    #: It has said itself why it is going to end.
+    cause_told: bool = False
+
+
+class Waiting(_Part, frozen=True, kw_only=True):
+    """A start that waits for a slot or for the fork server."""
+
+    command: StartWorker
+    order: Order
+
+
+class Gone(_Part, frozen=True, kw_only=True):
+    """A worker that has ended. `durable`: its WorkerExited is in the log."""
+
+    expected: bool
+    durable: bool
+
+
+class Memory(_Part, frozen=True, kw_only=True):
+    """What one agent tells the next one of the same run directory."""
+
+    #: The highest (term, epoch) that a command came with.
+    fence: tuple[int, int] = (0, 0)
+    workers: dict[WorkerId, Worker] = {}
+    waiting: tuple[Waiting, ...] = ()
+    memberships: dict[Name, Membership] = {}
+    #: Command id -> "" for applied, else the reason of failure; the newest MAX_ANSWERED.
+    answered: dict[str, str] = {}
+    #: The newest MAX_GONE workers that have ended.
+    gone: dict[WorkerId, Gone] = {}
+    #: Per task, the last commit that the log holds from this node.
+    reported: dict[Name, Position] = {}
+
+
+MAX_ANSWERED = 256
+MAX_GONE = 256
+#: Memberships and reports are remembered for so many tasks.
+MAX_TASKS = 64
+
+
+# --- state ---------------------------------------------------------------------------------------
+
+
+class Link(_Part, frozen=True, kw_only=True):
+    """What is known of a worker only as long as this agent lives."""
+
+    connected: bool = True
+    #: The newest generation that was sent on this connection.
+    told: int = 0
+    iteration: int = 0
+
+
+class State(_Part, frozen=True, kw_only=True):
+    """Everything that `core.handle` knows."""
+
+    config: Config
+    memory: Memory = Memory()
+    #: adopting: the inventory is not known, or Hellos are still awaited; nothing was appended for the node yet.
+    phase: Literal["adopting", "up", "leaving", "left"] = "adopting"
+    #: The port of the node's rendezvous store; 0: there is no fork server now.
+    store_port: int = 0
+    #: The port that the newest NodeJoined told.
+    joined_port: int = 0
+    links: dict[WorkerId, Link] = {}
+    #: Adopted workers that have not said Hello yet.
+    unheard: frozenset[WorkerId] = frozenset()
+    #: Ended workers whose WorkerExited is in the outbox.
+    confirming: frozenset[WorkerId] = frozenset()
+    sums: dict[Name, CommitSum] = {}
+    #: Per task, the last commit that entered a sum.
+    summed: dict[Name, Position] = {}
+    #: Tasks whose commit timer runs.
+    paced: frozenset[Name] = frozenset()
+    leave_reason: str = ""
+
+
+# --- inputs --------------------------------------------------------------------------------------
+
+
+class Commanded(_Part, frozen=True, kw_only=True):
+    """A command of the log. `cause`: its event id. `age_s`: since the log received it."""
+
+    command: Command
+    term: int
+    cause: str
+    age_s: float = 0.0
+
+
+class WorkerConnected(_Part, frozen=True, kw_only=True):
+    """A worker has a (new) connection; it replaces the worker's older one."""
+
+    hello: Hello
+
+
+class WorkerSaid(_Part, frozen=True, kw_only=True):
+    worker: WorkerId
+    message: FromWorker
+
+
+class WorkerDisconnected(_Part, frozen=True, kw_only=True):
+    """The worker's newest connection is broken."""
+
+    worker: WorkerId
+
+
+class ForkServerSaid(_Part, frozen=True, kw_only=True):
+    """`log_tail`: with Exited, the last bytes of the worker's log."""
+
+    message: FromForkServer
+    log_tail: str = ""
+
+
+class ForkServerDied(_Part, frozen=True, kw_only=True):
+    """Its process is known to have ended; the kernel has ended its workers with it."""
+
+
+TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait"]
+
+
+class TimerFired(_Part, frozen=True, kw_only=True):
+    """`key`: what ArmTimer named: a worker, a task, or ""."""
+
+    name: TimerName
+    key: str
+
+
+class Appended(_Part, frozen=True, kw_only=True):
+    """The log holds an observation that was appended with `confirm`."""
+
+    event: Observation
+
+
+class Leave(_Part, frozen=True, kw_only=True):
+    """Stop everything: the node is to leave the cluster."""
+
+    reason: str
+
+
+class HandOver(_Part, frozen=True, kw_only=True):
+    """This agent ends, its workers stay for the next one."""
+
+
+Input: TypeAlias = (
+    Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied
+    | TimerFired | Appended | Leave | HandOver
+)  # fmt: skip
+
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+class Append(_Part, frozen=True, kw_only=True):
+    """Put an observation into the outbox. `confirm`: feed back Appended once the log holds it."""
+
+    event: Observation
+    caused_by: str = ""
+    confirm: bool = False
+
+
+class TellWorker(_Part, frozen=True, kw_only=True):
+    worker: WorkerId
+    message: ToWorker
+
+
+class TellForkServer(_Part, frozen=True, kw_only=True):
+    message: ToForkServer
+
+
+class ArmTimer(_Part, frozen=True, kw_only=True):
+    """Feed TimerFired(name, key) after `after_s`; replaces a running timer of the same name and key."""
+
+    name: TimerName
+    key: str
+    after_s: float
+
+
+class Disconnect(_Part, frozen=True, kw_only=True):
+    """Close a worker's connection: nobody here started it. `why` is for the log of the agent."""
+
+    worker: WorkerId
+    why: str
+
+
+class Finish(_Part, frozen=True, kw_only=True):
+    """The node has left: send what the outbox holds, retire the fork server, end the agent."""
+
+
+Action: TypeAlias = Append | TellWorker | TellForkServer | ArmTimer | Disconnect | Finish

@@ -1,0 +1,127 @@
+"""Where workers talk to the agent: one Unix socket, one connection per worker, the newest one counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from agents.trainer.framing import BadFrame, Unframer, frame
+from agents.trainer.messages import FromWorker, Hello, ToWorker
+from events.vocabulary import WorkerId
+
+logger = logging.getLogger(__name__)
+
+#: A worker that does not read is not waited for; beyond this it is cut off (it connects again and is told anew).
+_MAX_UNREAD_BYTES = 16 * 1024 * 1024
+
+
+class WorkerSockets:
+    """`on_connected` is called before any message of a connection; `on_disconnected` for the newest one only."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_connected: Callable[[Hello], None],
+        on_message: Callable[[WorkerId, FromWorker], None],
+        on_disconnected: Callable[[WorkerId], None],
+    ) -> None:
+        self._path = path
+        self._on_connected = on_connected
+        self._on_message = on_message
+        self._on_disconnected = on_disconnected
+        self._writers: dict[WorkerId, asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen; a socket file that an earlier agent left is replaced."""
+        self._path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._accepted, str(self._path), backlog=256)
+        self._path.chmod(0o600)
+
+    async def close(self) -> None:
+        """Stop listening and close all connections; workers notice and look for the next agent."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._path.unlink(missing_ok=True)
+
+    def send(self, worker: WorkerId, message: ToWorker) -> None:
+        """Send to a worker if it is connected; if not, its next Hello is answered with what it must know."""
+        writer = self._writers.get(worker)
+        if writer is None or writer.is_closing():
+            return
+        writer.write(frame(message))
+        if writer.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            logger.error("%s does not read what it is sent: cutting it off", worker)
+            writer.transport.abort()
+
+    def disconnect(self, worker: WorkerId) -> None:
+        """Close a worker's connection."""
+        writer = self._writers.pop(worker, None)
+        if writer is not None:
+            writer.close()
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if (uid := _peer_uid(writer.get_extra_info("socket"))) != os.getuid():
+            logger.warning("refused a connection of uid %d: not ours", uid)
+            writer.close()
+            return
+        try:
+            await self._serve(reader, writer)
+        except asyncio.CancelledError:
+            pass  # close() ends us; there is nobody who waits for more
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                await writer.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        incoming: Unframer[FromWorker] = Unframer(FromWorker)
+        worker = ""
+        why = "end of stream"
+        try:
+            while data := await reader.read(65536):
+                for message in incoming.feed(data):
+                    if isinstance(message, Hello) and not worker:
+                        worker = message.worker
+                        self._greet(message, writer)
+                    elif not worker or isinstance(message, Hello):
+                        raise BadFrame(f"{type(message).__name__}: the first message, and it alone, must be a Hello")
+                    elif self._writers.get(worker) is writer:
+                        self._on_message(worker, message)
+        except BadFrame as error:
+            why = f"bad frame: {error}"
+            logger.error("%s: closing its connection, %s", worker or "an unknown worker", why)
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+        finally:
+            if worker and self._writers.get(worker) is writer:
+                del self._writers[worker]
+                logger.info("%s has disconnected (%s)", worker, why)
+                self._on_disconnected(worker)
+
+    def _greet(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
+        older = self._writers.get(hello.worker)
+        self._writers[hello.worker] = writer
+        if older is not None:
+            older.close()
+        self._on_connected(hello)
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

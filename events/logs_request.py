@@ -1,0 +1,81 @@
+"""Reading a worker's log from afar: one request and one reply over NATS, outside of the event stream.
+
+    unicron.v1.logs.<node>    served by the node's agent
+
+A follower asks again with `offset` set to the last reply's `next_offset`. Names obey their patterns, so no
+request can name a path outside of the node's log directory.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from events.subjects import PREFIX
+from events.vocabulary import Count, Name, Text, WorkerId
+
+#: What one reply carries at most.
+MAX_LOG_BYTES = 64 * 1024
+_MAX_BODY_BYTES = MAX_LOG_BYTES + 4096
+T = TypeVar("T", "LogsRequest", "LogsReply")
+
+
+class BadLogsMessage(ValueError):
+    """Not a valid request or reply; the text names the field."""
+
+
+class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The end of a log, or what follows `offset`.
+
+    `worker` None: the task's newest worker on the node. `offset`: a byte of the present part of the log;
+    one beyond its end (the log was rotated since) means its beginning.
+    """
+
+    task: Name
+    worker: WorkerId | None = None
+    tail_bytes: Annotated[int, Meta(ge=1, le=MAX_LOG_BYTES)] = 8192
+    offset: Count | None = None
+
+
+class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`data` stands at `next_offset - len(data)`. `error` is one plain sentence; then there is no data."""
+
+    node: Name
+    worker: WorkerId | None = None
+    data: Annotated[bytes, Meta(max_length=MAX_LOG_BYTES)] = b""
+    next_offset: Count = 0
+    error: Text = ""
+
+
+def logs_subject(node: Name) -> str:
+    """Where the node's agent serves its logs."""
+    return f"{PREFIX}.logs.{node}"
+
+
+def encode(message: LogsRequest | LogsReply) -> bytes:
+    """The body of a request or reply."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_request(body: bytes) -> LogsRequest:
+    """Raises BadLogsMessage, also where worker and task do not belong together."""
+    request = _decode(body, LogsRequest)
+    if request.worker is not None and request.worker.rpartition(".")[0] != request.task:
+        raise BadLogsMessage(f"$.worker: {request.worker} is no worker of task {request.task}")
+    return request
+
+
+def decode_reply(body: bytes) -> LogsReply:
+    """Raises BadLogsMessage."""
+    return _decode(body, LogsReply)
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    if len(body) > _MAX_BODY_BYTES:
+        raise BadLogsMessage(f"{len(body)} bytes long, more than the {_MAX_BODY_BYTES} allowed")
+    try:
+        return msgspec.msgpack.decode(body, type=kind, strict=True)
+    except msgspec.MsgspecError as error:
+        raise BadLogsMessage(" ".join(str(error).split())) from None
