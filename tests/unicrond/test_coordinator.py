@@ -1,0 +1,124 @@
+"""The shell around the core, over a log in memory: take over, hold, restart, be fenced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from events.log import Fenced
+from events.memory_log import MemoryBeatLog, MemoryLog
+from unicrond.coordinator import Coordinator
+from unicrond.fold import fold
+from unicrond.policy import Policy
+from unicrond.state import ClusterState, digest
+
+
+def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelope:
+    return Envelope(producer=producer, boot=1, number=number, observed_at_us=1, event=event)
+
+
+def joined(node: str = "n1") -> v.NodeJoined:
+    store = v.StoreAddress(host="127.0.0.1", port=1)
+    return v.NodeJoined(node=node, address="127.0.0.1", slots=1, store=store, agent_boot=1, version="test")
+
+
+@asynccontextmanager
+async def running(log: MemoryLog, beats: MemoryBeatLog | None = None) -> AsyncIterator[Coordinator]:
+    coordinator = Coordinator(log, beats or MemoryBeatLog(), Policy(), heartbeat_s=0.2)
+    task = asyncio.create_task(coordinator.run())
+    try:
+        await asyncio.wait_for(coordinator.live.wait(), 5)
+        yield coordinator
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> list[Recorded]:
+    """The whole log, up to the first entry for which `found` holds."""
+    read: list[Recorded] = []
+    async with asyncio.timeout(5):
+        async for entry in log.read():
+            assert isinstance(entry, Recorded)
+            read.append(entry)
+            if found(entry.envelope.event):
+                return read
+    raise AssertionError("the log ended")
+
+
+async def test_it_plans_and_starts_workers() -> None:
+    log = MemoryLog()
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api"))
+        read = await entries_until(log, lambda e: isinstance(e, v.StartWorker))
+        (started,) = [e.envelope for e in read if isinstance(e.envelope.event, v.StartWorker)]
+        assert started.term == 1
+        state = ClusterState()
+        for entry in read:
+            state = fold(state, entry)
+        assert state.plan.assignments["a"].workers == 1
+
+
+async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
+    log = MemoryLog()
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api"))
+        await entries_until(log, lambda e: isinstance(e, v.StartWorker))
+    length = await log.last_seq()
+    async with running(log) as coordinator:
+        assert coordinator.state.term == 2
+        await log.append([observation(v.WorkerStarted(node="n1", task="a", worker="a.1", pid=1), 2)])
+        await log.append([observation(v.WorkerReady(node="n1", task="a", worker="a.1"), 3)])
+        read = await entries_until(log, lambda e: isinstance(e, v.SetMembership))
+    again = [e.envelope.event for e in read[length:] if isinstance(e.envelope.event, v.StartWorker | v.PlanAdopted)]
+    assert not again
+
+
+async def test_a_new_coordinator_fences_the_old_one() -> None:
+    log = MemoryLog()
+    old = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2)
+    running_old = asyncio.create_task(old.run())
+    await asyncio.wait_for(old.live.wait(), 5)
+    async with running(log) as new:
+        assert new.state.term == 2
+        await log.append([observation(joined(), 1)])
+        # Both see the node; only one may decide, the other finds that out when it tries.
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await asyncio.wait_for(running_old, 5)
+        assert caught.group_contains(Fenced)
+        await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
+    plans = [e async for e in log.read(until_seq=await log.last_seq())]
+    assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, Recorded)) == 1
+
+
+async def test_a_silent_node_is_declared_lost() -> None:
+    log, beats = MemoryLog(), MemoryBeatLog()
+    async with running(log, beats) as coordinator:
+        await log.append([observation(joined(), 1)])
+        read = await entries_until(log, lambda e: isinstance(e, v.NodeLost))
+        lost = read[-1].envelope.event
+        assert isinstance(lost, v.NodeLost) and lost.node == "n1"
+        await entries_until(log, lambda e: isinstance(e, v.TransitionCompleted))
+        assert coordinator.state.term == 1
+
+
+async def test_the_live_state_is_the_fold_of_the_log() -> None:
+    log = MemoryLog()
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
+        async with asyncio.timeout(5):
+            while coordinator.state.seq < await log.last_seq():
+                await asyncio.sleep(0)
+        state = ClusterState()
+        async for entry in log.read(until_seq=coordinator.state.seq):
+            state = fold(state, entry)
+        assert digest(state) == digest(coordinator.state)
