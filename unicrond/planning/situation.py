@@ -1,0 +1,167 @@
+"""The situation before an event, every event that may come next, and the problem that each one poses.
+
+This is the one place that says what an event does to the problem. The table answers the problems stated
+here, the coordinator asks them, the tests solve them afresh: all three mean the same by construction.
+
+Rules
+-----
+* n' = the slots of the nodes that are left. D_running = the mean time between failures of one worker / n'.
+* *Worker lost*: one slot less, its task is faulty. *Node lost*: all its slots less, every task with a
+  worker there is faulty (none on an idle node). *Node joined*: more slots. *Task finished*: the task is
+  gone. *Task launched*: the next queued task is there, with no workers yet.
+* Tasks always stand in the order of their names: that is the canonical order that decides ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+import msgspec
+
+from unicrond.planning.problem import Number, Problem, ProblemError, TaskProblem
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """A slot dies under one worker of the task."""
+
+    task: str
+
+
+class NodeLost(msgspec.Struct, frozen=True):
+    """A node dies with all its slots."""
+
+    node: str
+
+
+class NodeJoined(msgspec.Struct, frozen=True):
+    """A node with that many slots comes (again)."""
+
+    slots: int
+
+
+class TaskFinished(msgspec.Struct, frozen=True):
+    """A task needs its workers no longer."""
+
+    task: str
+
+
+class TaskLaunched(msgspec.Struct, frozen=True):
+    """A queued task is to run."""
+
+    task: str
+
+
+NextEvent: TypeAlias = WorkerLost | NodeLost | NodeJoined | TaskFinished | TaskLaunched
+
+
+@dataclass(frozen=True)
+class NodeLoad:
+    """A node that may carry workers, and the tasks that have a worker on it."""
+
+    name: str
+    slots: int
+    tasks: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Who has what now. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
+
+    `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
+    Raises ProblemError for tasks out of order, faulty, or standing there twice.
+    """
+
+    nodes: tuple[NodeLoad, ...]
+    tasks: tuple[TaskProblem, ...]
+    mtbf_us: int
+    d_transition_us: Number
+    churn_us: Number = 0
+    queued: TaskProblem | None = None
+    join_slots: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.lineup]
+        if len(set(names)) != len(names):
+            raise ProblemError("tasks: a name stands there twice; give each task its own name")
+        if self.tasks != tuple(task for task in self.lineup if task is not self.queued):
+            raise ProblemError("tasks: not in the order of their names; sort them")
+        if any(task.faulty for task in self.lineup):
+            raise ProblemError("tasks: one is faulty; a situation is what stands before the fault")
+
+    @cached_property
+    def workers(self) -> int:
+        """All slots."""
+        return sum(node.slots for node in self.nodes)
+
+    @cached_property
+    def lineup(self) -> tuple[TaskProblem, ...]:
+        """Running tasks and the queued one, in canonical order."""
+        waiting = (self.queued,) if self.queued else ()
+        return tuple(sorted((*self.tasks, *waiting), key=lambda task: task.name))
+
+    @cached_property
+    def load_of(self) -> dict[str, NodeLoad]:
+        """The nodes by name."""
+        return {node.name: node for node in self.nodes}
+
+    def expected(self) -> Iterator[NextEvent]:
+        """Every event that may come next."""
+        for task in self.tasks:
+            if task.workers and self.workers:
+                yield WorkerLost(task.name)
+        for node in self.nodes:
+            yield NodeLost(node.name)
+        for slots in sorted(set(self.join_slots)):
+            yield NodeJoined(slots)
+        for task in self.tasks:
+            yield TaskFinished(task.name)
+        if self.queued:
+            yield TaskLaunched(self.queued.name)
+
+    def workers_after(self, event: NextEvent) -> int:
+        """n' after the event."""
+        match event:
+            case WorkerLost():
+                return self.workers - 1
+            case NodeLost(node):
+                return self.workers - self.load_of[node].slots
+            case NodeJoined(slots):
+                return self.workers + slots
+            case TaskFinished() | TaskLaunched():
+                return self.workers
+
+    def faulty_after(self, event: NextEvent) -> frozenset[str]:
+        """The tasks that the event hits."""
+        match event:
+            case WorkerLost(task):
+                return frozenset({task})
+            case NodeLost(node):
+                return self.load_of[node].tasks
+            case _:
+                return frozenset()
+
+    def d_running_us(self, workers: int) -> int:
+        """Expected time to the next failure among that many workers."""
+        return self.mtbf_us // max(workers, 1)
+
+    def after(self, event: NextEvent) -> Problem:
+        """The problem that the event poses. Raises KeyError for a node or task that is not there."""
+        match event:
+            case TaskFinished(name):
+                tasks = tuple(task for task in self.tasks if task.name != name)
+                if len(tasks) == len(self.tasks):
+                    raise KeyError(name)
+            case TaskLaunched(name):
+                if self.queued is None or self.queued.name != name:
+                    raise KeyError(name)
+                tasks = self.lineup
+            case _:
+                hit = self.faulty_after(event)
+                tasks = tuple(replace(task, faulty=True) if task.name in hit else task for task in self.tasks)
+                if not hit <= {task.name for task in tasks}:
+                    raise KeyError(min(hit - {task.name for task in tasks}))
+        workers = self.workers_after(event)
+        return Problem(workers, self.d_running_us(workers), self.d_transition_us, tasks, self.churn_us)
