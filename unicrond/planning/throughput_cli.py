@@ -252,6 +252,7 @@ def _require_matplotlib() -> None:
 def _plot(question: Job, answers: Sequence[Answer], path: Path) -> None:
     """Throughput over GPUs, against the same throughput per GPU all the way, as an image at `path`."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     points = [answer for answer in answers if isinstance(answer, Estimate)]
     if not points:
@@ -265,6 +266,8 @@ def _plot(question: Job, answers: Sequence[Answer], path: Path) -> None:
     axes.set(title=_title(question), xlabel="GPUs", ylabel="achieved model PFLOP/s")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
     try:
