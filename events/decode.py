@@ -14,7 +14,7 @@ import os
 import sys
 from datetime import UTC, datetime
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 
 from events.codec import MAX_EVENT_BYTES, BadEvent, decode
 from events.envelope import Envelope

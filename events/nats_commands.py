@@ -3,8 +3,9 @@
 Rules
 -----
 * One command at a time (`max_ack_pending` 1): order holds even when one is delivered again.
-* A command is acknowledged after its handler is done with it. An agent killed in between gets it again
-  from its successor, after at most ACK_WAIT_S; handlers act once per command id, so that does no harm.
+* A command is acknowledged after its handler is done with it. If the agent is killed in between, its
+  successor gets the command after at most ACK_WAIT_S; handlers act once per command id, so that a second
+  delivery does no harm.
 * Delivered MAX_DELIVER times and never acknowledged, a command is left behind: it would otherwise kill
   every agent that comes. The coordinator's deadline for it decides what then.
 * Silence of the server means: ask again, on the session of the moment.
@@ -87,7 +88,11 @@ class NatsCommandFeed:
                         if isinstance(found, Quarantined):
                             logger.error("command %d is no valid event and is skipped: %s", found.seq, found.reason)
                         elif found.seq > self._handled_seq:  # else its acknowledgement was lost
-                            yield found
+                            try:
+                                yield found
+                            except BaseException:
+                                await session.publish(message.reply, b"-NAK")  # again at once, not after ACK_WAIT_S
+                                raise
                         self._handled_seq = max(self._handled_seq, found.seq)
                         await session.publish(message.reply, b"+ACK")
             except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:

@@ -1,0 +1,39 @@
+"""Fixtures that many tests share. Each NATS test has a server of its own, on a free port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from events.nats_connection import Connection, connect
+from events.nats_server import EmbeddedServer
+from events.nats_streams import create_streams
+
+# Machines under load are slow, not wrong: no deadline per example.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+
+@pytest.fixture
+async def nats_server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    """A nats-server with a store of its own; killed by its pid at the end, however often it was restarted."""
+    server = EmbeddedServer(tmp_path / "nats")
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.kill()
+
+
+@pytest.fixture
+async def nats_connection(nats_server: EmbeddedServer) -> AsyncIterator[Connection]:
+    """A connection to `nats_server`, with the streams created."""
+    connection = await connect(nats_server.url, name="test", timeout_s=10)
+    try:
+        await create_streams(connection)
+        yield connection
+    finally:
+        await connection.close()

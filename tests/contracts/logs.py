@@ -1,0 +1,115 @@
+"""The implementations under contract, each opened fresh, and the envelopes that the suites write."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from events.envelope import Entry, Envelope, Recorded
+from events.file_log import FileLog
+from events.log import BeatLog, CommandFeed, EventLog
+from events.memory_log import MemoryBeatLog, MemoryCommandFeed, MemoryLog
+from events.nats_commands import NatsCommandFeed
+from events.nats_connection import connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import create_streams
+from events.vocabulary import CoordinatorStarted, Heartbeat, NodeLeft, StopWorker
+
+
+class Bus(NamedTuple):
+    """Everything one implementation offers. `feed(node)`: a command feed of its own each time."""
+
+    log: EventLog
+    beats: BeatLog
+    feed: Callable[[str], CommandFeed]
+
+
+@asynccontextmanager
+async def memory_bus(_: Path) -> AsyncIterator[Bus]:
+    log = MemoryLog()
+    yield Bus(log, MemoryBeatLog(), lambda node: MemoryCommandFeed(log, node))
+
+
+@asynccontextmanager
+async def nats_bus(directory: Path) -> AsyncIterator[Bus]:
+    server = EmbeddedServer(directory / "nats")
+    await server.start()
+    try:
+        connection = await connect(server.url, name="contract", timeout_s=10)
+        try:
+            await create_streams(connection)
+            yield Bus(
+                NatsEventLog(connection), NatsBeatLog(connection), lambda node: NatsCommandFeed(connection, node)
+            )
+        finally:
+            await connection.close()
+    finally:
+        await server.kill()
+
+
+@asynccontextmanager
+async def memory_log(directory: Path) -> AsyncIterator[EventLog]:
+    async with memory_bus(directory) as bus:
+        yield bus.log
+
+
+@asynccontextmanager
+async def nats_log(directory: Path) -> AsyncIterator[EventLog]:
+    async with nats_bus(directory) as bus:
+        yield bus.log
+
+
+@asynccontextmanager
+async def file_log(directory: Path) -> AsyncIterator[EventLog]:
+    log = FileLog(directory / "log", segment_bytes=20_000)  # small, so that the suite crosses segments
+    try:
+        yield log
+    finally:
+        await log.close()
+
+
+LOGS: dict[str, Callable[[Path], AbstractAsyncContextManager[EventLog]]] = {
+    "memory": memory_log,
+    "file": file_log,
+    "nats": nats_log,
+}
+BUSES: dict[str, Callable[[Path], AbstractAsyncContextManager[Bus]]] = {"memory": memory_bus, "nats": nats_bus}
+
+
+def fact(number: int, node: str = "n1") -> Envelope:
+    """An observation of `node`, recognisable by its number."""
+    event = NodeLeft(node=node, reason=f"fact {number}")
+    return Envelope(producer=node, boot=1, number=number, observed_at_us=number, event=event)
+
+
+def facts(first: int, last: int, node: str = "n1") -> list[Envelope]:
+    return [fact(number, node) for number in range(first, last + 1)]
+
+
+def command(number: int, node: str = "n1", term: int = 1) -> Envelope:
+    event = StopWorker(
+        command_id=f"{term}.1.{node}.{number}", node=node, epoch=1, task="t", worker=f"t.{number}", reason="test"
+    )
+    return Envelope(producer="c", boot=term, number=number, term=term, observed_at_us=1, event=event)
+
+
+def started(term: int, producer: str = "c") -> Envelope:
+    event = CoordinatorStarted(term=term, version="test")
+    return Envelope(producer=producer, boot=term, number=10**6, term=term, observed_at_us=1, event=event)
+
+
+def beat(number: int, node: str = "n1") -> Envelope:
+    event = Heartbeat(node=node, agent_boot=1, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
+    return Envelope(producer=node, boot=1, number=number, observed_at_us=number, event=event)
+
+
+def envelope_of(entry: Entry) -> Envelope:
+    assert isinstance(entry, Recorded), entry
+    return entry.envelope
+
+
+async def history(log: EventLog, after_seq: int = 0) -> list[Entry]:
+    return [entry async for entry in log.read(after_seq, until_seq=await log.last_seq())]

@@ -1,0 +1,31 @@
+"""The wire format stands still: bytes written before read the same, and are written the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from events.codec import decode, encode
+from tests.golden.regenerate import example, golden
+from tests.strategies import EVENT_TYPES
+
+GOLDEN = golden()
+
+
+def test_every_event_type_has_golden_bytes() -> None:
+    missing = [kind.__name__ for kind in EVENT_TYPES if kind.__name__ not in GOLDEN]
+    assert not missing, "run `python -m tests.golden.regenerate` and commit tests/golden/events.json"
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN))
+def test_golden_bytes(name: str) -> None:
+    body = bytes.fromhex(GOLDEN[name]["hex"])
+    envelope = decode(body)
+    assert type(envelope.event).__name__ == name
+    assert encode(envelope) == body
+    assert repr(envelope) == GOLDEN[name]["repr"]
+
+
+@pytest.mark.parametrize("kind", EVENT_TYPES, ids=lambda kind: kind.__name__)
+def test_new_fields_show(kind: type) -> None:
+    """A field that was added since the golden bytes were written is not in them: that is a schema change."""
+    assert encode(example(kind)).hex() == GOLDEN[kind.__name__]["hex"], "the schema of this event has changed"
