@@ -29,8 +29,9 @@ from events.envelope import Entry, Envelope, Quarantined
 from events.log import EventLog
 from events.prose import summary
 from events.vocabulary import AnyEvent, TaskCancelled, TaskSpec, TaskSubmitted
-from unicrond.config import Config, explain, is_loopback
+from unicrond.config import Config, is_loopback
 from unicrond.coordinator import Coordinator
+from unicrond.faults import faults
 from unicrond.log_reading import LogReader, LogsUnavailable
 from unicrond.metrics import exposition
 from unicrond.state import TaskStatus, digest, to_json
@@ -132,11 +133,12 @@ class Api:
     async def submit(self, request: web.Request) -> web.Response:
         """Take a task on. 400 says which field is wrong; 409 that the name is in use."""
         try:
-            spec = msgspec.json.decode(await request.read(), type=TaskSpec, strict=True)
-        except msgspec.ValidationError as error:
-            return _error(400, explain(error, TaskSpec))
+            value = msgspec.json.decode(await request.read())
         except msgspec.DecodeError as error:
             return _error(400, f"body: not valid JSON: {error}")
+        for fault in faults(value, TaskSpec):
+            return _error(400, str(fault))
+        spec = msgspec.convert(value, TaskSpec, strict=True)
         wrong = problems(spec)
         if wrong:
             return _error(400, wrong[0])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
-import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from events.nats_connection import Login
+from unicrond.faults import faults
 from unicrond.policy import Policy
+from unicrond.strict_yaml import BadYaml, parse
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -66,23 +65,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def load(path: Path) -> Config:
     """The configuration in `path`. Raises ConfigError."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give another --config") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text; give a YAML file") from None
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    return convert(data if data is not None else {}, str(path))
-
-
-def convert(data: Any, where: str) -> Config:
-    """A Config from plain data, checked. Raises ConfigError naming `where` and the field."""
-    try:
-        config = msgspec.convert(data, Config, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {explain(error, Config)}") from None
-    check(config, where)
+        document = parse(text)
+    except BadYaml as error:
+        raise ConfigError(f"{path}:{error.line}: {error.what}") from None
+    value = {} if document.value is None else document.value
+    for fault in faults(value, Config):
+        line = document.lines.get(fault.place)
+        raise ConfigError(f"{path}{f':{line}' if line else ''}: {fault}")
+    config = msgspec.convert(value, Config, strict=True)
+    check(config, str(path))
     return config
 
 
@@ -132,30 +129,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def explain(error: msgspec.ValidationError, root: type[msgspec.Struct]) -> str:
-    """msgspec's message as "field: what is wrong", with a guess for a misspelt field."""
-    text = str(error)
-    match = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*?)`)?", text, re.DOTALL)
-    what, path = (match["what"], match["path"] or "") if match else (text, "")
-    unknown = re.fullmatch(r"Object contains unknown field `(?P<name>.*)`", what)
-    if unknown:
-        known = [field.name for field in msgspec.structs.fields(_at(root, path))]
-        close = difflib.get_close_matches(unknown["name"], known, n=1)
-        guess = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
-        path, what = f"{path}.{unknown['name']}".lstrip("."), f"unknown field; {guess}"
-    missing = re.fullmatch(r"Object missing required field `(?P<name>.*)`", what)
-    if missing:
-        path, what = f"{path}.{missing['name']}".lstrip("."), "missing; give it a value"
-    return f"{path}: {what}" if path else what
-
-
-def _at(root: type[msgspec.Struct], path: str) -> type[msgspec.Struct]:
-    for part in filter(None, path.split(".")):
-        types = {field.name: field.type for field in msgspec.structs.fields(root)}
-        found = types.get(part)
-        if not (isinstance(found, type) and issubclass(found, msgspec.Struct)):
-            return root
-        root = found
-    return root

@@ -14,6 +14,7 @@ import logging
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -112,7 +113,7 @@ async def _keep_running(server: EmbeddedServer) -> None:
         log.info("nats-server runs again at %s (pid %s)", server.url, server.pid)
 
 
-def _raise_cause(task: asyncio.Task[None]) -> None:
+def _raise_cause(task: asyncio.Task[Any]) -> None:
     """The task's exception, a task group's wrapping taken off."""
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):

@@ -231,5 +231,3 @@ def _tell(story: Story, state: ClusterState, replayed: str, took_s: float) -> in
 
 def _since(fault: Fault, at_us: int) -> str:
     return f"{max(0, at_us - fault.at_us) / 1000:.0f} ms"
-
-

@@ -140,8 +140,10 @@ class DevCluster:
         self.agents = {
             name: Part(
                 name,
-                [str(scripts / "unicron-agent"), "--nats", self.nats_url, "--node", name, "--slots", str(slots)]
-                + ["--run-dir", str(directory / "run" / name), "--heartbeat-s", str(heartbeat_s)],
+                [
+                    *(str(scripts / "unicron-agent"), "--nats", self.nats_url, "--node", name, "--slots", str(slots)),
+                    *("--run-dir", str(directory / "run" / name), "--heartbeat-s", str(heartbeat_s)),
+                ],
                 directory / f"{name}.log",
                 env,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -70,7 +70,7 @@ class StateCollector(Collector):
 def exposition(get: Callable[[], ClusterState]) -> Callable[[], bytes]:
     """A function that renders the text exposition format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StateCollector(get))
+    registry.register(StateCollector(get))  # type: ignore[no-untyped-call,unused-ignore]
     return lambda: generate_latest(registry)
 
 
@@ -82,7 +82,7 @@ def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(name, text, value=value)
 
 
-def _by(name: str, text: str, label: str, kinds: type, values: list[str]) -> GaugeMetricFamily:
+def _by(name: str, text: str, label: str, kinds: type, values: Iterable[str]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=[label])
     counts = Counter(values)
     for kind in kinds:  # type: ignore[attr-defined]

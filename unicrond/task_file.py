@@ -109,7 +109,7 @@ def _absolute_paths(data: dict[str, Any], directory: Path) -> None:
 
 
 def _line(lines: dict[Place, int], place: Place) -> str:
-    """":7" for what stands in line 7, or whose parent does; nothing for what stands nowhere."""
+    """A colon and the line of what stands there, or of its nearest parent; nothing for what stands nowhere."""
     while place:
         if place in lines:
             return f":{lines[place]}"

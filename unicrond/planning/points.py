@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import frexp, fsum, gcd
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,22 +45,22 @@ class Outline:
     cap: Ints
     unit: Ints
     present: Ints  # x, before the event
-    floor: Ints  # the fewest workers that meet the floor, 0 = none
-    staying: Floats  # F(t, x) * (D_transition + D_churn)
+    floors: list[int]  # the fewest workers that meet the floor, 0 = none
+    staying: list[float]  # F(t, x) * (D_transition + D_churn)
     grain: int
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Per task, at some n': how high F(t, .) gets, what it is at 0, how steeply it rises from there."""
+    """Per task, at some n' and D_running: the highest gain, the gain at 0 workers, the steepest rise from there."""
 
+    workers: int
     highest: list[float]
     at_zero: list[float]
     steepest: list[float]
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """How gains become integers: times 2**-exponent; `floor_bonus` for a met floor, 0 = floors are hard."""
 
     exponent: int
@@ -123,8 +123,8 @@ def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -
         cap=np.array([UNCAPPED if t.max_workers is None else t.max_workers for t in tasks], dtype=np.int64),
         unit=np.array([task.unit for task in tasks], dtype=np.int64),
         present=np.array([task.workers for task in tasks], dtype=np.int64),
-        floor=np.array([task.floor_point for task in tasks], dtype=np.int64),
-        staying=np.array(staying, dtype=np.float64),
+        floors=[task.floor_point for task in tasks],
+        staying=staying,
         grain=gcd(*(task.unit for task in tasks)) or 1,
     )
 
@@ -134,28 +134,27 @@ def outline_of(problem: Problem) -> Outline:
     return outline(problem.tasks, float(problem.d_transition_us), float(problem.churn_us))
 
 
-def bounds(tasks: Outline, workers: int) -> Bounds:
-    """What each task can achieve on at most `workers` workers."""
-    highest, at_zero, steepest = kernel.active().bounds(
+def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
+    """What each task can gain on at most `workers` workers."""
+    parts = kernel.active().bounds(
         tasks.workers, tasks.flops, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
     )
-    return Bounds(highest.tolist(), at_zero.tolist(), steepest.tolist())
+    return Bounds(workers, *((part * d_running).tolist() for part in parts))
 
 
-def scale(tasks: Outline, limits: Bounds, workers: int, d_running: float, gone: Sequence[int] = ()) -> Scale:
+def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
     """The scale for all tasks but those `gone` (indices). It does not depend on who is faulty.
 
     With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
     Raises ProblemError if the gains are beyond float64.
     """
-    at_most = fsum(value * d_running for value in without(limits.highest, gone))
-    flat = fsum(value * d_running for value in without(limits.at_zero, gone))
-    slope = max(without(limits.steepest, gone), default=0.0) * d_running
-    bound = min(at_most, flat + slope * workers) + fsum(without(tasks.staying.tolist(), gone))
+    at_most, flat = fsum(without(limits.highest, gone)), fsum(without(limits.at_zero, gone))
+    slope = max(without(limits.steepest, gone), default=0.0)
+    bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.staying, gone))
     if not bound < 2.0**900:
         raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
-    floors = sorted(floor for floor in without(tasks.floor.tolist(), gone) if floor)
-    met, left = 0, workers
+    floors = sorted(floor for floor in without(tasks.floors, gone) if floor)
+    met, left = 0, limits.workers
     for floor in floors:
         if floor > left:
             break
@@ -187,8 +186,8 @@ def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scal
             tasks.cap,
             tasks.unit,
             tasks.present,
-            tasks.floor,
-            tasks.staying,
+            np.array(tasks.floors, dtype=np.int64),
+            np.array(tasks.staying, dtype=np.float64),
             forms,
             workers,
             d_running,

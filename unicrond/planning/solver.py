@@ -93,8 +93,7 @@ def solve(problem: Problem) -> Solution:
 def choices_of(problem: Problem) -> tuple[Points, Scale, int]:
     """The problem's useful points, their scale, and the workers in one grain."""
     tasks, d_running = outline_of(problem), float(problem.d_running_us)
-    limits = bounds(tasks, problem.workers)
-    by = scale(tasks, limits, problem.workers, d_running)
+    by = scale(tasks, bounds(tasks, problem.workers, d_running))
     forms = np.array([int(task.faulty) for task in problem.tasks], dtype=np.int64)
     return useful(tasks, forms, problem.workers, d_running, by), by, tasks.grain
 

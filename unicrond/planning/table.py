@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,8 +67,7 @@ class Effort:
     sweeps: int = 0
 
 
-@dataclass(frozen=True)
-class _Key:
+class _Key(NamedTuple):
     """What scenarios must agree on to share rows."""
 
     workers: int
@@ -76,16 +75,20 @@ class _Key:
     scale: Scale
 
 
-@dataclass(frozen=True)
-class _Scenario:
+class _Scenario(NamedTuple):
     """The tasks `first`, `first + 1`, ... take `forms` instead of standing at rest."""
 
     first: int
     forms: tuple[int, ...]
 
-    @property
-    def last(self) -> int:
-        return self.first + len(self.forms)
+
+@dataclass(frozen=True)
+class _Group:
+    """Scenarios of one n' and one set of tasks. Their number is their row in the table."""
+
+    key: _Key
+    names: tuple[str, ...]
+    resolution: float
 
 
 @dataclass
@@ -192,7 +195,7 @@ class Planner:
         gone = tuple(i for i, task in enumerate(here) if task.name not in tasks)
         flat = outline(here, float(problem.d_transition_us), float(problem.churn_us))
         d_running = float(problem.d_running_us)
-        by = scale(flat, bounds(flat, problem.workers), problem.workers, d_running, gone)
+        by = scale(flat, bounds(flat, problem.workers, d_running), gone)
         for key, sweep in self._sweeps.items():
             if (key.workers, float(key.d_running_us), key.scale) != (problem.workers, d_running, by):
                 continue
@@ -204,8 +207,7 @@ class Planner:
             last = max(len(here) - behind, first + 1)
             if first >= sweep.prefix_valid or last < sweep.suffix_valid:
                 continue
-            scenario = _Scenario(first, (_OTHER,) * (last - first))
-            plan = (_answers(sweep, asked, [scenario])[0] * flat.grain).tolist()
+            plan = (_answers(sweep, asked, [_Scenario(first, (_OTHER,) * (last - first))])[0] * flat.grain).tolist()
             return Solution(problem, tuple(plan[i] for i in places), by.quantum * len(problem.tasks))
         return None
 
@@ -226,63 +228,65 @@ class _Build:
             self.at_rest[i], self.other[i] = ABSENT, HEALTHY
         self.computed = self.reused = 0
         self.limits: dict[int, Bounds] = {}
-        self.keys: dict[tuple[int, tuple[int, ...]], _Key] = {}
-        self.groups: dict[_Key, dict[_Scenario, int]] = {}
-        self.quanta: list[float] = []
+        self.groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
+        self.scenarios: dict[_Key, dict[_Scenario, int]] = {}
+        self.resolutions: list[float] = []
 
     def table(self) -> Table:
         row_of: dict[NextEvent, int] = {}
         event_of: dict[_Signature, NextEvent] = {}
-        row_of_node: dict[tuple[int, frozenset[str]], int] = {}
+        row_of_load: dict[tuple[int, frozenset[str]], int] = {}
         for event in self.situation.expected():
             if isinstance(event, NodeLost):  # many nodes pose the same problem
                 load = self.situation.load_of[event.node]
-                alike = (load.slots, load.tasks)
-                if alike in row_of_node:
-                    row_of[event] = row_of_node[alike]
-                    continue
-            signature, row = self._enlist(event)
-            row_of[event] = row
-            event_of.setdefault(signature, event)
-            if isinstance(event, NodeLost):
-                row_of_node[alike] = row
-        plans = np.zeros((len(self.quanta), len(self.index)), dtype=np.int64)
+                row = row_of_load.get((load.slots, load.tasks), -1)
+                if row < 0:
+                    row = row_of_load[load.slots, load.tasks] = self._enlist(event, event_of)
+                row_of[event] = row
+            else:
+                row_of[event] = self._enlist(event, event_of)
+        plans = np.zeros((len(self.resolutions), len(self.index)), dtype=np.int64)
         if len(self.index):
-            for key, group in self.groups.items():
-                plans[list(group.values())] = self._solve(key, list(group))
+            for key, scenarios in self.scenarios.items():
+                plans[list(scenarios.values())] = self._solve(key, list(scenarios))
             plans *= self.flat.grain
-        effort = Effort(self.computed, self.reused, len(self.quanta), len(self.groups))
-        return Table(self.situation, effort, plans, row_of, event_of, tuple(self.quanta))
+        effort = Effort(self.computed, self.reused, len(self.resolutions), len(self.scenarios))
+        return Table(self.situation, effort, plans, row_of, event_of, tuple(self.resolutions))
 
-    def _enlist(self, event: NextEvent) -> tuple[_Signature, int]:
-        """Put the event's scenario into its group; its signature and its row in the table."""
-        workers, faulty = self.situation.workers_after(event), self.situation.faulty_after(event)
+    def _enlist(self, event: NextEvent, event_of: dict[_Signature, NextEvent]) -> int:
+        """Put the event's scenario where it shares rows; its row in the table."""
+        faulty: list[str] = []
         match event:
             case TaskFinished(name):
-                gone: tuple[int, ...] = (*self.waiting, self.index[name])
-                changed = {self.index[name]: ABSENT}
+                first = self.index[name]
+                group, forms = self._group(self.situation.workers, (*self.waiting, first)), (ABSENT,)
             case TaskLaunched(name):
-                gone, changed = (), {self.index[name]: _OTHER}
+                first = self.index[name]
+                group, forms = self._group(self.situation.workers, ()), (_OTHER,)
             case _:
-                gone, changed = self.waiting, {self.index[name]: _OTHER for name in faulty}
-        first, last = min(changed, default=0), max(changed, default=0)
-        scenario = _Scenario(first, tuple(changed.get(i, _AT_REST) for i in range(first, last + 1)))
-        group = self.groups.setdefault(self._key(workers, gone), {})
-        row = group.setdefault(scenario, len(self.quanta))
-        if row == len(self.quanta):
-            self.quanta.append(self._key(workers, gone).scale.quantum * (len(self.index) - len(gone)))
-        names = tuple(without(list(self.flat.names), gone))
-        return (workers, names, tuple(sorted(faulty))), row
+                faulty = sorted(self.situation.faulty_after(event))
+                group = self._group(self.situation.workers_after(event), self.waiting)
+                first, forms = 0, (_AT_REST,)
+                if faulty:
+                    first, last = self.index[faulty[0]], self.index[faulty[-1]]
+                    forms = tuple(_OTHER if n in faulty else _AT_REST for n in self.flat.names[first : last + 1])
+        event_of.setdefault((group.key.workers, group.names, tuple(faulty)), event)
+        row = self.scenarios[group.key].setdefault(_Scenario(first, forms), len(self.resolutions))
+        if row == len(self.resolutions):
+            self.resolutions.append(group.resolution)
+        return row
 
-    def _key(self, workers: int, gone: tuple[int, ...]) -> _Key:
-        key = self.keys.get((workers, gone))
-        if key is None:
+    def _group(self, workers: int, gone: tuple[int, ...]) -> _Group:
+        group = self.groups.get((workers, gone))
+        if group is None:
             d_running = self.situation.d_running_us(workers)
             if workers not in self.limits:
-                self.limits[workers] = bounds(self.flat, workers)
-            by = scale(self.flat, self.limits[workers], workers, float(d_running), gone)
-            key = self.keys[workers, gone] = _Key(workers, d_running, by)
-        return key
+                self.limits[workers] = bounds(self.flat, workers, float(d_running))
+            key = _Key(workers, d_running, scale(self.flat, self.limits[workers], gone))
+            names = tuple(without(list(self.flat.names), gone))
+            group = self.groups[workers, gone] = _Group(key, names, key.scale.quantum * len(names))
+            self.scenarios.setdefault(key, {})
+        return group
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
         points = useful(self.flat, self.at_rest, key.workers, float(key.d_running_us), key.scale)
@@ -291,7 +295,7 @@ class _Build:
         else:
             other = points
         first = max(scenario.first for scenario in scenarios)
-        last = min(scenario.last for scenario in scenarios)
+        last = min(scenario.first + len(scenario.forms) for scenario in scenarios)
         sweep = self.sweeps[key] = self._sweep(key, points, first + 1, last)
         return _answers(sweep, other, scenarios)
 
