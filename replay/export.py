@@ -1,0 +1,65 @@
+"""A log in one file, whole or not at all: what people attach to a bug report and replay elsewhere.
+
+The file is one segment (`events/segments.py`) of any length. It is written beside its place under a
+temporary name, made durable, and renamed: nobody ever sees half of it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from events.envelope import Entry
+from events.log import LogDamaged
+from events.segments import batch_frame, segment_start
+
+
+class Export:
+    """A context: `write` the entries in order; leaving it without an exception puts the file in its place.
+
+    Raises OSError. Readable by its owner only, as events hold the tasks' arguments and environment.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last_seq = 0
+
+    def __enter__(self) -> Export:
+        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.", suffix=".part")
+        self._file = os.fdopen(descriptor, "wb")
+        self._temporary = Path(name)
+        self._file.write(segment_start(1))
+        return self
+
+    def write(self, entries: list[Entry]) -> None:
+        """Add consecutive entries; the first one ever is entry 1 (LogDamaged)."""
+        for entry in entries:
+            if entry.seq != self._last_seq + 1:
+                raise LogDamaged(f"entry {entry.seq} follows entry {self._last_seq}; an export holds all from 1 on")
+            self._last_seq = entry.seq
+        if entries:
+            self._file.write(batch_frame(entries))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                self._temporary.replace(self._path)
+                _sync_directory(self._path.parent)
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,67 @@
+"""The golden log: bytes of schema 1 that every later version must read and fold.
+
+python -m tests.replay.golden --digests     after a wanted change of the state's fields or of the fold
+python -m tests.replay.golden --log         new bytes; only as long as no log of schema 1 is in use anywhere
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from events.segments import read_entries
+from replay.point import AtSeq
+from replay.replayer import replay
+from tests.replay.logs import eventful, write_log
+from unicrond.state import ClusterState, digest
+
+LOG = Path(__file__).parents[1] / "golden" / "log_v1.bin"
+EXPECTED = LOG.with_suffix(".json")
+SEED = 2401
+
+
+def facts(state: ClusterState) -> dict[str, Any]:
+    """What must never change, however the state is built: what became of everything that the log tells of."""
+    return {
+        "seq": state.seq,
+        "now_us": state.now_us,
+        "term": state.term,
+        "nodes": {node.name: [node.status, node.isolated, node.slots] for node in state.nodes.values()},
+        "tasks": {
+            task.name: [task.status, task.iteration, task.generation, sorted(task.workers)]
+            for task in state.tasks.values()
+        },
+        "plan": [state.plan.epoch, {a.task: a.workers for a in state.plan.assignments.values()}, state.plan.waf],
+        "incidents_open": [incident.id for incident in state.incidents.values()],
+        "incidents_closed": [[i.id, i.kind, int(i.severity), i.node, i.worker, i.redone] for i in state.closed],
+        "quarantined": state.quarantined,
+        "duplicates": state.duplicates,
+        "inert": state.inert,
+    }
+
+
+def expected() -> dict[str, Any]:
+    """Facts and digests of the committed log, as this version sees them."""
+    entries = list(read_entries(LOG))
+    points = [*range(0, len(entries), 50), len(entries)]
+    return {
+        "facts": facts(replay(entries)),
+        "digests": {str(seq): digest(replay(entries, AtSeq(seq))) for seq in points},
+    }
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--digests", action="store_true")
+    choice.add_argument("--log", action="store_true")
+    if parser.parse_args().log:
+        write_log(LOG, eventful(SEED))
+        LOG.chmod(0o644)
+    EXPECTED.write_text(json.dumps(expected(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,129 @@
+"""Logs to replay: a cluster in miniature lives through drawn faults, and then says everything else there is to say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+
+from events import vocabulary as v
+from events.envelope import Entry, Quarantined, Recorded
+from replay.export import Export
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+
+
+def troubled(seed: int, faults: int = 12) -> MiniCluster:
+    """Two tasks on four nodes; workers and nodes die, coordinators and agents come back, in an order from `seed`."""
+    cluster = MiniCluster(seed)
+    draw = random.Random(seed)
+    for number in range(4):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", weight=2.0, max_workers=3)
+    cluster.submit("small", max_workers=3)
+    cluster.run()
+    for _ in range(faults):
+        alive = [(host, worker) for host in cluster.hosts.values() if host.up for worker in host.processes]
+        up = [host for host in cluster.hosts.values() if host.up]
+        down = [host for host in cluster.hosts.values() if not host.up]
+        fault = draw.randrange(5)
+        if fault <= 1 and alive:
+            cluster.kill_worker(*draw.choice(alive))
+        elif fault == 2 and len(up) > 1:
+            host = draw.choice(up)
+            cluster.kill_host(host)
+            cluster.lose(host)
+        elif fault == 3 and down:
+            cluster.add_host(draw.choice(down).name)
+        elif fault == 4:
+            cluster.take_over()
+        for _ in range(draw.randrange(6)):
+            draw.choice(cluster.moves())()
+        cluster.train("big", steps=draw.randrange(1, 4))
+        cluster.train("small")
+        if draw.random() < 0.4:
+            cluster.run()
+    for host in cluster.hosts.values():
+        if not host.up:
+            cluster.add_host(host.name)
+    cluster.run()
+    cluster.assert_whole()
+    return cluster
+
+
+def eventful(seed: int) -> list[Entry]:
+    """A log with every type of event, a repeated event, a decision of an old term and a quarantined message."""
+    cluster = troubled(seed)
+    term = cluster.state.term
+    host = cluster.hosts["n0"]
+    member = next(
+        m for t in cluster.state.tasks.values() if t.membership for m in t.membership.members if m.node == "n0"
+    )
+    task = member.worker.partition(".")[0]
+    iteration = cluster.iterations.get(task, 0)
+    about = {"node": "n0", "task": task, "worker": member.worker}
+    cluster.say(
+        host,
+        v.ErrorReported(
+            **about,
+            kind="connection_broken",
+            generation=cluster.state.tasks[task].generation,
+            iteration=iteration + 1,
+            phase="reduce",
+            message="Connection reset by peer — «gloo»",
+            detail="first line\n\x1b[31msecond line\x1b[0m",
+        ),
+    )
+    cluster.run()
+    cluster.train(task)
+    cluster.say(
+        host,
+        v.CheckpointSaved(**about, iteration=iteration, path="/ckpt/7", size_bytes=12345, duration_us=2500),
+    )
+    cluster.say(host, v.CommandApplied(node="n0", command_id=f"{term}.1.n0.1"))
+    cluster.say(host, v.CommandFailed(node="n0", command_id=f"{term}.1.n0.2", reason="unknown worker"))
+    cluster.append(v.NodeReturned(node="n0", evidence=v.Evidence(beat_seq=9, beat_at_us=1)), "coordinator", term)
+    until_us = cluster.now_us + 60 * SECOND_US
+    cluster.append(v.NodeIsolated(node="n3", until_us=until_us, reason="by hand"), "coordinator", term)
+    cluster.run()
+    cluster.append(v.NodeReadmitted(node="n3", reason="by hand"), "coordinator", term)
+    cluster.run()
+    cluster.submit("tiny")
+    cluster.append(v.TaskCancelled(task="tiny", reason="a slip"), "api", term)
+    cluster.submit("doomed")
+    cluster.append(v.TaskFailed(task="doomed", reason="no node has room"), "coordinator", term)
+    cluster.run()
+    lead = cluster.state.tasks["big"].membership
+    assert lead is not None
+    first = lead.members[0]
+    cluster.say(
+        cluster.hosts[first.node],
+        v.TaskCompleted(
+            node=first.node,
+            task="big",
+            worker=first.worker,
+            iteration=cluster.iterations["big"],
+            loss=float("nan"),
+            params_digest="00ff",
+        ),
+    )
+    cluster.run()
+    cluster.say(cluster.hosts["n2"], v.NodeLeft(node="n2", reason="maintenance"))
+
+    entries: list[Entry] = list(cluster.log)
+    last = cluster.log[-1]
+    later_us = last.recorded_at_us + 1000
+    stale = next(entry for entry in cluster.log if isinstance(entry.envelope.event, v.PlanAdopted))
+    of_old_term = msgspec.structs.replace(stale.envelope, boot=10_000, number=1, term=1)
+    entries.append(Recorded(last.seq + 1, later_us, last.envelope))
+    entries.append(Quarantined(last.seq + 2, later_us, "unicron.v1.obs.n1.Nonsense", "$.event: unknown tag", 17))
+    entries.append(Recorded(last.seq + 3, later_us - 500, of_old_term))
+    return entries
+
+
+def write_log(path: Path, entries: list[Entry], batch: int = 100) -> Path:
+    """The entries as an exported log."""
+    with Export(path) as export:
+        for begin in range(0, len(entries), batch):
+            export.write(entries[begin : begin + batch])
+    return path

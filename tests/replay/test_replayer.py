@@ -1,0 +1,130 @@
+"""Any prefix of a log, folded again, is what the live fold believed at that moment."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events.envelope import Entry, Recorded
+from events.log import LogDamaged
+from replay.point import AtSeq, AtTime, BeforeEnd, format_time, parse_point
+from replay.replayer import EMPTY, replay
+from tests.replay.logs import eventful, troubled
+from unicrond.fold import fold
+from unicrond.state import ClusterState, digest
+
+seeds = st.integers(0, 7)
+
+
+@cache
+def log_of(seed: int) -> tuple[list[Entry], list[str]]:
+    """A log, and the digest of the live fold before the first entry and after each."""
+    entries = eventful(seed)
+    states = [EMPTY]
+    for entry in entries:
+        states.append(fold(states[-1], entry))
+    return entries, [digest(state) for state in states]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_replay_ends_where_the_cluster_that_wrote_the_log_is(seed: int) -> None:
+    cluster = troubled(seed)
+    assert digest(replay(cluster.log)) == digest(cluster.state)
+    assert replay(cluster.log) == cluster.state
+
+
+@given(seed=seeds, share=st.floats(0, 1))
+def test_a_replay_up_to_a_number_is_the_prefix_fold(seed: int, share: float) -> None:
+    entries, digests = log_of(seed)
+    seq = round(share * len(entries))
+    assert digest(replay(entries, AtSeq(seq))) == digests[seq]
+
+
+@given(seed=seeds, share=st.floats(0, 1), before_us=st.integers(-2, 2))
+def test_a_replay_up_to_a_time_is_the_prefix_whose_log_time_is_not_later(
+    seed: int, share: float, before_us: int
+) -> None:
+    entries, digests = log_of(seed)
+    time_us = entries[round(share * (len(entries) - 1))].recorded_at_us + before_us
+    state = replay(entries, AtTime(time_us))
+    assert digest(state) == digests[state.seq]
+    assert state.now_us <= time_us
+    if state.seq < len(entries):
+        assert fold(state, entries[state.seq]).now_us > time_us
+
+
+@given(seed=seeds, cuts=st.lists(st.integers(0, 400), max_size=4))
+def test_a_replay_may_be_continued_in_pieces(seed: int, cuts: list[int]) -> None:
+    entries, digests = log_of(seed)
+    bounds = [0, *sorted(min(cut, len(entries)) for cut in cuts), len(entries)]
+    state = EMPTY
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        state = replay(entries[begin:end], start=state)
+    assert digest(state) == digests[-1]
+
+
+@given(seed=seeds, share=st.floats(0, 1))
+def test_a_missing_entry_is_damage(seed: int, share: float) -> None:
+    entries, _ = log_of(seed)
+    gone = round(share * (len(entries) - 2))
+    with pytest.raises(LogDamaged, match=f"entry {gone + 2} follows entry {gone}"):
+        replay(entries[:gone] + entries[gone + 1 :])
+
+
+def test_a_clock_that_was_set_back_does_not_hide_what_came_before() -> None:
+    first, second, third = troubled(1).log[:3]
+    entries = [
+        Recorded(1, 100, first.envelope),
+        Recorded(2, 200, second.envelope),
+        Recorded(3, 150, third.envelope),
+    ]
+    assert replay(entries, AtTime(150)).seq == 1, "entry 3 is at 200 by the log's time"
+    assert replay(entries, AtTime(200)).seq == 3
+
+
+def test_nothing_is_changed_by_a_replay() -> None:
+    entries, digests = log_of(1)
+    start = replay(entries, AtSeq(100))
+    replay(entries[100:], start=start)
+    assert digest(start) == digests[100]
+    assert EMPTY == ClusterState()
+
+
+@pytest.mark.parametrize(
+    ("text", "point"),
+    [
+        ("0", AtSeq(0)),
+        ("1234", AtSeq(1234)),
+        ("1970-01-01T00:00:01Z", AtTime(1_000_000)),
+        ("1970-01-01T02:00:01.000001+02:00", AtTime(1_000_001)),
+        ("2026-11-20 09:30:00Z", AtTime(1_795_167_000_000_000)),
+        ("-10m", BeforeEnd(600_000_000)),
+        ("-1.5s", BeforeEnd(1_500_000)),
+        ("-20ms", BeforeEnd(20_000)),
+        ("-2h", BeforeEnd(7_200_000_000)),
+        ("-1d", BeforeEnd(86_400_000_000)),
+    ],
+)
+def test_points_as_people_write_them(text: str, point: object) -> None:
+    assert parse_point(text) == point
+
+
+@pytest.mark.parametrize("text", ["", "ten", "-10", "-m", "1.5", "10m", "--1s", "-1s\n", "٣", "2026-13-01T00:00:00Z"])
+def test_what_is_no_point_is_refused_with_the_ways_to_write_one(text: str) -> None:
+    with pytest.raises(ValueError, match="is no point of a log; give a sequence number"):
+        parse_point(text)
+
+
+def test_a_time_without_a_zone_is_refused() -> None:
+    with pytest.raises(ValueError, match="no time zone; append Z"):
+        parse_point("2026-11-20T09:30:00")
+
+
+@given(time_us=st.integers(-(2**70), 2**70))
+def test_any_time_can_be_printed(time_us: int) -> None:
+    text = format_time(time_us)
+    if not text.endswith("us") and time_us >= 0:
+        assert parse_point(text) == AtTime(time_us)
