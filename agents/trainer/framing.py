@@ -1,62 +1,55 @@
-"""Messages <-> bytes on a Unix socket: one codec for asyncio, selectors and blocking sockets alike.
+"""Frames on a stream: 4 bytes big-endian length, then msgpack of one tagged struct. One codec for both ends.
 
-A frame is 4 bytes of big-endian length and then one msgpack map. Nothing here reads or writes: who owns
-the socket feeds what arrived and sends what `frame` returns. A bad frame poisons its connection (there is
-no way to find the next boundary that could be trusted): close it and log the reason.
+Sans-IO: bytes in, structs out, so that blocking sockets, selectors and asyncio streams share it. A bad frame poisons
+its stream (there is no way to find the next boundary that could be trusted): close it and log the reason.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
-from agents.trainer.messages import MAX_FRAME_BYTES, Message
+from agents.trainer.messages import MAX_FRAME_BYTES
 
-_LENGTH = struct.Struct(">I")
+_HEADER_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
-
-M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 class BadFrame(ValueError):
-    """The peer sent what is no message; the text names the field or the size."""
+    """The peer sent what is no valid frame of the expected messages; the connection is to be closed."""
 
 
-def frame(message: Message) -> bytes:
-    """One message, ready to send; BadFrame where it is longer than MAX_FRAME_BYTES."""
+def frame(message: msgspec.Struct) -> bytes:
+    """One message as a frame. Raises BadFrame where it would be longer than MAX_FRAME_BYTES."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise BadFrame(f"{type(message).__name__}: {len(body)} bytes, at most {MAX_FRAME_BYTES} allowed")
-    return _LENGTH.pack(len(body)) + body
+        raise BadFrame(f"{type(message).__name__} takes {len(body)} bytes, at most {MAX_FRAME_BYTES} may be sent")
+    return len(body).to_bytes(_HEADER_BYTES, "big") + body
 
 
-class Deframer(Generic[M]):
-    """Takes bytes as they arrive from one connection and returns the messages that are complete.
+class Unframer(Generic[T]):
+    """Collects bytes and gives the messages that are complete. `expected`: a union of tagged structs."""
 
-    `kind`: the union of the messages that this side may receive, for instance messages.FromWorker.
-    """
-
-    def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind, strict=True)
+    def __init__(self, expected: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[M]:
-        """The messages that `data` completes, in order; raises BadFrame, after which it is unusable."""
+    def feed(self, data: bytes) -> list[T]:
+        """The messages that `data` completes, in order. Raises BadFrame; the stream is of no use afterwards."""
         self._buffer += data
-        messages: list[M] = []
+        messages: list[T] = []
         start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._buffer, start)
-            if size > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of {size} bytes was announced, at most {MAX_FRAME_BYTES} allowed")
-            end = start + _LENGTH.size + size
+        while len(self._buffer) - start >= _HEADER_BYTES:
+            size_bytes = int.from_bytes(self._buffer[start : start + _HEADER_BYTES], "big")
+            if size_bytes > MAX_FRAME_BYTES:
+                raise BadFrame(f"a frame of {size_bytes} bytes is announced, at most {MAX_FRAME_BYTES} are allowed")
+            end = start + _HEADER_BYTES + size_bytes
             if len(self._buffer) < end:
                 break
-            body = bytes(self._buffer[start + _LENGTH.size : end])
             try:
-                messages.append(self._decoder.decode(body))
+                messages.append(self._decoder.decode(bytes(self._buffer[start + _HEADER_BYTES : end])))
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise BadFrame(" ".join(str(error).split())) from None
             start = end

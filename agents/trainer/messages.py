@@ -27,6 +27,7 @@ from events.vocabulary import (
     Name,
     Phase,
     Positive,
+    SamplesDigest,
     StoreAddress,
     TaskSpec,
     Text,
@@ -86,7 +87,7 @@ class Committed(Message, frozen=True, kw_only=True):
     generation: Count
     iteration: Positive
     samples: Count
-    samples_digest: Count
+    samples_digest: SamplesDigest
     loss: float
     duration_us: Count
     micro_batches_by_rank: tuple[Count, ...]

@@ -1,0 +1,97 @@
+"""Megatron-core on a machine without CUDA: every place where it insists on a GPU, in one file.
+
+Applied once per process, only where CUDA is absent. No file of Megatron's is changed: names are replaced in its
+modules, and in `torch.cuda`, which does nothing useful on such a machine. Measured on megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads, optimizer
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.tensor_parallel import random as parallel_random
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
+
+
+def apply() -> None:
+    """Redirect what Megatron asks of a GPU to the CPU. Harmless to call twice."""
+    if torch.cuda.is_available() or getattr(torch.cuda, "current_device", None) is _current_device:
+        return
+    torch.cuda.current_device = _current_device
+    torch.cuda.synchronize = _nothing
+    torch.cuda.manual_seed = torch.random.default_generator.manual_seed
+    torch.cuda.get_rng_state = _rng_state
+    torch.cuda.set_rng_state = _set_rng_state
+    parallel_random._get_cuda_rng_state = _rng_state
+    parallel_random._set_cuda_rng_state = _set_rng_state
+    for module in (schedules, p2p_communication, optimizer, clip_grads, utils):
+        module.torch = _CpuTorch(torch)
+    for module in (optimizer, clip_grads):
+        module.clip_grad_by_total_norm_fp32 = _with_cuda_names(module.clip_grad_by_total_norm_fp32)
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _nothing(*_arguments: object) -> None:
+    pass
+
+
+def _rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(state)
+
+
+class _CpuTorch(ModuleType):
+    """The torch module as Megatron's modules see it: its factories take device="cuda" for the CPU."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__("torch")
+        self._original = original
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(original, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*arguments: Any, **options: Any) -> Any:
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = _CPU
+        return factory(*arguments, **options)
+
+    return make
+
+
+class _CudaNames(TorchFunctionMode):  # type: ignore[misc]
+    """Within it, `tensor.type()` names the CUDA type, which the gradient clipping asserts."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _with_cuda_names(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def clipped(*arguments: Any, **options: Any) -> Any:
+        with _CudaNames():
+            return clip(*arguments, **options)
+
+    return clipped

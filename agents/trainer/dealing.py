@@ -1,0 +1,36 @@
+"""Who computes which micro-batch: a pure function that every replica evaluates for itself.
+
+Rules
+-----
+* What counts is what a replica *holds*: the micro-batches dealt to it in this iteration, whose gradients stand, or
+  will stand, in its accumulation. No two replicas ever hold the same one.
+* What nobody holds is dealt, in ascending order, each time to the replica that holds the fewest, the first in
+  replica order among equals. From empty hands that is the round-robin deal of an iteration's start; among
+  survivors that hold equally many it is the round-robin deal of a lost replica's work.
+* Nothing is ever taken away from a replica, so no finished work is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def deal(held: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches newly dealt to each replica.
+
+    `held[r]`: what replica `r` holds, a subset of range(micro_batches), pairwise disjoint (ValueError if not).
+    """
+    if not held:
+        raise ValueError("held: no replica is left to deal to")
+    taken = [micro_batch for hand in held for micro_batch in hand]
+    if len(set(taken)) != len(taken):
+        raise ValueError(f"held: {held} has a micro-batch twice")
+    if any(not 0 <= micro_batch < micro_batches for micro_batch in taken):
+        raise ValueError(f"held: {held} has a micro-batch outside 0..{micro_batches - 1}")
+    counts = [len(hand) for hand in held]
+    dealt: list[list[int]] = [[] for _ in held]
+    for micro_batch in sorted(set(range(micro_batches)).difference(taken)):
+        replica = counts.index(min(counts))
+        dealt[replica].append(micro_batch)
+        counts[replica] += 1
+    return tuple(tuple(hand) for hand in dealt)

@@ -1,0 +1,323 @@
+"""One generation's group over the replicas, for one shard index: formed, used, and left at a moment's notice.
+
+Rules
+-----
+* The group is a bare ProcessGroupGloo or ProcessGroupNCCL, not registered in torch's default world, so that it can
+  be replaced at every change of membership without touching anything of Megatron's.
+* Forming happens in a thread of its own. Each member sets a key under "gen/<task>/<generation>/<shard>" in the
+  membership's store and waits for all keys; only then does it connect. A newer membership supersedes the attempt:
+  the main thread walks away, the thread closes whatever it still gets.
+* Every collective is asynchronous; the main thread waits for it in the agent channel, so an urgent membership or a
+  Quit interrupts it.
+* A group is left *at once*: gloo neither aborts nor times out a collective whose peer is silent, and destroying the
+  group blocks until its timeout (measured). What does work, within a millisecond, is to shut down the group's own
+  sockets: every operation in flight fails, here and at the peers, who otherwise notice a death one hop at a time.
+  The sockets are those connected ones that appeared while the group was built (the listening one must be left
+  alone, or gloo's accept loop ends the process).
+* An error is kept as text, never as an exception object: a traceback would keep the group alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from agents.trainer.channel import AgentChannel
+from events.vocabulary import StoreAddress
+
+_MEET_TIMEOUT = timedelta(seconds=10)
+_LOOK_AGAIN = timedelta(milliseconds=50)
+_POLL_CUDA_S = 0.002
+_CLOSE_TIMEOUT_S = 1.0
+#: Groups with an operation that would not end: destroying them could block, so they live as long as the process.
+_parked: list[object] = []
+
+
+class Broken(Exception):
+    """A collective, or the forming of the group, failed: most likely a member is gone."""
+
+
+class Superseded(Exception):
+    """A newer membership has come; this group is of no use any more."""
+
+
+class Group:
+    """A member's end of the group of `generation`. `rank` and `size` count replicas."""
+
+    def __init__(
+        self, process_group: object, sockets: dict[int, str], generation: int, rank: int, size: int,
+        channel: AgentChannel, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.generation = generation
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._process_group = process_group
+        self._sockets = sockets
+        self._channel = channel
+        self._in_flight = _InFlight(channel)
+
+    def all_gather(self, row: Sequence[int]) -> _Rows:
+        """Start gathering every member's row of signed 64-bit integers (all of one length)."""
+        mine = torch.tensor(row, dtype=torch.int64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        if self._process_group is None:
+            rows[0].copy_(mine)
+        else:
+            self._in_flight.add(self._process_group.allgather([rows], [mine]))  # type: ignore[attr-defined]
+        return _Rows(rows)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Start summing each tensor over the members, in place."""
+        if self._process_group is not None:
+            for tensor in tensors:
+                self._in_flight.add(self._process_group.allreduce([tensor]))  # type: ignore[attr-defined]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Start overwriting `tensor` with member `source`'s."""
+        if self._process_group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._in_flight.add(self._process_group.broadcast([tensor], options))  # type: ignore[attr-defined]
+
+    def finish(self) -> None:
+        """Wait for everything started. Raises Broken, Superseded (an urgent membership came) or QuitAsked."""
+        flight = self._in_flight
+
+        def settled() -> bool:
+            return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
+
+        if flight.polled:
+            while not self._channel.wait(settled, _POLL_CUDA_S):
+                pass
+        else:
+            self._channel.wait(settled)
+        if flight.error is not None:
+            raise Broken(flight.error)
+        if not flight.settled():
+            raise Superseded(f"generation {self.generation} is superseded")
+        flight.forget()
+
+    def close(self) -> None:
+        """Leave at once; operations in flight fail. Never raises, blocks for at most _CLOSE_TIMEOUT_S."""
+        if self._process_group is None:
+            return
+        shut_down(self._sockets)
+        if hasattr(self._process_group, "abort") and self.device.type == "cuda":
+            self._process_group.abort()
+        flight, self._in_flight = self._in_flight, _InFlight(self._channel)
+        if not flight.wait_until_over(_CLOSE_TIMEOUT_S):
+            _parked.append(self._process_group)
+        flight.forget()
+        self._process_group = None
+
+
+class _Rows:
+    """Rows that are being gathered; read them after `Group.finish`."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self._rows = rows
+
+    def read(self) -> list[list[int]]:
+        return [[int(value) for value in row.tolist()] for row in self._rows]
+
+
+class _InFlight:
+    """The operations that were started and have not been waited for."""
+
+    def __init__(self, channel: AgentChannel) -> None:
+        self._channel = channel
+        self._works: list[object] = []
+        self._finished = 0
+        self._over = threading.Condition()
+        self.error: str | None = None
+        self.polled = False
+
+    def add(self, work: object) -> None:
+        self._works.append(work)
+        if torch.cuda.is_available():  # a CUDA future is done when the kernel is queued: ask the work itself
+            self.polled = True
+        else:
+            work.get_future().add_done_callback(self._note)  # type: ignore[attr-defined]
+
+    def _note(self, future: object) -> None:
+        try:
+            future.value()  # type: ignore[attr-defined]
+        except Exception as error:
+            self.error = self.error or str(error)
+        with self._over:
+            self._finished += 1
+            self._over.notify_all()
+        self._channel.wake()
+
+    def settled(self) -> bool:
+        """Whether one has failed or all are done."""
+        if self.polled:
+            return self._poll()
+        return self.error is not None or self._finished == len(self._works)
+
+    def _poll(self) -> bool:
+        for work in self._works:
+            if not work.is_completed():  # type: ignore[attr-defined]
+                return False
+            try:
+                work.wait()  # type: ignore[attr-defined]
+            except RuntimeError as error:
+                self.error = str(error)
+                return True
+        return True
+
+    def wait_until_over(self, timeout_s: float) -> bool:
+        if self.polled:
+            return True
+        with self._over:
+            return self._over.wait_for(lambda: self._finished == len(self._works), timeout_s)
+
+    def forget(self) -> None:
+        self._works = []
+        self._finished = 0
+
+
+def form(
+    *, channel: AgentChannel, store: StoreAddress, prefix: str, generation: int, rank: int, size: int,
+    address: str, device: torch.device, collective_timeout_s: float, timeout_s: float | None,
+) -> Group:  # fmt: skip
+    """Form the group of `generation` with its other members; returns when this member is connected to all.
+
+    Raises Superseded when a newer membership (urgent or not) comes meanwhile, Broken when forming fails or takes
+    longer than `timeout_s`, QuitAsked.
+    """
+    if size == 1:
+        return Group(None, {}, generation, rank, size, channel, device)
+    attempt = _Attempt(store, prefix, rank, size, address, device, timedelta(seconds=collective_timeout_s), channel)
+    try:
+        in_time = channel.wait(lambda: attempt.over or channel.newest(generation) is not None, timeout_s)
+    except BaseException:
+        attempt.abandon()
+        raise
+    process_group, sockets, error = attempt.take()
+    if process_group is None:
+        if error is not None:
+            raise Broken(error)
+        if in_time:
+            raise Superseded(f"generation {generation} was superseded while it formed")
+        raise Broken(f"not all members of generation {generation} came within {timeout_s} s")
+    return Group(process_group, sockets, generation, rank, size, channel, device)
+
+
+class _Attempt:
+    """One thread's attempt at forming a group, which the main thread may walk away from."""
+
+    def __init__(
+        self, store: StoreAddress, prefix: str, rank: int, size: int, address: str, device: torch.device,
+        collective_timeout: timedelta, channel: AgentChannel,
+    ) -> None:  # fmt: skip
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._process_group: object | None = None
+        self._sockets: dict[int, str] = {}
+        self._error: str | None = None
+        self.over = False
+        self._arguments = (store, prefix, rank, size, address, device, collective_timeout)
+        self._channel = channel
+        threading.Thread(target=self._run, name=f"form {prefix}", daemon=True).start()
+
+    def take(self) -> tuple[object | None, dict[int, str], str | None]:
+        """The result; from now on a later one is closed by the thread itself."""
+        with self._lock:
+            self._abandoned = True
+            process_group, self._process_group = self._process_group, None
+            return process_group, self._sockets, self._error
+
+    def abandon(self) -> None:
+        self.take()
+
+    def _run(self) -> None:
+        process_group: object | None = None
+        sockets: dict[int, str] = {}
+        error: str | None = None
+        try:
+            process_group, sockets = self._build(*self._arguments)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        with self._lock:
+            if self._abandoned:
+                shut_down(sockets)
+            else:
+                self._process_group, self._sockets, self._error = process_group, sockets, error
+            self.over = True
+        del process_group
+        self._channel.wake()
+
+    def _build(
+        self, address: StoreAddress, prefix: str, rank: int, size: int, own_address: str, device: torch.device,
+        collective_timeout: timedelta,
+    ) -> tuple[object | None, dict[int, str]]:  # fmt: skip
+        server = dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
+        store = dist.PrefixStore(prefix, server)
+        store.set(f"here/{rank}", b"1")
+        everyone = [f"here/{member}" for member in range(size)]
+        while not self._abandoned:
+            try:
+                store.wait(everyone, _LOOK_AGAIN)
+                break
+            except dist.DistStoreError:
+                continue
+        if self._abandoned:
+            return None, {}
+        before = _connected_sockets()
+        process_group = _connect(store, rank, size, own_address, device, collective_timeout)
+        after = _connected_sockets()
+        return process_group, {fd: name for fd, name in after.items() if before.get(fd) != name}
+
+
+def _connect(
+    store: object, rank: int, size: int, address: str, device: torch.device, collective_timeout: timedelta
+) -> object:
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = collective_timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = collective_timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _connected_sockets() -> dict[int, str]:
+    """This process's connected TCP sockets: descriptor -> the kernel's name of the socket."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            name = os.readlink(entry)  # noqa: PTH115 (Path.readlink would normalise the name)
+            if name.startswith("socket:") and _is_connected(int(entry.name)):
+                found[int(entry.name)] = name
+    return found
+
+
+def _is_connected(fd: int) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as duplicate:
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        duplicate.getpeername()
+        return True
+
+
+def shut_down(sockets: dict[int, str]) -> None:
+    """Shut down those of the sockets that still are what they were when they were found."""
+    for fd, name in sockets.items():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}") != name:  # noqa: PTH115
+                continue
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)

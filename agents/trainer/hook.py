@@ -1,0 +1,483 @@
+"""The hook: what a Megatron-core training loop calls, and all that unicrond needs of it.
+
+    hook = Hook.attach(model, optimizer, scheduler)
+    for step in hook.steps():
+        for micro_batch in step:                    # dealt to this replica; more of them after a peer's death
+            loss_sum, tokens = forward_backward(step, micro_batch)
+            step.add(loss_sum, tokens)
+        optimizer.step()                            # the gradients are the global batch's mean, on every replica
+        scheduler.step(...)
+
+Rules
+-----
+* An iteration: micro-batches are dealt, computed, accumulated; *computed* when this replica's are all done; *reduced*
+  when every bucket's sum and every replica's account are here; *agreed* when all members have said so; *committed*
+  when the loop comes back for the next step. Only then is the accumulation cleared.
+* Between micro-batches and in every wait, an urgent membership sends the worker to the next group, with its model,
+  optimizer and accumulation; the verdict there (`regrouping.py`) says how the iteration goes on.
+* A planned membership is followed at the boundary after an agreement that showed every member holding it.
+* The *lead* is the first member: it reports commits, writes checkpoints, and says when the task is complete. Everybody
+  keeps the newest commit, so that a new lead can report what the old one took with it.
+* After the last iteration nobody leaves before the lead has saved: if it dies, another does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from agents.trainer import checkpoint, context, transfer
+from agents.trainer.accumulation import Accumulation
+from agents.trainer.channel import QuitAsked
+from agents.trainer.context import Context
+from agents.trainer.faults import NanLoss
+from agents.trainer.group import Broken, Group, Superseded
+from agents.trainer.injection import Point
+from agents.trainer.ledger import Account, Ledger, Total
+from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Saved
+from agents.trainer.randomness import seed_all
+from agents.trainer.regrouping import Position, Verdict
+from agents.trainer.rendezvous import LeftOut, Rendezvous, Seat, Stranded
+from agents.trainer.sampling import Sampling, work_seed
+from agents.trainer.state import TrainingState
+
+EXIT_STRANDED = 75
+Origin = Literal["own", "replica", "checkpoint", "init"]
+
+
+@dataclass(slots=True)
+class Sums:
+    """An iteration's complete sums: each bucket's over all replicas (a copy), and all accounts."""
+
+    buckets: list[torch.Tensor]
+    total: Total
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What the last verdict left to do: a transfer that is owed, and the hand for the iteration after this one."""
+
+    verdict: Verdict
+    transfer_owed: bool
+    next_hand: tuple[int, ...] | None = None
+
+
+class Step:
+    """One iteration. Iterate over it to get the micro-batches that this replica is to compute."""
+
+    def __init__(self, hook: Hook, iteration: int) -> None:
+        self._hook = hook
+        self.iteration = iteration
+        self.agreed = False
+
+    def __iter__(self) -> Iterator[int]:
+        """One micro-batch at a time; after a peer's death between two of them, more may come."""
+        for (micro_batch,) in self.lists(1):
+            yield micro_batch
+
+    def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
+        """Lists of micro-batches, as many as are left (pipeline schedules want them all at once) or `at_most`."""
+        yield from self._hook._micro_batches(self, at_most)
+
+    def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
+        """Account for the micro-batches just computed: sum of token losses, number of tokens (both 0 in pipeline
+        stages without the loss). Raises NanLoss where the sum is not finite."""
+        self._hook._add(float(loss_sum), int(tokens))
+
+    def samples(self, micro_batch: int) -> tuple[int, ...]:
+        """The indices of the micro-batch's samples in the data set."""
+        return self._hook._sampling.samples(self.iteration, micro_batch)
+
+    def seed(self, micro_batch: int) -> None:
+        """Seed every random number drawn for the micro-batch; call it first in the forward step."""
+        seed_all(work_seed(self._hook._context.launch.spec.seed, self.iteration, micro_batch))
+
+
+@dataclass(slots=True)
+class Hook:
+    """A training process's side of unicrond. See the module's rules; make one with `attach`."""
+
+    _context: Context
+    _state: TrainingState
+    _sampling: Sampling
+    _accumulation: Accumulation
+    _rendezvous: Rendezvous
+    _ledger: Ledger
+    _membership: Membership | None = None
+    _turn: _Turn | None = None
+    _sums: Sums | None = None
+    _has_state: bool = False
+    _origin: Origin = "own"
+    _loss: float = 0.0
+    _committed: Committed | None = None
+    _committed_told: bool = False
+    _boundary_at: float = field(default_factory=time.monotonic)
+    _target: int = 0
+
+    @staticmethod
+    def attach(
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        dataset_size: int | None = None,
+    ) -> Hook:
+        """Take over gradient accumulation and cross-replica reduction of `model` (or model chunks).
+
+        `optimizer` and `scheduler` need state_dict and load_state_dict. `dataset_size`: samples in the data set,
+        over which `step.samples` permutes; None: an endless stream. Raises RuntimeError outside a worker.
+        """
+        here = context.current()
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        spec = here.launch.spec
+        hook = Hook(
+            _context=here,
+            _state=TrainingState(models, optimizer, scheduler),
+            _sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
+            _accumulation=Accumulation(parameter for module in models for parameter in module.parameters()),
+            _rendezvous=Rendezvous(here),
+            _ledger=Ledger(iteration=0),
+        )
+        here.channel.send(Ready())
+        return hook
+
+    def steps(self) -> Iterator[Step]:
+        """The iterations that are left, one after the other, from wherever the task stands."""
+        spec = self._context.launch.spec
+        self._regroup(None)
+        while self._ledger.iteration <= spec.iterations:
+            step = Step(self, self._ledger.iteration)
+            self._context.phase = "forward"
+            yield step
+            if not step.agreed:
+                raise RuntimeError("the loop left a step before its micro-batches were all computed and agreed on")
+            self._commit()
+        self._complete()
+
+    # --- within an iteration ---------------------------------------------------------------------
+
+    def _micro_batches(self, step: Step, at_most: int | None) -> Iterator[list[int]]:
+        while not step.agreed:
+            try:
+                self._rendezvous.look()
+                todo = self._ledger.todo()[:at_most]
+                if todo:
+                    self._fire("micro_batch")
+                    self._context.phase = "forward"
+                    yield todo
+                    self._ledger.finished += len(todo)
+                else:
+                    self._reduce()
+                    step.agreed = True
+            except Broken as failure:
+                self._rendezvous.leave()
+                self._rendezvous.report(failure, self._ledger.iteration, "reduce")
+                step.agreed = self._regroup(None)
+            except Superseded:
+                step.agreed = self._regroup(None)
+        self._settle()
+
+    def _fire(self, point: Point) -> None:
+        self._context.injection.fire(point, self._ledger.iteration, self._rendezvous.generation, self._ledger.finished)
+
+    def _add(self, loss_sum: float, tokens: int) -> None:
+        if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
+            raise NanLoss(f"the loss of a micro-batch of iteration {self._ledger.iteration} is {loss_sum}")
+        self._ledger.loss_sum += loss_sum
+        self._ledger.tokens += tokens
+
+    def _reduce(self) -> None:
+        """Bring this iteration from *computed* to *agreed*. Raises Broken or Superseded."""
+        self._context.phase = "reduce"
+        self._fire("computed")
+        group, ledger, replica = self._group(), self._ledger, self._context.replica
+        loss_sum, tokens = replica.from_last_stage(ledger.loss_sum, ledger.tokens)
+        ledger.loss_sum, ledger.tokens = loss_sum, int(tokens)
+        if self._sums is None:
+            self._sums = self._rendezvous.together(lambda: self._sum(group))
+        self._fire("reduced")
+        pending = self._rendezvous.pending()
+
+        def agree() -> list[list[int]]:
+            rows = group.all_gather([ledger.iteration, pending])
+            self._fire("agreeing")
+            group.finish()
+            return rows.read()
+
+        rows = self._rendezvous.together(agree)
+        held_by_all = {row[1] for row in rows} == {pending}
+        self._target = pending if held_by_all else 0
+
+    def _sum(self, group: Group) -> Sums:
+        """All replicas' sums of the accumulations, and their accounts."""
+        buckets = self._accumulation.copy()
+        rows = group.all_gather(self._ledger.account(self._sampling).row())
+        group.all_reduce(buckets)
+        self._fire("reducing")
+        group.finish()
+        total = Total(group.generation, tuple(Account.from_row(row) for row in rows.read()))
+        total.check(self._ledger.iteration, self._context.launch.spec.micro_batches)
+        return Sums(buckets, total)
+
+    def _settle(self) -> None:
+        """The iteration is agreed: its gradients are final."""
+        assert self._sums is not None
+        self._accumulation.settle(self._sums.buckets, self._sums.total.tokens)
+        self._context.phase = "step"
+        self._fire("agreed")
+
+    # --- between iterations ----------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """The loop has stepped: report, save, and go where the next iteration is to happen."""
+        assert self._sums is not None
+        spec, total, iteration = self._context.launch.spec, self._sums.total, self._ledger.iteration
+        now = time.monotonic()
+        self._loss = total.loss
+        self._committed = Committed(
+            generation=total.generation,
+            iteration=iteration,
+            samples=total.samples,
+            samples_digest=total.samples_digest,
+            loss=total.loss,
+            duration_us=int((now - self._boundary_at) * 1e6),
+            micro_batches_by_rank=total.micro_batches_by_rank,
+            redone=total.redone,
+        )
+        self._committed_told = False
+        self._boundary_at = now
+        self._sums = None
+        self._tell_committed()
+        turn, self._turn = self._turn, None
+        hand = turn.next_hand if turn is not None else None
+        self._begin(iteration + 1)
+        self._fire("committed")
+        if spec.checkpoint.interval and iteration % spec.checkpoint.interval == 0 and iteration < spec.iterations:
+            self._save_if_lead()
+        if turn is not None and turn.transfer_owed:
+            self._ledger.deal(hand or (), redone=False)
+            try:
+                self._transfer(turn)
+            except Superseded:
+                self._regroup(None)
+            except Broken as failure:
+                self._rendezvous.leave()
+                self._rendezvous.report(failure, self._ledger.iteration, "regroup")
+                self._regroup(None)
+        elif self._target:
+            target, self._target = self._context.channel.membership(self._target), 0
+            self._regroup(target)
+        else:
+            self._ledger.deal(self._fair_hand() if hand is None else hand, redone=False)
+
+    def _begin(self, iteration: int) -> None:
+        self._accumulation.clear()
+        self._ledger = Ledger(iteration=iteration)
+        self._context.iteration = iteration
+
+    def _fair_hand(self) -> range:
+        """Round-robin: this replica's share of an iteration from the start (what `deal` gives to empty hands)."""
+        group = self._group()
+        return range(group.rank, self._context.launch.spec.micro_batches, group.size)
+
+    def _is_lead(self) -> bool:
+        return self._membership is not None and self._membership.members[0].worker == self._context.launch.worker
+
+    def _in_lead_replica(self) -> bool:
+        members = () if self._membership is None else self._membership.members
+        mine = [member.replica for member in members if member.worker == self._context.launch.worker]
+        return bool(mine) and mine[0] == members[0].replica
+
+    def _tell_committed(self) -> None:
+        if self._committed is not None and not self._committed_told and self._is_lead():
+            self._context.channel.send(self._committed)
+            self._committed_told = True
+
+    def _save_if_lead(self) -> None:
+        if self._context.launch.spec.checkpoint.dir and self._ledger.iteration > 1 and self._in_lead_replica():
+            self._save()
+
+    def _save(self) -> None:
+        """Write the state after the last committed iteration; all shards of the replica take part."""
+        spec, started = self._context.launch.spec, time.monotonic()
+        iteration, self._context.phase = self._ledger.iteration - 1, "checkpoint"
+        saved = checkpoint.save(
+            Path(spec.checkpoint.dir), spec.name, iteration, self._state.capture(iteration, self._loss),
+            self._context.replica, str(self._context.launch.replica), spec.checkpoint.keep,
+        )  # fmt: skip
+        if self._context.replica.shard == 0:
+            self._context.channel.send(
+                Saved(
+                    iteration=iteration,
+                    path=str(saved.path),
+                    size_bytes=saved.size_bytes,
+                    duration_us=int((time.monotonic() - started) * 1e6),
+                )
+            )
+
+    def _complete(self) -> None:
+        """Let the lead save and say that the task is complete; leave together."""
+        told = False
+        while True:
+            try:
+                if self._context.launch.spec.checkpoint.dir and self._in_lead_replica() and not told:
+                    self._save()
+                if self._is_lead() and not told:
+                    self._context.channel.send(
+                        Completed(
+                            iteration=self._ledger.iteration - 1,
+                            loss=self._loss,
+                            params_digest=self._state.params_digest(),
+                        )
+                    )
+                    self._context.channel.flush(5.0)
+                told = told or self._in_lead_replica()
+                self._farewell(self._group())
+                return
+            except (Broken, Superseded):
+                self._rendezvous.leave()
+                self._regroup(None)
+
+    def _farewell(self, group: Group) -> None:
+        def wave() -> None:
+            group.all_gather([self._ledger.iteration])
+            group.finish()
+
+        self._rendezvous.together(wave)
+
+    # --- from group to group ---------------------------------------------------------------------
+
+    def _group(self) -> Group:
+        group = self._rendezvous.group
+        assert group is not None
+        return group
+
+    def _position(self) -> Position:
+        return Position(
+            has_state=self._has_state,
+            iteration=self._ledger.iteration if self._has_state else 0,
+            sums_complete=self._sums is not None,
+            held=tuple(self._ledger.held) if self._has_state else (),
+        )
+
+    def _regroup(self, target: Membership | None) -> bool:
+        """Take a seat in the next group, state included. True: step first, with the sums that are complete."""
+        while True:
+            self._context.phase = "regroup"
+            self._turn = None
+            self._target = 0
+            try:
+                seat = self._rendezvous.join(self._position(), self._context.launch.spec.micro_batches, target)
+            except LeftOut as left_out:
+                self._park(left_out.membership)
+            except Stranded as stranded:
+                self._give_up(stranded)
+            target = None
+            self._membership = seat.membership
+            self._context.channel.forget(seat.membership.generation)
+            self._turn, step_first = self._apply(seat.verdict)
+            if step_first:
+                self._tell_regrouped(seat, "own")
+                return True
+            origin: Origin = "own"
+            if self._turn.transfer_owed:
+                try:
+                    origin = self._transfer(self._turn)
+                except Superseded:
+                    continue
+                except Broken as failure:
+                    self._rendezvous.leave()
+                    self._rendezvous.report(failure, self._ledger.iteration, "regroup")
+                    continue
+            self._tell_regrouped(seat, origin)
+            return False
+
+    def _apply(self, verdict: Verdict) -> tuple[_Turn, bool]:
+        """Act on the verdict as far as this member's own books go; the transfer is left to `_transfer`."""
+        rank = self._group().rank
+        hand = verdict.dealt[rank]
+        turn = _Turn(verdict, transfer_owed=bool(verdict.receivers))
+        if rank in verdict.step_first:
+            turn.next_hand = hand
+            return turn, True
+        self._sums = None
+        if rank in verdict.receivers:
+            self._begin(verdict.iteration)
+            self._ledger.deal(hand, redone=False)
+        else:
+            self._ledger.deal(hand, redone=bool(self._ledger.held))
+        return turn, False
+
+    def _transfer(self, turn: _Turn) -> Origin:
+        """Give, take, or stand by while the source's state is broadcast; everybody is at its iteration afterwards."""
+        group, verdict = self._group(), turn.verdict
+        rank = group.rank
+        self._fire("giving")
+        if rank == verdict.source:
+            if verdict.fresh:
+                self._find_state()
+            tree = {"origin": self._origin, "state": self._state.capture(self._ledger.iteration - 1, self._loss)}
+            self._rendezvous.together(lambda: transfer.give(group, tree))
+        else:
+            keep = rank in verdict.receivers
+            told = self._rendezvous.together(lambda: transfer.take(group, verdict.source, keep))
+            if keep:
+                hand = list(self._ledger.held)
+                iteration, self._loss = self._state.restore(told["state"])
+                self._begin(iteration + 1)
+                self._ledger.deal(hand, redone=False)
+                self._has_state = True
+                self._origin = told["origin"] if verdict.fresh else "replica"
+        turn.transfer_owed = False
+        return self._origin if rank in verdict.receivers or verdict.fresh else "own"
+
+    def _find_state(self) -> None:
+        """Nobody has state: take the newest checkpoint, or begin."""
+        spec, hand = self._context.launch.spec, list(self._ledger.held)
+        tree = None
+        if spec.checkpoint.dir:
+            tree = checkpoint.load_newest(Path(spec.checkpoint.dir), spec.name, self._context.replica)
+        iteration = 0
+        self._origin = "init"
+        if tree is not None:
+            iteration, self._loss = self._state.restore(tree)
+            self._origin = "checkpoint"
+        self._begin(iteration + 1)
+        self._ledger.deal(hand, redone=False)
+        self._has_state = True
+
+    def _tell_regrouped(self, seat: Seat, source: Origin) -> None:
+        self._boundary_at = self._boundary_at if source == "own" else time.monotonic()
+        self._context.channel.send(
+            Regrouped(
+                generation=seat.membership.generation,
+                iteration=self._ledger.iteration,
+                dealt=self._ledger.redone,
+                duration_us=seat.duration_us,
+                source=source,
+            )
+        )
+        self._tell_committed()
+
+    def _park(self, target: Membership) -> NoReturn:
+        """This worker is no longer a member: say so, and wait to be ended. Its last group stays open, see
+        `rendezvous.py`. Where nobody stays, the lead's replica is the last that can save the state."""
+        present = () if self._membership is None else self._membership.members
+        staying = {member.worker for member in present}.intersection(member.worker for member in target.members)
+        if self._has_state and not staying:
+            self._save_if_lead()
+        self._context.channel.send(Parked(generation=target.generation, iteration=max(0, self._ledger.iteration - 1)))
+        self._context.channel.wait(lambda: False)
+        raise QuitAsked
+
+    def _give_up(self, stranded: Stranded) -> NoReturn:
+        """No membership came: save what there is and stop."""
+        print(f"{self._context.launch.worker}: {stranded}; saving and ending", flush=True)
+        if self._has_state and self._context.launch.spec.checkpoint.dir and self._ledger.iteration > 1:
+            self._save()
+        raise SystemExit(EXIT_STRANDED)

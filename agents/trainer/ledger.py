@@ -1,0 +1,111 @@
+"""A replica's account of one iteration: what it holds, what it has finished, what came of it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agents.trainer.sampling import DIGEST_MODULUS, Sampling, samples_digest
+
+
+@dataclass(slots=True)
+class Ledger:
+    """`held`: micro-batches in the order they were dealt, of which the first `finished` are done.
+
+    `loss_sum`: sum of the token losses; `tokens`: how many; `redone`: held because another replica was lost.
+    """
+
+    iteration: int
+    held: list[int] = field(default_factory=list)
+    finished: int = 0
+    loss_sum: float = 0.0
+    tokens: int = 0
+    redone: int = 0
+
+    def todo(self) -> list[int]:
+        return self.held[self.finished :]
+
+    def deal(self, micro_batches: Sequence[int], redone: bool) -> None:
+        self.held.extend(micro_batches)
+        if redone:
+            self.redone += len(micro_batches)
+
+    def account(self, sampling: Sampling) -> Account:
+        """The finished iteration's account of this replica."""
+        samples = [sample for micro_batch in self.held for sample in sampling.samples(self.iteration, micro_batch)]
+        return Account(
+            iteration=self.iteration,
+            micro_batches=self.finished,
+            samples=len(samples),
+            samples_digest=samples_digest(self.iteration, samples),
+            loss_sum=self.loss_sum,
+            tokens=self.tokens,
+            redone=self.redone,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one replica contributed to an iteration. Travels as a row of signed 64-bit integers."""
+
+    iteration: int
+    micro_batches: int
+    samples: int
+    samples_digest: int
+    loss_sum: float
+    tokens: int
+    redone: int
+
+    def row(self) -> list[int]:
+        (loss_bits,) = struct.unpack("<q", struct.pack("<d", self.loss_sum))
+        return [
+            self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens, self.redone
+        ]  # fmt: skip
+
+    @staticmethod
+    def from_row(row: Sequence[int]) -> Account:
+        iteration, micro_batches, samples, digest, loss_bits, tokens, redone = row
+        (loss_sum,) = struct.unpack("<d", struct.pack("<q", loss_bits))
+        return Account(iteration, micro_batches, samples, digest, loss_sum, tokens, redone)
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """All replicas' accounts of one iteration, in rank order, reduced under `generation`."""
+
+    generation: int
+    accounts: tuple[Account, ...]
+
+    def check(self, iteration: int, micro_batches: int) -> None:
+        """Every micro-batch of `iteration` exactly once, and something to divide by. Raises RuntimeError."""
+        counted = sum(account.micro_batches for account in self.accounts)
+        if counted != micro_batches or any(account.iteration != iteration for account in self.accounts):
+            raise RuntimeError(f"iteration {iteration}: {counted} of {micro_batches} micro-batches: {self.accounts}")
+        if self.tokens <= 0:
+            raise RuntimeError(f"iteration {iteration}: no tokens were added; call step.add(loss_sum, tokens)")
+
+    @property
+    def tokens(self) -> int:
+        return sum(account.tokens for account in self.accounts)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per token; summed in rank order, so that all ranks have the same bits."""
+        return sum(account.loss_sum for account in self.accounts) / self.tokens
+
+    @property
+    def samples(self) -> int:
+        return sum(account.samples for account in self.accounts)
+
+    @property
+    def samples_digest(self) -> int:
+        return sum(account.samples_digest for account in self.accounts) % DIGEST_MODULUS
+
+    @property
+    def redone(self) -> int:
+        return sum(account.redone for account in self.accounts)
+
+    @property
+    def micro_batches_by_rank(self) -> tuple[int, ...]:
+        return tuple(account.micro_batches for account in self.accounts)

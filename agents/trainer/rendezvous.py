@@ -1,0 +1,199 @@
+"""From one group to the next: which membership to follow, and the exchange that every new group begins with.
+
+Rules
+-----
+* While the group is sound, an *urgent* membership is followed at once, a planned one at the boundary of an iteration
+  whose agreement showed that all members hold it (`hook.py` decides that, and names it as the target).
+* While there is no sound group (none yet, a broken one, one that would not form), any membership newer than the one
+  last tried is followed. Older ones never.
+* A broken group is left before anything else. A sound one is kept until the next has formed: its peers may still be
+  reading the end of the last agreement from it.
+* Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
+  shards take the same turn. Every wait is bounded for a worker with state: after `fault_wait_s` it is stranded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from agents.trainer.channel import QuitAsked
+from agents.trainer.context import Context
+from agents.trainer.group import Broken, Group, Superseded, form
+from agents.trainer.messages import Membership, Trouble
+from agents.trainer.regrouping import Position, Verdict, judge
+from events.vocabulary import Phase
+
+T = TypeVar("T")
+_MESSAGE_CHARS = 1024
+
+
+class LeftOut(Exception):
+    """The membership to follow does not name this worker."""
+
+    def __init__(self, membership: Membership) -> None:
+        super().__init__(f"generation {membership.generation} does not name this worker")
+        self.membership = membership
+
+
+class Stranded(Exception):
+    """No membership came in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A place in a new group: its membership, and what all agreed on by exchanging their positions."""
+
+    membership: Membership
+    verdict: Verdict
+    duration_us: int
+
+
+class Rendezvous:
+    """Holds this shard's group. `generation`: of the membership last tried, 0 before the first."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._channel = context.channel
+        self._replica = context.replica
+        self.group: Group | None = None
+        self.generation = 0
+
+    def look(self) -> None:
+        """Raise Superseded if an urgent membership has come, QuitAsked if the agent wants the worker to end."""
+        urgent = self._channel.newest(self.generation, urgent_only=True)
+        (newest,) = self._replica.highest(0 if urgent is None else urgent.generation)
+        if self._channel.quit_asked():
+            raise QuitAsked
+        if newest:
+            raise Superseded(f"generation {newest} is urgent")
+
+    def pending(self) -> int:
+        """The newest membership that every shard of this replica holds and that is not followed yet; else 0."""
+        newest = self._channel.newest(self.generation)
+        mine = 0 if newest is None else newest.generation
+        highest, lowest = self._replica.highest(mine, -mine)
+        return mine if highest == -lowest else 0
+
+    def together(self, attempt: Callable[[], T]) -> T:
+        """Do something with this shard's group; raises Broken or Superseded if it failed for any shard."""
+        failure: Broken | Superseded | None = None
+        try:
+            result = attempt()
+        except (Broken, Superseded) as error:
+            failure = error.with_traceback(None)
+        if not self._replica.all_true(failure is None):
+            raise failure or Superseded("another shard of this replica has left its group")
+        return result
+
+    def leave(self) -> None:
+        """Leave the group at once."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    def report(self, failure: Broken, iteration: int, phase: Phase) -> None:
+        """Tell the agent of a broken group, unless the answer is already here."""
+        if self._channel.newest(self.generation) is None:
+            self._channel.send(
+                Trouble(
+                    kind="connection_broken",
+                    generation=self.generation,
+                    iteration=iteration,
+                    phase=phase,
+                    message=str(failure)[:_MESSAGE_CHARS],
+                    detail="",
+                )
+            )
+
+    def join(self, position: Position, micro_batches: int, target: Membership | None) -> Seat:
+        """Follow the membership, and any newer one that comes meanwhile, until a group has exchanged positions.
+
+        `target`: leave a sound group for it. None: wait for one. Raises LeftOut, Stranded, QuitAsked.
+        """
+        sound, self.group = self.group, None
+        if target is None and sound is not None:
+            sound.close()
+        wait_s = self._context.patience.fault_wait_s if position.has_state else None
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        try:
+            while True:
+                membership = target or self._await_membership(deadline)
+                target = None
+                self.generation = self._context.generation = membership.generation
+                if all(member.worker != self._context.launch.worker for member in membership.members):
+                    sound = None  # kept open: see the rules
+                    raise LeftOut(membership)
+                try:
+                    verdict = self._attempt(membership, position, micro_batches, deadline)
+                except Broken as failure:
+                    self.report(failure, position.iteration, "regroup")
+                except Superseded:
+                    pass
+                else:
+                    received_s = self._channel.received_at(membership.generation)
+                    return Seat(membership, verdict, int((time.monotonic() - received_s) * 1e6))
+                self.leave()
+                if sound is not None:
+                    sound.close()
+                    sound = None
+        finally:
+            if sound is not None:
+                sound.close()
+
+    def _attempt(
+        self, membership: Membership, position: Position, micro_batches: int, deadline: float | None
+    ) -> Verdict:
+        launch, injection = self._context.launch, self._context.injection
+        mine = [member for member in membership.members if member.shard == launch.shard]
+        rank = [member.worker for member in mine].index(launch.worker)
+        injection.fire("forming", position.iteration, self.generation)
+
+        def meet() -> None:
+            self.group = form(
+                channel=self._channel,
+                store=membership.store,
+                prefix=f"gen/{launch.task}/{membership.generation}/{launch.shard}",
+                generation=membership.generation,
+                rank=rank,
+                size=len(mine),
+                address=launch.address,
+                device=self._replica.device,
+                collective_timeout_s=self._context.patience.collective_timeout_s,
+                timeout_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
+            )
+
+        self.together(meet)
+        group = self.group
+        assert group is not None
+        injection.fire("formed", position.iteration, self.generation)
+
+        def exchange() -> Verdict:
+            rows = group.all_gather(position.row(micro_batches))
+            group.finish()
+            return judge([Position.from_row(row) for row in rows.read()], micro_batches)
+
+        verdict = self.together(exchange)
+        injection.fire("exchanged", position.iteration, self.generation)
+        return verdict
+
+    def _await_membership(self, deadline: float | None) -> Membership:
+        """The newest membership that any shard of this replica knows, newer than the one last tried."""
+
+        def await_shared(known: Callable[[], Membership | None]) -> int:
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._channel.wait(lambda: known() is not None, remaining_s)
+            membership = known()
+            mine = 0 if membership is None else membership.generation
+            newest, missing = self._replica.highest(mine, int(membership is None))
+            if missing:
+                raise Stranded(f"no membership after generation {self.generation} came in time")
+            return newest
+
+        newest = await_shared(lambda: self._channel.newest(self.generation))
+        await_shared(lambda: self._channel.membership(newest))
+        membership = self._channel.membership(newest)
+        assert membership is not None
+        return membership

@@ -1,0 +1,78 @@
+"""Which samples an iteration uses: a pure function of (seed, iteration, micro-batch), shared by all replicas.
+
+Rules
+-----
+* Positions count through training: sample `j` of micro-batch `m` of iteration `i` (from 1) stands at position
+  `(i - 1) * global_batch + m * micro_batch + j`.
+* With a data set of `n` samples, position `p` lies in epoch `p // n` and names sample `(a * (p % n) + b) % n`: an
+  affine permutation with `gcd(a, n) == 1`, so no sample comes twice within an epoch. `a` and `b` are drawn from
+  `blake2b(f"{seed}:{epoch}")`. Without a data set (a stream) the position itself is the sample.
+* `sample_hash` and its sum modulo 2**61 stand in the log, so that anybody can recompute what was trained on.
+
+No torch here: the tests of the log use this module too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from math import gcd
+
+DIGEST_MODULUS = 2**61
+
+
+def sample_hash(iteration: int, sample: int) -> int:
+    """The hash of one use of one sample, in [0, 2**61)."""
+    return int.from_bytes(blake2b(f"{iteration}:{sample}".encode(), digest_size=8).digest(), "big") % DIGEST_MODULUS
+
+
+def samples_digest(iteration: int, samples: Iterable[int]) -> int:
+    """Sum of the samples' hashes modulo 2**61; the order does not matter, how often each occurs does."""
+    return sum(sample_hash(iteration, sample) for sample in samples) % DIGEST_MODULUS
+
+
+def work_seed(seed: int, iteration: int, micro_batch: int) -> int:
+    """The seed of every random number drawn for one micro-batch, in [0, 2**62), whoever computes it."""
+    drawn = blake2b(f"work:{seed}:{iteration}:{micro_batch}".encode(), digest_size=8).digest()
+    return int.from_bytes(drawn, "big") % 2**62
+
+
+@lru_cache(maxsize=16)
+def _epoch_permutation(seed: int, epoch: int, size: int) -> tuple[int, int]:
+    drawn = blake2b(f"{seed}:{epoch}".encode(), digest_size=16).digest()
+    multiplier = int.from_bytes(drawn[:8], "big") % size
+    while gcd(multiplier, size) != 1:
+        multiplier = (multiplier + 1) % size
+    return multiplier, int.from_bytes(drawn[8:], "big") % size
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A task's stream of samples. `dataset_size` in samples; None: endless, the position is the sample."""
+
+    seed: int
+    global_batch: int
+    micro_batch: int
+    dataset_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.dataset_size is not None and self.dataset_size < 1:
+            raise ValueError(f"dataset_size: {self.dataset_size} samples; give at least one (a longer text?)")
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch: {self.global_batch} is no multiple of micro_batch {self.micro_batch}; make it one"
+            )
+
+    def samples(self, iteration: int, micro_batch: int) -> tuple[int, ...]:
+        """The sample indices of one micro-batch, in order."""
+        first = (iteration - 1) * self.global_batch + micro_batch * self.micro_batch
+        return tuple(self._sample_at(position) for position in range(first, first + self.micro_batch))
+
+    def _sample_at(self, position: int) -> int:
+        if self.dataset_size is None:
+            return position
+        epoch, offset = divmod(position, self.dataset_size)
+        multiplier, shift = _epoch_permutation(self.seed, epoch, self.dataset_size)
+        return (multiplier * offset + shift) % self.dataset_size

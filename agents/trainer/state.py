@@ -1,0 +1,165 @@
+"""The training state as a tree, and the tree as a skeleton plus tensors: for broadcasts and for checkpoints alike.
+
+Rules
+-----
+* A skeleton is msgpack of plain values, in which a tensor stands as its dtype and shape. The tensors' bytes follow
+  in the skeleton's order, in native (little-endian) C layout. No pickle: nothing that arrives is ever executed.
+* Restoring checks names, shapes and dtypes of all parameters before it writes the first one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import torch
+
+_TENSOR, _TUPLE = 1, 2
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+if sys.byteorder != "little":
+    raise ImportError("the trainer's state format is little-endian; this machine is not")
+
+
+class BadState(ValueError):
+    """A state that does not fit the model, or bytes that are no state."""
+
+
+def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]:
+    """The tree's skeleton and its tensors, in the skeleton's order. Raises BadState on a value it cannot hold."""
+    tensors: list[torch.Tensor] = []
+
+    def pack(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            if value.dtype not in _NAMES:
+                raise BadState(f"a tensor of dtype {value.dtype} cannot be saved")
+            tensors.append(value.detach())
+            return msgpack.ExtType(_TENSOR, msgpack.packb([_NAMES[value.dtype], list(value.shape)]))
+        if isinstance(value, tuple):
+            return msgpack.ExtType(_TUPLE, msgpack.packb(list(value), default=pack, strict_types=True))
+        if isinstance(value, dict):  # an OrderedDict, say: strict_types asks about everything but exact types
+            return dict(value)
+        raise BadState(f"a value of type {type(value).__name__} cannot be saved: {value!r:.80}")
+
+    return msgpack.packb(tree, default=pack, strict_types=True), tensors
+
+
+def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """The inverse of `flatten`."""
+    remaining = iter(tensors)
+
+    def unpack(code: int, data: bytes) -> object:
+        if code == _TENSOR:
+            return next(remaining)
+        if code == _TUPLE:
+            return tuple(msgpack.unpackb(data, ext_hook=unpack, strict_map_key=False))
+        raise BadState(f"a skeleton with an unknown extension {code}")
+
+    return msgpack.unpackb(skeleton, ext_hook=unpack, strict_map_key=False)
+
+
+def shapes(skeleton: bytes) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype and shape of each tensor in the skeleton's order. Raises BadState."""
+    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def unpack(code: int, data: bytes) -> object:
+        if code == _TENSOR:
+            name, shape = msgpack.unpackb(data)
+            if name not in _DTYPES or any(type(extent) is not int or extent < 0 for extent in shape):
+                raise BadState(f"a skeleton with a tensor of dtype {name!r}, shape {shape!r}")
+            found.append((_DTYPES[name], tuple(shape)))
+            return None
+        if code == _TUPLE:
+            return msgpack.unpackb(data, ext_hook=unpack, strict_map_key=False)
+        raise BadState(f"a skeleton with an unknown extension {code}")
+
+    try:
+        msgpack.unpackb(skeleton, ext_hook=unpack, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise BadState(f"no skeleton of a state: {error}") from None
+    return found
+
+
+def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of that dtype and shape."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count * int(dtype.itemsize)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as a flat uint8 tensor (a view where it is contiguous and on the CPU)."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def tensor_of(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse of `tensor_bytes`; `data` is a flat uint8 tensor that owns its (aligned) memory."""
+    return data.view(dtype).reshape(tuple(shape))
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """The objects that make up a worker's state: Megatron's (or plain torch's) model, optimizer and scheduler."""
+
+    models: Sequence[torch.nn.Module]
+    optimizer: Any
+    scheduler: Any
+
+    def capture(self, iteration: int, loss: float) -> dict[str, object]:
+        """The state after `iteration` (the last committed one) as a tree that aliases the live tensors."""
+        return {
+            "iteration": iteration,
+            "loss": loss,
+            "tensors": dict(self._tensors()),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def restore(self, tree: dict[str, Any]) -> tuple[int, float]:
+        """Take over a captured state; returns its iteration and loss. Raises BadState where it does not fit."""
+        mine, theirs = dict(self._tensors()), tree["tensors"]
+        if mine.keys() != theirs.keys():
+            difference = sorted(mine.keys() ^ theirs.keys())
+            raise BadState(f"model: the state has other tensors than this model, {difference[:4]} among them")
+        for name, tensor in mine.items():
+            if tensor.shape != theirs[name].shape or tensor.dtype != theirs[name].dtype:
+                raise BadState(
+                    f"model: {name} is {tuple(theirs[name].shape)} {theirs[name].dtype} in the state,"
+                    f" {tuple(tensor.shape)} {tensor.dtype} here"
+                )
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(theirs[name])
+        self.optimizer.load_state_dict(tree["optimizer"])
+        if hasattr(self.optimizer, "reload_model_params"):
+            self.optimizer.reload_model_params()
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(tree["scheduler"])
+        return int(tree["iteration"]), float(tree["loss"])
+
+    def params_digest(self) -> str:
+        """blake2b (32 hex digits) over the names and bytes of all parameters in name order."""
+        digest = blake2b(digest_size=16)
+        for name, parameter in sorted(self._parameters()):
+            digest.update(name.encode())
+            digest.update(memoryview(tensor_bytes(parameter.detach().cpu()).numpy()))
+        return digest.hexdigest()
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield f"{number}.{name}", parameter
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, parameter.detach()) for name, parameter in self._parameters())
+        for number, model in enumerate(self.models):
+            for name, buffer in model.named_buffers():
+                yield f"{number}.{name}", buffer

@@ -1,0 +1,100 @@
+"""A training process from its birth to its end; called in a child of the fork server.
+
+Exit codes: 0 done or asked to end; 1 an exception, told to the agent beforehand; 69 no agent (`channel.py`); 75 no
+membership after a fault (`hook.py`); what the user's script exits with.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from agents.trainer import context
+from agents.trainer.channel import AgentChannel, QuitAsked
+from agents.trainer.context import Context, Patience
+from agents.trainer.faults import trouble
+from agents.trainer.injection import Injection
+from agents.trainer.messages import Launch
+from events.vocabulary import TaskSpec
+
+_FLUSH_TIMEOUT_S = 2.0
+
+
+def run(launch: Launch) -> NoReturn:
+    """Be the worker that `launch` describes. Never returns: groups that hang must not hold up the end."""
+    os.environ.update(launch.spec.env)
+    channel: AgentChannel | None = None
+    code = 1
+    try:
+        patience = Patience.from_environment()
+        channel = AgentChannel(launch, patience.lease_s)
+        channel.start()
+        code = _train(launch, channel, patience)
+    except QuitAsked:
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        if channel is not None:
+            code = 0 if channel.quit_asked() else 1
+            if code:
+                _tell(channel, error)
+    finally:
+        if channel is not None:
+            channel.flush(_FLUSH_TIMEOUT_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
+    import torch
+
+    from agents.trainer import cpu_shim
+    from agents.trainer.replica import Replica
+
+    spec = launch.spec
+    if spec.cwd:
+        os.chdir(spec.cwd)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)  # CUDA_VISIBLE_DEVICES shows this worker's own
+    else:
+        cpu_shim.apply()
+    if spec.backend == "nccl" and not torch.cuda.is_available():
+        raise RuntimeError("backend: nccl needs a GPU, and torch sees none; use auto or gloo")
+    backend = "nccl" if torch.cuda.is_available() and spec.backend != "gloo" else "gloo"
+    injection = Injection(launch.worker, os.environ.get("UNICRON_FAULT", ""))
+    context.enter(Context(launch, channel, Replica(launch, backend), patience, injection))
+    if spec.entry == "gpt":
+        from agents.trainer import pretrain_gpt
+
+        pretrain_gpt.main(spec)
+    else:
+        _run_script(spec)
+    return 0
+
+
+def _run_script(spec: TaskSpec) -> None:
+    script = Path(spec.entry)
+    if not script.is_file():
+        raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path, or set cwd")
+    sys.argv = [str(script), *spec.args]
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _tell(channel: AgentChannel, error: BaseException) -> None:
+    try:
+        here = context.current()
+    except RuntimeError:
+        channel.send(trouble(error, 0, 0, "start"))
+    else:
+        channel.send(trouble(error, here.generation, here.iteration, here.phase))

@@ -1,0 +1,400 @@
+"""A rig for the trainer alone: real workers, real sockets and messages, no NATS, no coordinator.
+
+The test plays agent and coordinator: it starts workers, tells them memberships, reads what they say. A helper process
+(this file, run as a module) has imported torch and Megatron, holds the rendezvous store in a child, and forks workers:
+in small what `agents/fork_server.py` is in earnest.
+
+    with ForkServer() as server, Rig(server, tmp_path, spec) as rig:
+        rig.start("t.1", "t.2", "t.3")
+        rig.tell(1, ["t.1", "t.2", "t.3"])
+        rig.until(lambda: rig.completed)
+
+Run as a script with a count, it kills random workers at random moments that often:
+
+    python -m tests.integration.regroup_rig 50
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from agents.trainer.framing import Unframer, frame
+from agents.trainer.messages import (
+    Committed,
+    Completed,
+    Exited,
+    Forked,
+    FromWorker,
+    Hello,
+    Inventory,
+    Kill,
+    Launch,
+    Membership,
+    Quit,
+    Ready,
+    Regrouped,
+    Spawn,
+    ToForkServer,
+    ToWorker,
+    Trouble,
+)
+from events.vocabulary import Member, StoreAddress, TaskSpec
+
+FromServer = Forked | Exited | Inventory
+ADDRESS = "127.0.0.1"
+
+
+# --- the helper process --------------------------------------------------------------------------
+
+
+def serve(fd: int) -> None:
+    """Fork what is asked for, tell what ended, until the connection ends."""
+    import torch.distributed as dist
+
+    import agents.trainer.preload  # noqa: F401
+    from agents.trainer import worker
+
+    read, write = os.pipe()
+    store = os.fork()
+    if store == 0:
+        os.close(read)
+        server = dist.TCPStore(ADDRESS, 0, None, True, wait_for_workers=False)
+        os.write(write, str(server.port).encode())
+        os.close(write)
+        signal.pause()
+    port = int(os.read(read, 16))
+    os.close(read)
+    os.close(write)
+    wake_read, wake_write = socket.socketpair()
+    wake_write.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write.fileno())
+    connection = socket.socket(fileno=fd)
+    connection.sendall(frame(Inventory(store_port=port, workers=())))
+    incoming: Unframer[ToForkServer] = Unframer(ToForkServer)
+    living: dict[int, str] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is wake_read:
+                    wake_read.recv(4096)
+                    for pid, status in _reap():
+                        if pid in living:
+                            name = living.pop(pid)
+                            connection.sendall(frame(Exited(worker=name, pid=pid, status=status)))
+                    continue
+                data = connection.recv(65536)
+                if not data:
+                    for pid in [*living, store]:
+                        os.kill(pid, signal.SIGKILL)
+                    os._exit(0)
+                for message in incoming.feed(data):
+                    if isinstance(message, Spawn):
+                        pid = os.fork()
+                        if pid == 0:
+                            connection.close()
+                            signal.set_wakeup_fd(-1)
+                            log = os.open(message.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                            os.dup2(log, 1)
+                            os.dup2(log, 2)
+                            worker.run(message.launch)
+                        living[pid] = message.launch.worker
+                        connection.sendall(frame(Forked(worker=message.launch.worker, pid=pid)))
+                    elif isinstance(message, Kill):
+                        for pid, name in living.items():
+                            if name == message.worker:
+                                os.kill(pid, message.signal)
+
+
+def _reap() -> list[tuple[int, int]]:
+    ended = []
+    with contextlib.suppress(ChildProcessError):
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append(child)
+    return ended
+
+
+class ForkServer:
+    """The helper process; started once, used by many rigs one after the other."""
+
+    def __enter__(self) -> ForkServer:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.regroup_rig", "serve", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=Path(__file__).parents[2],
+        )
+        theirs.close()
+        self.connection = ours
+        self.incoming: Unframer[FromServer] = Unframer(FromServer)
+        ours.settimeout(60)
+        while True:
+            for message in self.incoming.feed(self.connection.recv(65536)):
+                if isinstance(message, Inventory):
+                    self.store = StoreAddress(host=ADDRESS, port=message.store_port)
+                    return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+        self.process.wait(30)
+
+
+# --- the test's side -----------------------------------------------------------------------------
+
+
+class Rig:
+    """Plays the agent of all workers of one task. `said`: everything they said, in order of arrival."""
+
+    _tasks = 0
+
+    def __init__(self, server: ForkServer, directory: Path, spec: TaskSpec) -> None:
+        Rig._tasks += 1  # the store outlives a rig: its keys must not meet another's
+        self.spec = spec
+        self.task = f"{spec.name}-{Rig._tasks}"
+        self.server = server
+        self.directory = directory
+        self.said: list[tuple[str, FromWorker]] = []
+        self.exits: dict[str, int] = {}
+        self.pids: dict[str, int] = {}
+        self.places: dict[str, tuple[int, int]] = {}
+        self._connections: dict[str, socket.socket] = {}
+        self._incoming: dict[socket.socket, Unframer[FromWorker]] = {}
+        self._named: dict[socket.socket, str] = {}
+        self._newest: Membership | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Rig:
+        self._socket_dir = tempfile.TemporaryDirectory(prefix="rig")
+        self.socket_path = str(Path(self._socket_dir.name) / "agent.sock")
+        self._selector.register(self.server.connection, selectors.EVENT_READ)
+        self.listen()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for worker in self.living():
+            self.signal(worker, signal.SIGKILL)
+        self.until(lambda: not self.living(), 10)
+        self.hang_up()
+        self._selector.close()
+        self._socket_dir.cleanup()
+        if kind is not None:
+            for log in sorted(self.directory.glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text()[-4000:]}")
+            print(*(f"{worker} {message}" for worker, message in self.said[-60:]), sep="\n")
+
+    # --- doing ------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.socket_path)
+        self._listener.listen(64)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def hang_up(self) -> None:
+        """What the workers see of an agent's death."""
+        for connection in [*self._incoming, self._listener]:
+            self._selector.unregister(connection)
+            connection.close()
+        self._connections.clear()
+        self._incoming.clear()
+        self._named.clear()
+        Path(self.socket_path).unlink()
+
+    def start(self, *workers: str, fault: str = "", spec: TaskSpec | None = None) -> None:
+        """Start workers "name.number"; replica and shard follow from the order in which they are started."""
+        spec = spec or self.spec
+        for worker in workers:
+            self.places[worker] = divmod(len(self.places), spec.replica_workers)
+            environment = {**spec.env, **({"UNICRON_FAULT": fault} if fault else {})}
+            launch = Launch(
+                worker=worker,
+                task=self.task,
+                node="n1",
+                address=ADDRESS,
+                agent_socket=self.socket_path,
+                replica=self.places[worker][0],
+                shard=self.places[worker][1],
+                store=self.server.store,
+                spec=_replace(spec, name=self.task, env=environment),
+            )
+            spawn = Spawn(launch=launch, log_path=str(self.directory / f"{worker}.log"), slot=0)
+            self.server.connection.sendall(frame(spawn))
+
+    def tell(
+        self, generation: int, workers: Sequence[str], *, joiners: Sequence[str] = (), urgent: bool = False,
+        also: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Tell the membership to its members, to those that said Hello later as well, and to `also` (leavers)."""
+        members = tuple(
+            Member(worker=worker, node="n1", replica=self.places[worker][0], shard=self.places[worker][1])
+            for worker in workers
+        )
+        membership = Membership(
+            generation=generation, members=members, joiners=tuple(joiners), urgent=urgent, store=self.server.store
+        )
+        self._newest = membership
+        for worker in [*workers, *also]:
+            self._send(worker, membership)
+
+    def quit(self, *workers: str) -> None:
+        for worker in workers:
+            self._send(worker, Quit(reason="the test is over"))
+
+    def signal(self, worker: str, number: int) -> None:
+        self.server.connection.sendall(frame(Kill(worker=worker, signal=number)))
+
+    def until(self, done: Callable[[], object], timeout_s: float = 30.0) -> None:
+        """Carry messages until `done()`. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError(f"nothing came of it in {timeout_s} s; exits {self.exits}, living {self.living()}")
+            self._carry(remaining_s)
+
+    # --- seeing -----------------------------------------------------------------------------------
+
+    def living(self) -> list[str]:
+        return [worker for worker in self.pids if worker not in self.exits]
+
+    def of(self, kind: type, worker: str | None = None) -> list[FromWorker]:
+        return [message for who, message in self.said if isinstance(message, kind) and worker in (None, who)]
+
+    @property
+    def committed(self) -> list[Committed]:
+        return [message for _, message in self.said if isinstance(message, Committed)]
+
+    @property
+    def completed(self) -> Completed | None:
+        told = [message for _, message in self.said if isinstance(message, Completed)]
+        return told[-1] if told else None
+
+    def reached(self, iteration: int) -> bool:
+        return any(message.iteration >= iteration for message in self.committed)
+
+    def ready(self, *workers: str) -> bool:
+        return all(self.of(Ready, worker) for worker in workers)
+
+    # --- carrying ---------------------------------------------------------------------------------
+
+    def _send(self, worker: str, message: ToWorker) -> None:
+        connection = self._connections.get(worker)
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sendall(frame(message))
+
+    def _carry(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            connection = key.fileobj
+            if connection is self._listener:
+                accepted, _ = self._listener.accept()
+                self._incoming[accepted] = Unframer(FromWorker)
+                self._selector.register(accepted, selectors.EVENT_READ)
+            elif connection is self.server.connection:
+                for message in self.server.incoming.feed(self.server.connection.recv(65536)):
+                    self._from_server(message)
+            elif isinstance(connection, socket.socket):
+                self._from_worker(connection)
+
+    def _from_server(self, message: FromServer) -> None:
+        if isinstance(message, Forked):
+            self.pids[message.worker] = message.pid
+        elif isinstance(message, Exited) and message.worker in self.pids:
+            self.exits[message.worker] = message.status
+
+    def _from_worker(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(connection)
+            connection.close()
+            del self._incoming[connection]
+            worker = self._named.pop(connection, "")
+            if self._connections.get(worker) is connection:
+                del self._connections[worker]
+            return
+        for message in self._incoming[connection].feed(data):
+            if isinstance(message, Hello):
+                self._named[connection] = message.worker
+                self._connections[message.worker] = connection
+                if self._newest is not None and any(m.worker == message.worker for m in self._newest.members):
+                    self._send(message.worker, self._newest)
+            self.said.append((self._named[connection], message))
+
+
+def _replace(spec: TaskSpec, **changes: object) -> TaskSpec:
+    import msgspec
+
+    return msgspec.structs.replace(spec, **changes)
+
+
+# --- as a script ---------------------------------------------------------------------------------
+
+
+def kill_at_random(count: int, directory: Path, seed: int) -> None:
+    """Train three replicas for as long as it takes to kill one of them `count` times, each replaced by a joiner."""
+    draw = random.Random(seed)
+    spec = TaskSpec(name="kills", global_batch=8, iterations=10**6, min_workers=1, max_workers=3)
+    with ForkServer() as server, Rig(server, directory, spec) as rig:
+        members, number, generation = ["t.1", "t.2", "t.3"], 3, 1
+        rig.start(*members)
+        rig.until(lambda: rig.ready("t.1", "t.2", "t.3"))
+        rig.tell(generation, members)
+        for kill in range(count):
+            rig.until(lambda at=len(rig.committed): len(rig.committed) > at)
+            pause = time.monotonic() + draw.random() * 0.2
+            with contextlib.suppress(TimeoutError):
+                rig.until(lambda: False, max(0.0, pause - time.monotonic()))
+            victim = draw.choice(members)
+            rig.signal(victim, signal.SIGKILL)
+            rig.until(lambda victim=victim: victim in rig.exits)
+            members.remove(victim)
+            generation += 1
+            started = time.monotonic()
+            at = len(rig.committed)
+            rig.tell(generation, members, urgent=True)
+            rig.until(lambda at=at: len(rig.committed) > at)
+            healed_ms = (time.monotonic() - started) * 1e3
+            number += 1
+            joiner = f"t.{number}"
+            rig.start(joiner)
+            rig.until(lambda joiner=joiner: rig.ready(joiner))
+            members.append(joiner)
+            generation += 1
+            rig.tell(generation, members, joiners=[joiner])
+            rig.until(lambda joiner=joiner: rig.of(Regrouped, joiner))
+            print(f"kill {kill + 1}: {victim} at iteration {rig.committed[-1].iteration}, next step {healed_ms:.0f} ms")
+        iterations = [message.iteration for message in rig.committed]
+        assert iterations == list(range(1, len(iterations) + 1)), "an iteration is missing or double"
+        assert all(message.samples == 8 for message in rig.committed)
+        print(f"{count} kills, {len(iterations)} iterations, loss {rig.committed[-1].loss:.4f}")
+        print("troubles:", sorted({m.message for m in rig.of(Trouble) if isinstance(m, Trouble)})[:5])
+        rig.quit(*members)
+        rig.until(lambda: not rig.living())
+        assert {rig.exits[worker] for worker in members} == {0}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(int(sys.argv[2]))
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            kill_at_random(int(sys.argv[1]), Path(scratch), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
