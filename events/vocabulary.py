@@ -34,6 +34,8 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=2**53)]
 #: FLOP/s of a whole cluster: 10,000 GPUs reach 5e18, which is above Count's bound.
 Flops: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+#: A sum of samples' hashes modulo 2**61.
+SamplesDigest: TypeAlias = Annotated[int, Meta(ge=0, lt=2**61)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 
 Phase: TypeAlias = Literal[
@@ -314,7 +316,7 @@ class StepCommitted(Observation, frozen=True, kw_only=True):
     first: Positive
     last: Positive
     samples: Count
-    samples_digest: Count
+    samples_digest: SamplesDigest
     loss: float
     duration_us: Micros
     micro_batches_by_rank: tuple[Count, ...]
