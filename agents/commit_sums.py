@@ -12,12 +12,11 @@ from typing import TypeAlias
 import msgspec
 
 from agents.trainer.messages import Committed
+from agents.trainer.sampling import DIGEST_MODULUS
 from events.vocabulary import Name, StepCommitted, WorkerId
 
 #: (generation, iteration) of a commit: grows with every commit of a task, also after a return to a checkpoint.
 Position: TypeAlias = tuple[int, int]
-#: Digests of samples are added modulo this (see StepCommitted).
-DIGEST_MODULUS = 2**61
 
 
 class CommitSum(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,8 @@ The life of an agent
 * adopting -> up: with the fork server's inventory and the Hellos of the workers in it (bounded) the node
   joins. Exits that happened while there was no agent come first.
 * The node joins again whenever its store's address changes (another fork server).
-* Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell retires the fork server). HandOver: sums are closed, nothing else.
+* Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell then retires the fork server).
+  HandOver: sums are closed, nothing else.
 
 What does not live here: clocks, sockets, the outbox and its numbering, the wording of exit statuses (classify.py).
 """

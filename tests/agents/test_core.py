@@ -1,0 +1,585 @@
+"""The agent's core, rule by rule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from agents.state import (
+    Appended,
+    Disconnect,
+    Finish,
+    HandOver,
+    Leave,
+    TellForkServer,
+    TellWorker,
+    WorkerConnected,
+    WorkerDisconnected,
+)
+from agents.trainer.messages import (
+    Completed,
+    ExitedAck,
+    Hello,
+    Kill,
+    Membership,
+    Parked,
+    Quit,
+    Regrouped,
+    Saved,
+    Trouble,
+)
+from events.vocabulary import (
+    CheckpointSaved,
+    ErrorReported,
+    NodeJoined,
+    NodeLeft,
+    StepCommitted,
+    TaskCompleted,
+    WorkerExited,
+    WorkerParked,
+    WorkerReady,
+    WorkerRegrouped,
+    WorkerStarted,
+)
+from tests.agents.node import CONFIG, NODE, Node, committed, membership, start, stop
+
+SIGKILLED = 9
+EXIT_0 = 0
+EXIT_1 = 1 << 8
+
+
+@pytest.fixture
+def node() -> Node:
+    """A node that is up, with nothing on it."""
+    node = Node()
+    node.boot()
+    return node
+
+
+def running(node: Node, worker: str, number: int) -> None:
+    """`worker` is started and ready."""
+    node.command(start(worker, number))
+    node.fork()
+    node.ready(worker)
+
+
+def member(node: Node, worker: str, number: int, generation: int = 1) -> None:
+    running(node, worker, number)
+    node.command(membership(worker.rpartition(".")[0], generation, [worker], number + 1))
+    node.say(worker, regrouped(generation))
+
+
+def regrouped(generation: int, iteration: int = 1) -> Regrouped:
+    return Regrouped(generation=generation, iteration=iteration, dealt=0, duration_us=5, source="own")
+
+
+def trouble(kind: str) -> Trouble:
+    return Trouble(kind=kind, generation=1, iteration=3, phase="reduce", message="m", detail="d")  # type: ignore[arg-type]
+
+
+# --- joining -------------------------------------------------------------------------------------
+
+
+def test_a_fresh_node_joins_with_its_store(node: Node) -> None:
+    (joined,) = node.of(NodeJoined)
+    assert (joined.store.port, joined.slots, joined.workers) == (4000, 2, ())
+
+
+def test_another_store_address_is_told_by_joining_again(node: Node) -> None:
+    node.boot(port=4000)
+    assert len(node.of(NodeJoined)) == 1
+    node.kill_fork_server()
+    node.boot(port=4001)
+    assert [joined.store.port for joined in node.of(NodeJoined)] == [4000, 4001]
+
+
+def test_an_agent_adopts_what_lives_and_waits_for_its_hello(node: Node) -> None:
+    member(node, "a.1", 1, generation=7)
+    node.restart_agent()
+    node.appended.clear()
+    node.boot()
+    assert node.of(NodeJoined) == []
+    assert node.timers["adopt", ""] == CONFIG.hello_wait_s
+    node.hello("a.1")
+    (joined,) = node.of(NodeJoined)
+    (worker,) = joined.workers
+    assert (worker.worker, worker.generation) == ("a.1", 7)
+    assert node.of(WorkerReady) == []
+
+
+def test_a_silent_worker_does_not_hold_up_the_adoption(node: Node) -> None:
+    running(node, "a.1", 1)
+    node.restart_agent()
+    node.appended.clear()
+    node.boot()
+    node.fire("adopt")
+    assert [worker.worker for worker in node.of(NodeJoined)[0].workers] == ["a.1"]
+
+
+def test_a_worker_that_connected_before_the_inventory_came_is_not_waited_for(node: Node) -> None:
+    running(node, "a.1", 1)
+    node.restart_agent()
+    node.hello("a.1")
+    node.appended.clear()
+    node.boot()
+    assert len(node.of(NodeJoined)) == 1
+
+
+def test_exits_without_an_agent_are_told_before_the_node_joins(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.restart_agent()
+    node.appended.clear()
+    node.die("a.1", SIGKILLED)
+    node.boot()
+    kinds = [type(event).__name__ for event in node.appended]
+    assert kinds.index("WorkerExited") < kinds.index("NodeJoined")
+    assert len(node.of(WorkerExited)) == 1
+
+
+def test_what_the_inventory_lacks_went_with_its_fork_server(node: Node) -> None:
+    running(node, "a.1", 1)
+    node.restart_agent()
+    node.processes.clear()
+    node.appended.clear()
+    node.boot(port=4001)
+    (exited,) = node.of(WorkerExited)
+    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+    assert node.of(NodeJoined)[0].workers == ()
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def test_a_start_is_applied_when_the_process_exists(node: Node) -> None:
+    node.command(start("a.1", 1))
+    assert node.answers("1.1.n1.1") == []
+    node.fork()
+    assert node.answers("1.1.n1.1") == [""]
+    assert node.of(WorkerStarted)[0].pid == node.processes["a.1"].pid
+
+
+def test_a_command_that_comes_again_acts_once_and_is_answered_again(node: Node) -> None:
+    running(node, "a.1", 1)
+    node.command(start("a.1", 1))
+    assert node.spawned == ["a.1"]
+    assert node.answers("1.1.n1.1") == ["", ""]
+
+
+def test_a_pending_command_that_comes_again_is_answered_once(node: Node) -> None:
+    node.command(start("a.1", 1))
+    node.command(start("a.1", 1))
+    node.fork()
+    assert node.spawned == ["a.1"]
+    assert node.answers("1.1.n1.1") == [""]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_worker_id_is_never_started_twice(node: Node, restart: bool) -> None:
+    running(node, "a.1", 1)
+    node.die("a.1", SIGKILLED)
+    node.confirm()
+    if restart:
+        node.restart_agent()
+        node.boot()
+    node.command(start("a.1", 2))
+    assert node.spawned == ["a.1"]
+    assert node.answers("1.1.n1.2") == [""]
+
+
+@pytest.mark.parametrize(("term", "epoch"), [(1, 9), (2, 4)])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_stale_command_never_acts(node: Node, term: int, epoch: int, restart: bool) -> None:
+    node.command(start("a.1", 1, term=2, epoch=5), term=2)
+    node.fork()
+    if restart:
+        node.restart_agent()
+        node.boot()
+    for number, order in enumerate([start("a.2", 1), stop("a.1", 2), membership("a", 3, ["a.1"], 3)], start=1):
+        command_id = f"{term}.{epoch}.{NODE}.{number}"
+        actions = node.command(type(order)(**{**_fields(order), "command_id": command_id, "epoch": epoch}), term=term)
+        assert not [a for a in actions if isinstance(a, TellForkServer | TellWorker)]
+        (answer,) = node.answers(command_id)
+        assert answer.startswith("stale")
+
+
+def _fields(order: object) -> dict[str, object]:
+    return {name: getattr(order, name) for name in order.__struct_fields__}  # type: ignore[attr-defined]
+
+
+def test_an_old_start_is_refused_but_an_old_stop_acts(node: Node) -> None:
+    running(node, "a.1", 1)
+    node.command(start("a.2", 2), age_s=CONFIG.start_max_age_s + 1)
+    assert node.answers("1.1.n1.2")[0].startswith("stale")
+    node.command(stop("a.1", 3), age_s=CONFIG.start_max_age_s + 1)
+    assert node.processes["a.1"].quit
+
+
+def test_another_nodes_command_is_not_ours(node: Node) -> None:
+    order = start("a.1", 1)
+    assert node.command(type(order)(**{**_fields(order), "node": "n2"})) == []
+
+
+# --- slots ---------------------------------------------------------------------------------------
+
+
+def test_without_a_free_slot_a_start_fails_at_once(node: Node) -> None:
+    running(node, "a.1", 1)
+    running(node, "a.2", 3)
+    node.command(start("a.3", 5))
+    assert "no free slot" in node.answers("1.1.n1.5")[0]
+
+
+def test_a_start_waits_for_the_slot_of_a_worker_that_is_being_stopped(node: Node) -> None:
+    running(node, "a.1", 1)
+    running(node, "a.2", 3)
+    node.command(stop("a.1", 5))
+    node.command(start("a.3", 6))
+    assert node.answers("1.1.n1.6") == []
+    node.die("a.1", EXIT_0)
+    node.fork()
+    assert node.answers("1.1.n1.6") == [""]
+    assert node.processes["a.3"].slot == 0
+
+
+def test_a_start_waits_bounded(node: Node) -> None:
+    running(node, "a.1", 1)
+    running(node, "a.2", 3)
+    node.command(stop("a.1", 5))
+    node.command(start("a.3", 6))
+    node.fire("wait", "a.3")
+    assert "no slot became free in time" in node.answers("1.1.n1.6")[0]
+    node.die("a.1", EXIT_0)
+    assert node.unforked == []
+
+
+def test_a_start_waits_for_a_fork_server_that_is_being_started(node: Node) -> None:
+    node.kill_fork_server()
+    node.command(start("a.1", 1))
+    assert node.answers("1.1.n1.1") == []
+    node.boot(port=4001)
+    node.fork()
+    assert node.answers("1.1.n1.1") == [""]
+
+
+def test_a_spawn_that_was_lost_with_a_connection_is_sent_again(node: Node) -> None:
+    node.command(start("a.1", 1))
+    node.unforked.clear()
+    node.boot()
+    assert node.spawned == ["a.1", "a.1"]
+    node.fork()
+    assert node.answers("1.1.n1.1") == [""]
+
+
+# --- stopping ------------------------------------------------------------------------------------
+
+
+def test_a_stop_is_quit_then_term_then_kill(node: Node) -> None:
+    running(node, "a.1", 1)
+    assert any(isinstance(a, TellWorker) and isinstance(a.message, Quit) for a in node.command(stop("a.1", 3)))
+    assert node.timers["stop", "a.1"] == CONFIG.grace_s
+    signals = []
+    for _ in range(3):
+        signals += [a.message.signal for a in node.fire("stop", "a.1") if isinstance(a, TellForkServer)]  # type: ignore[union-attr]
+    assert signals == [15, 9, 9]
+    assert node.answers("1.1.n1.3") == []
+    node.die("a.1", SIGKILLED)
+    assert node.answers("1.1.n1.3") == [""]
+    (exited,) = node.of(WorkerExited)
+    assert exited.expected and exited.log_tail == ""
+    assert node.of(ErrorReported) == []
+
+
+def test_a_worker_that_connects_while_it_is_being_stopped_hears_quit(node: Node) -> None:
+    node.command(start("a.1", 1))
+    node.fork()
+    node.command(stop("a.1", 2))
+    assert not node.processes["a.1"].quit
+    node.hello("a.1")
+    assert node.processes["a.1"].quit
+
+
+def test_a_stop_goes_on_under_the_next_agent(node: Node) -> None:
+    running(node, "a.1", 1)
+    node.command(stop("a.1", 3))
+    node.restart_agent()
+    node.boot()
+    assert ("stop", "a.1") in node.timers
+    node.die("a.1", EXIT_0)
+    assert node.answers("1.1.n1.3") == [""]
+    assert node.of(WorkerExited)[0].expected
+
+
+def test_a_stop_of_what_waits_ends_its_start(node: Node) -> None:
+    node.kill_fork_server()
+    node.command(start("a.1", 1))
+    node.command(stop("a.1", 2))
+    assert "stopped before" in node.answers("1.1.n1.1")[0]
+    assert node.answers("1.1.n1.2") == [""]
+    node.boot(port=4001)
+    assert node.spawned == []
+
+
+def test_a_stop_of_what_is_gone_is_applied(node: Node) -> None:
+    node.command(stop("a.1", 1))
+    assert node.answers("1.1.n1.1") == [""]
+
+
+# --- membership ----------------------------------------------------------------------------------
+
+
+def test_members_and_leavers_hear_of_a_membership_newcomers_do_not(node: Node) -> None:
+    running(node, "a.1", 1)
+    running(node, "a.2", 2)
+    node.command(membership("a", 1, ["a.1"], 3))
+    assert (node.processes["a.1"].generation, node.processes["a.2"].generation) == (1, 0)
+    node.command(membership("a", 2, ["a.2"], 4))
+    assert (node.processes["a.1"].generation, node.processes["a.2"].generation) == (2, 2)
+
+
+def test_a_membership_waits_for_the_workers_hello(node: Node) -> None:
+    node.command(start("a.1", 1))
+    node.fork()
+    node.command(membership("a", 4, ["a.1"], 2))
+    assert node.answers("1.1.n1.2") == [""]
+    node.hello("a.1")
+    assert node.processes["a.1"].generation == 4
+
+
+def test_generations_never_go_back(node: Node) -> None:
+    member(node, "a.1", 1, generation=5)
+    node.command(membership("a", 4, ["a.1"], 9))
+    assert "old generation" in node.answers("1.1.n1.9")[0]
+
+
+def test_a_membership_that_was_not_delivered_is_by_the_next_agent(node: Node) -> None:
+    member(node, "a.1", 1, generation=1)
+    node.feed(WorkerDisconnected(worker="a.1"))
+    node.processes["a.1"].connected = False
+    node.command(membership("a", 2, ["a.1"], 9))
+    node.restart_agent()
+    node.boot()
+    node.hello("a.1")
+    assert node.processes["a.1"].generation == 2
+
+
+# --- what workers say ----------------------------------------------------------------------------
+
+
+def test_facts_of_workers_become_events(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", Saved(iteration=2, path="/c", size_bytes=3, duration_us=4))
+    node.say("a.1", trouble("connection_broken"))
+    node.say("a.1", Parked(generation=2, iteration=5))
+    node.say("a.1", Completed(iteration=9, loss=0.5, params_digest="x"))
+    for kind in (WorkerReady, WorkerRegrouped, CheckpointSaved, ErrorReported, WorkerParked, TaskCompleted):
+        assert len(node.of(kind)) == 1, kind
+
+
+def test_what_is_told_again_to_a_new_agent_is_no_news(node: Node) -> None:
+    member(node, "a.1", 1)
+    saved = Saved(iteration=2, path="/c", size_bytes=3, duration_us=4)
+    completed = Completed(iteration=9, loss=0.5, params_digest="x")
+    messages = [regrouped(1), committed(1, 1), saved, completed]
+    for message in messages:
+        node.say("a.1", message)
+    node.confirm()
+    node.restart_agent()
+    node.boot()
+    node.hello("a.1")
+    node.appended.clear()
+    for message in messages:
+        node.say("a.1", message)
+    assert node.appended == []
+
+
+def test_an_unknown_worker_is_shown_the_door(node: Node) -> None:
+    hello = Hello(worker="a.9", task="a", pid=5, generation=0, ready=False)
+    assert [type(a) for a in node.feed(WorkerConnected(hello=hello))] == [Disconnect]
+
+
+# --- commits -------------------------------------------------------------------------------------
+
+
+def test_the_first_commit_is_told_at_once_the_next_ones_in_sums(node: Node) -> None:
+    member(node, "a.1", 1)
+    for iteration in range(1, 6):
+        node.say("a.1", committed(1, iteration))
+    assert [(s.first, s.last) for s in node.of(StepCommitted)] == [(1, 1)]
+    node.fire("commits", "a")
+    total = node.of(StepCommitted)[-1]
+    assert (total.first, total.last, total.samples, total.samples_digest) == (2, 5, 32, 2 + 3 + 4 + 5)
+    assert (total.duration_us, total.micro_batches_by_rank) == (40, (16, 16))
+    node.fire("commits", "a")
+    assert ("commits", "a") not in node.timers
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        regrouped(2),
+        trouble("exception"),
+        Parked(generation=2, iteration=3),
+        Completed(iteration=3, loss=1.0, params_digest="x"),
+    ],
+)
+def test_a_sum_is_closed_by_news_of_its_worker(node: Node, closing: Regrouped | Trouble | Parked | Completed) -> None:
+    member(node, "a.1", 1)
+    for iteration in (1, 2, 3):
+        node.say("a.1", committed(1, iteration))
+    node.say("a.1", closing)
+    assert isinstance(node.appended[-2], StepCommitted)
+    node.confirm()
+    assert node.committed == {("a", 1, i): 1 for i in (1, 2, 3)}
+
+
+def test_a_sum_is_closed_by_a_gap_and_by_another_generation(node: Node) -> None:
+    member(node, "a.1", 1)
+    for commit in (committed(1, 1), committed(1, 2), committed(1, 5), committed(2, 4)):
+        node.say("a.1", commit)
+    node.fire("commits", "a")
+    assert [(s.generation, s.first, s.last) for s in node.of(StepCommitted)] == [
+        (1, 1, 1),
+        (1, 2, 2),
+        (1, 5, 5),
+        (2, 4, 4),
+    ]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_told_at_once(node: Node, loss: float) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", committed(1, 1))
+    node.say("a.1", committed(1, 2, loss=loss))
+    assert [s.last for s in node.of(StepCommitted)] == [1, 2]
+
+
+def test_a_sum_is_closed_before_the_exit_and_before_a_handover(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", committed(1, 1))
+    node.say("a.1", committed(1, 2))
+    node.feed(HandOver())
+    assert [s.last for s in node.of(StepCommitted)] == [1, 2]
+    node.say("a.1", committed(1, 3))
+    node.die("a.1", SIGKILLED)
+    kinds = [type(event).__name__ for event in node.appended]
+    assert kinds[-3:] == ["StepCommitted", "ErrorReported", "WorkerExited"]
+    assert [s.last for s in node.of(StepCommitted)] == [1, 2, 3]
+
+
+# --- exits ---------------------------------------------------------------------------------------
+
+
+def test_an_unexpected_exit_is_told_with_its_cause_and_log(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.die("a.1", SIGKILLED, "last words")
+    (error,) = node.of(ErrorReported)
+    assert (error.kind, error.detail, error.generation) == ("process_exit", "last words", 1)
+    assert "OOM" in error.message
+    (exited,) = node.of(WorkerExited)
+    assert (exited.signal, exited.exit_code, exited.expected, exited.log_tail) == (9, None, False, "last words")
+
+
+def test_an_exit_before_ready_is_a_failed_start(node: Node) -> None:
+    node.command(start("a.1", 1))
+    node.fork()
+    node.die("a.1", EXIT_1)
+    assert node.of(ErrorReported)[0].kind == "start_failed"
+
+
+def test_a_cause_that_the_worker_told_is_not_told_again(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", trouble("nan_loss"))
+    node.die("a.1", EXIT_1)
+    assert [error.kind for error in node.of(ErrorReported)] == ["nan_loss"]
+
+
+def test_a_symptom_is_no_cause(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", trouble("connection_broken"))
+    node.die("a.1", SIGKILLED)
+    assert [error.kind for error in node.of(ErrorReported)] == ["connection_broken", "process_exit"]
+
+
+@pytest.mark.parametrize(("was_member", "expected"), [(True, True), (False, False)])
+def test_a_member_that_ends_with_0_has_completed(node: Node, was_member: bool, expected: bool) -> None:
+    if was_member:
+        member(node, "a.1", 1)
+    else:
+        running(node, "a.1", 1)
+    node.die("a.1", EXIT_0)
+    assert node.of(WorkerExited)[0].expected is expected
+
+
+def test_an_exit_is_acknowledged_once_the_log_holds_it(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.die("a.1", SIGKILLED)
+    assert "a.1" in node.exits
+    node.boot()  # the connection to the fork server broke: it repeats
+    assert len(node.of(WorkerExited)) == 1
+    (exited,) = node.of(WorkerExited)
+    actions = node.feed(Appended(event=exited))
+    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [ExitedAck(worker="a.1")]
+
+
+def test_an_exit_whose_acknowledgement_was_lost_is_acknowledged_and_not_told_again(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.die("a.1", SIGKILLED)
+    exited = node.exits["a.1"]
+    node.confirm()
+    node.restart_agent()
+    node.exits["a.1"] = exited
+    node.boot()
+    assert len(node.of(WorkerExited)) == 1
+    assert node.exits == {}
+
+
+def test_an_exit_that_died_in_the_outbox_is_told_by_the_next_agent(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.command(stop("a.1", 3))
+    node.die("a.1", SIGKILLED)
+    node.restart_agent()
+    node.appended.clear()
+    node.boot()
+    (exited,) = node.of(WorkerExited)
+    assert exited.expected, "it was told to stop, which the agent before knew"
+
+
+def test_a_dead_fork_server_took_its_workers_along(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.kill_fork_server()
+    (exited,) = node.of(WorkerExited)
+    assert (exited.signal, exited.expected) == (SIGKILLED, False)
+
+
+# --- leaving -------------------------------------------------------------------------------------
+
+
+def test_a_node_leaves_once_its_workers_have_ended(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.feed(Leave(reason="maintenance"))
+    assert not node.finished and node.processes["a.1"].quit
+    node.command(start("a.2", 9))
+    assert "leaving" in node.answers("1.1.n1.9")[0]
+    actions = node.die("a.1", EXIT_0)
+    assert isinstance(actions[-1], Finish)
+    assert isinstance(node.appended[-1], NodeLeft)
+
+
+def test_an_empty_node_leaves_at_once(node: Node) -> None:
+    assert isinstance(node.feed(Leave(reason="x"))[-1], Finish)
+
+
+def test_kill_is_by_worker(node: Node) -> None:
+    running(node, "a.1", 1)
+    node.command(stop("a.1", 3))
+    actions = node.fire("stop", "a.1")
+    assert [a.message for a in actions if isinstance(a, TellForkServer)] == [Kill(worker="a.1", signal=15)]
+
+
+def test_the_messages_of_a_membership_carry_what_the_command_said(node: Node) -> None:
+    running(node, "a.1", 1)
+    order = membership("a", 3, ["a.1"], 2, urgent=True)
+    (told,) = [a.message for a in node.command(order) if isinstance(a, TellWorker)]
+    assert isinstance(told, Membership)
+    assert (told.generation, told.members, told.urgent, told.store) == (3, order.members, True, order.store)
