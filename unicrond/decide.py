@@ -419,7 +419,7 @@ def _end_unwanted(batch: Batch, task: Task) -> None:
             batch.stop(task, worker, f"task {task.status.value}")
         elif worker.status is WorkerStatus.LOST:
             batch.stop(task, worker, "it was given up")
-        elif worker.status is WorkerStatus.PARKED and not task.is_member(worker.worker):
+        elif worker.status is WorkerStatus.PARKED:
             batch.stop(task, worker, "it has left its group")
         elif worker.replica in broken:
             batch.stop(task, worker, "another rank of its replica is gone")

@@ -28,6 +28,7 @@ from unicrond.view import incident_table, watch
 from unicrond.waf import achieved_waf, delivered_flop
 
 TASKS = {"big": 2.0, "small": 1.0}
+SEED, SEQ, GLOBAL_BATCH, MICRO_BATCH = 1234, 64, 48, 4
 HEAL_TIMEOUT_S = 90.0
 
 
@@ -47,7 +48,7 @@ class Story:
 
     def __init__(self, cluster: DevCluster, directory: Path, iterations: int) -> None:
         self.cluster = cluster
-        self.directory = directory
+        self.cache = directory / "cache"
         self.iterations = iterations
         self.faults: list[Fault] = []
         self.digest = ""
@@ -56,8 +57,8 @@ class Story:
     async def run(self) -> ClusterState:
         """All of it. Raises NotHealed."""
         for name, weight in TASKS.items():
-            await self.cluster.submit(self._spec(name, weight))
-        state = await self.until("both tasks train on all four nodes", lambda s: _whole(s, 4) and _trained(s, 8))
+            await self.cluster.submit(self.spec(name, weight))
+        state = await self.until("both tasks train on all four nodes", lambda s: whole(s, 4) and _trained(s, 8))
 
         victim = self._random.choice(state.tasks["big"].membership.members[1:])  # type: ignore[union-attr]
         worker = state.tasks["big"].workers[victim.worker]
@@ -74,7 +75,7 @@ class Story:
 
         self._fault(f"node {node} comes back", count=False)
         await self.cluster.bring_back(node)
-        state = await self.until(f"{node} is used again", lambda s: _whole(s, 4))
+        state = await self.until(f"{node} is used again", lambda s: whole(s, 4))
         reached = {name: task.iteration for name, task in state.tasks.items()}
         state = await self.until(
             "both tasks go on", lambda s: all(s.tasks[name].iteration >= at + 10 for name, at in reached.items())
@@ -101,7 +102,7 @@ class Story:
         opened = sum(1 for fault in self.faults if fault.what.startswith("SIGKILL"))
         return await self.until(
             f"incident {opened} is healed and {workers} workers train",
-            lambda s: s.incidents_total >= opened and not s.incidents and _whole(s, workers),
+            lambda s: s.incidents_total >= opened and not s.incidents and whole(s, workers),
         )
 
     async def _in_mid_iteration(self, task: str) -> None:
@@ -116,17 +117,19 @@ class Story:
         if count:
             self.faults.append(Fault(what, time.time_ns() // 1000))
 
-    def _spec(self, name: str, weight: float) -> dict[str, object]:
+    def spec(self, name: str, weight: float) -> dict[str, object]:
+        """A small GPT on the standard library's sources, 1 to 3 workers."""
         return {
             "name": name,
             "weight": weight,
             "min_workers": 1,
             "max_workers": 3,
-            "model": {"layers": 2, "hidden": 64, "heads": 4, "seq": 64, "vocab": 256},
+            "model": {"layers": 2, "hidden": 64, "heads": 4, "seq": SEQ, "vocab": 256},
             "optimizer": {"lr": 2e-3, "warmup_iterations": 10},
-            "data": str(self.directory / "corpus" / "stdlib"),
-            "global_batch": 48,
-            "micro_batch": 4,
+            "env": {"XDG_CACHE_HOME": str(self.cache)},
+            "global_batch": GLOBAL_BATCH,
+            "micro_batch": MICRO_BATCH,
+            "seed": SEED,
             "iterations": self.iterations or 1_000_000,
             "checkpoint": {"interval": 100},
         }
@@ -136,7 +139,7 @@ def _trained(state: ClusterState, iterations: int) -> bool:
     return all(task.iteration >= iterations for task in state.tasks.values())
 
 
-def _whole(state: ClusterState, workers: int) -> bool:
+def whole(state: ClusterState, workers: int) -> bool:
     """The plan uses `workers` workers, and every task has what the plan gives it."""
     if set(state.tasks) != set(TASKS) or sum(a.workers for a in state.plan.assignments.values()) != workers:
         return False
@@ -179,7 +182,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
             finally:
                 stop.set()
                 await asyncio.gather(view, return_exceptions=True)
-            replayed = await _replay(cluster, state.seq)
+            replayed = await replay(cluster, state.seq)
     except NotHealed as error:
         print(f"NOT HEALED: {error}; run with --dir DIR and look at the logs there", file=sys.stderr)
         return 1
@@ -189,7 +192,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     return _tell(story, state, replayed, time.monotonic() - started)
 
 
-async def _replay(cluster: DevCluster, seq: int) -> str:
+async def replay(cluster: DevCluster, seq: int) -> str:
     """The digest that `unicron-replay`, a process of its own, finds in the stored log."""
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).parent / "unicron-replay"),

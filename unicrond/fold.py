@@ -398,7 +398,7 @@ def _worker_ready(state: ClusterState, event: v.WorkerReady, _: Envelope) -> Clu
 
 def _worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope) -> ClusterState:
     known = _known(state, event.task, event.worker)
-    if known is None or not known[1].alive or event.generation > known[0].generation:
+    if known is None or not known[1].can_train or event.generation > known[0].generation:
         return state
     task, worker = known
     if event.generation < worker.generation:

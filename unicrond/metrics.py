@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from unicrond.state import ClusterState, NodeStatus, TaskStatus, WorkerStatus
+from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.waf import achieved_waf, delivered_flop
 
 
@@ -39,7 +39,7 @@ class StateCollector(Collector):
         yield from self._last_incident(state)
 
     def _tasks(self, state: ClusterState) -> Iterator[Metric]:
-        families = {
+        families: dict[str, tuple[str, Callable[[Task], float]]] = {
             "unicron_task_iteration": ("Last committed iteration", lambda t: t.iteration),
             "unicron_task_loss": ("Loss of the last committed iteration", lambda t: t.loss or 0.0),
             "unicron_task_iteration_seconds": ("Duration of an iteration", lambda t: t.iteration_us / 1e6),

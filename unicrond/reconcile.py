@@ -36,8 +36,7 @@ def staffing(state: ClusterState, task: Task) -> Staffing:
     """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
     replicas: dict[int, list[Worker]] = {}
     for worker in task.workers.values():
-        gone = worker.status is WorkerStatus.PARKED and not task.is_member(worker.worker)
-        if worker.alive and not gone:
+        if worker.can_train:
             replicas.setdefault(worker.replica, []).append(worker)
     whole: dict[int, tuple[Worker, ...]] = {}
     broken: dict[int, tuple[Worker, ...]] = {}
@@ -75,7 +74,7 @@ def living_members(task: Task) -> tuple[Member, ...]:
     fallen = {
         member.replica
         for member in task.membership.members
-        if member.worker not in task.workers or not task.workers[member.worker].alive
+        if member.worker not in task.workers or not task.workers[member.worker].can_train
     }
     return tuple(member for member in task.membership.members if member.replica not in fallen)
 

@@ -93,8 +93,13 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def alive(self) -> bool:
-        """Can be, or become, part of a group."""
+        """Runs, or will, and nobody has ordered its end."""
         return self.status not in (WorkerStatus.STOPPING, WorkerStatus.LOST)
+
+    @property
+    def can_train(self) -> bool:
+        """Can be, or become, part of a group; who has parked never comes back."""
+        return self.alive and self.status is not WorkerStatus.PARKED
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True):

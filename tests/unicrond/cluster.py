@@ -186,7 +186,7 @@ class MiniCluster:
             for h in self.hosts.values()
             if h.up
             for p in h.processes.values()
-            if p.told is not None and p.told.generation == newest.generation
+            if p.told is not None and p.told.generation == newest.generation and not p.parked
         }
         if any(member.worker not in living for member in newest.members):
             return False
@@ -209,7 +209,7 @@ class MiniCluster:
             )
         for name in fresh:
             host, process = living[name]
-            process.generation, process.parked = newest.generation, False
+            process.generation = newest.generation
             regrouped = v.WorkerRegrouped(
                 node=host.name,
                 task=task,

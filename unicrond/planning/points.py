@@ -66,10 +66,13 @@ class Scale(NamedTuple):
     exponent: int
     floor_bonus: float
 
-    @property
-    def quantum(self) -> float:
-        """One unit of an integer value, in the unit of the objective."""
-        return 2.0**self.exponent
+    def resolution(self, tasks: int) -> float:
+        """A plan of that many tasks is at most this far below the true optimum, in the unit of the objective.
+
+        Half a quantum per task for the best plan and for ours, and the roundings of the gains themselves,
+        a few 2**-53 of a total that is below 2**52 quanta.
+        """
+        return 2.0**self.exponent * (tasks + 4)
 
 
 @dataclass(frozen=True)
@@ -153,22 +156,28 @@ def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
     bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.staying, gone))
     if not bound < 2.0**900:
         raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
-    floors = sorted(floor for floor in without(tasks.floors, gone) if floor)
-    met, left = 0, limits.workers
-    for floor in floors:
+    floors = without(tasks.floors, gone)
+    all_met = sum(floors) <= limits.workers
+    bits = 52 if all_met else 51 - _floors_met(floors, limits.workers).bit_length()
+    exponent = max(frexp(bound)[1] - bits, -900) if bound > 0 else -900
+    return Scale(exponent, 0.0 if all_met else 2.0 ** (bits + 1))
+
+
+def _floors_met(floors: Sequence[int], workers: int) -> int:
+    """How many floors can be met at once: the smallest ones."""
+    met, left = 0, workers
+    for floor in sorted(floor for floor in floors if floor):
         if floor > left:
             break
         met, left = met + 1, left - floor
-    bits = 52 if met == len(floors) else 51 - met.bit_length()
-    exponent = max(frexp(bound)[1] - bits, -900) if bound > 0 else 0
-    return Scale(exponent, 0.0 if met == len(floors) else 2.0 ** (bits + 1))
+    return met
 
 
-def without(values: list[T], gone: Sequence[int]) -> list[T]:
+def without(values: Sequence[T], gone: Sequence[int]) -> Sequence[T]:
     """The values but those at the indices `gone`."""
     if not gone:
         return values
-    kept = values.copy()
+    kept = list(values)
     for index in sorted(gone, reverse=True):
         del kept[index]
     return kept

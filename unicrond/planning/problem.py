@@ -39,9 +39,11 @@ class ProblemError(ValueError):
 class Curve:
     """T(x): workers -> achieved FLOP/s. Sparse: workers that are not named achieve 0. Immutable.
 
-    FLOP/s are held in float64 (integers beyond 2**53 are rounded, by 1e-16 of themselves). Two curves are
-    equal if their points are; comparing costs nothing per point.
+    Two curves are equal if their points are; comparing costs nothing per point.
     """
+
+    workers: NDArray[np.int64]  #: the named points, rising
+    flops: NDArray[np.float64]  #: their FLOP/s, rounded to float64
 
     def __init__(self, points: Mapping[int, Number]) -> None:
         """`points`: workers -> FLOP/s. Raises ProblemError for negative or non-finite numbers."""
@@ -57,25 +59,31 @@ class Curve:
     def _load(self, workers: Sequence[int], flops: Sequence[Number]) -> None:
         at, achieved = np.array(workers, dtype=np.int64), np.array(flops, dtype=np.float64)
         order = np.argsort(at, kind="stable")
-        self.workers: NDArray[np.int64] = at[order]  # rising
-        self.flops: NDArray[np.float64] = achieved[order]
+        self.workers, self.flops = at[order], achieved[order]
         if (self.workers < 0).any():
             raise ProblemError(f"throughput: {self.workers.min()} workers; give counts >= 0")
         bad = ~((self.flops >= 0) & (self.flops < inf))
         if bad.any():
             at_workers, value = self.workers[bad][0], self.flops[bad][0]
             raise ProblemError(f"throughput at {at_workers} workers is {value}; give a finite number >= 0")
-        self._digest = hashlib.blake2b(self.workers.tobytes() + self.flops.tobytes(), digest_size=16).digest()
+        # Integers that float64 cannot hold, so that objectives can be told from the very numbers given.
+        self._rounded: dict[int, Number] = {}
+        if len(self.flops) and self.flops.max() > 2**53:
+            self._rounded = {k: v for k, v in zip(workers, flops, strict=True) if int(float(v)) != v}
+        content = self.workers.tobytes() + self.flops.tobytes() + repr(self._rounded).encode()
+        self._digest = hashlib.blake2b(content, digest_size=16).digest()
 
-    def __call__(self, workers: int) -> float:
+    def __call__(self, workers: int) -> Number:
         """FLOP/s on `workers` workers."""
+        if workers in self._rounded:
+            return self._rounded[workers]
         at = int(np.searchsorted(self.workers, workers))
         return float(self.flops[at]) if at < len(self.workers) and self.workers[at] == workers else 0.0
 
     @property
-    def points(self) -> dict[int, float]:
+    def points(self) -> dict[int, Number]:
         """The named points, by rising number of workers."""
-        return dict(zip(self.workers.tolist(), self.flops.tolist(), strict=True))
+        return {**dict(zip(self.workers.tolist(), self.flops.tolist(), strict=True)), **self._rounded}
 
     def __len__(self) -> int:
         return len(self.workers)

@@ -6,7 +6,7 @@ The rules
   transition), so that a choice is worth F(t, x') * D_running, plus, for a healthy task that stays,
   F(t, x) * (D_transition + D_churn). That is divided by a power of two, the quantum, and rounded: all
   sums stay below 2**53, hence exact in float64, associative, and the same in any order of the tasks.
-  The plan's objective is then below the true optimum by at most (number of tasks) * quantum.
+  The plan's objective is then below the true optimum by at most `Scale.resolution`.
 * *Useful points only.* A choice with more workers and no more gain than another is never needed; the
   present number of workers always stays in, for the ties' sake.
 * *Floors.* The largest number of floors that can be met at once is known beforehand (smallest first). If
@@ -30,7 +30,10 @@ import numpy as np
 
 from unicrond.planning import kernel
 from unicrond.planning.points import Points, Scale, bounds, outline_of, scale, useful
-from unicrond.planning.problem import Problem, TaskProblem
+from unicrond.planning.problem import Problem, ProblemError, TaskProblem
+
+#: Rows larger than this are refused rather than tried.
+MOST_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,18 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution:
-    """The canonical optimal plan. Raises ProblemError if the gains are beyond float64."""
+    """The canonical optimal plan. Raises ProblemError if the gains are beyond float64, or the rows beyond 4 GiB."""
     points, by, grain = choices_of(problem)
-    rows = np.empty((len(problem.tasks) + 1, problem.workers // grain + 1))
+    most = sum(points.workers[points.starts[1:] - 1].tolist())  # more than that brings nothing
+    shape = (len(problem.tasks) + 1, min(problem.workers // grain, most) + 1)
+    if shape[0] * shape[1] * 8 > MOST_BYTES:
+        raise ProblemError(f"workers: {problem.workers} among {len(problem.tasks)} tasks; plan for nodes, not workers")
+    rows = np.empty(shape)
     rows[-1] = 0.0
     compute = kernel.active()
     compute.suffix(points.workers, points.values, points.starts, rows, len(problem.tasks))
     plan = compute.read_back(points.workers, points.values, points.starts, points.stay, rows) * grain
-    return Solution(problem, tuple(plan.tolist()), by.quantum * len(problem.tasks))
+    return Solution(problem, tuple(plan.tolist()), by.resolution(len(problem.tasks)))
 
 
 def choices_of(problem: Problem) -> tuple[Points, Scale, int]:

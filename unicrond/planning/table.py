@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,6 @@ from unicrond.planning.points import (
     outline,
     scale,
     useful,
-    without,
 )
 from unicrond.planning.problem import Problem
 from unicrond.planning.situation import NextEvent, NodeLost, Situation, TaskFinished, TaskLaunched
@@ -54,7 +53,8 @@ Way: TypeAlias = Literal["table", "incremental", "fresh"]
 # Forms of a task in a scenario, as `kernel.answer` has them.
 _AT_REST, _OTHER = 0, 1
 
-_Signature: TypeAlias = tuple[int, tuple[str, ...], tuple[str, ...]]
+#: What an event changes: n' after it, the tasks of the lineup that are not there (indices), the faulty ones.
+_Change: TypeAlias = tuple[int, tuple[int, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,6 @@ class _Scenario(NamedTuple):
     forms: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Scenarios of one n' and one set of tasks. Their number is their row in the table."""
-
-    key: _Key
-    names: tuple[str, ...]
-    resolution: float
-
-
 @dataclass
 class _Sweep:
     """Rows of the resting problem. Valid: prefixes[:prefix_valid], suffixes[suffix_valid:]."""
@@ -110,8 +101,9 @@ class Table:
     effort: Effort
     _plans: NDArray[np.int64] = field(repr=False)
     _row_of: Mapping[NextEvent, int] = field(repr=False)
-    _event_of: Mapping[_Signature, NextEvent] = field(repr=False)
-    _resolution_of: tuple[float, ...] = field(repr=False)
+    _row_of_change: Mapping[_Change, int] = field(repr=False)
+    _resolutions: tuple[float, ...] = field(repr=False)
+    _events: tuple[NextEvent, ...] = field(repr=False)  # one per row
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -127,20 +119,27 @@ class Table:
 
     def solution(self, event: NextEvent) -> Solution | None:
         """The entry with its problem, objective and reason; None if there is none."""
-        return None if event not in self._row_of else self._solution(event, self.situation.after(event))
+        row = self._row_of.get(event)
+        return None if row is None else self._solution(row, self.situation.after(event))
 
     def answer(self, problem: Problem) -> Solution | None:
         """The entry for exactly this problem; None if the table does not hold it."""
-        event = self._event_of.get(_signature(problem))
-        if event is None or self.situation.after(event) != problem:
+        row = self._row_of_change.get(_change(self.situation, problem))
+        if row is None or self.situation.after(self._events[row]) != problem:
             return None
-        return self._solution(event, problem)
+        return self._solution(row, problem)
 
-    def _solution(self, event: NextEvent, problem: Problem) -> Solution:
-        row, there = self._row_of[event], {task.name for task in problem.tasks}
+    def _solution(self, row: int, problem: Problem) -> Solution:
+        there = {task.name for task in problem.tasks}
         counts = zip(self.situation.lineup, self._plans[row].tolist(), strict=True)
         plan = tuple(count for task, count in counts if task.name in there)
-        return Solution(problem, plan, self._resolution_of[row])
+        return Solution(problem, plan, self._resolutions[row])
+
+
+def _change(situation: Situation, problem: Problem) -> _Change:
+    there = {task.name for task in problem.tasks}
+    gone = tuple(i for i, task in enumerate(situation.lineup) if task.name not in there)
+    return problem.workers, gone, tuple(sorted(task.name for task in problem.tasks if task.faulty))
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class Planner:
             if first >= sweep.prefix_valid or last < sweep.suffix_valid:
                 continue
             plan = (_answers(sweep, asked, [_Scenario(first, (_OTHER,) * (last - first))])[0] * flat.grain).tolist()
-            return Solution(problem, tuple(plan[i] for i in places), by.quantum * len(problem.tasks))
+            return Solution(problem, tuple(plan[i] for i in places), by.resolution(len(places)))
         return None
 
 
@@ -221,72 +220,73 @@ class _Build:
         self.sweeps: dict[_Key, _Sweep] = {}
         self.flat: Outline = outline(situation.lineup, float(situation.d_transition_us), float(situation.churn_us))
         self.index = {name: i for i, name in enumerate(self.flat.names)}
-        self.waiting = (self.index[situation.queued.name],) if situation.queued else ()
+        waiting = situation.queued
+        self.waiting: tuple[int, ...] = (self.index[waiting.name],) if waiting else ()
         self.at_rest = np.full(len(self.index), HEALTHY, dtype=np.int64)
         self.other = np.full(len(self.index), FAULTY, dtype=np.int64)
         for i in self.waiting:
             self.at_rest[i], self.other[i] = ABSENT, HEALTHY
         self.computed = self.reused = 0
         self.limits: dict[int, Bounds] = {}
-        self.groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
-        self.scenarios: dict[_Key, dict[_Scenario, int]] = {}
+        self.keys: dict[tuple[int, tuple[int, ...]], _Key] = {}
+        self.row_of_change: dict[_Change, int] = {}
+        self.events: list[NextEvent] = []
         self.resolutions: list[float] = []
+        self.scenarios: dict[_Key, list[tuple[int, _Scenario]]] = {}
 
     def table(self) -> Table:
         row_of: dict[NextEvent, int] = {}
-        event_of: dict[_Signature, NextEvent] = {}
         row_of_load: dict[tuple[int, frozenset[str]], int] = {}
         for event in self.situation.expected():
             if isinstance(event, NodeLost):  # many nodes pose the same problem
                 load = self.situation.load_of[event.node]
                 row = row_of_load.get((load.slots, load.tasks), -1)
                 if row < 0:
-                    row = row_of_load[load.slots, load.tasks] = self._enlist(event, event_of)
+                    row = row_of_load[load.slots, load.tasks] = self._enlist(event)
                 row_of[event] = row
             else:
-                row_of[event] = self._enlist(event, event_of)
-        plans = np.zeros((len(self.resolutions), len(self.index)), dtype=np.int64)
+                row_of[event] = self._enlist(event)
+        plans = np.zeros((len(self.events), len(self.index)), dtype=np.int64)
         if len(self.index):
             for key, scenarios in self.scenarios.items():
-                plans[list(scenarios.values())] = self._solve(key, list(scenarios))
+                plans[[row for row, _ in scenarios]] = self._solve(key, [scenario for _, scenario in scenarios])
             plans *= self.flat.grain
-        effort = Effort(self.computed, self.reused, len(self.resolutions), len(self.scenarios))
-        return Table(self.situation, effort, plans, row_of, event_of, tuple(self.resolutions))
+        effort = Effort(self.computed, self.reused, len(self.events), len(self.scenarios))
+        resolutions, events = tuple(self.resolutions), tuple(self.events)
+        return Table(self.situation, effort, plans, row_of, self.row_of_change, resolutions, events)
 
-    def _enlist(self, event: NextEvent, event_of: dict[_Signature, NextEvent]) -> int:
+    def _enlist(self, event: NextEvent) -> int:
         """Put the event's scenario where it shares rows; its row in the table."""
-        faulty: list[str] = []
+        workers = self.situation.workers_after(event)
+        faulty: tuple[str, ...] = ()
+        gone, first, forms = self.waiting, 0, cast("tuple[int, ...]", (_AT_REST,))
         match event:
             case TaskFinished(name):
-                first = self.index[name]
-                group, forms = self._group(self.situation.workers, (*self.waiting, first)), (ABSENT,)
+                first, forms = self.index[name], (ABSENT,)
+                gone = tuple(sorted((*self.waiting, first)))
             case TaskLaunched(name):
-                first = self.index[name]
-                group, forms = self._group(self.situation.workers, ()), (_OTHER,)
+                first, forms, gone = self.index[name], (_OTHER,), ()
             case _:
-                faulty = sorted(self.situation.faulty_after(event))
-                group = self._group(self.situation.workers_after(event), self.waiting)
-                first, forms = 0, (_AT_REST,)
+                faulty = tuple(sorted(self.situation.faulty_after(event)))
                 if faulty:
                     first, last = self.index[faulty[0]], self.index[faulty[-1]]
                     forms = tuple(_OTHER if n in faulty else _AT_REST for n in self.flat.names[first : last + 1])
-        event_of.setdefault((group.key.workers, group.names, tuple(faulty)), event)
-        row = self.scenarios[group.key].setdefault(_Scenario(first, forms), len(self.resolutions))
-        if row == len(self.resolutions):
-            self.resolutions.append(group.resolution)
+        row = self.row_of_change.setdefault((workers, gone, faulty), len(self.events))
+        if row == len(self.events):
+            self.events.append(event)
+            key = self._key(workers, gone)
+            self.resolutions.append(key.scale.resolution(len(self.index) - len(gone)))
+            self.scenarios.setdefault(key, []).append((row, _Scenario(first, forms)))
         return row
 
-    def _group(self, workers: int, gone: tuple[int, ...]) -> _Group:
-        group = self.groups.get((workers, gone))
-        if group is None:
+    def _key(self, workers: int, gone: tuple[int, ...]) -> _Key:
+        key = self.keys.get((workers, gone))
+        if key is None:
             d_running = self.situation.d_running_us(workers)
             if workers not in self.limits:
                 self.limits[workers] = bounds(self.flat, workers, float(d_running))
-            key = _Key(workers, d_running, scale(self.flat, self.limits[workers], gone))
-            names = tuple(without(list(self.flat.names), gone))
-            group = self.groups[workers, gone] = _Group(key, names, key.scale.quantum * len(names))
-            self.scenarios.setdefault(key, {})
-        return group
+            key = self.keys[workers, gone] = _Key(workers, d_running, scale(self.flat, self.limits[workers], gone))
+        return key
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
         points = useful(self.flat, self.at_rest, key.workers, float(key.d_running_us), key.scale)
@@ -344,8 +344,3 @@ def _answers(sweep: _Sweep, other: Points, scenarios: Sequence[_Scenario]) -> ND
         plans,
     )
     return plans
-
-
-def _signature(problem: Problem) -> _Signature:
-    names = tuple(task.name for task in problem.tasks)
-    return problem.workers, names, tuple(sorted(task.name for task in problem.tasks if task.faulty))

@@ -1,0 +1,157 @@
+"""A synchronous client of the HTTP API, on the standard library alone: quick to import, no proxy in between."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+
+from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
+from unicrond.state import ClusterState
+
+DEFAULT_URL = "http://127.0.0.1:7470"
+TIMEOUT_S = 15.0
+
+
+class ApiError(Exception):
+    """One line for people."""
+
+
+class Unreachable(ApiError):
+    """Nobody answers, or not as a coordinator does; it may pass."""
+
+
+class Refused(ApiError):
+    """The coordinator says no; `status` is HTTP's."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """GET /v1/state: `body` is the answer as it came, `state` the same for programs."""
+
+    body: dict[str, Any]
+    state: ClusterState
+
+
+class Client:
+    """One coordinator. Every call opens a connection of its own. All raise Unreachable and Refused."""
+
+    def __init__(self, url: str = DEFAULT_URL, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        """Raises ValueError where `url` is no http or https address."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"{url!r} is no http address; give one like {DEFAULT_URL}")
+        self.url = url.rstrip("/")
+        self._host = parts.hostname
+        self._port = parts.port  # a ValueError that says what is wrong, too
+        self._base = parts.path.rstrip("/")
+        self._tls = parts.scheme == "https"
+        self.token = token
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+
+    def health(self) -> dict[str, Any]:
+        """{"status": "live" or "catching up", "term", "seq"}."""
+        return self._object("GET", "/healthz")
+
+    def snapshot(self) -> Snapshot:
+        """The folded state."""
+        body = self._object("GET", "/v1/state")
+        try:
+            return Snapshot(body, msgspec.convert(body.get("state"), ClusterState, strict=True))
+        except msgspec.ValidationError as error:
+            raise Unreachable(
+                f"{self.url} answers with a state that is not understood ({error}); is it another version of unicrond?"
+            ) from None
+
+    def submit(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Submit a task; {"task", "seq"}."""
+        return self._object("POST", "/v1/tasks", body=spec)
+
+    def cancel(self, task: str, reason: str) -> dict[str, Any]:
+        """Cancel a task; {"task", "seq"}."""
+        return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
+
+    def logs(
+        self, task: str, *, rank: int | None = None, tail_bytes: int | None = None, offset: int | None = None
+    ) -> dict[str, Any]:
+        """A piece of a worker's log: {"worker", "node", "offset", "text"}; `offset` is where the next piece begins."""
+        query = {"rank": rank, "tail_bytes": tail_bytes, "offset": offset}
+        given = urlencode({name: value for name, value in query.items() if value is not None})
+        return self._object("GET", f"/v1/logs/{quote(task, safe='')}" + (f"?{given}" if given else ""))
+
+    def events(self, after: int = 0, *, follow: bool = False) -> Iterator[EventLine]:
+        """Entries after sequence number `after`; with `follow` for ever, otherwise to the log's end."""
+        connection, response = self._open("GET", f"/v1/events?after={after}&follow={int(follow)}")
+        try:
+            if follow and connection.sock is not None:
+                # A quiet log is no sign of trouble; a peer that is gone is found by the kernel's probes.
+                connection.sock.settimeout(None)
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            parser = EventStreamParser()
+            for line in response:
+                event = parser.feed(line.decode(errors="replace").rstrip("\r\n"))
+                if event is not None:
+                    yield event
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+        except BadEventStream as error:
+            raise Unreachable(f"{self.url}: {error}; is it a coordinator of this version?") from None
+        finally:
+            connection.close()
+
+    def _object(self, method: str, path: str, *, body: Any = None) -> dict[str, Any]:
+        connection, response = self._open(method, path, body)
+        try:
+            answer = json.loads(response.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+        except ValueError:
+            raise Unreachable(f"{self.url} answers, but not as a coordinator does; check --url") from None
+        finally:
+            connection.close()
+        if not isinstance(answer, dict):
+            raise Unreachable(f"{self.url} answers, but not as a coordinator does; check --url")
+        return answer
+
+    def _open(
+        self, method: str, path: str, body: Any = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout_s)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, self._base + path, body=data, headers=self._headers)
+            response = connection.getresponse()
+            if response.status < 400:
+                return connection, response
+            text, status = response.read(65536), response.status
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise self._unreachable(error) from None
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+        raise Refused(_error_text(text, status), status)
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return Unreachable(
+            f"no coordinator at {self.url} ({why}); check that `unicrond run` is up there, or give --url or UNICRON_URL"
+        )
+
+
+def _error_text(body: bytes, status: int) -> str:
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"refused with HTTP status {status}; is it a coordinator?"

@@ -1,0 +1,145 @@
+"""What people ask of a cluster's state, as tables: nodes, tasks, the plan, incidents. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from unicrond.reconcile import occupied
+from unicrond.severity import RESPONSE
+from unicrond.state import ClusterState, Incident, Node, NodeStatus, Task, WorkerStatus
+from unicrond.tables import Table
+from unicrond.waf import achieved_waf
+
+#: Rows of a live view before it says "and N more".
+NODES_SHOWN = 16
+
+
+def si(value: float, unit: str = "") -> str:
+    """1.5e12, "FLOP/s" -> "1.50 TFLOP/s"."""
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def milliseconds(duration_us: int) -> str:
+    """Microseconds as whole milliseconds, with one decimal below ten."""
+    return f"{duration_us / 1000:.1f}" if duration_us < 10_000 else f"{duration_us / 1000:.0f}"
+
+
+def node_status(node: Node) -> str:
+    """up, isolated (up, but gets no workers), lost or left."""
+    return "isolated" if node.isolated and node.status is NodeStatus.UP else node.status.value
+
+
+def nodes_table(state: ClusterState, rows_max: int | None = None) -> Table:
+    """One row per node; with `rows_max`, those in trouble first and the rest summed up."""
+    used = occupied(state)
+    workers: dict[str, list[str]] = {}
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            mark = "" if worker.status is WorkerStatus.MEMBER else f" ({worker.status.value})"
+            workers.setdefault(worker.node, []).append(f"{worker.worker}{mark}")
+    nodes = sorted(state.nodes.values(), key=lambda node: node.name)
+    hidden: list[Node] = []
+    if rows_max is not None and len(nodes) > rows_max:
+        nodes.sort(key=lambda node: node_status(node) == "up")
+        nodes, hidden = nodes[:rows_max], nodes[rows_max:]
+    rows = [
+        (
+            node.name,
+            node_status(node),
+            f"{used.get(node.name, 0)}/{node.slots}",
+            ", ".join(workers.get(node.name, ())) or "-",
+            node.reason or "-",
+        )
+        for node in nodes
+    ]
+    if hidden:
+        counts = ", ".join(f"{count} {status}" for status, count in Counter(map(node_status, hidden)).items())
+        rows.append((f"and {len(hidden)} more", counts, "", "", ""))
+    return Table(
+        ("node", "status", "used", "workers", "reason"), tuple(rows), frozenset({"used"}), "no node has joined"
+    )
+
+
+def task_workers(task: Task) -> str:
+    """Members now, and the bounds: "2 of 1..3"."""
+    members = len(task.membership.members) if task.membership else 0
+    return f"{members} of {task.spec.min_workers}..{task.spec.max_workers}"
+
+
+def loss(value: float | None) -> str:
+    """A loss, or "-" where none is known."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def tasks_table(state: ClusterState) -> Table:
+    """One row per task, in the order of submission."""
+    rows = [
+        (
+            task.name,
+            task.status.value,
+            f"{task.spec.weight:g}",
+            task_workers(task),
+            f"{task.iteration}/{task.spec.iterations}",
+            loss(task.loss),
+            milliseconds(task.iteration_us) if task.iteration_us else "-",
+            si(achieved_waf(task, state.now_us), "FLOP/s"),
+            task.reason.partition("\n")[0] or "-",
+        )
+        for task in state.tasks.values()
+    ]
+    headers = ("task", "status", "weight", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
+    right = frozenset({"weight", "iteration", "loss", "ms/iteration", "WAF"})
+    return Table(headers, tuple(rows), right, "no task was submitted")
+
+
+def plan_table(state: ClusterState) -> Table:
+    """Who has what under the adopted plan, and what each share is worth."""
+    rows = []
+    for name, assignment in state.plan.assignments.items():
+        task = state.tasks.get(name)
+        counts = Counter(node for nodes in assignment.replicas for node in nodes)
+        where = ", ".join(node if count == 1 else f"{node} x{count}" for node, count in counts.items())
+        rows.append(
+            (
+                name,
+                str(assignment.workers),
+                str(len(assignment.replicas)),
+                si(assignment.waf, "FLOP/s"),
+                si(achieved_waf(task, state.now_us), "FLOP/s") if task else "-",
+                where or "waits for workers",
+            )
+        )
+    headers = ("task", "workers", "replicas", "planned WAF", "achieved WAF", "nodes")
+    right = frozenset({"workers", "replicas", "planned WAF", "achieved WAF"})
+    return Table(headers, tuple(rows), right, "no task is planned")
+
+
+def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:
+    """Open incidents after closed ones, oldest first; only the `last` closed ones where that is given.
+
+    Times of an open incident run until `now_us`. `redone`: micro-batches computed anew.
+    """
+    closed = state.closed if last is None else state.closed[len(state.closed) - min(last, len(state.closed)) :]
+    rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]
+    headers = ("incident", "severity", "cause", "tasks", "response", "detection ms", "transition ms", "redone", "what")
+    return Table(headers, tuple(rows), frozenset({"detection ms", "transition ms", "redone"}), "no incident")
+
+
+def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
+    detection_us = incident.detection_us or max(0, incident.detected_us - incident.occurred_us)
+    end_us = incident.resumed_us or (now_us if not incident.closed_us else incident.closed_us)
+    transition_us = incident.transition_us or max(0, end_us - incident.detected_us)
+    return (
+        incident.id,
+        incident.severity.name,
+        incident.kind,
+        ", ".join(incident.tasks) or "-",
+        incident.response if incident.closed_us else f"{RESPONSE[incident.severity]} (open)",
+        milliseconds(detection_us),
+        milliseconds(transition_us),
+        str(incident.redone),
+        incident.message.partition("\n")[0],
+    )

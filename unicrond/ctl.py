@@ -1,0 +1,202 @@
+"""`unicronctl`: what people type. This file finds the command and knows every flag; `ctl_commands.py` acts.
+
+Rules
+-----
+* Exit codes: 0 done, 1 the operation failed or no coordinator answers (one line says what to check),
+  2 bad usage (one line names the field and the fix), 130 interrupted.
+* `events decode` is called once per message by the nats CLI: it is found before anything is imported.
+* `plan solve` and `throughput` have parsers of their own and need no coordinator.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import argparse
+
+PROG = "unicronctl"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:2] == ["events", "decode"]:
+        from events.decode import main as decode
+
+        return decode(arguments[2:])
+    try:
+        if arguments[:2] == ["plan", "solve"]:
+            return _planning("solve_cli", arguments[2:])
+        if arguments[:1] == ["throughput"]:
+            return _planning("throughput_cli", arguments[1:])
+        options = parser().parse_args(arguments)
+        from unicrond.ctl_commands import run
+
+        return run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _silence_stdout()
+        return 0  # whoever read us has seen enough
+
+
+def _planning(module: str, arguments: list[str]) -> int:
+    """Hand over to a command of the planner, which brings numpy with it."""
+    import importlib
+
+    return int(importlib.import_module(f"unicrond.planning.{module}").main(arguments))
+
+
+def _silence_stdout() -> None:
+    """Or the interpreter complains when it flushes at exit."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- the parser ----------------------------------------------------------------------------------
+
+_DESCRIPTION = "See and steer a training cluster that unicrond coordinates."
+
+_EPILOG = f"""\
+without a coordinator:
+  {PROG} plan solve PROBLEM.json      solve a plan problem exactly
+  {PROG} throughput --model ...       what the throughput model says
+  {PROG} events decode                one event from stdin as a line, for `nats --translate`
+
+examples:
+  {PROG} status
+  {PROG} submit examples/big.yaml
+  {PROG} logs big --rank 0 -f
+  {PROG} --url http://head:7470 --token-file token tasks --json
+
+The coordinator is at --url, else $UNICRON_URL, else http://127.0.0.1:7470.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands that talk to a coordinator."""
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        """Bad usage is one line and exit code 2."""
+
+        def error(self, message: str) -> NoReturn:
+            """argparse calls this for everything that it does not accept."""
+            print(f"{self.prog}: {_plainer(message)}; see {self.prog} --help", file=sys.stderr)
+            raise SystemExit(2)
+
+    def common(default: object) -> argparse.ArgumentParser:
+        """Flags that may stand before the command and after it; there they must not undo what stood before."""
+        flags = Parser(add_help=False)
+        flags.add_argument("--url", default=default, metavar="URL", help="the coordinator's API")
+        flags.add_argument("--token-file", default=default, metavar="FILE", help="file with the API's bearer token")
+        flags.add_argument(
+            "--json", action="store_true", default=default or False, help="JSON instead of text (events: JSON lines)"
+        )
+        return flags
+
+    raw = argparse.RawDescriptionHelpFormatter
+    root = Parser(
+        prog=PROG,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=raw,
+        parents=[common(None)],
+        allow_abbrev=False,
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(group: argparse._SubParsersAction[Parser], name: str, text: str, *examples: str) -> Parser:
+        shown = "".join(f"\n  {PROG} {example}" for example in examples)
+        return group.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"example:{shown}",
+            formatter_class=raw,
+            parents=[common(argparse.SUPPRESS)],
+            allow_abbrev=False,
+        )
+
+    add(commands, "status", "the cluster at a glance: coordinator, plan, nodes, tasks, incidents", "status")
+    add(commands, "nodes", "the nodes, and what runs on them", "nodes", "nodes --json")
+    add(commands, "tasks", "the tasks and their progress", "tasks")
+
+    submit = add(
+        commands,
+        "submit",
+        "submit the task that a file describes (docs/task-file.md)",
+        "submit examples/big.yaml",
+        "submit - < task.yaml",
+    )
+    submit.add_argument("file", metavar="FILE", help="YAML; - reads stdin")
+    submit.add_argument("--check", action="store_true", help="check the file only; needs no coordinator")
+
+    cancel = add(commands, "cancel", "end a task; its checkpoints stay", "cancel big --reason 'wrong data'")
+    cancel.add_argument("task", metavar="TASK")
+    cancel.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
+
+    logs = add(commands, "logs", "what a worker of a task wrote", "logs big", "logs big --rank 1 -f")
+    logs.add_argument("task", metavar="TASK")
+    logs.add_argument("--rank", type=_count, metavar="R", help="the worker's rank (default: the newest worker)")
+    logs.add_argument(
+        "--tail-bytes", type=_positive, metavar="N", default=8192, help="begin so many bytes before the end (8192)"
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="go on as more is written, across restarts")
+
+    events = add(
+        commands, "events", "the event log, as sentences", "events --after 100", "events -f --type PlanAdopted"
+    )
+    events.add_argument("--after", type=_count, default=0, metavar="SEQ", help="begin after this sequence number (0)")
+    events.add_argument("-f", "--follow", action="store_true", help="go on with what is yet to happen")
+    events.add_argument(
+        "--type", action="append", default=[], metavar="T", help="only this type of event; may be given again"
+    )
+
+    add(commands, "watch", "the live view: nodes, tasks, plan, incidents, last events", "watch")
+
+    plan = add(commands, "plan", "the adopted plan (show), or a plan problem's exact solution (solve)", "plan show")
+    plans = plan.add_subparsers(dest="plan_command", required=True, metavar="show|solve", parser_class=Parser)
+    add(plans, "show", "who has what, what it is worth, and why", "plan show")
+    add(plans, "solve", "solve a plan problem exactly, without a coordinator", "plan solve PROBLEM.json --json")
+
+    add(commands, "throughput", "what the throughput model says", "throughput --model gpt3-7b --gpu a100-80g --gpus 8")
+    return root
+
+
+def _plainer(message: str) -> str:
+    """argparse's words, with a guess where a command was misspelt."""
+    import re
+
+    choice = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+    if choice is None:
+        return message.removeprefix("argument ")
+    import difflib
+
+    known = re.findall(r"[\w-]+", choice[3])
+    close = difflib.get_close_matches(choice[2], known, n=1)
+    return f"no command {choice[2]!r}; " + (f"did you mean {close[0]}?" if close else f"use {', '.join(known)}")
+
+
+def _count(text: str) -> int:
+    import argparse
+
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    import argparse
+
+    if not _count(text):
+        raise argparse.ArgumentTypeError("0 bytes are nothing; give 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

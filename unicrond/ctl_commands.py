@@ -1,0 +1,340 @@
+"""The commands of `unicronctl` that talk to a coordinator, one function each.
+
+What was asked for goes to stdout, what went wrong to stderr, in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from events.vocabulary import AnyEvent
+from unicrond.client import DEFAULT_URL, ApiError, Client, Refused, Unreachable
+from unicrond.cluster_tables import incidents_table, node_status, nodes_table, plan_table, si, tasks_table
+from unicrond.event_lines import EventLine
+from unicrond.faults import guess
+from unicrond.state import ClusterState, TaskStatus
+from unicrond.tables import Table, show
+from unicrond.waf import achieved_waf
+
+if TYPE_CHECKING:
+    import argparse
+
+#: How long a follower bears a coordinator that is away, and how often it asks anew.
+AWAY_MAX_S = 60.0
+RETRY_S = 0.5
+LOG_POLL_S = 0.5
+
+
+class BadUsage(Exception):
+    """One line that names the field and the fix."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out the command; the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except BadUsage as error:
+        return _complain(error, 2)
+    except ApiError as error:
+        return _complain(error, 1)
+    return 0
+
+
+def _complain(error: Exception, code: int) -> int:
+    print(f"unicronctl: {error}", file=sys.stderr)
+    return code
+
+
+def _client(options: argparse.Namespace) -> Client:
+    url, source = options.url, "--url"
+    if url is None:
+        url, source = os.environ.get("UNICRON_URL") or DEFAULT_URL, "UNICRON_URL"
+    try:
+        return Client(url, _token(options.token_file))
+    except ValueError as error:
+        raise BadUsage(f"{source}: {error}") from None
+
+
+def _token(path: str | None) -> str:
+    if path is None:
+        return ""
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise BadUsage(f"--token-file: {path}: {error.strerror}; give a file that holds the token") from None
+    except UnicodeDecodeError:
+        token = ""
+    if not token or not token.isprintable():
+        raise BadUsage(f"--token-file: {path}: does not hold one line of plain text; give the API's token file")
+    return token
+
+
+def _print_json(value: Any, *, indent: int | None = 2) -> None:
+    print(json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN, which a loss may be: null in its place."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- looking -------------------------------------------------------------------------------------
+
+
+def status(options: argparse.Namespace) -> None:
+    """The cluster at a glance."""
+    client = _client(options)
+    health, snapshot = client.health(), client.snapshot()
+    state = snapshot.state
+    if options.json:
+        _print_json({"health": health, **snapshot.body})
+        return
+    workers = sum(assignment.workers for assignment in state.plan.assignments.values())
+    achieved = sum(achieved_waf(task, state.now_us) for task in _active(state))
+    lines = {
+        "coordinator": f"{health.get('status')}, term {state.term}, sequence {state.seq}, at {client.url}",
+        "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {si(state.plan.waf, 'FLOP/s')} planned,"
+        f" {si(achieved, 'FLOP/s')} achieved",
+        "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
+        "nodes": _tally([node_status(node) for node in state.nodes.values()]),
+        "tasks": _tally([task.status.value for task in state.tasks.values()]),
+        "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
+        "digest": str(snapshot.body.get("digest")),
+    }
+    if state.quarantined:
+        lines["quarantined"] = f"{state.quarantined} messages in the log are no valid events"
+    for name, text in lines.items():
+        print(f"{name:<12} {text}")
+    if state.incidents:
+        print()
+        show(incidents_table(state, time.time_ns() // 1000, last=0))
+
+
+def _active(state: ClusterState) -> list[Any]:
+    return [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+
+
+def _tally(words: list[str]) -> str:
+    counts = {word: words.count(word) for word in dict.fromkeys(words)}
+    return ", ".join(f"{count} {word}" for word, count in counts.items()) or "none"
+
+
+def nodes(options: argparse.Namespace) -> None:
+    """The nodes, and what runs on them."""
+    snapshot = _client(options).snapshot()
+    _answer(options, snapshot.body["state"]["nodes"], nodes_table(snapshot.state))
+
+
+def tasks(options: argparse.Namespace) -> None:
+    """The tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
+    snapshot = _client(options).snapshot()
+    derived = snapshot.body.get("derived", {})
+    data = {
+        name: task | {key: values.get(name) for key, values in derived.items()}
+        for name, task in snapshot.body["state"]["tasks"].items()
+    }
+    _answer(options, data, tasks_table(snapshot.state))
+
+
+def plan(options: argparse.Namespace) -> None:
+    """The adopted plan: who has what, and why."""
+    snapshot = _client(options).snapshot()
+    adopted = snapshot.state.plan
+    if not options.json:
+        print(f"epoch {adopted.epoch}, WAF {si(adopted.waf, 'FLOP/s')} planned")
+        if adopted.epoch:
+            print(f"because of: {adopted.trigger}\nreason: {adopted.reason}")
+        print()
+    _answer(options, snapshot.body["state"]["plan"], plan_table(snapshot.state))
+
+
+def _answer(options: argparse.Namespace, data: Any, table: Table) -> None:
+    if options.json:
+        _print_json(data)
+    else:
+        show(table)
+
+
+# --- asking for something ------------------------------------------------------------------------
+
+
+def submit(options: argparse.Namespace) -> None:
+    """Check a task file here, then hand the task to the coordinator, which checks it again."""
+    import msgspec
+
+    from unicrond.task_file import TaskFileError, load, loads
+
+    try:
+        if options.file == "-":
+            spec = loads(sys.stdin.read(), where="stdin")
+        else:
+            spec = load(Path(options.file))
+    except TaskFileError as error:
+        raise BadUsage(str(error)) from None
+    except UnicodeDecodeError:
+        raise BadUsage("stdin: is not UTF-8 text; give a YAML file") from None
+    if options.check:
+        _say(options, {"task": spec.name, "ok": True}, f"{options.file}: task {spec.name} is well described")
+        return
+    answer = _client(options).submit(msgspec.to_builtins(spec))
+    _say(options, answer, f"task {spec.name} is submitted, at sequence {answer.get('seq')}")
+
+
+def cancel(options: argparse.Namespace) -> None:
+    """End a task."""
+    answer = _client(options).cancel(options.task, options.reason)
+    _say(options, answer, f"task {options.task} is cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
+
+
+def _say(options: argparse.Namespace, data: Any, text: str) -> None:
+    if options.json:
+        _print_json(data)
+    else:
+        print(text)
+
+
+# --- reading on and on ---------------------------------------------------------------------------
+
+
+def events(options: argparse.Namespace) -> None:
+    """The event log from a sequence number on, as sentences or JSON lines."""
+    known = [kind.__name__ for kind in get_args(AnyEvent)] + ["Quarantined"]
+    for name in options.type:
+        if name not in known:
+            raise BadUsage(f"--type: no event type {name!r}; {guess(name, known)}")
+
+    def tell(event: EventLine) -> None:
+        if options.type and event.type not in options.type:
+            return
+        if options.json:
+            _print_json({name: getattr(event, name) for name in event.__struct_fields__}, indent=None)
+        else:
+            print(f"{event.seq:>7}  {event.clock('milliseconds')}  {event.type:<19}  {event.text}")
+        if options.follow:
+            sys.stdout.flush()
+
+    client = _client(options)
+    if not options.follow:
+        for event in client.events(options.after):
+            tell(event)
+        return
+    after = options.after
+    away = Away()
+    while True:
+        try:
+            for event in client.events(after, follow=True):
+                away.over()
+                tell(event)
+                after = event.seq
+        except Unreachable as error:
+            away.bear(error)
+        else:
+            away.bear(Unreachable("the coordinator closed the stream"))
+
+
+class Away:
+    """Patience with a coordinator that was there, or may just be starting: say so once, give up after AWAY_MAX_S."""
+
+    def __init__(self) -> None:
+        self._since_s = 0.0
+        self._seen = False
+
+    def over(self) -> None:
+        """It answers."""
+        self._since_s, self._seen = 0.0, True
+
+    def bear(self, error: ApiError) -> None:
+        """Wait a little; raises `error` where that has lasted too long, or where it never answered."""
+        now_s = time.monotonic()
+        if not self._seen or (self._since_s and now_s - self._since_s > AWAY_MAX_S):
+            raise error
+        if not self._since_s:
+            self._since_s = now_s
+            print(f"unicronctl: {error}; waiting for it", file=sys.stderr)
+        time.sleep(RETRY_S)
+
+
+def logs(options: argparse.Namespace) -> None:
+    """A worker's output; following it goes on with the worker that takes its place."""
+    client = _client(options)
+    piece = client.logs(options.task, rank=options.rank, tail_bytes=options.tail_bytes)
+    if options.json and not options.follow:
+        _print_json(piece)
+        return
+    _write_piece(options, piece)
+    away = Away()
+    away.over()
+    while options.follow:
+        try:
+            following = client.logs(options.task, rank=options.rank, offset=piece["offset"])
+            if following["worker"] != piece["worker"]:
+                print(f"--- {following['worker']} on {following['node']}", file=sys.stderr)
+                following = client.logs(options.task, rank=options.rank, offset=0)
+            away.over()
+        except (Unreachable, Refused) as error:
+            away.bear(error)  # between two lives of a worker nobody has that rank
+            continue
+        piece = following
+        _write_piece(options, piece)
+        if not piece["text"]:
+            time.sleep(LOG_POLL_S)
+
+
+def _write_piece(options: argparse.Namespace, piece: dict[str, Any]) -> None:
+    missing = [name for name in ("worker", "node", "offset", "text") if name not in piece]
+    if missing:
+        raise Unreachable(f"the answer lacks {missing[0]}; is it another version of unicrond?")
+    if options.json:
+        _print_json(piece, indent=None)
+    else:
+        sys.stdout.write(piece["text"])
+    sys.stdout.flush()
+
+
+def watch(options: argparse.Namespace) -> None:
+    """The live view, until Ctrl-C."""
+    import asyncio
+
+    from unicrond import view
+
+    client = _client(options)
+    client.health()  # nobody there: say so now
+
+    async def get_state() -> tuple[ClusterState, str]:
+        try:
+            snapshot = await asyncio.to_thread(client.snapshot)
+        except ApiError as error:
+            raise ConnectionError(str(error)) from None
+        return snapshot.state, str(snapshot.body.get("digest"))
+
+    async def until_interrupted() -> None:
+        await view.watch(get_state, asyncio.Event(), view.follow(client.url, client.token))
+
+    asyncio.run(until_interrupted())
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "status": status,
+    "nodes": nodes,
+    "tasks": tasks,
+    "plan": plan,
+    "submit": submit,
+    "cancel": cancel,
+    "events": events,
+    "logs": logs,
+    "watch": watch,
+}
