@@ -88,7 +88,8 @@ def solve(problem: Problem) -> Solution:
     most = sum(points.workers[points.starts[1:] - 1].tolist())  # more than that brings nothing
     shape = (len(problem.tasks) + 1, min(problem.workers // grain, most) + 1)
     if shape[0] * shape[1] * 8 > MOST_BYTES:
-        raise ProblemError(f"workers: {problem.workers} among {len(problem.tasks)} tasks; plan for nodes, not workers")
+        told = f"n' = {problem.workers} among {len(problem.tasks)} tasks takes more than 4 GiB"
+        raise ProblemError(f"{told}; plan for nodes, not workers")
     rows = np.empty(shape)
     rows[-1] = 0.0
     compute = kernel.active()
