@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["throughput"]:
             return _planning("throughput_cli", arguments[1:])
         options = parser().parse_args(arguments)
+        if options.command == "throughput" or getattr(options, "plan_command", "") == "solve":
+            print(f"{PROG}: {arguments[0]}: flags of this command stand after it; see {PROG} --help", file=sys.stderr)
+            return 2
         from unicrond.ctl_commands import run
 
         return run(options)
@@ -89,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
             print(f"{self.prog}: {_plainer(message)}; see {self.prog} --help", file=sys.stderr)
             raise SystemExit(2)
 
-    def common(default: object) -> argparse.ArgumentParser:
+    def common(default: object) -> Parser:
         """Flags that may stand before the command and after it; there they must not undo what stood before."""
         flags = Parser(add_help=False)
         flags.add_argument("--url", default=default, metavar="URL", help="the coordinator's API")

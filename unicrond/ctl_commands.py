@@ -179,10 +179,7 @@ def submit(options: argparse.Namespace) -> None:
     from unicrond.task_file import TaskFileError, load, loads
 
     try:
-        if options.file == "-":
-            spec = loads(sys.stdin.read(), where="stdin")
-        else:
-            spec = load(Path(options.file))
+        spec = loads(sys.stdin.read(), where="stdin") if options.file == "-" else load(Path(options.file))
     except TaskFileError as error:
         raise BadUsage(str(error)) from None
     except UnicodeDecodeError:

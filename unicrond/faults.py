@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
 from events.vocabulary import NAME_PATTERN
-from unicrond.strict_yaml import Place
+
+if TYPE_CHECKING:
+    from unicrond.strict_yaml import Place
 
 
 class Fault(NamedTuple):
@@ -118,5 +120,4 @@ def _shown(value: Any) -> str:
         return "a list"
     if isinstance(value, str):
         return f"text {value[:60]!r}"
-    shown = repr(value) if abs(value) < 10**30 else f"{float(min(abs(value), 1e300)):.3g}"
-    return shown[:60]
+    return repr(value) if isinstance(value, float) or abs(value) < 10**30 else "a huge number"

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import suppress
 from typing import TextIO, TypeAlias
 
 import aiohttp
@@ -31,7 +31,7 @@ from unicrond.cluster_tables import (
     si,
     task_workers,
 )
-from unicrond.event_lines import EventLine, EventStreamParser
+from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.state import ClusterState, Task, TaskStatus
 from unicrond.tables import STYLES, clean, for_terminal, interactive, show
 from unicrond.waf import achieved_waf
@@ -64,7 +64,9 @@ async def follow(url: str, token: str = "", after: int = 0) -> AsyncIterator[Eve
                     async for chunk in response.content.iter_any():
                         *lines, buffer = (buffer + chunk).split(b"\n")
                         for line in lines:
-                            event = parser.feed(line.decode(errors="replace"))
+                            event = None
+                            with suppress(BadEventStream):  # one line less in the view is no reason to end it
+                                event = parser.feed(line.decode(errors="replace"))
                             if event is not None:
                                 after = event.seq
                                 yield event
@@ -103,11 +105,8 @@ async def _read(events: AsyncIterator[EventLine], tell: Callable[[EventLine], No
 
 
 async def _wait(stop: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await stop.wait()
-    except TimeoutError:
-        pass
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), timeout_s)
 
 
 # --- on a terminal -------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""Task files: what they mean, and that every mistake gets one line with file, line, field and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events.codec import encode
+from events.envelope import Envelope
+from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, StartWorker, StoreAddress, TaskSpec
+from unicrond.strict_yaml import BadYaml, parse
+from unicrond.task_file import SPEC_BYTES_MAX, TaskFileError, load, loads, problems
+from unicrond.waf import throughput
+
+ROOT = Path(__file__).parents[2]
+
+
+def complaint(text: str) -> str:
+    with pytest.raises(TaskFileError) as caught:
+        loads(text, where="t.yaml")
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# --- what is right -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_valid(path: Path) -> None:
+    spec = load(path)
+    assert spec.name == path.stem
+    assert problems(spec) == []
+
+
+def test_the_annotated_example_of_the_documentation_names_every_field(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "task-file.md").read_text()
+    example = text.partition("```yaml\n")[2].partition("```")[0]
+    spec = loads(example, directory=tmp_path)
+    named = parse(example).value
+    for kind, part in (
+        (TaskSpec, named),
+        (ModelSpec, named["model"]),
+        (OptimizerSpec, named["optimizer"]),
+        (CheckpointSpec, named["checkpoint"]),
+    ):
+        assert set(part) == set(kind.__struct_fields__), kind
+        for field in kind.__struct_fields__:
+            assert f"`{field}`" in text, f"docs/task-file.md does not describe {field}"
+    assert spec.name == "pretrain-small"
+
+
+def test_a_name_is_enough() -> None:
+    assert loads("name: a") == TaskSpec(name="a")
+
+
+def test_numbers_and_words_mean_what_people_mean() -> None:
+    spec = loads(
+        "name: no\noptimizer: {lr: 1e-3}\nseed: 010\nenv: {DEBUG: on, AT: 12:30}\n"
+        "throughput: {1: 1.9e12, 2: 3e12}\nmax_workers: 2"
+    )
+    assert spec.name == "no"
+    assert spec.optimizer.lr == 1e-3
+    assert spec.seed == 10
+    assert spec.env == {"DEBUG": "on", "AT": "12:30"}
+    assert spec.throughput == {"1": 1_900_000_000_000, "2": 3_000_000_000_000}
+
+
+def test_paths_start_at_the_files_directory(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("pass\n")
+    (tmp_path / "task.yaml").write_text("name: a\nentry: train.py\ncwd: .\ndata: d/corpus\ncheckpoint: {dir: /ckpt}\n")
+    spec = load(tmp_path / "task.yaml")
+    assert spec.entry == str(tmp_path / "train.py")
+    assert Path(spec.cwd) == tmp_path
+    assert spec.data == str(tmp_path / "d" / "corpus")
+    assert spec.checkpoint.dir == "/ckpt"
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    spec = loads("name: a\nweight: 0.5\nmodel: {layers: 4}\nmax_workers: 4\nthroughput: {1: 5}\n", directory=tmp_path)
+    assert loads(msgspec.json.encode(spec).decode()) == spec  # JSON is YAML
+
+
+# --- what is wrong -------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("", "t.yaml: is empty; the least is `name: my-task`"),
+    ("[1]", "t.yaml: expected fields such as name, weight, min_workers, got a list"),
+    ("weight: 1", "t.yaml: name: missing; add the line `name: ...`"),
+    ("name: a\nname: b", "t.yaml:2: name stands here twice; remove one (the other is on line 1)"),
+    ("name: a b", "t.yaml:1: name: 'a b' is no name; use letters, digits, - and _"),
+    ("name: 12", "t.yaml:1: name: expected text, got 12; put it in quotes"),
+    ("name: a\nmodel:\n  layerz: 2", "t.yaml:3: model.layerz: unknown field; did you mean layers?"),
+    ("name: a\nmodel:\n  layers: two", "t.yaml:3: model.layers: expected a whole number, got text 'two'"),
+    ("name: a\nmodel: 3", "t.yaml:2: model: expected fields such as layers, hidden, heads, got 3"),
+    ("name: a\nmin_workers: 0", "t.yaml:2: min_workers: must be a whole number >= 1, got 0"),
+    ("name: a\nweight: -1", "t.yaml:2: weight: must be a number > 0.0, got -1"),
+    ("name: a\nweight: .inf", "t.yaml:2: weight: must be a number <= 1000000.0, got inf"),
+    ("name: a\noptimizer: {weight_decay: .inf}", "t.yaml:2: optimizer.weight_decay: inf is no usable number"),
+    ("name: a\nargs: [--lr, 3]", "t.yaml:2: args[1]: expected text, got 3; put it in quotes"),
+    ("name: a\nenv: {A: 1}", "t.yaml:2: env.A: expected text, got 1; put it in quotes"),
+    ("name: a\nenv: {A-B: x}", "t.yaml:2: env.A-B: is no variable's name"),
+    ("name: a\nbackend: ncl", "t.yaml:2: backend: unknown value 'ncl'; did you mean nccl?"),
+    ("name: a\nentry: nowhere.py", "nowhere.py' is no file; give gpt or the path of a script"),
+    ("name: a\nargs: [x]", "t.yaml:2: args: entry gpt takes none"),
+    ("name: a\nmin_workers: 3\nmax_workers: 2", "t.yaml:2: min_workers: 3 is more than max_workers (2); lower it"),
+    ("name: a\ntp: 2\nmin_workers: 2\nmax_workers: 5", "max_workers: 5 is no multiple of tp * pp = 2 * 1; use 4 or 6"),
+    ("name: a\nglobal_batch: 9\nmicro_batch: 2", "global_batch: 9 is no multiple of micro_batch (2); use 8 or 10"),
+    ("name: a\nmax_workers: 9", "max_workers: 9 replicas share 8 micro-batches, so some would idle; use at most 8"),
+    ("name: a\nmodel: {hidden: 66}", "model.hidden: 66 does not divide among heads (4); use 64 or 68"),
+    ("name: a\ntp: 3\nmin_workers: 3\nmax_workers: 3", "model.heads: 4 does not divide among tp (3); use 3 or 6"),
+    ("name: a\npp: 2\nmin_workers: 2\nmax_workers: 2\nmodel: {layers: 3}", "3 does not divide among pp (2)"),
+    ("name: a\nthroughput: {2: 5}", "t.yaml:2: throughput.2: must be a number of workers, 1 to max_workers (1)"),
+    ("name: a\nthroughput: {01: 5}", "t.yaml:2: throughput.01: must be a number of workers"),
+    ("name: a\nthroughput: {1: 1.5}", "t.yaml:2: throughput.1: expected a whole number, got 1.5"),
+    ("name: a\nthroughput: {1: 0}", "t.yaml:2: throughput: every entry is 0"),
+    ("name: a\nweight: 1e-30", "t.yaml:2: weight: 1e-30 makes the task worth nothing"),
+    ("name: a\nweight: 1e6\nthroughput: {1: 9e18}", "t.yaml:2: weight: 1e+06 * 9e+18 FLOP/s is more than"),
+    ("name: a\nmax_workers: 2000000000\nglobal_batch: 4000000000", "max_workers: 2000000000 is more than 131072"),
+    ("name: a\noptimizer: {min_lr: 1}", "optimizer.min_lr: 1 is more than lr (0.001); lower it"),
+    ("name: a\noptimizer: {warmup_iterations: 100}", "warmup_iterations: 100 leaves nothing of iterations (100)"),
+    ("nam: a", "t.yaml:1: nam: unknown field; did you mean name? (and 1 more)"),
+    ("name: &x a\nentry: *x", "t.yaml:1: anchors and aliases (& and *) are not read"),
+    ("name: !!python/name:os.system x", "t.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not read"),
+    ("name: a\nmodel: {layers: 2", "t.yaml:2: not valid YAML"),
+    ("? [1]\n: 2", "t.yaml:1: a key must be a plain word or number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said"), MISTAKES, ids=range(len(MISTAKES)))
+def test_mistakes(text: str, said: str) -> None:
+    assert said in complaint(text)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TaskFileError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load(tmp_path / "nowhere.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
+    with pytest.raises(TaskFileError, match="is not UTF-8 text"):
+        load(tmp_path / "latin.yaml")
+
+
+def test_a_spec_that_came_over_the_wire_is_checked_too() -> None:
+    assert problems(TaskSpec(name="a")) == []
+    assert "absolute path" in problems(TaskSpec(name="a", data="corpus/x"))[0]
+    assert "give gpt or an absolute path" in problems(TaskSpec(name="a", entry="train.py"))[0]
+    many = {f"V{number}": "x" * 1000 for number in range(100)}
+    assert f"more than {SPEC_BYTES_MAX}" in problems(TaskSpec(name="a", env=many))[0]
+
+
+@given(st.text())
+def test_any_text_is_a_document_or_one_clear_error(text: str) -> None:
+    try:
+        parse(text)
+    except BadYaml as error:
+        assert error.line >= 1
+        assert "\n" not in error.what
+
+
+def test_deep_and_long_documents_are_refused() -> None:
+    assert "nested too deeply" in complaint("[" * 5000)
+    assert "bytes" in complaint("#" * 300_000)
+
+
+@given(
+    st.builds(
+        TaskSpec,
+        name=st.just("t"),
+        weight=st.floats(min_value=1e-12, max_value=1e6),
+        min_workers=st.integers(1, 40),
+        max_workers=st.integers(1, 40),
+        tp=st.integers(1, 3),
+        pp=st.integers(1, 3),
+        global_batch=st.integers(1, 64),
+        throughput=st.dictionaries(st.sampled_from(["1", "2", "02", "8", "x", ""]), st.integers(0, 2**63 - 1)),
+        env=st.dictionaries(st.text(max_size=3), st.text(max_size=3)),
+    )
+)
+def test_what_passes_can_be_planned_and_written(spec: TaskSpec) -> None:
+    """The planner's table exists, its plan fits the log's integers, and a command can carry the spec."""
+    if problems(spec):
+        return
+    assert max(int(spec.weight * flops) for flops in throughput(spec)) < 2**63
+    store = StoreAddress(host="h", port=1)
+    start = StartWorker(
+        command_id="1.1.n.1", node="n", epoch=1, spec=spec, worker="t.1", replica=0, shard=0, store=store
+    )
+    encode(Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=0, event=start))
