@@ -88,7 +88,10 @@ class BeatLog(Protocol):
         ...
 
     def subscribe(self) -> AsyncGenerator[Entry, None]:
-        """The last beat of every node that is still held, then every beat that comes; gaps are possible."""
+        """Beats from now on; an outage leaves a gap.
+
+        What was said before is not told again: a beat heard now is a sign of life now.
+        """
         ...
 
 

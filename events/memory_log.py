@@ -79,12 +79,11 @@ class MemoryLog:
 
 
 class MemoryBeatLog:
-    """A BeatLog that holds each node's last beat."""
+    """A BeatLog."""
 
     def __init__(self, clock: Callable[[], int] = wall_clock_us) -> None:
         self._clock = clock
         self._seq = 0
-        self._last: dict[str, Recorded] = {}
         self._subscribers: set[asyncio.Queue[Recorded]] = set()
 
     async def publish(self, envelope: Envelope) -> None:
@@ -93,14 +92,11 @@ class MemoryBeatLog:
         encode(envelope)
         self._seq += 1
         beat = Recorded(self._seq, self._clock(), envelope)
-        self._last[envelope.event.node] = beat
         for queue in self._subscribers:
             queue.put_nowait(beat)
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
         queue: asyncio.Queue[Recorded] = asyncio.Queue()
-        for beat in sorted(self._last.values(), key=lambda beat: beat.seq):
-            queue.put_nowait(beat)
         self._subscribers.add(queue)
         try:
             while True:

@@ -24,7 +24,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from events.envelope import Quarantined, Recorded
-from events.nats_connection import RETRY_DELAY_MAX_S, RETRY_DELAY_S, Connection, Session, Unanswered
+from events.nats_connection import Connection, Patience, Session, Unanswered
 from events.nats_reader import SILENCE_S, stored_message
 from events.nats_streams import NANOS, ApiError, api
 from events.subjects import EVENT_STREAM, agent_consumer, command_subjects, entry
@@ -75,14 +75,14 @@ class NatsCommandFeed:
         self._handled_seq = 0
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
-        delay_s = RETRY_DELAY_S
+        patience = Patience(f"commands for {self._node}")
         while True:
             try:
                 await create_command_consumer(self._connection, self._node)
                 session = await self._connection.session()
                 async with aclosing(_pull(session, agent_consumer(self._node))) as messages:
                     async for message in messages:
-                        delay_s = RETRY_DELAY_S
+                        patience.succeed()
                         stored = stored_message(message)
                         found = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
                         if isinstance(found, Quarantined):
@@ -96,9 +96,8 @@ class NatsCommandFeed:
                         self._handled_seq = max(self._handled_seq, found.seq)
                         await session.publish(message.reply, b"+ACK")
             except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:
-                logger.warning("commands for %s were interrupted (%s); going on", self._node, error)
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, RETRY_DELAY_MAX_S)
+                logger.info("commands for %s were interrupted (%s); going on", self._node, error)
+                await patience.lose(error)
 
 
 class _Silent(Exception):

@@ -39,10 +39,36 @@ RETRY_DELAY_S = 0.02
 RETRY_DELAY_MAX_S = 1.0
 REQUEST_TIMEOUT_S = 3.0
 PING_INTERVAL_S = 5
+LOUD_AFTER_S = 10.0
 
 
 class Unanswered(LogError):
     """No answer to a request: the server may or may not have acted on it."""
+
+
+class Patience:
+    """Waits between attempts at one thing: longer each time, at most a second; says so once if it takes long."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._since = time.monotonic()
+        self._delay_s = RETRY_DELAY_S
+        self._was_loud = False
+
+    async def lose(self, error: Exception) -> None:
+        """Another attempt has failed: wait before the next."""
+        waited_s = time.monotonic() - self._since
+        if waited_s > LOUD_AFTER_S and not self._was_loud:
+            self._was_loud = True
+            logger.warning("%s: no success for %.0f s (%s); still trying", self._what, waited_s, error)
+        await asyncio.sleep(self._delay_s)
+        self._delay_s = min(self._delay_s * 2, RETRY_DELAY_MAX_S)
+
+    def succeed(self) -> None:
+        """The thing has worked: be quick again."""
+        self._since = time.monotonic()
+        self._delay_s = RETRY_DELAY_S
+        self._was_loud = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +179,9 @@ class Connection:
         self._changed = asyncio.Event()
         self._closed = False
         self._subscriptions: dict[str, Handler] = {}
-        self._last_error = "not tried yet"
+        self._reason = "no answer yet"
+        self._has_reason = False
+        self._told_reason = ""
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -167,7 +195,7 @@ class Connection:
         return ", ".join(self._urls)
 
     async def session(self) -> Session:
-        """A live session; waits for one as long as it takes. LogUnavailable after `close`."""
+        """A live session; waits for one, as long as it takes. LogUnavailable after `close`."""
         while not self._closed:
             if self._session is not None and not self._session.lost.is_set():
                 return self._session
@@ -182,7 +210,7 @@ class Connection:
             async with asyncio.timeout(timeout_s):
                 session = await self.session()
         except TimeoutError:
-            raise Unanswered(f"{subject}: no connection to {self.urls} ({self._last_error})") from None
+            raise Unanswered(f"{subject}: no connection to {self.urls} ({self._reason})") from None
         return await session.request(subject, body, headers, timeout_s)
 
     async def publish_now(self, subject: str, body: bytes, headers: Mapping[str, str] | None = None) -> bool:
@@ -222,20 +250,21 @@ class Connection:
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                message = f"cannot reach NATS at {self.urls}: {self._last_error}; is the server running there?"
-                raise LogUnavailable(message) from None
+                raise LogUnavailable(
+                    f"cannot reach NATS at {self.urls}: {self._reason}; is the server running there?"
+                ) from None
             raise
 
     async def _keep(self) -> None:
         while True:
-            lost_at = time.monotonic()
-            delay_s = RETRY_DELAY_S
+            patience = Patience(f"connecting to NATS at {self.urls}")
+            begin = time.monotonic()
             while (session := await self._open_session()) is None:
-                await asyncio.sleep(delay_s)
-                delay_s = min(delay_s * 2, RETRY_DELAY_MAX_S)
+                await patience.lose(LogError(self._reason))
             self._session = session
+            self._told_reason = ""
             self._announce()
-            logger.info("connected to NATS at %s after %.2f s", self.urls, time.monotonic() - lost_at)
+            logger.info("connected to NATS at %s after %.2f s", self.urls, time.monotonic() - begin)
             try:
                 await session.lost.wait()
             finally:
@@ -244,6 +273,7 @@ class Connection:
             logger.warning("lost the connection to NATS at %s; connecting again", self.urls)
 
     async def _open_session(self) -> Session | None:
+        self._has_reason = False
         client = Client()
         try:
             await client.connect(
@@ -264,8 +294,7 @@ class Connection:
             for subject, handler in self._subscriptions.items():
                 await client.subscribe(subject, cb=handler)
         except (nats.errors.Error, OSError, TimeoutError, AssertionError) as error:
-            if not isinstance(error, nats.errors.NoServersError):  # what came before says more
-                self._last_error = _said(error)
+            await self._on_error(error)
             with contextlib.suppress(Exception):
                 await client.close()
             return None
@@ -276,10 +305,15 @@ class Connection:
         return session
 
     async def _on_error(self, error: Exception) -> None:
-        """Everything that nats-py reports besides; it must not raise (that would kill the reader)."""
-        self._last_error = _said(error)
-        expected = isinstance(error, OSError | nats.errors.UnexpectedEOF | TimeoutError)
-        logger.log(logging.DEBUG if expected else logging.WARNING, "NATS says: %s", self._last_error)
+        """Whatever nats-py reports. Must not raise: that would kill the reader."""
+        said = _said(error)
+        # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
+        if not self._has_reason:
+            self._reason, self._has_reason = said, True
+        # An outage is told by _keep. The rest (permissions!) is told here, but not the same every second.
+        if not isinstance(error, OSError | nats.errors.UnexpectedEOF | TimeoutError | nats.errors.NoServersError):
+            logger.log(logging.DEBUG if said == self._told_reason else logging.WARNING, "NATS says: %s", said)
+            self._told_reason = said
 
     def _announce(self) -> None:
         self._changed.set()

@@ -17,20 +17,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
-from events.nats_connection import RETRY_DELAY_MAX_S, RETRY_DELAY_S, Connection, Unanswered
+from events.nats_connection import Connection, Patience, Unanswered
 from events.nats_reader import read_stream
 from events.nats_streams import DUPLICATE_WINDOW_S, ApiError, answer, api
-from events.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT, entry, headers, subject
+from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, TERM_SUBJECT, entry, headers, subject
 from events.vocabulary import CoordinatorStarted, Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ BATCH_REPEATS_ID = 10201
 NO_MESSAGE_FOUND = 10037
 #: A batch that the server gave up because a part of it did not arrive, or because too many were open.
 BATCH_BROKEN = frozenset({10175, 10176, 10205, 10210, 10211})
-LOUD_AFTER_S = 10.0
 
 
 class _Message(NamedTuple):
@@ -63,9 +61,50 @@ class NatsEventLog:
             _Message(envelope.event_id, subject(envelope), headers(envelope), body)
             for envelope, body in zip(envelopes, bodies, strict=True)
         ]
+        async with self._bounded():
+            seqs = await self._append(messages, fence)
+        return [seqs[message.event_id] for message in messages]
+
+    async def claim_term(self, envelope: Envelope) -> Fence:
+        term = claimed_term(envelope)
+        message = _Message(envelope.event_id, TERM_SUBJECT, headers(envelope), encode(envelope))
+        async with self._bounded():
+            return await self._claim(term, message, envelope)
+
+    async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        if until_seq is not None and after_seq >= until_seq:
+            return
+        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
+        seq = after_seq
+        async with aclosing(read_stream(self._connection, EVENT_STREAM, start=start)) as messages:
+            async for stored in messages:
+                seq += 1
+                if stored.seq != seq:
+                    # The reader has checked the deliveries: they are not in the stream.
+                    raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing")
+                yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+                if seq == until_seq:
+                    return
+
+    async def last_seq(self) -> int:
+        return int((await self._info())["state"]["last_seq"])
+
+    async def close(self) -> None:
+        """The connection is its owner's to close."""
+
+    @asynccontextmanager
+    async def _bounded(self) -> AsyncIterator[None]:
+        """Give up after `give_up_s`. To be cut off anywhere does no harm: appending again finds what was written."""
+        try:
+            async with asyncio.timeout(self._give_up_s):
+                yield
+        except TimeoutError:
+            raise LogUnavailable(f"no answer from NATS at {self._connection.urls} for {self._give_up_s} s") from None
+
+    async def _append(self, messages: Sequence[_Message], fence: Fence | None) -> dict[str, int]:
         conditions = _expect(fence.seq) if fence is not None else {}
         seqs: dict[str, int] = {}
-        patience = _Patience(self._give_up_s)
+        patience = Patience("appending")
         while fresh := [message for message in messages if message.event_id not in seqs]:
             try:
                 seqs |= await self._write(fresh, conditions)
@@ -89,12 +128,10 @@ class NatsEventLog:
                 raise Fenced(f"term {fence.term} was replaced: {refusal}") from None
             if not found:
                 await patience.lose(refusal)
-        return [seqs[message.event_id] for message in messages]
+        return seqs
 
-    async def claim_term(self, envelope: Envelope) -> Fence:
-        term = claimed_term(envelope)
-        message = _Message(envelope.event_id, TERM_SUBJECT, headers(envelope), encode(envelope))
-        patience = _Patience(self._give_up_s)
+    async def _claim(self, term: int, message: _Message, envelope: Envelope) -> Fence:
+        patience = Patience("claiming the term")
         while True:
             newest = await self._newest_term()
             held = newest.seq if newest is not None else 0
@@ -113,27 +150,6 @@ class NatsEventLog:
                 await patience.lose(error)
             else:
                 return Fence(term, seqs[message.event_id])
-
-    async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
-        if until_seq is not None and after_seq >= until_seq:
-            return
-        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
-        seq = after_seq
-        async with aclosing(read_stream(self._connection, EVENT_STREAM, start=start)) as messages:
-            async for stored in messages:
-                seq += 1
-                if stored.seq != seq:
-                    # The reader has checked the deliveries: they are not in the stream.
-                    raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing")
-                yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
-                if seq == until_seq:
-                    return
-
-    async def last_seq(self) -> int:
-        return int((await self._info())["state"]["last_seq"])
-
-    async def close(self) -> None:
-        """The connection is its owner's to close."""
 
     async def _write(self, messages: Sequence[_Message], conditions: dict[str, str]) -> dict[str, int]:
         """One attempt. Sequence numbers by event id; Unanswered or ApiError."""
@@ -204,32 +220,18 @@ class NatsBeatLog:
         await self._connection.publish_now(subject(envelope), encode(envelope), headers(envelope))
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
-        start = {"deliver_policy": "last_per_subject"}
-        reading = read_stream(self._connection, BEAT_STREAM, start=start, filter_subjects=["unicron.v1.beat.*"])
+        # After an interruption from "now" again: by then an old beat would be a false sign of life, and a
+        # server that lost its newest beats gives their numbers anew.
+        reading = read_stream(
+            self._connection,
+            BEAT_STREAM,
+            start={"deliver_policy": "new"},
+            filter_subjects=list(BEAT_SUBJECTS),
+            resume=False,
+        )
         async with aclosing(reading) as messages:
             async for stored in messages:
                 yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
-
-
-class _Patience:
-    """The delays between attempts, and when to give up. Speaks up once when it takes long."""
-
-    def __init__(self, give_up_s: float | None) -> None:
-        self._give_up_s = give_up_s
-        self._since = time.monotonic()
-        self._delay_s = RETRY_DELAY_S
-        self._was_loud = False
-
-    async def lose(self, error: Exception) -> None:
-        """Wait before the next attempt, or raise LogUnavailable."""
-        waited_s = time.monotonic() - self._since
-        if self._give_up_s is not None and waited_s + self._delay_s > self._give_up_s:
-            raise LogUnavailable(f"given up after {waited_s:.1f} s: {error}") from None
-        if waited_s > LOUD_AFTER_S and not self._was_loud:
-            self._was_loud = True
-            logger.warning("the log has not acknowledged for %.0f s (%s); still trying", waited_s, error)
-        await asyncio.sleep(self._delay_s)
-        self._delay_s = min(self._delay_s * 2, RETRY_DELAY_MAX_S)
 
 
 def _expect(term_seq: int) -> dict[str, str]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import nats.errors
 from nats.aio.msg import Msg
 
-from events.nats_connection import RETRY_DELAY_MAX_S, RETRY_DELAY_S, Connection, Session, Unanswered
+from events.nats_connection import Connection, Patience, Session, Unanswered
 from events.nats_streams import NANOS, ApiError, answer
 
 logger = logging.getLogger(__name__)
@@ -54,29 +54,33 @@ async def read_stream(
     start: dict[str, Any],
     filter_subjects: Sequence[str] = (),
     headers_only: bool = False,
+    resume: bool = True,
 ) -> AsyncGenerator[Stored, None]:
     """Messages of `stream` in order, for ever.
 
     `start`: where to begin, in the words of JetStream's consumer configuration ("deliver_policy" and
-    what belongs to it). Once something was read, an interruption continues right after it.
+    what belongs to it). After an interruption, reading goes on right after what was read last, or with
+    `resume` False at `start` again.
     """
-    delay_s = RETRY_DELAY_S
+    patience = Patience(f"reading {stream}")
     while True:
         session = await connection.session()
         consumer = _Consumer(session, stream)
+        interruption: Exception
         try:
             await consumer.open({**start, "filter_subjects": list(filter_subjects), "headers_only": headers_only})
             async with aclosing(consumer.messages()) as messages:
                 async for stored in messages:
-                    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": stored.seq + 1}
-                    delay_s = RETRY_DELAY_S
+                    if resume:
+                        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": stored.seq + 1}
+                    patience.succeed()
                     yield stored
         except (_Interrupted, Unanswered, ApiError, nats.errors.Error) as error:
-            logger.warning("reading %s was interrupted (%s); going on", stream, error)
+            logger.info("reading %s was interrupted (%s); going on", stream, error)
+            interruption = error
         finally:
             await consumer.close()
-        await asyncio.sleep(delay_s)
-        delay_s = min(delay_s * 2, RETRY_DELAY_MAX_S)
+        await patience.lose(interruption)
 
 
 class _Consumer:

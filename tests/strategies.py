@@ -6,6 +6,7 @@ any value of a struct type. `EVENT_TYPES` lists the vocabulary.
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Any
 
@@ -31,6 +32,7 @@ EVENT_TYPES: tuple[type[Event], ...] = typing.get_args(AnyEvent)
 names = st.from_regex(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z").filter(lambda name: name != API_PRODUCER)
 
 
+@functools.cache
 def of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     """Values of a struct type, each field within its bounds."""
     return _from_type(inspect.type_info(kind))
@@ -62,13 +64,19 @@ def envelopes(
         producer = API_PRODUCER
     else:
         event = msgspec.structs.replace(event, node=producer)
-    rest = draw(_fields(inspect.type_info(Envelope), skip=("producer", "term", "event")))
-    return Envelope(producer=producer, term=term, event=typing.cast(AnyEvent, event), **rest)
+    return Envelope(producer=producer, term=term, event=typing.cast(AnyEvent, event), **draw(_rest()))
 
 
-def _fields(info: inspect.StructType, skip: tuple[str, ...] = ()) -> st.SearchStrategy[dict[str, Any]]:
-    wanted = {field.name: _from_type(field.type) for field in info.fields if field.name not in skip}
-    return st.fixed_dictionaries(wanted)
+@functools.cache
+def _rest() -> st.SearchStrategy[dict[str, Any]]:
+    """The fields of an envelope that may be anything."""
+    info = typing.cast(inspect.StructType, inspect.type_info(Envelope))
+    bound = ("producer", "term", "event")
+    return st.fixed_dictionaries({f.name: _from_type(f.type) for f in info.fields if f.name not in bound})
+
+
+def _fields(info: inspect.StructType) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({field.name: _from_type(field.type) for field in info.fields})
 
 
 def _from_type(info: inspect.Type) -> st.SearchStrategy[Any]:

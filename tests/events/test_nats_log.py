@@ -1,0 +1,287 @@
+"""The log on a real nats-server that is killed, restarted, misused and written to by strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import aclosing
+
+import pytest
+
+from events.envelope import Entry, Quarantined
+from events.log import Fence, Fenced, LogError, LogUnavailable
+from events.nats_commands import NatsCommandFeed
+from events.nats_connection import Connection, Login, connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import api, create_streams, event_stream_config
+from events.subjects import EVENT_STREAM
+from tests.contracts.logs import beat, command, envelope_of, fact, facts, history, started
+
+
+async def test_appends_and_reads_survive_sigkills(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+    """Three SIGKILLs in the middle of singles, batches and two readers: nothing lost, doubled or out of order."""
+    log = NatsEventLog(nats_connection)
+    fence = await log.claim_term(started(1))
+    acked: dict[int, str] = {}
+    done = asyncio.Event()
+    progress = asyncio.Condition()
+
+    async def write(node: str, batch: int) -> None:
+        number = 1
+        while not done.is_set():
+            envelopes = facts(number, number + batch - 1, node)
+            seqs = await log.append(envelopes)
+            acked.update(zip(seqs, (envelope.event_id for envelope in envelopes), strict=True))
+            number += batch
+            async with progress:
+                progress.notify_all()
+
+    async def decide() -> None:
+        number = 1
+        while not done.is_set():
+            batch = [command(number), command(number + 1, "n2")]
+            seqs = await log.append(batch, fence=fence)
+            acked.update(zip(seqs, (envelope.event_id for envelope in batch), strict=True))
+            number += 2
+
+    seen: list[list[Entry]] = [[], []]
+    last_seq: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def follow(into: list[Entry]) -> None:
+        async with aclosing(log.read()) as entries:
+            async for entry in entries:
+                into.append(entry)
+                async with progress:
+                    progress.notify_all()
+                if last_seq.done() and entry.seq >= last_seq.result():
+                    return
+
+    async with asyncio.timeout(60):
+        writers = [asyncio.create_task(task) for task in (write("n1", 1), write("n2", 7), decide())]
+        readers = [asyncio.create_task(follow(into)) for into in seen]
+        for _ in range(3):
+            target = len(acked) + 300
+            async with progress:
+                await progress.wait_for(lambda target=target: len(acked) >= target)  # type: ignore[misc]
+            await nats_server.kill()
+            await nats_server.start()
+        target = len(acked) + 300
+        async with progress:
+            await progress.wait_for(lambda: len(acked) >= target)
+        done.set()
+        await asyncio.gather(*writers)
+        end = await log.append([fact(1, "end")])
+        acked[end[0]] = fact(1, "end").event_id
+        last_seq.set_result(end[0])
+        await asyncio.gather(*readers)
+
+    stored = {entry.seq: envelope_of(entry).event_id for entry in await history(log)}
+    del stored[fence.seq]
+    assert stored == acked, "all that was acknowledged, each once, under its number, and nothing else"
+    for entries in seen:
+        assert [entry.seq for entry in entries] == list(range(1, end[0] + 1))
+
+
+async def test_commands_and_beats_survive_a_sigkill(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    log, beats = NatsEventLog(nats_connection), NatsBeatLog(nats_connection)
+    taken: asyncio.Queue[int] = asyncio.Queue()
+    heard: asyncio.Queue[Entry] = asyncio.Queue()
+
+    async def take() -> None:
+        async for recorded in NatsCommandFeed(nats_connection, "n1").read():
+            taken.put_nowait(recorded.envelope.number)
+
+    async def watch() -> None:
+        async for entry in beats.subscribe():
+            heard.put_nowait(entry)
+
+    async def pulse() -> None:
+        for number in range(1, 10_000):  # also into the void: nobody waits, nobody fails
+            await beats.publish(beat(number))
+            await asyncio.sleep(0.005)
+
+    tasks = [asyncio.create_task(task) for task in (take(), watch(), pulse())]
+    async with asyncio.timeout(30):
+        await log.append([command(1), command(2)])
+        assert [await taken.get(), await taken.get()] == [1, 2]
+        before = await heard.get()
+        session = await nats_connection.session()
+        await nats_server.kill()
+        await session.lost.wait()
+        while not heard.empty():
+            before = heard.get_nowait()
+        await nats_server.start()
+        await log.append([command(3)])
+        assert await taken.get() == 3
+        after = await heard.get()
+        assert after.seq > before.seq, "no number is given twice"
+        assert envelope_of(after).number > envelope_of(before).number
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_append_given_up_can_be_repeated(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+    log = NatsEventLog(nats_connection, give_up_s=0.3)
+    assert await log.append([fact(1)]) == [1]
+    await nats_server.kill()
+    with pytest.raises(LogUnavailable, match=r"no answer from NATS at .* for 0\.3 s"):
+        await log.append(facts(2, 3))
+    await nats_server.start()
+    assert await NatsEventLog(nats_connection).append(facts(1, 4)) == [1, 2, 3, 4]
+
+
+async def test_a_cancelled_append_can_be_repeated(nats_connection: Connection) -> None:
+    """Cancelled at any moment, it was written or not; repeated with more behind it, everything stands once."""
+    log = NatsEventLog(nats_connection)
+    for round_number in range(20):
+        first = round_number * 10 + 1
+        attempt = asyncio.create_task(log.append(facts(first, first + 4)))
+        for _ in range(round_number):
+            await asyncio.sleep(0)
+        attempt.cancel()
+        await asyncio.gather(attempt, return_exceptions=True)
+        seqs = await log.append(facts(first, first + 6))
+        assert len(set(seqs)) == 7
+    entries = await history(log)
+    assert len({envelope_of(entry).event_id for entry in entries}) == len(entries) == 140
+
+
+async def test_a_fenced_retry_finds_what_was_written(nats_connection: Connection) -> None:
+    """The acknowledgement was lost, then a new term came: the server says no, but the batch stands."""
+    log = NatsEventLog(nats_connection)
+    first = await log.claim_term(started(1))
+    seqs = await log.append([command(1), command(2)], fence=first)
+    await log.claim_term(started(2))
+    assert await log.append([command(1), command(2)], fence=first) == seqs
+    with pytest.raises(Fenced):
+        await log.append([command(2), command(3)], fence=Fence(1, first.seq))
+
+
+async def test_the_dead_reader_of_a_session_is_noticed(nats_connection: Connection) -> None:
+    """An exception in nats-py's reading loop leaves `is_connected` true; we must not believe it."""
+    log = NatsEventLog(nats_connection)
+    session = await nats_connection.session()
+    assert session.client._reading_task is not None
+    session.client._reading_task.cancel()
+    assert await asyncio.wait_for(log.append([fact(1)]), 10) == [1]
+    assert await nats_connection.session() is not session
+
+
+async def test_strangers_in_the_stream_are_quarantined(nats_connection: Connection) -> None:
+    log = NatsEventLog(nats_connection)
+    await log.append([fact(1)])
+    for subject, body in (
+        ("unicron.v1.obs.n2.NodeLeft", b'{"stream":"UNICRON_EVENTS","seq":1}'),
+        ("unicron.v1.obs.n2.NodeLeft", b""),
+        ("unicron.v1.term", b"\xc1"),
+        ("unicron.v1.decision.t.PlanAdopted", b"\x80"),
+    ):
+        await nats_connection.request(subject, body)
+    await log.append([fact(2)])
+    entries = await history(log)
+    assert [type(entry).__name__ for entry in entries] == ["Recorded"] + ["Quarantined"] * 4 + ["Recorded"]
+    assert all(isinstance(entry, Quarantined) and entry.reason for entry in entries[1:5])
+    assert await log.claim_term(started(1)) == Fence(1, 7), "garbage on the term subject stops nobody"
+
+
+async def test_a_slow_reader_holds_the_server_back(nats_connection: Connection) -> None:
+    log = NatsEventLog(nats_connection)
+    for first in range(1, 10_001, 1000):
+        await log.append(facts(first, first + 999))
+    count = 0
+    async with aclosing(log.read(until_seq=10_000)) as entries:
+        async for entry in entries:
+            count += 1
+            assert entry.seq == count
+            if count in (1, 5000):
+                await asyncio.sleep(0.3)
+    assert count == 10_000
+
+
+async def test_deletion_is_denied(nats_connection: Connection) -> None:
+    await NatsEventLog(nats_connection).append([fact(1)])
+    for call, request in (("STREAM.PURGE", {}), ("STREAM.MSG.DELETE", {"seq": 1})):
+        with pytest.raises(LogError, match="not permitted"):
+            await api(nats_connection, f"{call}.{EVENT_STREAM}", request)
+
+
+async def test_streams_that_lack_our_safety_are_refused(nats_server: EmbeddedServer) -> None:
+    connection = await connect(nats_server.url, name="test", timeout_s=10)
+    try:
+        lax = {**event_stream_config(), "deny_delete": False, "deny_purge": False}
+        await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", lax)
+        with pytest.raises(LogError, match=f"stream {EVENT_STREAM}: deny_delete is"):
+            await create_streams(connection)
+    finally:
+        await connection.close()
+
+
+async def test_streams_may_be_created_again(nats_connection: Connection) -> None:
+    await create_streams(nats_connection)
+    info = await api(nats_connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+    assert info["config"]["allow_atomic"] is True
+    edited = {**event_stream_config(), "duplicate_window": 60 * 10**9, "description": "an operator was here"}
+    await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", edited)
+    await create_streams(nats_connection)
+
+
+async def test_an_unreachable_server_is_named() -> None:
+    with pytest.raises(LogUnavailable, match=r"cannot reach NATS at nats://127\.0\.0\.1:1: .*is the server running"):
+        await connect("nats://127.0.0.1:1", name="test", timeout_s=0.3)
+
+
+async def test_a_wrong_password_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    login = Login(user="unicron", password='se"cret')
+    server = EmbeddedServer(tmp_path_factory.mktemp("nats"), login=login)
+    await server.start()
+    try:
+        with pytest.raises(LogUnavailable, match="uthorization"):
+            await connect(server.url, name="test", timeout_s=0.5)
+        connection = await connect(server.url, name="test", login=login, timeout_s=10)
+        await create_streams(connection)
+        await connection.close()
+    finally:
+        await server.kill()
+
+
+async def test_what_waits_when_the_connection_closes_ends(nats_connection: Connection) -> None:
+    reading = asyncio.ensure_future(anext(NatsEventLog(nats_connection).read()))
+    await NatsEventLog(nats_connection).last_seq()
+    await nats_connection.close()
+    with pytest.raises(LogUnavailable, match="closed"):
+        await asyncio.wait_for(reading, 10)
+    with pytest.raises(LogUnavailable, match="closed"):
+        await NatsEventLog(nats_connection).append([fact(1)])
+
+
+async def test_core_subscriptions_follow_to_the_next_session(
+    nats_server: EmbeddedServer, nats_connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def hear(message: object) -> None:
+        heard.put_nowait(message.data)  # type: ignore[attr-defined]
+
+    await nats_connection.subscribe("greetings", hear)
+    await nats_connection.publish_now("greetings", b"one")
+    assert await asyncio.wait_for(heard.get(), 10) == b"one"
+    with caplog.at_level(logging.INFO):
+        session = await nats_connection.session()
+        await nats_server.restart()
+        await asyncio.wait_for(session.lost.wait(), 10)
+        await nats_connection.session()
+    assert await nats_connection.publish_now("greetings", b"two")
+    assert await asyncio.wait_for(heard.get(), 10) == b"two"
+    assert any("lost the connection to NATS" in record.message for record in caplog.records)
+
+
+async def test_headers_are_readable_in_the_stream(nats_connection: Connection) -> None:
+    await NatsEventLog(nats_connection).append([command(1)])
+    got = await api(nats_connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
+    assert got["message"]["subject"] == "unicron.v1.command.n1.StopWorker"
+    assert json.dumps(got)  # the body is base64, the rest plain text

