@@ -24,7 +24,7 @@ import msgspec
 from unicrond.dev import DevCluster, small_cluster, working_directory
 from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, TaskStatus
-from unicrond.view import incident_table, watch
+from unicrond.view import follow, incident_table, watch
 from unicrond.waf import achieved_waf, delivered_flop
 
 TASKS = {"big": 2.0, "small": 1.0}
@@ -176,7 +176,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
         ) as cluster:
             story = Story(cluster, directory, arguments.iterations)
             stop = asyncio.Event()
-            view = asyncio.create_task(watch(cluster.state, stop))
+            view = asyncio.create_task(watch(cluster.state, stop, follow(cluster.url)))
             try:
                 state = await story.run()
             finally:

@@ -284,7 +284,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 async def _main(arguments: argparse.Namespace, directory: Path) -> int:
-    from unicrond.view import watch
+    from unicrond.view import follow, watch
 
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -294,5 +294,5 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     ) as cluster:
         print(f"API {cluster.url}   NATS {cluster.nats_url}   files {directory}")
         print(f"submit a task:  UNICRON_URL={cluster.url} unicronctl submit examples/big.yaml   (Ctrl-C ends all)")
-        await watch(cluster.state, stop)
+        await watch(cluster.state, stop, follow(cluster.url))
     return 0
