@@ -9,6 +9,7 @@ import msgspec
 
 from events import vocabulary as v
 from events.envelope import Entry, Quarantined, Recorded
+from events.log import EventLog
 from replay.export import Export
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 
@@ -56,9 +57,8 @@ def eventful(seed: int) -> list[Entry]:
     cluster = troubled(seed)
     term = cluster.state.term
     host = cluster.hosts["n0"]
-    member = next(
-        m for t in cluster.state.tasks.values() if t.membership for m in t.membership.members if m.node == "n0"
-    )
+    memberships = [task.membership for task in cluster.state.tasks.values() if task.membership]
+    member = next(member for membership in memberships for member in membership.members if member.node == "n0")
     task = member.worker.partition(".")[0]
     iteration = cluster.iterations.get(task, 0)
     about = {"node": "n0", "task": task, "worker": member.worker}
@@ -70,7 +70,7 @@ def eventful(seed: int) -> list[Entry]:
             generation=cluster.state.tasks[task].generation,
             iteration=iteration + 1,
             phase="reduce",
-            message="Connection reset by peer — «gloo»",
+            message="Connection reset by peer \x1b[31m— «gloo»\n",
             detail="first line\n\x1b[31msecond line\x1b[0m",
         ),
     )
@@ -127,3 +127,12 @@ def write_log(path: Path, entries: list[Entry], batch: int = 100) -> Path:
         for begin in range(0, len(entries), batch):
             export.write(entries[begin : begin + batch])
     return path
+
+
+async def fill(log: EventLog, entries: list[Recorded]) -> None:
+    """Append what a cluster said, as its coordinator and agents would."""
+    for entry in entries:
+        if isinstance(entry.envelope.event, v.CoordinatorStarted):
+            await log.claim_term(entry.envelope)
+        else:
+            await log.append([entry.envelope])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -61,7 +62,7 @@ def test_a_replay_may_be_continued_in_pieces(seed: int, cuts: list[int]) -> None
     entries, digests = log_of(seed)
     bounds = [0, *sorted(min(cut, len(entries)) for cut in cuts), len(entries)]
     state = EMPTY
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         state = replay(entries[begin:end], start=state)
     assert digest(state) == digests[-1]
 
@@ -90,7 +91,7 @@ def test_nothing_is_changed_by_a_replay() -> None:
     start = replay(entries, AtSeq(100))
     replay(entries[100:], start=start)
     assert digest(start) == digests[100]
-    assert EMPTY == ClusterState()
+    assert ClusterState() == EMPTY
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,289 @@
+"""`unicron-replay` as people run it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from events.envelope import Entry
+from events.nats_connection import Login, connect
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import create_streams
+from replay.point import AtSeq
+from replay.progress import with_bar
+from replay.replayer import replay
+from replay.source import FileSource
+from tests.replay.command import ROOT, unicron_replay
+from tests.replay.logs import eventful, fill, troubled, write_log
+from unicrond.state import digest, to_json
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[Entry]:
+    return eventful(11)
+
+
+@pytest.fixture(scope="module")
+def log(entries: list[Entry], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_log(tmp_path_factory.mktemp("log") / "log.bin", entries)
+
+
+# --- the same digest everywhere ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
+def test_every_process_and_hash_seed_computes_the_digest_of_the_live_fold(
+    log: Path, entries: list[Entry], hash_seed: str
+) -> None:
+    done = unicron_replay("digest", "--file", log, "--json", hash_seed=hash_seed)
+    live = replay(entries)
+    expected = {"digest": digest(live), "seq": live.seq, "now_us": live.now_us, "term": live.term}
+    assert json.loads(done.stdout) == expected
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_log_that_another_process_wrote_under_another_hash_seed_is_the_same_log(tmp_path: Path, log: Path) -> None:
+    exported = tmp_path / "again.bin"
+    done = unicron_replay("export", exported, "--file", log, hash_seed="1")
+    assert done.returncode == 0, done.stderr
+    first = unicron_replay("digest", "--file", log, hash_seed="0").stdout
+    assert unicron_replay("digest", "--file", exported, hash_seed="random").stdout == first
+
+
+def test_the_digest_for_people(log: Path, entries: list[Entry]) -> None:
+    done = unicron_replay("digest", "--file", log, "--at", "100")
+    assert done.stdout == f"{digest(replay(entries, AtSeq(100)))}  at entry 100\n"
+
+
+def test_nats_the_state_directory_and_an_export_agree_with_the_daemon(tmp_path: Path) -> None:
+    async def record() -> tuple[EmbeddedServer, str]:
+        server = EmbeddedServer(tmp_path / "nats", login=Login(user="head", password="secret"))
+        await server.start()
+        connection = await connect(server.url, name="test", login=Login(user="head", password="secret"), timeout_s=10)
+        await create_streams(connection)
+        log = NatsEventLog(connection)
+        await fill(log, troubled(12).log)
+        entries = [entry async for entry in log.read(until_seq=await log.last_seq())]
+        await connection.close()
+        return server, digest(replay(entries))
+
+    (tmp_path / "password").write_text("secret\n")
+    server, live = asyncio.run(record())
+    try:
+        login = ("--user", "head", "--password-file", tmp_path / "password", "--json")
+        of_nats = unicron_replay("digest", "--nats", server.url, *login)
+        of_state_dir = unicron_replay("digest", "--state-dir", tmp_path, *login)
+        exported = unicron_replay("export", tmp_path / "log.bin", "--nats", server.url, *login)
+        assert exported.returncode == 0, exported.stderr
+        of_export = unicron_replay("digest", "--file", tmp_path / "log.bin", "--json")
+        for done in (of_nats, of_state_dir, of_export):
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["digest"] == live
+    finally:
+        asyncio.run(server.kill())
+
+
+# --- state --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq", [0, 1, 77, 150])
+def test_the_state_at_a_number_is_the_prefix_fold(log: Path, entries: list[Entry], seq: int) -> None:
+    done = unicron_replay("state", "--file", log, "--at", seq, "--json")
+    state = replay(entries[:seq])
+    expected = {"digest": digest(state), "state": to_json(state)}
+    assert json.loads(done.stdout) == json.loads(msgspec.json.encode(expected))
+
+
+def test_the_state_at_a_time_and_at_a_span_before_the_end(log: Path, entries: list[Entry]) -> None:
+    by_time = unicron_replay("digest", "--file", log, "--at", "2001-09-09T01:46:40.100Z", "--json")
+    by_span = unicron_replay("digest", "--file", log, "--at", "-50ms", "--json")
+    last_us = entries[-1].recorded_at_us
+    assert json.loads(by_time.stdout)["seq"] == 100
+    assert json.loads(by_span.stdout)["seq"] == max(e.seq for e in entries[:-3] if e.recorded_at_us <= last_us - 50_000)
+
+
+def test_the_page_says_what_there_is(log: Path) -> None:
+    page = unicron_replay("state", "--file", log).stdout
+    for said in ("nodes", "tasks", "plan ", "closed incidents", "completed", "left", "1 quarantined", "SEV3"):
+        assert said in page
+    assert "no plan yet" in unicron_replay("state", "--file", log, "--at", "0").stdout
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+def test_events_are_one_printable_line_each(log: Path, entries: list[Entry]) -> None:
+    lines = unicron_replay("events", "--file", log).stdout.splitlines()
+    assert [int(line.split()[1]) for line in lines] == [entry.seq for entry in entries]
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].startswith("2001-09-09T01:46:40.001000Z       1 coordinator started term 1")
+
+
+def test_events_as_json_are_one_object_per_line(log: Path, entries: list[Entry]) -> None:
+    objects = [json.loads(line) for line in unicron_replay("events", "--file", log, "--json").stdout.splitlines()]
+    assert [each["seq"] for each in objects] == [entry.seq for entry in entries]
+    assert objects[0]["envelope"]["event"]["type"] == "CoordinatorStarted"
+    assert [each["quarantined"] for each in objects if "quarantined" in each] == ["$.event: unknown tag"]
+
+
+def events(log: Path, *arguments: object) -> list[dict[str, object]]:
+    done = unicron_replay("events", "--file", log, "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def types(objects: list[dict[str, object]]) -> set[str]:
+    return {each["envelope"]["event"]["type"] for each in objects}  # type: ignore[index]
+
+
+def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: list[Entry]) -> None:
+    assert types(events(log, "--type", "PlanAdopted", "--type", "NodeLeft")) == {"PlanAdopted", "NodeLeft"}
+    assert [each["seq"] for each in events(log, "--type", "Quarantined")] == [len(entries) - 1]
+    assert [each["seq"] for each in events(log, "--after", "10", "--until", "13")] == [11, 12, 13]
+    of_node = events(log, "--node", "n2")
+    assert types(of_node) >= {"NodeJoined", "PlanAdopted", "SetMembership", "NodeLeft"}
+    assert all("n2" in json.dumps(each) for each in of_node)
+    of_task = events(log, "--task", "tiny")
+    assert types(of_task) == {"TaskSubmitted", "TaskCancelled"}
+    assert types(events(log, "--task", "small")) >= {"TaskSubmitted", "StartWorker", "PlanAdopted", "StepCommitted"}
+
+
+def test_nothing_that_matches_is_said_and_is_no_error(log: Path) -> None:
+    done = unicron_replay("events", "--file", log, "--node", "nobody")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "unicron-replay: no event matches\n")
+
+
+# --- export -------------------------------------------------------------------------------------
+
+
+def test_an_export_is_private_whole_and_never_replaces_unasked(log: Path, entries: list[Entry], tmp_path: Path) -> None:
+    path = tmp_path / "part.bin"
+    done = unicron_replay("export", path, "--file", log, "--at", "100")
+    assert done.stdout == f"{path}: entries 1 to 100\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(unicron_replay("digest", "--file", path, "--json").stdout)["seq"] == 100
+
+    refused = unicron_replay("export", path, "--file", log)
+    assert refused.returncode == 2
+    assert "exists; name another one, or give --force" in refused.stderr
+    assert json.loads(unicron_replay("digest", "--file", path, "--json").stdout)["seq"] == 100
+
+    assert unicron_replay("export", path, "--file", log, "--force").returncode == 0
+    assert json.loads(unicron_replay("digest", "--file", path, "--json").stdout)["seq"] == len(entries)
+    assert [each.name for each in tmp_path.iterdir()] == ["part.bin"]
+
+
+def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> None:
+    assert unicron_replay("export", tmp_path / "x.bin", "--file", log, "--at", "100000").returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("", 2, "COMMAND"),
+        ("digest", 2, "one of the arguments --file --nats --state-dir is required"),
+        ("digest --file LOG --nats nats://h:1", 2, "not allowed with"),
+        ("digest --file LOG --at yesterday", 2, "--at: 'yesterday' is no point of a log; give a sequence number"),
+        ("digest --file LOG --at 2026-11-20T09:30:00", 2, "append Z"),
+        ("digest --file LOG --at 100000", 2, "--at: entry 100000 is not in the log, which ends at entry"),
+        ("events --file LOG --type NodLost", 2, "--type: no event type 'NodLost'; did you mean NodeLost?"),
+        ("events --file LOG --node a.b", 2, "--node: 'a.b' is no name"),
+        ("digest --nats localhost:4222", 2, "give nats://HOST:PORT"),
+        ("digest --nats nats://h:99999", 2, "bad port"),
+        ("digest --nats nats://h:1 --creds /missing", 2, "--creds: '/missing' is not a file"),
+        ("digest --file /missing", 2, "--file: /missing cannot be read: No such file"),
+        ("export /missing/x --file LOG", 2, "FILE: /missing is no directory"),
+        ("digest --file README", 1, "is no event log"),
+        ("digest --state-dir /missing", 1, "no nats-server runs there"),
+    ],
+)
+def test_an_error_is_one_line_that_names_the_fix(
+    log: Path, tmp_path: Path, arguments: str, code: int, said: str
+) -> None:
+    readme = tmp_path / "readme"
+    readme.write_text("no log at all")
+    words = [{"LOG": str(log), "README": str(readme)}.get(word, word) for word in arguments.split()]
+    done = unicron_replay(*words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert done.stderr.startswith("unicron-replay: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["", "state", "digest", "export", "events"])
+def test_every_help_has_examples(command: str) -> None:
+    done = unicron_replay(*command.split(), "--help")
+    assert done.returncode == 0
+    assert f"  unicron-replay {command}" in done.stdout.partition("examples:\n")[2]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(log: Path) -> None:
+    async def run() -> tuple[int | None, bytes]:
+        reading, writing = os.pipe()
+        os.close(reading)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "replay.cli", "events", "--file", str(log),
+            stdout=writing, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
+        os.close(writing)
+        _, said = await process.communicate()
+        return process.returncode, said
+
+    assert asyncio.run(run()) == (0, b"")
+
+
+async def test_ctrl_c_ends_it_without_a_word() -> None:
+    reached = asyncio.Event()
+
+    async def silent_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent_server, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "replay.cli", "digest", "--nats", f"nats://127.0.0.1:{port}",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
+        await reached.wait()
+        process.send_signal(signal.SIGINT)
+        out, said = await process.communicate()
+    assert (process.returncode, out, said) == (130, b"", b"")
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+async def test_a_bar_is_shown_on_a_terminal_and_the_chunks_pass(log: Path, entries: list[Entry]) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    shown = with_bar(FileSource(log).chunks(), "replaying", console=console, show_after_s=0)
+    assert len([entry async for chunk in shown for entry in chunk.entries]) == len(entries)
+    assert "replaying" in screen.getvalue()
+    assert "100%" in screen.getvalue()
+    assert f"{len(entries)} events" in screen.getvalue()
+
+
+async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen)
+    async for _ in with_bar(FileSource(log).chunks(), "replaying", console=console, show_after_s=0):
+        pass
+    assert screen.getvalue() == ""

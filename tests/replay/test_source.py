@@ -1,0 +1,202 @@
+"""Every source gives the same entries, and leaves its log as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from events.envelope import Entry, Recorded
+from events.file_log import FileLog, export_log
+from events.log import LogDamaged, LogError, LogUnavailable
+from events.nats_connection import Connection
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import api
+from events.segments import batch_frame, segment_start
+from events.subjects import EVENT_STREAM
+from replay.export import Export
+from replay.point import AtSeq, AtTime, Point
+from replay.replayer import replay
+from replay.source import FileSource, Source, embedded_url, open_nats, read
+from tests.replay.logs import eventful, fill, troubled, write_log
+from unicrond.state import digest
+
+
+async def entries_of(source: Source, *, after: Point | None = None, until: Point | None = None) -> list[Entry]:
+    async with aclosing(read(source, after=after, until=until)) as chunks:
+        return [entry async for chunk in chunks for entry in chunk.entries]
+
+
+async def test_an_export_read_again_is_the_log(tmp_path: Path) -> None:
+    entries = eventful(1)
+    source = FileSource(write_log(tmp_path / "log.bin", entries))
+    assert repr(await entries_of(source)) == repr(entries)  # by repr: a loss may be NaN
+    assert await source.end_us() == entries[-1].recorded_at_us
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+async def test_a_stretch_of_a_file_is_that_stretch(tmp_path: Path, batch: int) -> None:
+    entries = list(troubled(2).log)
+    source = FileSource(write_log(tmp_path / "log.bin", list(entries), batch))
+    for first, last in [(0, 0), (0, 1), (3, 10), (7, 14), (50, len(entries)), (len(entries), len(entries))]:
+        assert await entries_of(source, after=AtSeq(first), until=AtSeq(last)) == entries[first:last]
+        if 0 < first < last:
+            after, until = AtTime(entries[first - 1].recorded_at_us), AtTime(entries[last - 1].recorded_at_us)
+            assert await entries_of(source, after=after, until=until) == entries[first:last]
+
+
+async def test_up_to_and_after_a_time_share_the_log_without_overlap(tmp_path: Path) -> None:
+    entries = eventful(3)  # its last entry was recorded before the one before it
+    source = FileSource(write_log(tmp_path / "log.bin", entries, 10))
+    for entry in entries[::20] + entries[-4:]:
+        point = AtTime(entry.recorded_at_us)
+        parts = await entries_of(source, until=point) + await entries_of(source, after=point)
+        assert repr(parts) == repr(entries)
+
+
+async def test_segments_of_a_file_log_and_its_export_give_the_same_digest(tmp_path: Path) -> None:
+    cluster = troubled(4)
+    log = FileLog(tmp_path / "live", segment_bytes=10_000)
+    await fill(log, cluster.log)
+    await export_log(log, tmp_path / "exported")
+    await log.close()
+    assert len(list((tmp_path / "live").glob("*.log"))) > 2
+    live = await entries_of(FileSource(tmp_path / "live"))
+    assert digest(replay(live)) == digest(replay(await entries_of(FileSource(tmp_path / "exported"))))
+    assert [entry.envelope for entry in live if isinstance(entry, Recorded)] == [e.envelope for e in cluster.log]
+    assert await FileSource(tmp_path / "live").end_us() == live[-1].recorded_at_us
+
+
+async def test_an_unfinished_write_at_the_end_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = eventful(5)
+    path = write_log(tmp_path / "log.bin", entries, 10)
+    path.write_bytes(path.read_bytes()[:-5])
+    whole = len(entries) - (len(entries) % 10 or 10)
+    assert len(await entries_of(FileSource(path))) == whole
+    assert "never acknowledged and is left out" in caplog.text
+
+
+async def test_damage_is_an_error(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "log.bin", eventful(5), 10)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(LogDamaged, match=r"log\.bin"):
+        await entries_of(FileSource(path))
+
+
+async def test_a_gap_between_batches_is_damage(tmp_path: Path) -> None:
+    log = troubled(1).log
+    path = tmp_path / "log.bin"
+    path.write_bytes(segment_start(1) + batch_frame(log[:3]) + batch_frame(log[4:6]))
+    with pytest.raises(LogDamaged, match="entry 5 follows entry 3"):
+        await entries_of(FileSource(path))
+
+
+async def test_an_empty_file_is_no_log_but_an_empty_export_is(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(LogDamaged):
+        await entries_of(FileSource(tmp_path / "empty"))
+    source = FileSource(write_log(tmp_path / "export.bin", []))
+    assert await entries_of(source) == []
+    assert await source.end_us() == 0
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "log.bin"
+    path.write_bytes(b"older")
+    log = list(troubled(1).log)
+    with pytest.raises(LogDamaged, match="entry 5 follows entry 3"), Export(path) as export:
+        export.write(log[:3])
+        export.write(log[4:])
+    assert path.read_bytes() == b"older"
+    assert [each.name for each in tmp_path.iterdir()] == ["log.bin"]
+
+
+async def test_nats_and_its_export_give_the_same_digest_and_the_server_keeps_nothing(
+    nats_server: EmbeddedServer, nats_connection: Connection, tmp_path: Path
+) -> None:
+    cluster = troubled(6)
+    await fill(NatsEventLog(nats_connection), cluster.log)
+    session = await nats_connection.session()
+    await session.request("unicron.v1.obs.n1.Nonsense", b"no event")
+    before = await api(nats_connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+
+    async with open_nats([nats_server.url]) as source:
+        entries = await entries_of(source)
+        assert await source.end_us() == entries[-1].recorded_at_us
+        some = await entries_of(source, after=AtSeq(10), until=AtSeq(20))
+        assert await entries_of(source, after=AtSeq(len(entries))) == []
+    assert some == entries[10:20]
+    assert len(entries) == len(cluster.log) + 1
+    state = replay(entries)
+    assert state.quarantined == 1
+    exported = FileSource(write_log(tmp_path / "log.bin", entries))
+    assert digest(replay(await entries_of(exported))) == digest(state)
+
+    after = await api(nats_connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+    for info in (before, after):
+        info.pop("ts")
+        info["state"].pop("consumer_count")
+    assert after == before
+    consumers = await api(nats_connection, f"CONSUMER.LIST.{EVENT_STREAM}", {})
+    assert not [c for c in consumers["consumers"] or [] if c["config"].get("durable_name")]
+
+
+async def test_what_is_appended_while_we_read_is_left_for_the_next_time(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    cluster = troubled(7)
+    log = NatsEventLog(nats_connection)
+    await fill(log, cluster.log[:50])
+    async with open_nats([nats_server.url]) as source:
+        await fill(log, cluster.log[50:60])
+        assert len(await entries_of(source)) == 50
+
+
+async def test_an_empty_stream_is_an_empty_log(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+    async with open_nats([nats_server.url]) as source:
+        assert await entries_of(source) == []
+        assert await source.end_us() == 0
+
+
+async def test_a_server_without_the_stream_is_named_and_gets_none(nats_server: EmbeddedServer) -> None:
+    with pytest.raises(LogError, match=f"no stream {EVENT_STREAM} there"):
+        async with open_nats([nats_server.url]):
+            pass
+    reader, writer = await asyncio.open_connection("127.0.0.1", nats_server.port)
+    await reader.readline()
+    writer.write(b'CONNECT {"verbose":false}\r\nSUB inbox 1\r\nPUB $JS.API.STREAM.NAMES inbox 0\r\n\r\n')
+    assert (await reader.readline()).startswith(b"MSG inbox")
+    assert not json.loads(await reader.readline()).get("streams")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_server_that_dies_while_we_read_is_an_error_not_a_wait_for_ever(
+    nats_server: EmbeddedServer, nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = troubled(8)
+    await fill(NatsEventLog(nats_connection), cluster.log[:30])
+    monkeypatch.setattr("replay.source.STALL_S", 0.5)
+    async with open_nats([nats_server.url]) as source:
+        await nats_server.kill()
+        with pytest.raises(LogUnavailable, match="only 0 entries after entry 0 of 30"):
+            await entries_of(source)
+
+
+async def test_the_embedded_server_of_a_state_directory_is_found(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "nats")
+    with pytest.raises(LogUnavailable, match="no nats-server runs there"):
+        await embedded_url(tmp_path)
+    await server.start()
+    try:
+        assert await embedded_url(tmp_path) == server.url
+    finally:
+        await server.kill()
