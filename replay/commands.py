@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
-from events.nats_connection import Login
 from replay.export import Export
 from replay.point import AtSeq, BeforeEnd, Point
 from replay.progress import with_bar
 from replay.replayer import EMPTY, replay
 from replay.report import digest_json, entry_json, entry_line, state_json, state_page
 from replay.selection import Selection
-from replay.source import Chunk, FileSource, Source, embedded_url, open_nats, read
+from replay.source import Chunk, FileSource, Source, read
 from unicrond.state import ClusterState
 
 PROGRAM = "unicron-replay"
@@ -104,8 +103,15 @@ async def _open(options: argparse.Namespace) -> AsyncIterator[Source]:
     if options.file is not None:
         yield _file_source(options.file)
         return
+    from events.nats_connection import Login  # the NATS client takes 100 ms to import, and a file needs none of it
+    from replay.nats_source import embedded_url, open_nats
+
+    password = options.password_file.read_text().strip() if options.password_file else None
+    login = Login(
+        user=options.user, password=password, creds=options.creds, nkey_seed=options.nkey_seed, tls_ca=options.tls_ca
+    )
     urls = options.nats if options.nats is not None else [await embedded_url(options.state_dir)]
-    async with open_nats(urls, _login(options)) as source:
+    async with open_nats(urls, login) as source:
         yield source
 
 
@@ -124,13 +130,6 @@ def _require_place(path: Path, *, replace: bool) -> None:
         raise UsageError(f"FILE: {path} is a directory; name a file in it")
     if path.exists() and not replace:
         raise UsageError(f"FILE: {path} exists; name another one, or give --force to replace it")
-
-
-def _login(options: argparse.Namespace) -> Login:
-    password = options.password_file.read_text().strip() if options.password_file else None
-    return Login(
-        user=options.user, password=password, creds=options.creds, nkey_seed=options.nkey_seed, tls_ca=options.tls_ca
-    )
 
 
 def _json(value: Any) -> str:

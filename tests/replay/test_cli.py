@@ -115,7 +115,7 @@ def test_the_state_at_a_time_and_at_a_span_before_the_end(log: Path, entries: li
 
 def test_the_page_says_what_there_is(log: Path) -> None:
     page = unicron_replay("state", "--file", log).stdout
-    for said in ("nodes", "tasks", "plan ", "closed incidents", "completed", "left", "1 quarantined", "SEV3"):
+    for said in ("nodes", "tasks", "plan ", "incidents (0 open)", "completed", "left", "1 quarantined", "SEV3"):
         assert said in page
     assert "no plan yet" in unicron_replay("state", "--file", log, "--at", "0").stdout
 

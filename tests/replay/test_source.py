@@ -19,9 +19,10 @@ from events.nats_streams import api
 from events.segments import batch_frame, segment_start
 from events.subjects import EVENT_STREAM
 from replay.export import Export
+from replay.nats_source import embedded_url, open_nats
 from replay.point import AtSeq, AtTime, Point
 from replay.replayer import replay
-from replay.source import FileSource, Source, embedded_url, open_nats, read
+from replay.source import FileSource, Source, read
 from tests.replay.logs import eventful, fill, troubled, write_log
 from unicrond.state import digest
 
@@ -184,7 +185,7 @@ async def test_a_server_that_dies_while_we_read_is_an_error_not_a_wait_for_ever(
 ) -> None:
     cluster = troubled(8)
     await fill(NatsEventLog(nats_connection), cluster.log[:30])
-    monkeypatch.setattr("replay.source.STALL_S", 0.5)
+    monkeypatch.setattr("replay.nats_source.STALL_S", 0.5)
     async with open_nats([nats_server.url]) as source:
         await nats_server.kill()
         with pytest.raises(LogUnavailable, match="only 0 entries after entry 0 of 30"):

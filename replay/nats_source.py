@@ -1,0 +1,94 @@
+"""The event stream of a NATS server as a source.
+
+Nothing is created or changed there: only an ephemeral consumer in the server's memory, which the server drops
+when we leave; no stream, no durable consumer, no message. A server that says nothing any more is an error here,
+not something to wait for: a person is waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from events.envelope import Entry
+from events.log import LogError, LogUnavailable
+from events.nats_connection import Connection, Login, connect
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import ApiError, api
+from events.subjects import EVENT_STREAM
+from replay.point import EPOCH
+from replay.source import CHUNK_ENTRIES, Chunk
+
+CONNECT_TIMEOUT_S = 5.0
+STALL_S = 20.0
+STREAM_NOT_FOUND = 10059
+
+
+class NatsSource:
+    """The event stream of a NATS server, up to the entry that was the last when it was opened."""
+
+    def __init__(self, connection: Connection, last_seq: int, last_us: int) -> None:
+        self._connection = connection
+        self._last_seq = last_seq
+        self._last_us = last_us
+
+    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
+        log = NatsEventLog(self._connection)
+        seq = after_seq
+        async with aclosing(log.read(after_seq, until_seq=self._last_seq)) as entries:
+            while seq < self._last_seq:
+                chunk: list[Entry] = []
+                try:
+                    async with asyncio.timeout(STALL_S):
+                        async for entry in entries:
+                            chunk.append(entry)
+                            if len(chunk) == CHUNK_ENTRIES:
+                                break
+                except TimeoutError:
+                    raise LogUnavailable(
+                        f"{self._connection.urls}: only {len(chunk)} entries after entry {seq} of {self._last_seq}"
+                        f" in {STALL_S:g} s; is the server up?"
+                    ) from None
+                seq = chunk[-1].seq
+                yield Chunk(chunk, seq / self._last_seq)
+
+    async def end_us(self) -> int:
+        return self._last_us
+
+
+@asynccontextmanager
+async def open_nats(urls: Sequence[str], login: Login | None = None) -> AsyncIterator[NatsSource]:
+    """The log of a NATS server or cluster. LogError in one line if there is none."""
+    connection = await connect(urls, name="unicron-replay", login=login, timeout_s=CONNECT_TIMEOUT_S)
+    try:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+        except TimeoutError:
+            raise LogUnavailable(
+                f"{connection.urls}: JetStream did not answer within {CONNECT_TIMEOUT_S:g} s;"
+                " is it enabled there, and may this login read it?"
+            ) from None
+        except ApiError as error:
+            if error.code != STREAM_NOT_FOUND:
+                raise
+            raise LogError(
+                f"{connection.urls}: no stream {EVENT_STREAM} there; is it the coordinator's server?"
+            ) from None
+        last_seq = int(info["state"]["last_seq"])
+        last_us = (datetime.fromisoformat(info["state"]["last_ts"]) - EPOCH) // timedelta(microseconds=1)
+        yield NatsSource(connection, last_seq, last_us if last_seq else 0)
+    finally:
+        await connection.close()
+
+
+async def embedded_url(state_dir: Path) -> str:
+    """The address of the embedded server that runs on a coordinator's state directory. LogUnavailable."""
+    server = EmbeddedServer(state_dir / "nats")
+    if not await server.adopt():
+        raise LogUnavailable(f"{server.directory}: no nats-server runs there; start unicrond, or give --nats URL")
+    return server.url
