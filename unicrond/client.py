@@ -13,6 +13,7 @@ import msgspec
 
 from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.state import ClusterState
+from unicrond.tables import clean
 
 DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
@@ -97,10 +98,9 @@ class Client:
                 connection.sock.settimeout(None)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             parser = EventStreamParser()
-            for line in response:
-                event = parser.feed(line.decode(errors="replace").rstrip("\r\n"))
-                if event is not None:
-                    yield event
+            # Not line by line: http.client takes a stream that breaks off for one that ends, there and only there.
+            while chunk := response.read1(65536):
+                yield from parser.feed(chunk)
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from None
         except BadEventStream as error:
@@ -145,9 +145,8 @@ class Client:
 
     def _unreachable(self, error: Exception) -> Unreachable:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return Unreachable(
-            f"no coordinator at {self.url} ({why}); check that `unicrond run` is up there, or give --url or UNICRON_URL"
-        )
+        check = "check that `unicrond run` is up there, or give --url or UNICRON_URL"
+        return Unreachable(f"no coordinator at {self.url} ({clean(why)}); {check}")
 
 
 def _error_text(body: bytes, status: int) -> str:

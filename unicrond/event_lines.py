@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +35,9 @@ NOTEWORTHY = frozenset(
         "WorkerExited",
     }
 )
+
+#: An event is at most 256 KiB of msgpack; as JSON it is not much longer.
+LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class BadEventStream(ValueError):
@@ -67,28 +71,40 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventStreamParser:
-    """Lines in, events out: the part of the server-sent events format that the API uses."""
+    """Bytes in, events out: the part of the server-sent events format that the API uses."""
 
     def __init__(self) -> None:
+        self._rest = b""
         self._type = ""
-        self._data: list[str] = []
+        self._data = ""
 
-    def feed(self, line: str) -> EventLine | None:
-        """The event that `line` (without its end) completes. Raises BadEventStream."""
+    def feed(self, chunk: bytes) -> Iterator[EventLine]:
+        """The events that `chunk` completes. Raises BadEventStream; what it had not yet read is lost then."""
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        self._rest = b""
+        for line in lines:
+            event = self._line(line.decode(errors="replace").removesuffix("\r"))
+            if event is not None:
+                yield event
+        if len(rest) > LINE_BYTES_MAX:
+            raise BadEventStream(f"a line of more than {LINE_BYTES_MAX} bytes")
+        self._rest = rest
+
+    def _line(self, line: str) -> EventLine | None:
+        """A field of the event that is being read, or the empty line that ends it."""
         if line:
             field, _, value = line.partition(":")
-            value = value.removeprefix(" ")
             if field == "event":
-                self._type = value
+                self._type = value.strip()
             elif field == "data":
-                self._data.append(value)
+                self._data = value
             return None
-        data, self._data = "\n".join(self._data), []
-        kind, self._type = self._type, ""
+        kind, data = self._type, self._data
+        self._type = self._data = ""
         if not data:
             return None
         try:
             # json reads NaN, which a loss may be; msgspec's own decoder does not.
             return msgspec.convert({"type": kind, **json.loads(data)}, EventLine, strict=True)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise BadEventStream(f"not understood: {clean(str(error))}") from None

@@ -60,18 +60,12 @@ async def follow(url: str, token: str = "", after: int = 0) -> AsyncIterator[Eve
             try:
                 query = {"after": str(after), "follow": "1"}
                 async with session.get(f"{url}/v1/events", params=query, raise_for_status=True) as response:
-                    buffer = b""
                     async for chunk in response.content.iter_any():
-                        *lines, buffer = (buffer + chunk).split(b"\n")
-                        for line in lines:
-                            event = None
-                            with suppress(BadEventStream):  # one line less in the view is no reason to end it
-                                event = parser.feed(line.decode(errors="replace"))
-                            if event is not None:
-                                after = event.seq
-                                yield event
-            except _AWAY:
-                pass
+                        for event in parser.feed(chunk):
+                            after = event.seq
+                            yield event
+            except (*_AWAY, BadEventStream):
+                pass  # ask again, from after the last event that came well
             await asyncio.sleep(RETRY_S)
 
 

@@ -1,0 +1,136 @@
+"""A coordinator that serves its HTTP API over a log in memory, for the tests of what people type and see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from events.envelope import Entry, Recorded
+from events.memory_log import MemoryBeatLog, MemoryLog
+from events.vocabulary import AnyEvent, CoordinatorStarted
+from tests.unicrond.cluster import MiniCluster
+from unicrond.api import Api
+from unicrond.config import Config
+from unicrond.coordinator import Coordinator
+from unicrond.policy import Policy
+from unicrond.state import ClusterState
+
+
+class Files:
+    """In the place of a LogReader: workers' output in files beside the test, `<dir>/<rank>`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.worker = "big.1"
+        self.missed = asyncio.Event()
+
+    async def read(
+        self, _: ClusterState, task: str, rank: int | None, tail_bytes: int | None, offset: int | None
+    ) -> dict[str, Any]:
+        """As LogReader.read: the end of the log, or what follows `offset`."""
+        path = self.directory / str(rank or 0)
+        if task != "big" or not path.exists():
+            self.missed.set()
+            raise LookupError(f"task: {task} has no worker of rank {rank or 0}")
+        data = path.read_bytes()
+        start = max(0, len(data) - (tail_bytes or 0)) if offset is None else offset
+        text = data[start:].decode()
+        return {"worker": self.worker, "node": "n1", "offset": start + len(text), "text": text}
+
+
+class Audible(Coordinator):
+    """A Coordinator that says what it has folded."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.folded: asyncio.Queue[Entry] = asyncio.Queue()
+
+    def _fold(self, entry: Entry) -> None:
+        super()._fold(entry)
+        self.folded.put_nowait(entry)
+
+
+class Served:
+    """One coordinator and its API. `log` outlives both; `stop` and `start` are a restart on the same port."""
+
+    def __init__(self, logs: Path, token: str = "") -> None:
+        self.log = MemoryLog()
+        self.files = Files(logs)
+        self.port = 0
+        self._token = token
+        self._beats = MemoryBeatLog()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        # A heartbeat of a minute: no node is given up for lost while a test runs.
+        self.coordinator = Audible(self.log, self._beats, Policy(), heartbeat_s=60)
+        self._task = asyncio.create_task(self.coordinator.run())
+        await asyncio.wait_for(self.coordinator.live.wait(), 10)
+        api = Api(Config(), self.coordinator, self.log, self.files, self._token)  # type: ignore[arg-type]
+        self._runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def tell(self, story: list[Recorded]) -> None:
+        """Copy a MiniCluster's log into ours."""
+        for entry in story:
+            if isinstance(entry.envelope.event, CoordinatorStarted):
+                await self.log.claim_term(entry.envelope)
+            else:
+                await self.log.append([entry.envelope])
+
+    async def until(self, kind: type[AnyEvent], after: int = 0) -> int:  # type: ignore[valid-type]
+        """The sequence number of the first `kind` after `after`, once it is folded."""
+        while True:
+            async with asyncio.timeout(10):
+                entry = await self.coordinator.folded.get()
+            if isinstance(entry, Recorded) and entry.seq > after and isinstance(entry.envelope.event, kind):
+                return entry.seq
+
+
+def healed_cluster() -> MiniCluster:
+    """Four nodes, two tasks that train, one worker that died and was replaced."""
+    cluster = MiniCluster(seed=7)
+    for number in range(1, 5):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", weight=2.0, max_workers=3)
+    cluster.submit("small", max_workers=3)
+    cluster.run()
+    for task in ("big", "small"):
+        cluster.train(task, 5)
+    victim = cluster.state.tasks["big"].membership.members[-1]
+    cluster.kill_worker(cluster.hosts[victim.node], victim.worker)
+    cluster.run()
+    for task in ("big", "small"):
+        cluster.train(task, 5)
+    cluster.run()
+    cluster.assert_whole()
+    return cluster
+
+
+@asynccontextmanager
+async def serving(logs: Path, story: list[Recorded] | None = None, token: str = "") -> AsyncIterator[Served]:
+    """A Served that has started and will have stopped."""
+    served = Served(logs, token)
+    await served.tell(healed_cluster().log if story is None else story)
+    await served.start()
+    try:
+        yield served
+    finally:
+        await served.stop()
