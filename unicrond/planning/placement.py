@@ -17,8 +17,10 @@ Rules
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -38,13 +40,17 @@ class Shape:
         """Workers in one replica."""
         return self.tp * self.pp
 
+    def fits(self, replica: Replica) -> bool:
+        """Whether the replica has this shape: one node per tensor-parallel group."""
+        stages = [replica[start : start + self.tp] for start in range(0, len(replica), self.tp)]
+        return len(replica) == self.workers and all(len(set(stage)) == 1 for stage in stages)
+
 
 @dataclass(frozen=True)
 class Placement:
     """Where everybody stands. `replicas`: per task, those that stayed (in their old order), then new ones.
 
-    `short`: task -> replicas that could not be seated. `moved`: workers that stand where they did not
-    stand before, beyond those of added replicas.
+    `short`: task -> replicas that could not be seated. `moved`: workers that had to make room for others.
     """
 
     replicas: Mapping[str, tuple[Replica, ...]]
@@ -61,37 +67,36 @@ def place(
     counts: Mapping[str, int],
     shapes: Mapping[str, Shape],
     nodes: Mapping[str, int],
-    current: Mapping[str, tuple[Replica, ...]],
+    current: Mapping[str, Sequence[Replica]],
 ) -> Placement:
     """Seat `counts[task]` replicas of each task on `nodes` (name -> slots), given who stands where now.
 
     Nodes that are lost are simply not in `nodes`; tasks that are not in `counts` end. Raises ValueError if
     a task has no shape or a negative count, or a present replica is not of its task's shape.
     """
-    for task, count in counts.items():
+    for task, count in sorted(counts.items()):
         if count < 0:
             raise ValueError(f"counts: {task} has {count} replicas; give a number >= 0")
         if task not in shapes:
             raise ValueError(f"shapes: {task} is missing; give its tp and pp")
         for replica in current.get(task, ()):
-            if not _fits_shape(replica, shapes[task]):
+            if not shapes[task].fits(replica):
                 raise ValueError(f"current: a replica of {task} stands on {replica}, which is not of its shape")
     hall = _Hall(shapes, nodes)
     for task in sorted(counts):
         for replica in _kept(current.get(task, ()), counts[task], nodes):
-            if hall.room_for(replica):
+            if hall.has_room(replica):
                 hall.seat(task, replica)
     wanted = {task: counts[task] - len(hall.seated[task]) for task in counts}
-    order = sorted(counts, key=lambda t: (-shapes[t].tp, -wanted[t] * shapes[t].workers, t))
     short: dict[str, int] = {}
-    for task in order:
+    for task in sorted(counts, key=lambda t: (-shapes[t].tp, -wanted[t] * shapes[t].workers, t)):
         missing = _seat_new(hall, task, wanted[task])
-        while missing and _make_room(hall, task):
+        while missing and _make_room(hall, shapes[task].tp):
             missing = _seat_new(hall, task, missing)
         if missing:
             short[task] = missing
-    replicas = {task: tuple(hall.seated[task]) for task in sorted(counts)}
-    return Placement(replicas, dict(sorted(short.items())), _moved(replicas, current, nodes))
+    replicas = {task: tuple(replica for _, replica in sorted(hall.seated[task].items())) for task in sorted(counts)}
+    return Placement(replicas, dict(sorted(short.items())), hall.moved)
 
 
 class _Hall:
@@ -99,66 +104,93 @@ class _Hall:
 
     def __init__(self, shapes: Mapping[str, Shape], nodes: Mapping[str, int]) -> None:
         self.shapes = shapes
-        self.free = dict(sorted(nodes.items()))
-        self.seated: dict[str, list[Replica]] = {task: [] for task in shapes}
+        self.free = dict(nodes)
+        self.seated: dict[str, dict[int, Replica]] = {task: {} for task in shapes}  # by ticket: order of coming
+        self.of_task: dict[str, Counter[str]] = {task: Counter() for task in shapes}  # its workers per node
+        self.on_node: dict[str, set[tuple[str, int]]] = {node: set() for node in nodes}
+        self.by_gap: dict[int, list[str]] = {}  # nodes by free seats, names sorted
+        for node, slots in sorted(nodes.items()):
+            self.by_gap.setdefault(slots, []).append(node)
+        self.tickets = 0
+        self.moved = 0
 
-    def room_for(self, replica: Replica) -> bool:
-        return all(self.free.get(node, 0) >= workers for node, workers in Counter(replica).items())
+    def has_room(self, replica: Replica) -> bool:
+        return all(self.free[node] >= workers for node, workers in Counter(replica).items())
 
-    def seat(self, task: str, replica: Replica) -> None:
-        self.seated[task].append(replica)
-        for node in replica:
-            self.free[node] -= 1
+    def seat(self, task: str, replica: Replica, ticket: int | None = None) -> int:
+        """`ticket`: to come back to an old place in the order."""
+        if ticket is None:
+            ticket = self.tickets = self.tickets + 1
+        self.seated[task][ticket] = replica
+        for node, workers in Counter(replica).items():
+            self._change(task, node, workers)
+            self.on_node[node].add((task, ticket))
+        return ticket
 
-    def unseat(self, task: str, replica: Replica) -> None:
-        self.seated[task].remove(replica)
-        for node in replica:
-            self.free[node] += 1
+    def unseat(self, task: str, ticket: int) -> Replica:
+        replica = self.seated[task].pop(ticket)
+        for node, workers in Counter(replica).items():
+            self._change(task, node, -workers)
+            self.on_node[node].discard((task, ticket))
+        return replica
+
+    def _change(self, task: str, node: str, workers: int) -> None:
+        self.of_task[task][node] += workers
+        self._set_free(node, self.free[node] - workers)
+
+    def _set_free(self, node: str, seats: int) -> None:
+        self.by_gap[self.free[node]].remove(node)
+        insort(self.by_gap.setdefault(seats, []), node)
+        self.free[node] = seats
+
+    @contextmanager
+    def closed(self, node: str) -> Iterator[None]:
+        """Nobody is seated on the node meanwhile."""
+        seats = self.free[node]
+        self._set_free(node, 0)
+        yield
+        self._set_free(node, seats)
 
     def find(self, task: str, wanted: int) -> Replica | None:
         """The best seat for one more replica of the task, which needs `wanted` more of them."""
         shape = self.shapes[task]
-        here = {node for replica in self.seated[task] for node in replica}
-        node = self._gap(here, shape.workers, wanted * shape.workers)
-        if node is not None:
+        if (node := self._gap(task, shape.workers, wanted * shape.workers)) is not None:
             return (node,) * shape.workers
         groups: list[str] = []
-        taken: Counter[str] = Counter()
         while len(groups) < shape.pp:
-            left = (shape.pp - len(groups)) * shape.tp
-            node = self._gap(here | set(groups), shape.tp, left, taken)
+            node = self._gap(task, shape.tp, (shape.pp - len(groups)) * shape.tp)
             if node is None:
-                return None
+                break
             groups.append(node)
-            taken[node] += shape.tp
+            self._change(task, node, shape.tp)
+        for node in groups:
+            self._change(task, node, -shape.tp)
+        if len(groups) < shape.pp:
+            return None
         # Neighbouring stages talk to each other: those on one node stand together.
         return tuple(node for node in sorted(groups, key=groups.index) for _ in range(shape.tp))
 
-    def _gap(self, here: set[str], least: int, wanted: int, taken: Mapping[str, int] | None = None) -> str | None:
-        gaps = {node: free - (taken or {}).get(node, 0) for node, free in self.free.items()}
-        fitting = [node for node, gap in gaps.items() if gap >= least]
-        if not fitting:
-            return None
-        return min(
-            fitting,
-            key=lambda n: (n not in here, gaps[n] < wanted, gaps[n] if gaps[n] >= wanted else -gaps[n], n),
-        )
+    def _gap(self, task: str, least: int, wanted: int) -> str | None:
+        """A node with at least that many free seats: one of the task's, else one for all, else the largest."""
+        own = [node for node, workers in self.of_task[task].items() if workers and self.free[node] >= least]
+        if own:
+            return min(own, key=lambda node: (_misfit(self.free[node], wanted), node))
+        gaps = [gap for gap, names in self.by_gap.items() if gap >= least and names]
+        return self.by_gap[min(gaps, key=lambda gap: _misfit(gap, wanted))][0] if gaps else None
 
 
-def _fits_shape(replica: Replica, shape: Shape) -> bool:
-    stages = [replica[start : start + shape.tp] for start in range(0, len(replica), shape.tp)]
-    return len(replica) == shape.workers and all(len(set(stage)) == 1 for stage in stages)
+def _misfit(gap: int, wanted: int) -> tuple[bool, int]:
+    """Smaller is better: the smallest gap that holds all, else the largest gap."""
+    return gap < wanted, gap if gap >= wanted else -gap
 
 
-def _kept(replicas: tuple[Replica, ...], count: int, nodes: Mapping[str, int]) -> list[Replica]:
+def _kept(replicas: Sequence[Replica], count: int, nodes: Mapping[str, int]) -> list[Replica]:
     """The replicas that stay, in their old order."""
     kept = [replica for replica in replicas if all(node in nodes for node in replica)]
+    on_node = Counter(node for replica in kept for node in replica)
     while len(kept) > count:
-        on_node = Counter(node for replica in kept for node in replica)
-        loneliest = min(
-            range(len(kept)), key=lambda i: (min(on_node[node] for node in kept[i]), -len(set(kept[i])), -i)
-        )
-        del kept[loneliest]
+        loneliest = min(range(len(kept)), key=lambda i: (min(on_node[node] for node in kept[i]), -i))
+        on_node.subtract(kept.pop(loneliest))
     return kept
 
 
@@ -172,66 +204,63 @@ def _seat_new(hall: _Hall, task: str, wanted: int) -> int:
     return 0
 
 
-def _make_room(hall: _Hall, task: str) -> bool:
-    """Free one more group's worth of seats on one node by moving the fewest workers. False: impossible.
+def _make_room(hall: _Hall, tp: int) -> bool:
+    """Free seats for one more group of `tp` on some node, moving the fewest workers. False: impossible.
 
-    Only replicas of smaller groups move, so this ends: each success seats one more big group.
+    Only replicas of smaller groups move, and only if the whole cluster then holds one group more: so a
+    loop of `_make_room` ends.
     """
-    tp = hall.shapes[task].tp
     best: tuple[int, str] | None = None
-    for node in hall.free:
-        cost = _evict(hall, tp, node, keep=False)
-        if cost is not None and (best is None or (cost, node) < best):
+    for at_least, node in sorted((_lacking(gap, tp), node) for node, gap in hall.free.items()):
+        if best is not None and best[0] <= at_least:
+            break
+        cost = _clear(hall, tp, node, keep=False)
+        if cost is not None and (best is None or cost < best[0]):
             best = (cost, node)
-    return best is not None and _evict(hall, tp, best[1], keep=True) is not None
+    if best is None:
+        return False
+    _clear(hall, tp, best[1], keep=True)
+    hall.moved += best[0]
+    return True
 
 
-def _evict(hall: _Hall, tp: int, node: str, *, keep: bool) -> int | None:
+def _lacking(gap: int, tp: int) -> int:
+    """Seats that must become free for one more group: moving fewer workers cannot do."""
+    return tp - gap % tp
+
+
+def _clear(hall: _Hall, tp: int, node: str, *, keep: bool) -> int | None:
     """Move small replicas off `node` until one more group of `tp` fits there; the workers moved, None: cannot.
 
-    With `keep` False everything is put back. The cluster must have room for more such groups afterwards.
+    With `keep` False everybody is put back.
     """
-    need = (hall.free[node] // tp + 1) * tp
-    groups_before = sum(free // tp for free in hall.free.values())
-    before = {name: list(replicas) for name, replicas in hall.seated.items()}
-    free_before = dict(hall.free)
-    moved = 0
+    need = hall.free[node] + _lacking(hall.free[node], tp)
     movable = sorted(
-        (hall.shapes[other].workers, other, replica)
-        for other, replicas in hall.seated.items()
-        if hall.shapes[other].tp < tp
-        for replica in replicas
-        if node in replica
+        (hall.shapes[task].workers, task, ticket) for task, ticket in hall.on_node[node] if hall.shapes[task].tp < tp
     )
-    evicted: list[tuple[str, Replica]] = []
-    for workers, other, replica in movable:
+    if hall.free[node] + sum(hall.seated[t][i].count(node) for _, t, i in movable) < need:
+        return None
+    groups = _groups(hall, tp)
+    out: list[tuple[str, int, Replica]] = []
+    for _, task, ticket in movable:
         if hall.free[node] >= need:
             break
-        hall.unseat(other, replica)
-        evicted.append((other, replica))
-        moved += workers
-    success = hall.free[node] >= need
-    if success:
-        reserved, hall.free[node] = hall.free[node], 0
-        for other, _ in sorted(evicted, key=lambda e: (-hall.shapes[e[0]].tp, e[0])):
-            seat = hall.find(other, 1)
+        out.append((task, ticket, hall.unseat(task, ticket)))
+    back: list[tuple[str, int]] = []
+    with hall.closed(node):
+        for task, _, _ in sorted(out, key=lambda gone: (-hall.shapes[gone[0]].tp, gone[:2])):
+            seat = hall.find(task, 1)
             if seat is None:
-                success = False
                 break
-            hall.seat(other, seat)
-        hall.free[node] += reserved
-        success = success and sum(free // tp for free in hall.free.values()) > groups_before
+            back.append((task, hall.seat(task, seat)))
+    success = len(back) == len(out) and _groups(hall, tp) > groups
     if not (success and keep):
-        hall.seated, hall.free = before, free_before
-    return moved if success else None
+        for task, ticket in back:
+            hall.unseat(task, ticket)
+        for task, ticket, replica in out:
+            hall.seat(task, replica, ticket)
+    return sum(len(replica) for _, _, replica in out) if success else None
 
 
-def _moved(
-    replicas: Mapping[str, tuple[Replica, ...]], current: Mapping[str, tuple[Replica, ...]], nodes: Mapping[str, int]
-) -> int:
-    moved = 0
-    for task, now in replicas.items():
-        healthy = [r for r in current.get(task, ()) if all(node in nodes for node in r)]
-        stayed = (Counter(now) & Counter(healthy)).total()
-        moved += sum(len(r) for r in now[:1]) * max(0, min(len(now), len(healthy)) - stayed)
-    return moved
+def _groups(hall: _Hall, tp: int) -> int:
+    return sum((gap // tp) * len(names) for gap, names in hall.by_gap.items())

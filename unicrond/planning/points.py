@@ -139,10 +139,11 @@ def outline_of(problem: Problem) -> Outline:
 
 def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
     """What each task can gain on at most `workers` workers."""
-    parts = kernel.active().bounds(
-        tasks.workers, tasks.flops, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
-    )
-    return Bounds(workers, *((part * d_running).tolist() for part in parts))
+    with np.errstate(over="ignore", invalid="ignore"):  # `scale` refuses what overflows
+        parts = kernel.active().bounds(
+            tasks.workers, tasks.flops, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
+        )
+        return Bounds(workers, *((part * d_running).tolist() for part in parts))
 
 
 def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:

@@ -1,0 +1,134 @@
+"""Placement: small known halls, then properties that hold for any."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unicrond.planning.placement import Placement, Replica, Shape, place
+
+
+def workers_on(replicas: Mapping[str, tuple[Replica, ...]]) -> Counter[str]:
+    return Counter(node for of_task in replicas.values() for replica in of_task for node in replica)
+
+
+def test_a_task_starts_on_one_node_if_it_can() -> None:
+    placed = place({"a": 4}, {"a": Shape()}, {"n1": 3, "n2": 8, "n3": 4}, {})
+    assert placed.replicas == {"a": (("n3",),) * 4}
+
+
+def test_the_smallest_gap_that_holds_all_else_the_largest() -> None:
+    placed = place({"a": 10}, {"a": Shape()}, {"n1": 2, "n2": 8, "n3": 4}, {})
+    assert workers_on(placed.replicas) == {"n2": 8, "n1": 2}
+
+
+def test_a_lost_node_moves_only_its_own_workers() -> None:
+    current = {"a": (("n1",), ("n2",)), "b": (("n2",), ("n3",))}
+    placed = place({"a": 2, "b": 2}, {"a": Shape(), "b": Shape()}, {"n1": 2, "n3": 2}, current)
+    assert placed.replicas == {"a": (("n1",), ("n1",)), "b": (("n3",), ("n3",))}
+    assert placed.moved == 0
+
+
+def test_a_shrinking_task_leaves_the_node_where_it_has_fewest() -> None:
+    current = {"a": (("n1",), ("n2",), ("n2",))}
+    placed = place({"a": 2}, {"a": Shape()}, {"n1": 2, "n2": 2}, current)
+    assert placed.replicas == {"a": (("n2",), ("n2",))}
+
+
+def test_pipeline_stages_may_stand_apart_but_tensor_groups_may_not() -> None:
+    placed = place({"a": 1}, {"a": Shape(tp=2, pp=3)}, {"n1": 3, "n2": 2, "n3": 3}, {})
+    (replica,) = placed.replicas["a"]
+    assert [len(set(replica[i : i + 2])) for i in (0, 2, 4)] == [1, 1, 1]
+    assert Counter(replica) == {"n1": 2, "n2": 2, "n3": 2}
+
+
+def test_small_replicas_make_room_for_a_big_group() -> None:
+    current = {"small": (("n1",), ("n2",))}
+    shapes = {"small": Shape(), "big": Shape(tp=2)}
+    placed = place({"small": 2, "big": 1}, shapes, {"n1": 2, "n2": 2}, current)
+    assert placed.replicas == {"small": (("n2",), ("n2",)), "big": (("n1", "n1"),)}
+    assert (placed.moved, placed.short) == (1, {})
+
+
+def test_what_fits_nowhere_is_short() -> None:
+    shapes = {"a": Shape(tp=2), "b": Shape()}
+    placed = place({"a": 2, "b": 1}, shapes, {"n1": 3, "n2": 1}, {})
+    assert placed.short == {"a": 1}
+    assert len(placed.replicas["a"]) == 1 and len(placed.replicas["b"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (({"a": -1}, {"a": Shape()}, {}, {}), "counts: a has -1"),
+        (({"a": 1}, {}, {"n": 1}, {}), "shapes: a is missing"),
+        (({"a": 1}, {"a": Shape(tp=2)}, {"n": 2, "o": 2}, {"a": (("n", "o"),)}), "current: a replica of a"),
+    ],
+)
+def test_nonsense_is_refused(arguments: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        place(*arguments)
+
+
+@st.composite
+def halls(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, Shape], dict[str, int], Placement]:
+    """A cluster, a placement on it that `place` made, and what is wanted after some nodes went away."""
+    nodes = {f"n{i}": draw(st.sampled_from((1, 2, 4, 8))) for i in range(draw(st.integers(1, 6)))}
+    tasks = [f"t{i}" for i in range(draw(st.integers(1, 4)))]
+    shapes = {t: Shape(draw(st.sampled_from((1, 1, 2, 4))), draw(st.sampled_from((1, 1, 2)))) for t in tasks}
+    before = {t: draw(st.integers(0, 6)) for t in tasks}
+    start = place(before, shapes, nodes, {})
+    left = {n: slots for n, slots in nodes.items() if draw(st.integers(0, 3))}
+    counts = {t: draw(st.integers(0, 6)) for t in tasks if draw(st.integers(0, 5))}
+    return counts, shapes, left, start
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(halls())
+def test_properties(hall: tuple[dict[str, int], dict[str, Shape], dict[str, int], Placement]) -> None:
+    counts, shapes, nodes, start = hall
+    placed = place(counts, shapes, nodes, start.replicas)
+    # No seat is given twice, none on a node that is not there.
+    assert all(workers <= nodes.get(node, 0) for node, workers in workers_on(placed.replicas).items())
+    displaced = 0
+    for task, count in counts.items():
+        replicas = placed.replicas[task]
+        assert all(shapes[task].fits(replica) for replica in replicas)
+        assert len(replicas) + placed.short.get(task, 0) == count
+        healthy = Counter(replica for replica in start.replicas.get(task, ()) if set(replica) <= set(nodes))
+        stayed = (healthy & Counter(replicas)).total()
+        displaced += (min(count, healthy.total()) - stayed) * shapes[task].workers
+    # Whoever could stay stays, but for those that made room.
+    assert displaced <= placed.moved
+    # A task without tensor parallelism is short only if the cluster is full.
+    for task in placed.short:
+        if shapes[task].workers == 1:
+            assert sum(workers_on(placed.replicas).values()) == sum(nodes.values())
+    # The order of the mappings means nothing.
+    shuffled = place(
+        dict(reversed(counts.items())), dict(reversed(shapes.items())), dict(reversed(nodes.items())), start.replicas
+    )
+    assert shuffled == placed
+    # Nothing to do, nothing done.
+    settled = place({t: len(r) for t, r in placed.replicas.items()}, shapes, nodes, placed.replicas)
+    assert settled.replicas == placed.replicas and settled.moved == 0
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from((1, 2, 4, 8)), min_size=1, max_size=6), st.data())
+def test_powers_of_two_always_fit(slots: list[int], data: st.DataObject) -> None:
+    """Groups of 1, 2, 4, 8 pack without waste: nobody is short while the seats last, wherever they sat before."""
+    nodes = {f"n{i}": 8 for i in range(len(slots))}
+    shapes = {f"t{tp}": Shape(tp) for tp in (1, 2, 4, 8)}
+    before = {f"t{tp}": data.draw(st.integers(0, 8)) for tp in (1, 2, 4, 8)}
+    start = place(before, shapes, nodes, {})
+    counts, left = {}, 8 * len(nodes)
+    for tp in (8, 4, 2, 1):
+        counts[f"t{tp}"] = data.draw(st.integers(0, left // tp))
+        left -= counts[f"t{tp}"] * tp
+    assert place(counts, shapes, nodes, start.replicas).short == {}

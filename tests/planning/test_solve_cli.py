@@ -1,0 +1,122 @@
+"""`plan solve`, through its `main`: what it prints, and the one line it says to what makes no sense."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.planning.clusters import random_problem
+from tests.planning.oracle import brute_force
+from unicrond.planning import solve_cli
+from unicrond.planning.problem import Problem
+
+TASK = '{"weight": 1, "x": 0, "faulty": false, "min": 0, "T": [0, 5]}'
+GOOD = '{"n": 3, "D_run": 10, "D_trans": 1, "tasks": [' + TASK + "]}"
+
+
+def solve_file(tmp_path: Path, text: str, *flags: str) -> int:
+    path = tmp_path / "problem.json"
+    path.write_text(text)
+    return solve_cli.main([str(path), *flags])
+
+
+def as_json(problem: Problem) -> str:
+    tasks = []
+    for index, task in enumerate(problem.tasks):
+        told = {
+            "weight": task.weight,
+            "x": task.workers,
+            "faulty": task.faulty,
+            "min": task.min_workers,
+            "floor": task.floor,
+            "cap": task.max_workers,
+            "unit": task.unit,
+            "T": list(task.curve.points.values()),
+        }
+        if index % 2:
+            told["T"] = {str(workers): flops for workers, flops in task.curve.points.items() if flops}
+        tasks.append(told)
+    head = {"n": problem.workers, "D_run": problem.d_running_us, "D_trans": problem.d_transition_us}
+    return json.dumps({**head, "churn": problem.churn_us, "tasks": tasks})
+
+
+def test_answers_as_the_help_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = r"\n  \$ unicronctl plan solve problem.json --json\n"
+    shown = re.search(rf"\$ cat problem.json\n(.*){command}(.*)", solve_cli.EXAMPLE, re.S)
+    assert shown
+    assert solve_file(tmp_path, shown[1], "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    promised = json.loads(shown[2])
+    assert list(answer) == ["objective", "plan", "reason"]
+    assert (answer["objective"], answer["plan"]) == (promised["objective"], promised["plan"])
+    assert answer["reason"].startswith(promised["reason"].removesuffix("..."))
+
+
+def test_objectives_are_the_true_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(150):
+        problem = random_problem(Random(seed), most_tasks=3)
+        text = as_json(problem)
+        problem = solve_cli.read_problem(text.encode())
+        assert solve_file(tmp_path, text, "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        optimum = brute_force(problem)[1]
+        assert abs(Fraction(answer["objective"]) - optimum) <= Fraction(1e-12) * abs(optimum), seed
+        recomputed = sum(problem.gain(t, k) for t, k in zip(problem.tasks, answer["plan"], strict=True))
+        assert answer["objective"] == float(recomputed)
+
+
+def changed(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "the file: expected object"),
+        (changed('"n": 3, ', ""), "n: is missing"),
+        (changed('"n": 3', '"n": "3"'), "n: expected int, got str"),
+        (changed('"n": 3', '"n": -3'), "n: expected int >= 0"),
+        (changed('"n": 3', '"n": 2.5'), "n: expected int, got float"),
+        (changed('"n": 3', '"n": 3, "m": 1'), "m: no such field"),
+        (changed('"D_run": 10', '"D_run": -10'), "D_run: -10; give a number >= 0"),
+        (changed('"D_run": 10', '"D_run": null'), "D_run: expected int | float, got null"),
+        (changed('"D_run": 10', '"D_run": 1e999'), "D_run: number out of range"),
+        (changed('"D_trans": 1', '"D_trans": "soon"'), "D_trans: expected int | float, got str"),
+        (changed('"weight": 1', '"weight": -1'), r"tasks\[0\].weight: -1; give a number >= 0"),
+        (changed('"x": 0', '"x": 0.5'), r"tasks\[0\].x: expected int, got float"),
+        (changed('"faulty": false', '"faulty": 0'), r"tasks\[0\].faulty: expected bool, got int"),
+        (changed('"min": 0, ', ""), r"tasks\[0\].min: is missing"),
+        (changed('"min": 0', '"min": 0, "cap": -1'), r"tasks\[0\].cap: expected int >= 0"),
+        (changed('"min": 0', '"min": 0, "max": 1'), r"tasks\[0\].max: no such field"),
+        (changed("[0, 5]", "[0, -5]"), r"tasks\[0\].T\[1\]: -5; give a number >= 0"),
+        (changed("[0, 5]", "[0, true]"), r"tasks\[0\].T\[1\]: expected int | float, got bool"),
+        (changed("[0, 5]", "7"), r"tasks\[0\].T: expected object | array, got int"),
+        (changed("[0, 5]", '{"one": 5}'), r"tasks\[0\].T: 'one' is no number of workers"),
+        (changed("[0, 5]", '{"01": 5}'), r"tasks\[0\].T: '01' is no number of workers"),
+        (changed("[0, 5]", "[0, 1e308]"), "tasks: weight . throughput . duration is beyond"),
+    ],
+)
+def test_one_line_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    assert solve_file(tmp_path, text) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert re.search(said, err), err
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert solve_cli.main(["no-such.json"]) == 2
+    assert capsys.readouterr().err == "plan solve: no-such.json: No such file or directory; give a readable JSON file\n"
+
+
+def test_a_bad_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        solve_cli.main(["--fast"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1

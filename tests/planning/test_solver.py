@@ -1,0 +1,168 @@
+"""The solver against every plan there is, in both kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from random import Random
+
+import pytest
+
+from tests.planning.clusters import random_problem
+from tests.planning.oracle import brute_force, plain_dp, unmet
+from unicrond.planning import kernel
+from unicrond.planning.exact import PRECISION, solve_exactly, solve_precisely
+from unicrond.planning.problem import Curve, Problem, ProblemError, TaskProblem
+from unicrond.planning.solver import Solution, solve
+
+TEN_EACH = tuple(range(0, 100, 10))
+
+
+@pytest.fixture(params=["numpy", "numba"])
+def each_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernel.use(request.param)
+    yield request.param
+    kernel.use("numpy")
+
+
+def small_numbers(problem: Problem) -> bool:
+    """Whether all gains are small multiples of 1/2, so that nothing is rounded."""
+    return all(len(t.curve) == 0 or t.curve.flops.max() < 1000 for t in problem.tasks)
+
+
+def test_every_plan_there_is(each_kernel: str) -> None:
+    """The optimum, and where numbers are small the very plan, ties included."""
+    exact = 0
+    for seed in range(2500):
+        problem = random_problem(Random(seed))
+        plan, objective = brute_force(problem)
+        solution = solve(problem)
+        assert objective - Fraction(solution.resolution) <= solution.exact_objective <= objective, seed
+        assert sum(solution.workers) <= problem.workers
+        assert sum(unmet(t, k) for t, k in solution) == sum(
+            unmet(t, k) for t, k in zip(problem.tasks, plan, strict=True)
+        ), seed
+        if small_numbers(problem):
+            exact += 1
+            assert solution.workers == plan, seed
+    assert exact > 800
+
+
+def test_the_plain_programme_on_middling_clusters(each_kernel: str) -> None:
+    for seed in range(40):
+        problem = random_problem(Random(seed), most_tasks=10, most_workers=48)
+        missed, objective = plain_dp(problem)
+        solution = solve(problem)
+        assert sum(unmet(t, k) for t, k in solution) == missed
+        assert objective - Fraction(solution.resolution) <= solution.exact_objective <= objective
+
+
+def test_both_kernels_give_the_same_plan() -> None:
+    for seed in range(60):
+        problem = random_problem(Random(seed), most_tasks=12, most_workers=64)
+        kernel.use("numba")
+        compiled = solve(problem)
+        kernel.use("numpy")
+        assert solve(problem) == compiled, seed
+
+
+def test_unlimited_integers_give_the_canonical_plan() -> None:
+    for seed in range(1500):
+        problem = random_problem(Random(seed), most_tasks=3)
+        plan, objective = brute_force(problem)
+        solution = solve_exactly(problem)
+        assert (solution.workers, solution.exact_objective) == (plan, objective), seed
+        precise = solve_precisely(problem)
+        assert objective - precise.exact_objective <= Fraction(PRECISION) * abs(objective), seed
+
+
+def test_terms_that_cancel_are_solved_without_rounding() -> None:
+    """Staying costs nothing, everything else nearly cancels: what remains is 1e-18 of the gains."""
+    big = 10**18
+    faulty = TaskProblem("a", 1, 2, Curve({1: big, 2: big, 3: big + 1}), faulty=True)
+    problem = Problem(3, 1, 1, (faulty,))
+    assert solve_precisely(problem).workers == (3,)
+    assert solve_precisely(problem).exact_objective == 1
+
+
+def test_a_floor_goes_before_any_gain(each_kernel: str) -> None:
+    """Sixteen tasks and one of them is worth a million times the others: still nobody starves."""
+    tasks = tuple(TaskProblem(f"t{i:02}", 10**6 if i == 7 else 1, 0, TEN_EACH, floor=1) for i in range(16))
+    solution = solve(Problem(20, 10**9, 10**6, tasks))
+    assert min(solution.workers) == 1 and solution.workers[7] == 5
+
+
+def test_floors_that_cannot_all_be_met_the_most_are(each_kernel: str) -> None:
+    tasks = tuple(TaskProblem(f"t{i}", 10**6 if i == 2 else 1, 0, TEN_EACH, floor=i + 1) for i in range(3))
+    solution = solve(Problem(3, 10**9, 10**6, tasks))
+    assert solution.workers == (1, 2, 0)
+    assert solution.unmet_floors == ("t2",)
+    assert "floor unmet: t2" in solution.reason
+
+
+def test_workers_come_in_units_and_the_rows_shrink_with_them(each_kernel: str) -> None:
+    tasks = tuple(TaskProblem(f"t{i}", 1, 0, tuple(range(40)), unit=8, max_workers=17) for i in range(2))
+    assert solve(Problem(39, 1, 0, tasks)).workers == (16, 16)
+
+
+def test_an_own_transition_counts_for_its_task_alone(each_kernel: str) -> None:
+    """One worker has to go; the task that moves cheaply gives it."""
+    dear = TaskProblem("dear", 1, 3, TEN_EACH)
+    cheap = TaskProblem("cheap", 1, 3, TEN_EACH, d_transition_us=0)
+    assert solve(Problem(5, 10, 1, (cheap, dear))).workers == (2, 3)
+    assert solve(Problem(5, 10, 1, (dear, cheap))).workers == (3, 2)
+
+
+def test_churn_keeps_the_healthy_where_they_are(each_kernel: str) -> None:
+    """Without the term the lighter task gives a worker to the heavier one that lost its own."""
+    heavy = TaskProblem("heavy", 2, 4, TEN_EACH, faulty=True)
+    light = TaskProblem("light", 1, 4, TEN_EACH)
+    free = Problem(7, 100, 1, (heavy, light))
+    damped = Problem(7, 100, 1, (heavy, light), churn_us=1000)
+    assert solve(free).workers == (7, 0)
+    assert solve(damped).workers == (3, 4)
+    moved = Solution(damped, (7, 0))
+    assert moved.exact_objective == Solution(free, (7, 0)).exact_objective - 40 * 1000
+
+
+def test_the_reason_says_who_changes(each_kernel: str) -> None:
+    hit = TaskProblem("hit", 1, 2, TEN_EACH, faulty=True, max_workers=4)
+    calm = TaskProblem("calm", 1, 3, TEN_EACH)
+    reason = solve(Problem(4, 10, 60, (calm, hit))).reason
+    assert reason == "4 of 4 workers in use, WAF 40 FLOP/s: hit 2 -> 1 (faulty), 1 of 2 tasks untouched"
+
+
+def test_no_tasks_and_no_workers(each_kernel: str) -> None:
+    assert solve(Problem(5, 1, 1, ())).workers == ()
+    task = TaskProblem("a", 1, 3, TEN_EACH, floor=2)
+    assert solve(Problem(0, 1, 1, (task,))).workers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TaskProblem("a", -1, 0, ()), "task a: weight is -1"),
+        (lambda: TaskProblem("a", float("nan"), 0, ()), "task a: weight is nan"),
+        (lambda: TaskProblem("a", 1, -2, ()), "task a: workers is -2"),
+        (lambda: TaskProblem("a", 1, 0, (), unit=0), "task a: unit is 0"),
+        (lambda: TaskProblem("a", 1, 0, (), d_transition_us=-1), "task a: d_transition_us is -1"),
+        (lambda: Curve({-1: 5}), "throughput: -1 workers"),
+        (lambda: Curve({1: float("inf")}), "throughput at 1 workers is inf"),
+        (lambda: Problem(-1, 1, 1, ()), "workers is -1"),
+        (lambda: Problem(1, float("inf"), 1, ()), "d_running_us is inf"),
+        (lambda: Problem(1, 1, 1, (TaskProblem("a", 1, 0, ()),) * 2), "tasks: a stands there twice"),
+        (lambda: solve(Problem(1, 1e300, 1, (TaskProblem("a", 1, 0, (0, 1e300)),))), "beyond 1e270"),
+        (lambda: solve(Problem(10**12, 1, 1, (TaskProblem("a", 1, 0, Curve({10**12: 1})),))), "more than 4 GiB"),
+    ],
+)
+def test_nonsense_is_refused(make: object, said: str) -> None:
+    assert callable(make)
+    with pytest.raises(ProblemError, match=said):
+        make()
+
+
+def test_curves_compare_by_content() -> None:
+    assert Curve({2: 7, 1: 5}) == Curve({1: 5, 2: 7})
+    assert Curve({1: 2**60 + 1}) != Curve({1: 2**60})
+    assert Curve({1: 2**60 + 1})(1) == 2**60 + 1
+    assert Curve({8: 5})(7) == 0

@@ -1,0 +1,194 @@
+"""The table against fresh solves and against every plan there is; rows that are reused; the ways of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.planning.clusters import random_situation
+from tests.planning.oracle import brute_force
+from unicrond.planning import kernel
+from unicrond.planning.problem import Problem, ProblemError, TaskProblem
+from unicrond.planning.situation import (
+    NextEvent,
+    NodeJoined,
+    NodeLoad,
+    NodeLost,
+    Situation,
+    TaskFinished,
+    TaskLaunched,
+    WorkerLost,
+)
+from unicrond.planning.solver import Solution, solve
+from unicrond.planning.table import Planner
+
+LINEAR = tuple(range(0, 200, 10))
+
+
+@pytest.fixture(params=["numpy", "numba"])
+def each_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    kernel.use(request.param)
+    yield request.param
+    kernel.use("numpy")
+
+
+def next_situation(situation: Situation, event: NextEvent, solution: Solution) -> Situation:
+    """What stands after the event once its plan is adopted (nodes keep their tasks: enough for the planner)."""
+    tasks = tuple(replace(task, faulty=False, workers=workers) for task, workers in solution)
+    there = {task.name for task in tasks}
+    nodes = [replace(n, tasks=n.tasks & there) for n in situation.nodes if event != NodeLost(n.name)]
+    if isinstance(event, NodeJoined):
+        nodes.append(NodeLoad(f"new{len(nodes)}-{situation.workers}", event.slots))
+    queued = None if isinstance(event, TaskLaunched) else situation.queued
+    return replace(situation, nodes=tuple(nodes), tasks=tasks, queued=queued)
+
+
+def test_table_is_fresh_solve_is_brute_force(each_kernel: str) -> None:
+    """Thousands of events on random small clusters, ties included."""
+    entries = checked = 0
+    for seed in range(1200):
+        situation = random_situation(Random(seed))
+        table = Planner().refresh(situation)
+        assert list(table.events()) == list(situation.expected())
+        for event in situation.expected():
+            problem = situation.after(event)
+            fresh = solve(problem)
+            assert table.solution(event) == fresh, (seed, event)
+            assert table.answer(problem) == fresh, (seed, event)
+            entries += 1
+            small = all(len(t.curve) == 0 or t.curve.flops.max() < 1000 for t in problem.tasks)
+            if small and entries % 4 == 0:
+                checked += 1
+                assert fresh.workers == brute_force(problem)[0], (seed, event)
+    assert entries > 5000 and checked > 500
+
+
+def test_larger_clusters(each_kernel: str) -> None:
+    for seed in range(12):
+        situation = random_situation(Random(seed), most_tasks=9, most_workers=40)
+        table = Planner().refresh(situation)
+        for event in situation.expected():
+            assert table.solution(event) == solve(situation.after(event)), (seed, event)
+
+
+def test_a_chain_of_events_reuses_rows_and_changes_nothing(each_kernel: str) -> None:
+    """After each event the next table reuses what it can; every entry is still the fresh plan."""
+    reused = computed = 0
+    for seed in range(120):
+        rng = Random(seed)
+        situation, planner = random_situation(rng), Planner()
+        table = planner.refresh(situation)
+        for _ in range(4):
+            event = rng.choice(list(situation.expected()))
+            chosen = table.solution(event)
+            assert chosen is not None
+            situation = next_situation(situation, event, chosen)
+            table = planner.refresh(situation)
+            reused, computed = reused + table.effort.rows_reused, computed + table.effort.rows_computed
+            for each in situation.expected():
+                assert table.solution(each) == solve(situation.after(each)), (seed, each)
+    assert reused > computed / 10
+
+
+def test_what_the_table_does_not_hold_is_solved_to_the_same_plan(each_kernel: str) -> None:
+    """Several faults at once, tasks gone meanwhile, other numbers of workers: whichever way, the same plan."""
+    ways: Counter[str] = Counter()
+    for seed in range(250):
+        rng = Random(seed)
+        situation, planner = random_situation(rng), Planner()
+        planner.refresh(situation)
+        for _ in range(6):
+            workers = max(0, situation.workers - rng.randint(0, 3))
+            tasks = tuple(replace(t, faulty=rng.random() < 0.5) for t in situation.lineup if rng.random() < 0.8)
+            d_running = situation.d_running_us(workers)
+            problem = Problem(workers, d_running, situation.d_transition_us, tasks, situation.churn_us)
+            answer = planner.answer(problem)
+            ways[answer.way] += 1
+            assert answer.solution == solve(problem), seed
+    assert min(ways["table"], ways["incremental"], ways["fresh"]) > 100
+
+
+def two_tasks() -> Situation:
+    """a: 4 workers on n1; b: 3 on n2 and 1 on n3; c waits. n4 is idle."""
+    return Situation(
+        nodes=(
+            NodeLoad("n1", 4, frozenset({"a"})),
+            NodeLoad("n2", 3, frozenset({"b"})),
+            NodeLoad("n3", 2, frozenset({"b"})),
+            NodeLoad("n4", 1),
+        ),
+        tasks=(
+            TaskProblem("a", 1, 4, LINEAR, min_workers=1, max_workers=8, floor=1),
+            TaskProblem("b", 1, 4, LINEAR, min_workers=1, max_workers=8, floor=1),
+        ),
+        mtbf_us=10**9,
+        d_transition_us=10**6,
+        queued=TaskProblem("c", 1, 0, LINEAR, min_workers=1, floor=2),
+        join_slots=(4,),
+    )
+
+
+def test_every_kind_of_event_has_its_problem() -> None:
+    situation = two_tasks()
+    assert [type(event).__name__ for event in situation.expected()] == (
+        ["WorkerLost"] * 2 + ["NodeLost"] * 4 + ["NodeJoined"] + ["TaskFinished"] * 2 + ["TaskLaunched"]
+    )
+
+    def posed(event: NextEvent) -> tuple[int, int, list[str], list[str]]:
+        problem = situation.after(event)
+        faulty = [task.name for task in problem.tasks if task.faulty]
+        return problem.workers, int(problem.d_running_us), [task.name for task in problem.tasks], faulty
+
+    assert posed(WorkerLost("b")) == (9, 10**9 // 9, ["a", "b"], ["b"])
+    assert posed(NodeLost("n1")) == (6, 10**9 // 6, ["a", "b"], ["a"])
+    assert posed(NodeLost("n4")) == (9, 10**9 // 9, ["a", "b"], [])
+    assert posed(NodeJoined(4)) == (14, 10**9 // 14, ["a", "b"], [])
+    assert posed(TaskFinished("a")) == (10, 10**8, ["b"], [])
+    assert posed(TaskLaunched("c")) == (10, 10**8, ["a", "b", "c"], [])
+    for stranger in (NodeLost("n9"), TaskFinished("c"), TaskLaunched("a"), WorkerLost("c")):
+        with pytest.raises(KeyError):
+            situation.after(stranger)
+
+
+def test_a_look_up_names_the_whole_lineup() -> None:
+    table = Planner().refresh(two_tasks())
+    assert table.look_up(TaskFinished("a")) == (0, 8, 0)
+    assert table.look_up(NodeLost("n1")) is not None
+    assert table.look_up(NodeLost("n9")) is None
+    assert table.solution(NodeLost("n9")) is None
+    finished = table.solution(TaskFinished("a"))
+    assert finished is not None and finished.workers == (8,)
+
+
+def test_nodes_that_pose_the_same_problem_share_an_entry() -> None:
+    situation = two_tasks()
+    twin = replace(situation, nodes=(*situation.nodes, NodeLoad("n5", 3, frozenset({"b"}))))
+    table = Planner().refresh(twin)
+    assert table.look_up(NodeLost("n2")) == table.look_up(NodeLost("n5"))
+    assert table.effort.scenarios == len(list(twin.expected())) - 1
+
+
+def test_rows_before_and_behind_the_changed_task_are_reused() -> None:
+    situation, planner = two_tasks(), Planner()
+    first = planner.refresh(situation)
+    assert first.effort.rows_reused == 0
+    again = planner.refresh(situation)
+    assert again.effort.rows_computed == 0
+    assert again.effort.rows_reused == first.effort.rows_computed
+    waiting = replace(situation, queued=None)  # c stood last: the rows before it stay
+    assert planner.refresh(waiting).effort.rows_reused > 0
+
+
+def test_a_situation_is_one_before_the_fault() -> None:
+    situation = two_tasks()
+    for wrong in (
+        {"tasks": situation.tasks[::-1]},
+        {"tasks": (replace(situation.tasks[0], faulty=True),)},
+        {"queued": situation.tasks[0]},
+    ):
+        with pytest.raises(ProblemError):
+            replace(situation, **wrong)  # type: ignore[arg-type]
