@@ -10,10 +10,9 @@ import os
 import signal
 from typing import NamedTuple
 
+from agents.trainer.channel import EXIT_NO_AGENT
 from events.vocabulary import ErrorKind
 
-#: EX_UNAVAILABLE: the trainer heard of no agent for its lease time.
-EXIT_NO_AGENT = 69
 #: EX_TEMPFAIL: the trainer waited too long for a membership, saved what it had and stopped.
 EXIT_NO_MEMBERSHIP = 75
 

@@ -10,7 +10,8 @@ Commands
 * StartWorker: a worker id is spawned at most once, ever. A start waits, bounded, while a slot is about to
   become free or the fork server is being started; with neither in sight it fails at once.
   Applied = the process exists.
-* StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL. Applied = the process is gone.
+* StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL; no Quit for a worker that has not
+  connected yet and never was a member. Applied = the process is gone.
 * SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
   of the task that is or ever was a member (leavers must hear that they leave); who connects later gets it then.
 
@@ -347,7 +348,9 @@ class _Turn:
     def stop(self, record: Worker, reason: str) -> None:
         """Begin to end a worker; nothing where that has begun already."""
         if record.stop == "no":
-            self.press(self.change(record, stop="quit", stop_reason=reason[:_MAX_TEXT]))
+            # Who was never a member has nothing to finish; if it cannot hear either, it is not waited for.
+            stage = "quit" if record.member or self.is_connected(record.worker) else "term"
+            self.press(self.change(record, stop=stage, stop_reason=reason[:_MAX_TEXT]))
 
     def press(self, record: Worker) -> None:
         """Do what the stage of the stop asks for, and arm the next stage."""
@@ -356,7 +359,7 @@ class _Turn:
             case "quit" if self.is_connected(worker):
                 self.actions.append(TellWorker(worker=worker, message=Quit(reason=record.stop_reason)))
                 after_s = config.grace_s
-            case "quit":  # it cannot hear: it gets the Quit if it connects within the grace time
+            case "quit":  # it cannot hear now: it gets the Quit if it connects within the grace time
                 after_s = config.grace_s
             case "term":
                 self.actions.append(TellForkServer(message=Kill(worker=worker, signal=signal.SIGTERM)))

@@ -56,7 +56,7 @@ from agents.trainer.messages import (
     SpawnFailed,
     ToForkServer,
 )
-from agents.worker_process import become_worker, detach
+from agents.worker_process import HANDLED_SIGNALS, become_worker, detach
 from events.vocabulary import Name, WorkerId
 
 logger = logging.getLogger("agents.fork_server")
@@ -155,10 +155,10 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # the wake-up is all that is wanted
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._fork_store()
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        on_ready()
+        on_ready()  # before the first fork: no child shall hold what it writes to
+        self._fork_store()
         try:
             while True:
                 for key, events in self._selector.select(self._timeout_s()):
@@ -309,6 +309,7 @@ class ForkServer:
         def child() -> NoReturn:
             self._store_listener.close()
             os.close(read_fd)
+            log.close()
             become_worker(launch, output_fd=write_fd, gpus=self._gpus, slot=spawn.slot, run=self._run)
 
         pid = self._fork(child)
@@ -334,8 +335,11 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = self._pid
+        # A signal that comes before the child has its own handlers must wait for them, not meet ours.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         pid = os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
             return pid
         try:
             detach(parent, self._close_all)

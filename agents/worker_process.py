@@ -21,16 +21,22 @@ from agents.trainer.messages import Launch
 
 #: Under memory pressure the kernel shall take a worker, not the agent or the fork server (see proc(5)).
 OOM_SCORE_ADJUSTMENT = 500
+#: What the fork server handles or ignores, and a worker by default does not. Blocked around the fork.
+HANDLED_SIGNALS = frozenset({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
 
 
 def detach(parent_pid: int, close_inherited: Callable[[], None]) -> None:
-    """Own session and process group, death with the parent, default signals, no descriptor of the parent's."""
+    """Own session and process group, death with the parent, default signals, no descriptor of the parent's.
+
+    Called with HANDLED_SIGNALS blocked; unblocks them.
+    """
     os.setsid()
     die_with_parent(parent_pid)
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
     close_inherited()
+    for number in HANDLED_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
 
 def become_worker(

@@ -267,7 +267,7 @@ class Node:
                 assert len(taken) == len(set(taken)), "a slot is given twice"
                 assert all(slot < self.config.slots for slot in taken)
             case TellForkServer(message=Kill(worker=worker, signal=number)):
-                if number == signal.SIGKILL and worker in self.processes:
+                if number in (signal.SIGTERM, signal.SIGKILL) and worker in self.processes:
                     self.processes[worker].quit = True
             case TellForkServer(message=ExitedAck(worker=worker)):
                 self.exits.pop(worker, None)

@@ -290,10 +290,18 @@ def test_a_stop_is_quit_then_term_then_kill(node: Node) -> None:
     assert node.of(ErrorReported) == []
 
 
-def test_a_worker_that_connects_while_it_is_being_stopped_hears_quit(node: Node) -> None:
+def test_a_worker_that_has_not_connected_yet_is_not_waited_for(node: Node) -> None:
     node.command(start("a.1", 1))
     node.fork()
-    node.command(stop("a.1", 2))
+    actions = node.command(stop("a.1", 2))
+    assert Kill(worker="a.1", signal=15) in [a.message for a in actions if isinstance(a, TellForkServer)]
+
+
+def test_a_member_that_connects_while_it_is_being_stopped_hears_quit(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.processes["a.1"].connected = False
+    node.feed(WorkerDisconnected(worker="a.1"))
+    node.command(stop("a.1", 9))
     assert not node.processes["a.1"].quit
     node.hello("a.1")
     assert node.processes["a.1"].quit

@@ -1,0 +1,127 @@
+"""What the fork server of the tests runs in its children: light, and able to misbehave. No torch.
+
+`spec.entry` names the behaviour, `spec.args` its arguments. `talk` speaks the worker's side of the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from agents.trainer.framing import Unframer, frame
+from agents.trainer.messages import Committed, Hello, Launch, Membership, Quit, Ready, Regrouped, ToWorker
+
+
+def serve(listener: socket.socket) -> NoReturn:
+    """The rendezvous store's place: accepts and keeps connections."""
+    kept = []
+    while True:
+        kept.append(listener.accept())
+
+
+def run(launch: Launch) -> None:
+    """Behave as told."""
+    behave = {"sleep": sleep, "exit": leave, "print": fill, "describe": describe, "orphan": orphan, "talk": talk}
+    behave[launch.spec.entry](launch)
+
+
+def sleep(_: Launch) -> NoReturn:
+    while True:
+        signal.pause()
+
+
+def leave(launch: Launch) -> NoReturn:
+    sys.exit(int(launch.spec.args[0]))
+
+
+def fill(launch: Launch) -> None:
+    """Print so many numbered lines, then raise."""
+    for number in range(int(launch.spec.args[0])):
+        print(f"line {number:06d}")
+    raise RuntimeError("and then it broke")
+
+
+def describe(_: Launch) -> None:
+    """Print what a worker is born with."""
+    fds = {}
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            fds[path.name] = str(path.readlink())
+        except FileNotFoundError:
+            continue  # the listing's own
+    born = {
+        "fds": fds,
+        "pid": os.getpid(),
+        "sid": os.getsid(0),
+        "pgid": os.getpgid(0),
+        "cwd": str(Path.cwd()),
+        "env": {name: os.environ.get(name) for name in ("COLOUR", "OMP_NUM_THREADS")},
+        "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+        "sigchld": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+    }
+    print(json.dumps(born))
+
+
+def orphan(_: Launch) -> None:
+    """Leave a child behind that holds the pipe, and tell its pid."""
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    print(child)
+
+
+def talk(launch: Launch) -> None:
+    """Connect, get ready, take memberships, commit an iteration every 10 ms, quit when asked."""
+    generation, iteration = 0, 0
+    while True:
+        try:
+            agent = socket.socket(socket.AF_UNIX)
+            agent.connect(launch.agent_socket)
+        except OSError:
+            agent.close()
+            time.sleep(0.02)
+            continue
+        is_new = generation == 0
+        hello = Hello(worker=launch.worker, task=launch.task, pid=os.getpid(), generation=generation, ready=not is_new)
+        incoming: Unframer[ToWorker] = Unframer(ToWorker)
+        try:
+            agent.sendall(frame(hello) + (frame(Ready()) if is_new else b""))
+            while True:
+                if select.select([agent], [], [], 0.01)[0]:
+                    data = agent.recv(65536)
+                    if not data:
+                        break
+                    for message in incoming.feed(data):
+                        if isinstance(message, Quit):
+                            sys.exit(0)
+                        assert isinstance(message, Membership)
+                        generation = message.generation
+                        regrouped = Regrouped(
+                            generation=generation, iteration=iteration + 1, dealt=0, duration_us=1, source="own"
+                        )
+                        agent.sendall(frame(regrouped))
+                elif generation:
+                    iteration += 1
+                    committed = Committed(
+                        generation=generation,
+                        iteration=iteration,
+                        samples=8,
+                        samples_digest=iteration,
+                        loss=1.0,
+                        duration_us=10_000,
+                        micro_batches_by_rank=(8,),
+                        redone=0,
+                    )
+                    agent.sendall(frame(committed))
+        except OSError:
+            pass
+        finally:
+            agent.close()

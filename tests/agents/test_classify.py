@@ -1,0 +1,55 @@
+"""What an exit status says."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from agents.classify import Exit, classify
+from agents.gpus import visible_gpus
+from agents.host import load_milli, memory_free_bytes
+from agents.trainer.channel import EXIT_NO_AGENT
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(0, Exit(0, None)), (3 << 8, Exit(3, None)), (9, Exit(None, 9)), (11 | 0x80, Exit(None, 11))],
+)
+def test_status_of_wait(status: int, expected: Exit) -> None:
+    assert Exit.of(status) == expected
+
+
+@pytest.mark.parametrize(
+    ("end", "ready", "kind", "words"),
+    [
+        (Exit(None, signal.SIGKILL), True, "process_exit", "killed by SIGKILL; if nobody did that, look for the OOM"),
+        (Exit(None, signal.SIGSEGV), True, "process_exit", "killed by SIGSEGV"),
+        (Exit(None, signal.SIGRTMIN + 3), True, "process_exit", "killed by signal"),
+        (Exit(1, None), True, "exception", "traceback"),
+        (Exit(EXIT_NO_AGENT, None), True, "process_exit", "no agent"),
+        (Exit(75, None), True, "process_exit", "membership"),
+        (Exit(42, None), True, "process_exit", "exit code 42"),
+        (Exit(1, None), False, "start_failed", "not ready yet"),
+    ],
+)
+def test_every_end_has_a_kind_and_a_plain_sentence(end: Exit, ready: bool, kind: str, words: str) -> None:
+    found, text = classify(end, ready=ready)
+    assert found == kind
+    assert words in text
+
+
+def test_gpus_are_counted_without_cuda(tmp_path: Path) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+    assert visible_gpus({}, tmp_path / "none") == ()
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-5"}, tmp_path) == ("3", "GPU-5")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+def test_a_heartbeat_can_be_told(tmp_path: Path) -> None:
+    assert load_milli() >= 0
+    assert memory_free_bytes() > 0
+    assert memory_free_bytes(tmp_path / "none") == 0

@@ -1,0 +1,323 @@
+"""The agent as a process, with a real log on a real server, real forks and real signals.
+
+Its workers are light (entries.py: `talk`); those with Megatron in them have their own tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from events.envelope import Envelope, Recorded
+from events.logs_request import LogsRequest, decode_reply, encode, logs_subject
+from events.nats_connection import Connection
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.vocabulary import (
+    Command,
+    CommandApplied,
+    ErrorReported,
+    Heartbeat,
+    Member,
+    NodeJoined,
+    NodeLeft,
+    Observation,
+    SetMembership,
+    StartWorker,
+    StepCommitted,
+    StopWorker,
+    StoreAddress,
+    TaskSpec,
+    WorkerExited,
+    WorkerReady,
+    WorkerRegrouped,
+    WorkerStarted,
+)
+from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
+
+E = TypeVar("E", bound=Observation)
+STORE = StoreAddress(host="127.0.0.1", port=1)
+
+
+class AgentProcess:
+    """`unicron-agent`, started and started again."""
+
+    def __init__(self, url: str, run_dir: Path) -> None:
+        self.url = url
+        self.run_dir = run_dir
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        flags = ["--nats", self.url, "--node", "n1", "--slots", "2", "--run-dir", str(self.run_dir)]
+        flags += ["--heartbeat-s", "0.1", "--lease-s", "20", *(f"--fork-server={flag}" for flag in LIGHT)]
+        with (self.run_dir / "agent.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "agents.cli", *flags], stdout=log, stderr=log, env=environment()
+            )
+        return self.process
+
+    def log(self) -> str:
+        return (self.run_dir / "agent.log").read_text()
+
+    def fork_server(self) -> int:
+        """The pid of whoever serves fork.sock."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(self.run_dir / "fork.sock"))
+            return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+
+
+class Coordinator:
+    """What the tests need of one: commands under term 1, and the log read in order."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.log = NatsEventLog(connection)
+        self.number = 0
+        self.entries = self.log.read(0)
+        self.seen: list[Recorded] = []
+
+    async def command(self, make: Callable[[str], Command]) -> str:
+        self.number += 1
+        command = make(f"1.1.n1.{self.number}")
+        envelope = Envelope(
+            producer="head",
+            boot=1,
+            number=self.number,
+            term=1,
+            observed_at_us=time.time_ns() // 1000,
+            event=command,  # type: ignore[arg-type]
+        )
+        await self.log.append([envelope])
+        return command.command_id
+
+    async def start(self, worker: str, entry: str = "talk", *args: str) -> str:
+        task = worker.rpartition(".")[0]
+        spec = TaskSpec(name=task, entry=entry, args=args)
+        return await self.command(
+            lambda id: StartWorker(
+                command_id=id, node="n1", epoch=1, spec=spec, worker=worker, replica=0, shard=0, store=STORE
+            )
+        )
+
+    async def stop(self, worker: str) -> str:
+        task = worker.rpartition(".")[0]
+        return await self.command(
+            lambda id: StopWorker(command_id=id, node="n1", epoch=1, task=task, worker=worker, reason="test")
+        )
+
+    async def membership(self, generation: int, *workers: str) -> str:
+        members = tuple(Member(worker=w, node="n1", replica=i, shard=0) for i, w in enumerate(workers))
+        return await self.command(
+            lambda id: SetMembership(
+                command_id=id,
+                node="n1",
+                epoch=1,
+                task=workers[0].rpartition(".")[0],
+                generation=generation,
+                members=members,
+                joiners=(),
+                urgent=False,
+                store=STORE,
+            )
+        )
+
+    async def until(self, kind: type[E], **fields: Any) -> E:
+        """The next event of a kind (with these fields) that was not read before."""
+        async with asyncio.timeout(TIMEOUT_S):
+            async for entry in self.entries:
+                assert isinstance(entry, Recorded), entry
+                self.seen.append(entry)
+                event = entry.envelope.event
+                if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items()):
+                    return event
+        raise AssertionError("the log never ends")
+
+    async def trained(self, worker: str, generation: int = 1) -> None:
+        """`worker` runs, is a member, and has committed."""
+        await self.start(worker)
+        await self.until(WorkerReady, worker=worker)
+        await self.membership(generation, worker)
+        await self.until(WorkerRegrouped, worker=worker)
+        await self.until(StepCommitted, worker=worker)
+
+
+@pytest.fixture
+def agent(nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Path) -> Iterator[AgentProcess]:
+    """An agent; afterwards it and its fork server are killed, and then nothing of theirs may be left."""
+    agent = AgentProcess(nats_server.url, run_dir)
+    yield agent
+    kill(agent.process.pid)
+    agent.process.wait()
+    try:
+        fork_server = agent.fork_server()
+    except OSError:
+        return
+    theirs = children(fork_server)
+    kill(fork_server)
+    assert all(has_ended(pid) for pid in (fork_server, *theirs))
+
+
+@pytest.fixture
+async def coordinator(nats_connection: Connection) -> AsyncIterator[Coordinator]:
+    coordinator = Coordinator(nats_connection)
+    async with aclosing(coordinator.entries):
+        yield coordinator
+
+
+async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection) -> None:
+    joined = await coordinator.until(NodeJoined)
+    assert (joined.slots, joined.workers) == (2, ())
+    socket.create_connection((joined.store.host, joined.store.port), timeout=5).close()
+    order = await coordinator.start("a.1")
+    pid = (await coordinator.until(WorkerStarted)).pid
+    await coordinator.until(CommandApplied, command_id=order)
+    await coordinator.until(WorkerReady)
+    await coordinator.membership(1, "a.1")
+    await coordinator.until(WorkerRegrouped)
+    first = await coordinator.until(StepCommitted)
+    second = await coordinator.until(StepCommitted)
+    assert (first.first, first.last, second.first) == (1, 1, 2)
+    assert second.last > 20, "a second of steps of 10 ms is one event"
+
+    begun = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    exited = await coordinator.until(WorkerExited)
+    print(f"SIGKILL to the coordinator's reading of the exit: {(time.monotonic() - begun) * 1e3:.1f} ms")
+    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    kinds = [type(entry.envelope.event) for entry in coordinator.seen[-3:]]
+    assert kinds == [StepCommitted, ErrorReported, WorkerExited]
+
+    order = await coordinator.start("b.1", "print", "50")
+    exited = await coordinator.until(WorkerExited, worker="b.1")
+    assert exited.exit_code == 1 and exited.log_tail.endswith("RuntimeError: and then it broke\n")
+    request = encode(LogsRequest(task="b", tail_bytes=32))
+    reply = decode_reply((await nats_connection.request(logs_subject("n1"), request)).data)
+    assert (reply.worker, reply.data) == ("b.1", b"RuntimeError: and then it broke\n")
+
+    await coordinator.trained("c.1")
+    order = await coordinator.stop("c.1")
+    assert (await coordinator.until(WorkerExited, worker="c.1")).expected
+    await coordinator.until(CommandApplied, command_id=order)
+
+
+async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess, coordinator: Coordinator) -> None:
+    first = await coordinator.until(NodeJoined)
+    await coordinator.trained("a.1", generation=3)
+    await coordinator.start("b.1", "sleep")
+    await coordinator.until(WorkerStarted, worker="b.1")
+    kill(agent.process.pid)
+    agent.process.wait()
+    (fork_server,) = {agent.fork_server()}
+    begun = time.monotonic()
+    agent.start()
+    second = await coordinator.until(NodeJoined)
+    print(f"adopted {time.monotonic() - begun:.2f} s after the new agent's start (b.1 never says Hello: 2 s)")
+    assert second.agent_boot > first.agent_boot
+    assert second.store == first.store
+    assert [(w.worker, w.generation) for w in second.workers] == [("a.1", 3), ("b.1", 0)]
+    assert agent.fork_server() == fork_server
+    before = max(e.envelope.event.last for e in coordinator.seen if isinstance(e.envelope.event, StepCommitted))
+    after = await coordinator.until(StepCommitted)
+    assert after.first > before, "no iteration stands in the log twice"
+    assert not [e for e in coordinator.seen if isinstance(e.envelope.event, WorkerExited)]
+
+
+async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, coordinator: Coordinator) -> None:
+    await coordinator.trained("a.1")
+    agent.process.terminate()
+    assert agent.process.wait(10) == 0
+    pid = next(e.envelope.event.pid for e in coordinator.seen if isinstance(e.envelope.event, WorkerStarted))
+    kill(pid)
+    assert has_ended(pid)
+    agent.start()
+    exited = await coordinator.until(WorkerExited)
+    assert (exited.worker, exited.signal, exited.expected) == ("a.1", signal.SIGKILL, False)
+    assert (await coordinator.until(NodeJoined)).workers == ()
+
+
+async def test_a_killed_node_comes_back_empty(agent: AgentProcess, coordinator: Coordinator) -> None:
+    await coordinator.trained("a.1")
+    fork_server = agent.fork_server()
+    theirs = children(fork_server)
+    for pid in (agent.process.pid, fork_server):
+        kill(pid)
+    agent.process.wait()
+    assert all(has_ended(pid, 5) for pid in theirs)
+    agent.start()
+    assert (await coordinator.until(WorkerExited)).worker == "a.1"
+    assert (await coordinator.until(NodeJoined)).workers == ()
+    await coordinator.trained("a.2")
+
+
+async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentProcess, coordinator: Coordinator) -> None:
+    first = await coordinator.until(NodeJoined)
+    await coordinator.trained("a.1")
+    kill(agent.fork_server())
+    exited = await coordinator.until(WorkerExited)
+    assert (exited.signal, exited.expected) == (signal.SIGKILL, False)
+    second = await coordinator.until(NodeJoined)
+    assert second.agent_boot == first.agent_boot
+    await coordinator.trained("a.2", generation=2)
+
+
+async def test_a_killed_server_costs_no_observation(
+    agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer
+) -> None:
+    await coordinator.trained("a.1")
+    started = next(e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, WorkerStarted))
+    await nats_server.kill()
+    kill(started.pid)
+    assert has_ended(started.pid)
+    await nats_server.restart()
+    await coordinator.until(WorkerExited)
+    steps = [e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, StepCommitted)]
+    assert [s.first for s in steps] == [1, *(s.last + 1 for s in steps[:-1])], "the steps have no gap"
+    await coordinator.trained("a.2", generation=2)
+
+
+async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection) -> None:
+    joined = await coordinator.until(NodeJoined)
+    beats: list[Heartbeat] = []
+    async with asyncio.timeout(TIMEOUT_S), aclosing(NatsBeatLog(nats_connection).subscribe()) as entries:
+        async for entry in entries:
+            assert isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat)
+            beats.append(entry.envelope.event)
+            if len(beats) == 5:
+                break
+    assert [b.beat for b in beats] == list(range(beats[0].beat, beats[0].beat + 5))
+    assert {b.agent_boot for b in beats} == {joined.agent_boot}
+    assert all(b.memory_free_bytes > 0 for b in beats)
+
+
+async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, coordinator: Coordinator) -> None:
+    await coordinator.trained("a.1")
+    await coordinator.start("b.1", "sleep")
+    await coordinator.until(WorkerStarted, worker="b.1")
+    fork_server = agent.fork_server()
+    theirs = children(fork_server)
+    agent.process.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(agent.process.wait, 20) == 0, agent.log()
+    assert all(has_ended(pid, 5) for pid in (fork_server, *theirs))
+    await coordinator.until(NodeLeft)
+    exits = [e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, WorkerExited)]
+    assert [(e.worker, e.expected) for e in exits] == [("a.1", True), ("b.1", True)]
+
+
+async def test_a_second_agent_is_refused(agent: AgentProcess, coordinator: Coordinator) -> None:
+    await coordinator.until(NodeJoined)
+    first = agent.process
+    second = agent.start()
+    assert second.wait(10) == 2
+    assert "another agent works in" in agent.log()
+    agent.process = first
+    assert first.poll() is None

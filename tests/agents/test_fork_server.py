@@ -1,0 +1,237 @@
+"""The fork server as a process of its own, with real forks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from agents.trainer.messages import Exited, ExitedAck, Forked, Kill, Launch, Retire, Spawn, SpawnFailed
+from events.vocabulary import StoreAddress, TaskSpec
+from tests.agents.conftest import Agents, ForkServers
+from tests.agents.processes import AgentSide, ForkServerProcess, children, eventually, has_ended
+
+
+def spawn(run_dir: Path, worker: str, entry: str, *args: str, slot: int = 0, **spec: object) -> Spawn:
+    task = worker.rpartition(".")[0]
+    launch = Launch(
+        worker=worker,
+        task=task,
+        node="n1",
+        address="127.0.0.1",
+        agent_socket=str(run_dir / "agent.sock"),
+        replica=0,
+        shard=0,
+        store=StoreAddress(host="127.0.0.1", port=1),
+        spec=TaskSpec(name=task, entry=entry, args=args, **spec),  # type: ignore[arg-type]
+    )
+    return Spawn(launch=launch, log_path=str(log_of(run_dir, worker)), slot=slot)
+
+
+def log_of(run_dir: Path, worker: str) -> Path:
+    return run_dir / "logs" / worker.rpartition(".")[0] / f"{worker}.log"
+
+
+def born(agent: AgentSide, order: Spawn) -> int:
+    agent.send(order)
+    forked = agent.next(Forked)
+    assert forked.worker == order.launch.worker
+    return int(forked.pid)
+
+
+def test_an_agent_is_greeted_with_the_inventory_and_a_living_store(fork_server: ForkServers, agent: Agents) -> None:
+    fork_server()
+    inventory = agent().inventory()
+    assert inventory.workers == ()
+    socket.create_connection(("127.0.0.1", inventory.store_port), timeout=5).close()
+
+
+def test_a_worker_is_born_clean(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    side = agent()
+    order = spawn(run_dir, "a.1", "describe", env={"COLOUR": "red"}, cwd="/usr")
+    pid = born(side, order)
+    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    tale = json.loads(log_of(run_dir, "a.1").read_text())
+    assert (tale["pid"], tale["sid"], tale["pgid"]) == (pid, pid, pid)
+    assert sorted(tale["fds"]) == ["0", "1", "2"], tale["fds"]
+    assert tale["cwd"] == "/usr"
+    assert tale["env"] == {"COLOUR": "red", "OMP_NUM_THREADS": "1"}
+    assert tale["sigterm"] and tale["sigchld"]
+
+
+def test_an_exit_is_repeated_to_new_agents_until_it_is_acknowledged(
+    fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
+    fork_server()
+    first = agent()
+    pid = born(first, spawn(run_dir, "a.1", "exit", "7"))
+    exited = first.next(Exited)
+    assert (exited.pid, os.WEXITSTATUS(exited.status)) == (pid, 7)
+    second = agent()
+    inventory = second.inventory()
+    assert second.received == [exited, inventory], "exits come before the inventory"
+    second.send(ExitedAck(worker="a.1"))
+    born(second, spawn(run_dir, "a.2", "sleep"))  # the acknowledgement has been read before this
+    third = agent()
+    assert third.inventory().workers[0].worker == "a.2"
+    assert len(third.received) == 1
+
+
+def test_workers_survive_their_agent_and_the_newest_agent_is_obeyed(
+    fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
+    fork_server()
+    first = agent()
+    pid = born(first, spawn(run_dir, "a.1", "sleep", slot=1))
+    second = agent()
+    (worker,) = second.inventory().workers
+    assert (worker.worker, worker.task, worker.pid, worker.slot) == ("a.1", "a", pid, 1)
+    assert first.ends()
+    begun = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    exited = second.next(Exited)
+    print(f"exit status seen after {(time.monotonic() - begun) * 1e3:.2f} ms")
+    assert os.WTERMSIG(exited.status) == signal.SIGKILL
+
+
+def test_kill_reaches_the_worker_by_name(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    side = agent()
+    born(side, spawn(run_dir, "a.1", "sleep"))
+    side.send(Kill(worker="a.9", signal=signal.SIGKILL))
+    side.send(Kill(worker="a.1", signal=signal.SIGTERM))
+    assert os.WTERMSIG(side.next(Exited).status) == signal.SIGTERM
+
+
+def test_a_spawn_that_comes_twice_is_done_once(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    side = agent()
+    order = spawn(run_dir, "a.1", "sleep")
+    assert born(side, order) == born(side, order)
+
+
+def test_what_cannot_be_started_is_said(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    side = agent()
+    side.send(spawn(run_dir, "a.1", "sleep", cwd="/no/such/place"))
+    assert "/no/such/place" in side.next(SpawnFailed).reason
+    born(side, spawn(run_dir, "a.2", "sleep"))
+
+
+def test_all_output_is_in_the_log_when_the_exit_is_told(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    side = agent()
+    lines = 100_000
+    side.send(spawn(run_dir, "a.1", "print", str(lines)))
+    assert os.WEXITSTATUS(side.next(Exited).status) == 1
+    text = log_of(run_dir, "a.1").read_text()
+    assert f"line {lines - 1:06d}\n" in text
+    assert text.endswith("RuntimeError: and then it broke\n")
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    server = fork_server()
+    side = agent()
+    born(side, spawn(run_dir, "a.1", "orphan"))
+    side.next(Exited)
+    assert has_ended(int(log_of(run_dir, "a.1").read_text()))
+    assert eventually(lambda: len(children(server.pid)) == 1), "only the store is left: orphans are reaped"
+
+
+def test_without_an_agent_it_fences_itself(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    server = fork_server("--lease-s", "0.3")
+    side = agent()
+    pids = [born(side, spawn(run_dir, f"a.{number}", "sleep")) for number in (1, 2)]
+    pids += children(server.pid)
+    side.close()
+    assert server.process.wait(10) == 0
+    assert all(has_ended(pid, 0) for pid in pids), "it ends after its children"
+    assert "no agent for 0.3 s" in server.log()
+
+
+def test_with_an_agent_the_lease_does_not_run(fork_server: ForkServers, agent: Agents) -> None:
+    server = fork_server("--lease-s", "0.2")
+    agent()
+    assert not has_ended(server.pid, 0.6)
+
+
+@pytest.mark.parametrize("how", ["retire", "sigterm"])
+def test_it_ends_with_all_its_children(fork_server: ForkServers, agent: Agents, run_dir: Path, how: str) -> None:
+    server = fork_server()
+    side = agent()
+    pids = [born(side, spawn(run_dir, f"a.{number}", "sleep")) for number in (1, 2, 3)]
+    pids += children(server.pid)
+    if how == "retire":
+        side.send(Retire())
+    else:
+        os.kill(server.pid, signal.SIGTERM)
+    assert server.process.wait(10) == 0
+    assert all(has_ended(pid, 0) for pid in pids)
+    assert not (run_dir / "fork.sock").exists()
+
+
+def test_the_kernel_ends_the_workers_of_a_killed_fork_server(
+    fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
+    server = fork_server()
+    side = agent()
+    born(side, spawn(run_dir, "a.1", "sleep"))
+    theirs = children(server.pid)
+    assert len(theirs) == 2, "a worker and the store"
+    os.kill(server.pid, signal.SIGKILL)
+    assert all(has_ended(pid, 5) for pid in theirs)
+
+
+def test_a_store_that_dies_is_replaced_on_its_port(fork_server: ForkServers, agent: Agents) -> None:
+    server = fork_server()
+    port = agent().inventory().store_port
+    (store,) = children(server.pid)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+    os.kill(store, signal.SIGKILL)
+    assert connection.recv(1) == b"", "the store has died"
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    assert eventually(lambda: [pid for pid in children(server.pid) if pid != store])
+    connection.close()
+
+
+def test_a_bad_frame_costs_the_connection_alone(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    side = agent()
+    pid = born(side, spawn(run_dir, "a.1", "sleep"))
+    side.socket.sendall(b"\0\0\0\4haha")
+    assert side.ends()
+    assert agent().inventory().workers[0].pid == pid
+
+
+def test_two_fork_servers_do_not_share_a_directory(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    second = ForkServerProcess(run_dir)
+    assert not second.is_ready
+    assert second.process.wait(10) == 3
+    assert agent().inventory().workers == ()
+
+
+def test_the_real_thing_has_one_thread_and_forks_fast(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    flags = ("--preload=agents.trainer.preload", "--worker=tests.agents.entries:run")
+    server = fork_server(flags=flags)
+    assert len(list(Path(f"/proc/{server.pid}/task").iterdir())) == 1, server.log()
+    side = agent()
+    port = side.inventory().store_port
+    begun = time.monotonic()
+    born(side, spawn(run_dir, "a.1", "exit", "0"))
+    forked = time.monotonic()
+    side.next(Exited)
+    print(f"forked in {(forked - begun) * 1e3:.1f} ms, ended after {(time.monotonic() - begun) * 1e3:.1f} ms")
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    store.set("key", "value")
+    assert store.get("key") == b"value"

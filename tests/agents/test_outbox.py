@@ -1,0 +1,132 @@
+"""The outbox against a real log on a real server, which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import aclosing, suppress
+
+import pytest
+
+from agents.outbox import Outbox
+from events.envelope import Recorded
+from events.memory_log import MemoryLog
+from events.nats_connection import Connection
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.vocabulary import CommandApplied, ErrorReported, NodeLeft, StepCommitted
+
+
+def fact(number: int) -> NodeLeft:
+    return NodeLeft(node="n1", reason=str(number))
+
+
+def step(number: int) -> StepCommitted:
+    return StepCommitted(
+        node="n1",
+        task="a",
+        worker="a.1",
+        generation=1,
+        first=number,
+        last=number,
+        samples=1,
+        samples_digest=1,
+        loss=1.0,
+        duration_us=1,
+        micro_batches_by_rank=(1,),
+    )
+
+
+def outbox(**options: int) -> Outbox:
+    ticks = itertools.count(1)
+    return Outbox("n1", 5, lambda: next(ticks), **options)
+
+
+async def reasons(log: NatsEventLog | MemoryLog) -> list[str]:
+    async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
+        return [e.envelope.event.reason async for e in entries if isinstance(e, Recorded)]  # type: ignore[union-attr]
+
+
+async def test_nothing_is_lost_or_doubled_by_a_server_that_is_killed(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    log = NatsEventLog(nats_connection)
+    box = outbox()
+    confirmed: list[int] = []
+    sending = asyncio.create_task(box.run(log))
+    for number in range(300):
+        box.put(fact(number), on_durable=lambda number=number: confirmed.append(number))  # type: ignore[misc]
+        if number in (100, 200):
+            await nats_server.kill()
+            box.put(fact(1000 + number))
+            await nats_server.restart()
+        await asyncio.sleep(0)
+    assert await box.drained(30)
+    sending.cancel()
+    with suppress(asyncio.CancelledError):
+        await sending
+    expected = [*range(101), 1100, *range(101, 201), 1200, *range(201, 300)]
+    assert await reasons(log) == [str(number) for number in expected]
+    assert confirmed == list(range(300))
+
+
+async def test_an_idle_outbox_sends_at_once_and_a_busy_one_in_batches() -> None:
+    log = MemoryLog()
+    box = outbox()
+    batches: list[int] = []
+    append = log.append
+
+    async def counted(envelopes, *, fence=None):  # type: ignore[no-untyped-def]
+        batches.append(len(envelopes))
+        await asyncio.sleep(0)
+        return await append(envelopes, fence=fence)
+
+    log.append = counted  # type: ignore[method-assign]
+    sending = asyncio.create_task(box.run(log))
+    await asyncio.sleep(0)
+    box.put(fact(0))
+    await asyncio.sleep(0)
+    for number in range(1, 10):
+        box.put(fact(number))
+    assert await box.drained(5)
+    sending.cancel()
+    assert batches == [1, 9]
+    assert await reasons(log) == [str(number) for number in range(10)]
+
+
+async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.LogCaptureFixture) -> None:
+    box = outbox(capacity=4)
+    for event in (fact(1), step(1), fact(2), step(2), fact(3), fact(4), fact(5)):
+        box.put(event)
+    assert (len(box), box.lost) == (4, 3)
+    log = MemoryLog()
+    sending = asyncio.create_task(box.run(log))
+    assert await box.drained(5)
+    sending.cancel()
+    assert await reasons(log) == ["2", "3", "4", "5"]
+    assert "OBSERVATION LOST" in caplog.text
+
+
+async def test_what_is_no_valid_event_is_lost_where_it_is_put_in(caplog: pytest.LogCaptureFixture) -> None:
+    box = outbox()
+    box.put(CommandApplied(node="n2", command_id="1.1.n2.1"))  # another node's name
+    assert (len(box), box.lost) == (0, 1)
+    assert "differs from the producer" in caplog.text
+
+
+async def test_the_largest_error_fits_into_an_event() -> None:
+    box = outbox()
+    box.put(
+        ErrorReported(
+            node="n1",
+            task="a",
+            worker="a.1",
+            kind="exception",
+            generation=1,
+            iteration=1,
+            phase="forward",
+            message="m" * 1024,
+            detail="\N{PILE OF POO}" * 32768,
+        )
+    )
+    assert (len(box), box.lost) == (1, 0)

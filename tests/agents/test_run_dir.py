@@ -1,0 +1,76 @@
+"""The run directory: lock, boot numbers, memory, and errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from agents.run_dir import BadRunDir, RunDir, default_run_dir
+from agents.state import Memory
+from tests.agents.node import Node, start
+
+
+def test_boot_numbers_only_grow_whatever_the_clock_does(run_dir: Path) -> None:
+    directory = RunDir(run_dir)
+    directory.claim()
+    assert [directory.next_boot(clock) for clock in (1000, 5, 5000, 0)] == [1000, 1001, 5000, 5001]
+    directory.release()
+
+
+def test_memory_comes_back_as_it_was_written(run_dir: Path) -> None:
+    node = Node()
+    node.boot()
+    node.command(start("a.1", 1))
+    node.fork()
+    directory = RunDir(run_dir)
+    assert directory.recall() == Memory()
+    directory.remember(node.state.memory)
+    assert directory.recall() == node.state.memory
+
+
+def test_damaged_memory_is_said(run_dir: Path) -> None:
+    (run_dir / "agent.memory").write_bytes(b"\x81\xa1x\x01")
+    with pytest.raises(BadRunDir, match="damaged"):
+        RunDir(run_dir).recall()
+
+
+def test_two_agents_do_not_share_a_directory(run_dir: Path) -> None:
+    first, second = RunDir(run_dir), RunDir(run_dir)
+    first.claim()
+    with pytest.raises(BadRunDir, match="another agent"):
+        second.claim()
+    first.release()
+    second.claim()
+    second.release()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRunDir, match=r"run-dir: .* is \d+ bytes too long"):
+        RunDir(tmp_path / ("x" * 100))
+    base = Path("/" + "y" * (107 - len("/") - len("/agent.sock")))
+    assert len(os.fsencode(RunDir(base).agent_socket)) == 107
+
+
+def test_the_directory_is_private(run_dir: Path) -> None:
+    directory = RunDir(run_dir / "n1")
+    directory.claim()
+    assert stat.S_IMODE((run_dir / "n1").stat().st_mode) == 0o700
+    directory.release()
+
+
+def test_a_directory_that_others_may_replace_is_refused(run_dir: Path) -> None:
+    open_to_all = run_dir / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(BadRunDir, match="others may replace"):
+        RunDir(open_to_all / "n1").claim()
+
+
+def test_the_default_is_in_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert default_run_dir("n1") == Path("/run/user/7/unicron/n1")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert default_run_dir("n1") == Path(f"/tmp/unicron-{os.getuid()}/n1")
