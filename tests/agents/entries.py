@@ -20,10 +20,12 @@ from agents.trainer.messages import Committed, Hello, Launch, Membership, Quit, 
 
 
 def serve(listener: socket.socket) -> NoReturn:
-    """The rendezvous store's place: accepts and keeps connections."""
+    """The rendezvous store's place: greets connections with a byte, and keeps them."""
     kept = []
     while True:
-        kept.append(listener.accept())
+        connection, _ = listener.accept()
+        connection.sendall(b"!")
+        kept.append(connection)
 
 
 def run(launch: Launch) -> None:

@@ -192,12 +192,12 @@ def test_a_store_that_dies_is_replaced_on_its_port(fork_server: ForkServers, age
     server = fork_server()
     port = agent().inventory().store_port
     (store,) = children(server.pid)
-    connection = socket.create_connection(("127.0.0.1", port), timeout=5)
-    os.kill(store, signal.SIGKILL)
-    assert connection.recv(1) == b"", "the store has died"
-    socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    assert eventually(lambda: [pid for pid in children(server.pid) if pid != store])
-    connection.close()
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as first:
+        assert first.recv(1) == b"!"
+        os.kill(store, signal.SIGKILL)
+        assert first.recv(1) == b"", "the store has died"
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as second:
+        assert second.recv(1) == b"!"
 
 
 def test_a_bad_frame_costs_the_connection_alone(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
