@@ -6,5 +6,9 @@ its thread pools are made at the first one, in the child.
 
 from __future__ import annotations
 
-import agents.trainer.pretrain_gpt
-import agents.trainer.worker  # noqa: F401
+import warnings
+
+with warnings.catch_warnings():  # Megatron tells every process that Transformer Engine and Apex are not there
+    warnings.simplefilter("ignore")
+    import agents.trainer.pretrain_gpt
+    import agents.trainer.worker  # noqa: F401

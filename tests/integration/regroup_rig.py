@@ -29,6 +29,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
+
+import msgspec
 
 from agents.trainer.framing import Unframer, frame
 from agents.trainer.messages import (
@@ -52,6 +55,7 @@ from agents.trainer.messages import (
 )
 from events.vocabulary import Member, StoreAddress, TaskSpec
 
+S = TypeVar("S", bound=msgspec.Struct)
 FromServer = Forked | Exited | Inventory
 ADDRESS = "127.0.0.1"
 
@@ -165,8 +169,9 @@ class Rig:
 
     def __init__(self, server: ForkServer, directory: Path, spec: TaskSpec) -> None:
         Rig._tasks += 1  # the store outlives a rig: its keys must not meet another's
-        self.spec = spec
         self.task = f"{spec.name}-{Rig._tasks}"
+        self.checkpoints = directory / self.task
+        self.spec = _replace(spec, name=self.task, checkpoint=_replace(spec.checkpoint, dir=str(self.checkpoints)))
         self.server = server
         self.directory = directory
         self.said: list[tuple[str, FromWorker]] = []
@@ -218,7 +223,7 @@ class Rig:
 
     def start(self, *workers: str, fault: str = "", spec: TaskSpec | None = None) -> None:
         """Start workers "name.number"; replica and shard follow from the order in which they are started."""
-        spec = spec or self.spec
+        spec = self.spec if spec is None else _replace(spec, name=self.task, checkpoint=self.spec.checkpoint)
         for worker in workers:
             self.places[worker] = divmod(len(self.places), spec.replica_workers)
             environment = {**spec.env, **({"UNICRON_FAULT": fault} if fault else {})}
@@ -231,7 +236,7 @@ class Rig:
                 replica=self.places[worker][0],
                 shard=self.places[worker][1],
                 store=self.server.store,
-                spec=_replace(spec, name=self.task, env=environment),
+                spec=_replace(spec, env=environment),
             )
             spawn = Spawn(launch=launch, log_path=str(self.directory / f"{worker}.log"), slot=0)
             self.server.connection.sendall(frame(spawn))
@@ -266,7 +271,7 @@ class Rig:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError(f"nothing came of it in {timeout_s} s; exits {self.exits}, living {self.living()}")
-            self._carry(remaining_s)
+            self._carry(min(remaining_s, 0.05))  # not everything that is waited for comes as a message
 
     # --- seeing -----------------------------------------------------------------------------------
 
@@ -284,6 +289,17 @@ class Rig:
     def completed(self) -> Completed | None:
         told = [message for _, message in self.said if isinstance(message, Completed)]
         return told[-1] if told else None
+
+    def iterations(self) -> dict[int, Committed]:
+        """The commits by iteration, in the order told. A new lead may repeat the last one, in the same words."""
+        found: dict[int, Committed] = {}
+        for message in self.committed:
+            before = found.setdefault(message.iteration, message)
+            same = (before.generation, before.samples_digest, before.loss, before.micro_batches_by_rank)
+            assert same == (
+                message.generation, message.samples_digest, message.loss, message.micro_batches_by_rank
+            ), f"iteration {message.iteration} was committed twice: {before}, {message}"  # fmt: skip
+        return found
 
     def reached(self, iteration: int) -> bool:
         return any(message.iteration >= iteration for message in self.committed)
@@ -340,10 +356,8 @@ class Rig:
             self.said.append((self._named[connection], message))
 
 
-def _replace(spec: TaskSpec, **changes: object) -> TaskSpec:
-    import msgspec
-
-    return msgspec.structs.replace(spec, **changes)
+def _replace(struct: S, **changes: object) -> S:
+    return msgspec.structs.replace(struct, **changes)
 
 
 # --- as a script ---------------------------------------------------------------------------------
@@ -382,8 +396,8 @@ def kill_at_random(count: int, directory: Path, seed: int) -> None:
             rig.tell(generation, members, joiners=[joiner])
             rig.until(lambda joiner=joiner: rig.of(Regrouped, joiner))
             print(f"kill {kill + 1}: {victim} at iteration {rig.committed[-1].iteration}, next step {healed_ms:.0f} ms")
-        iterations = [message.iteration for message in rig.committed]
-        assert iterations == list(range(1, len(iterations) + 1)), "an iteration is missing or double"
+        iterations = rig.iterations()
+        assert list(iterations) == list(range(1, len(iterations) + 1)), f"an iteration is missing in {list(iterations)}"
         assert all(message.samples == 8 for message in rig.committed)
         print(f"{count} kills, {len(iterations)} iterations, loss {rig.committed[-1].loss:.4f}")
         print("troubles:", sorted({m.message for m in rig.of(Trouble) if isinstance(m, Trouble)})[:5])

@@ -1,0 +1,474 @@
+"""The trainer under faults: real Megatron-core workers, real sockets, real kills (see `regroup_rig.py`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+import pytest
+import torch
+from msgspec.structs import replace
+
+from agents.trainer import checkpoint, corpus
+from agents.trainer.messages import Committed, Hello, Parked, Regrouped, Saved, Trouble
+from agents.trainer.sampling import Sampling, samples_digest
+from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+from tests.integration.regroup_rig import ForkServer, Rig
+
+Reference: TypeAlias = dict[str, torch.Tensor]
+Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
+THREE = ("t.1", "t.2", "t.3")
+SMALL = ModelSpec(layers=1, hidden=32, heads=2, seq=16)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
+    corpus.build(prefix)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def reference(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The parameters after a failure-free run of `spec` with three replicas."""
+    return failure_free(partial(Rig, server, tmp_path_factory.mktemp("reference")), task(data), 3)[0]
+
+
+@pytest.fixture
+def rig(server: ForkServer, tmp_path: Path) -> Start:
+    return partial(Rig, server, tmp_path)
+
+
+@pytest.fixture
+def spec(data: Path) -> TaskSpec:
+    return task(data)
+
+
+def task(data: Path, **changes: object) -> TaskSpec:
+    fields: dict[str, object] = {
+        "name": "t",
+        "model": SMALL,
+        "optimizer": OptimizerSpec(lr=1e-3, warmup_iterations=2),
+        "data": str(data),
+        "global_batch": 12,
+        "micro_batch": 1,
+        "iterations": 4,
+        "checkpoint": CheckpointSpec(dir="(the rig says)", interval=0),
+        **changes,
+    }
+    return TaskSpec(**fields)  # type: ignore[arg-type]
+
+
+class Alone:
+    """One shard, for reading checkpoints in the test's own process."""
+
+    def __init__(self, size: int = 1, shard: int = 0) -> None:
+        self.size, self.shard = size, shard
+
+    def all_true(self, value: bool) -> bool:
+        return value
+
+    def gather(self, row: bytes) -> list[bytes]:
+        return [row]
+
+
+def parameters(rig: Rig, size: int = 1, shard: int = 0) -> dict[str, torch.Tensor]:
+    """The parameters in the newest checkpoint."""
+    tree = checkpoint.load_newest(rig.checkpoints, rig.task, Alone(size, shard))
+    assert tree is not None
+    tensors: dict[str, torch.Tensor] = tree["tensors"]
+    return tensors
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any parameter tensor, relative to its norm.
+
+    Left out: the biases of attention keys. The loss does not depend on them (softmax is blind to a shift), so their
+    gradient is rounding noise, which Adam scales up to steps of its own.
+    """
+    assert one.keys() == other.keys()
+    return max(
+        float((without_key_bias(name, one[name]) - without_key_bias(name, other[name])).norm() / norm)
+        for name in one
+        if (norm := without_key_bias(name, other[name]).norm().clamp_min(1e-9))
+    )
+
+
+def without_key_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not name.endswith("linear_qkv.bias"):
+        return tensor
+    query_key_value = tensor.view(-1, 3, SMALL.hidden // SMALL.heads)
+    return query_key_value[:, [0, 2]]
+
+
+def failure_free(rig: Start, spec: TaskSpec, replicas: int) -> tuple[dict[str, torch.Tensor], Rig]:
+    workers = [f"t.{number}" for number in range(1, replicas * spec.replica_workers + 1)]
+    with rig(spec) as run:
+        begin(run, *workers)
+        complete(run)
+        return parameters(run, spec.replica_workers), run
+
+
+def begin(run: Rig, *workers: str, fault: dict[str, str] | None = None) -> None:
+    """Start the workers, each with its fault, and tell them generation 1 when all are ready."""
+    for worker in workers:
+        run.start(worker, fault=(fault or {}).get(worker, ""))
+    run.until(lambda: run.ready(*workers))
+    run.tell(1, workers)
+
+
+def begin_and_tell_in_mid_iteration(run: Rig, workers: Sequence[str], members: Sequence[str]) -> None:
+    """Begin, and tell generation 2 (planned) while everybody is in the middle of iteration 2."""
+    begin(run, *workers, fault={workers[0]: "stop@iteration=2,micro_batch=1"})
+    run.until(lambda: stopped(run.pids[workers[0]]))
+    run.tell(2, members, also=[worker for worker in workers if worker not in members])
+    run.signal(workers[0], signal.SIGCONT)
+
+
+def complete(run: Rig) -> None:
+    """Wait for the task's end: every living worker leaves by itself, with exit code 0."""
+    staying = set(run.living())
+    run.until(lambda: run.completed and not run.living())
+    assert {worker: run.exits[worker] for worker in staying if run.exits[worker]} == {}
+
+
+def lose(run: Rig, *workers: str) -> None:
+    run.until(lambda: all(worker in run.exits for worker in workers))
+    assert all(run.exits[worker] == signal.SIGKILL for worker in workers)
+
+
+def check_samples(run: Rig) -> None:
+    """Every iteration exactly its samples, against a computation of the test's own."""
+    spec, commits = run.spec, run.iterations()
+    assert list(commits) == list(range(min(commits), min(commits) + len(commits)))
+    size = len(corpus.Corpus(Path(spec.data), spec.model.seq))
+    sampling = Sampling(spec.seed, spec.global_batch, spec.micro_batch, size)
+    for iteration, commit in commits.items():
+        samples = [s for m in range(spec.micro_batches) for s in sampling.samples(iteration, m)]
+        assert len(set(samples)) == commit.samples == spec.global_batch
+        assert commit.samples_digest == samples_digest(iteration, samples)
+        assert sum(commit.micro_batches_by_rank) == spec.micro_batches
+
+
+def stopped(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def regrouped(run: Rig, worker: str) -> Regrouped:
+    """What the worker said when it took its last seat."""
+    told = run.of(Regrouped, worker)[-1]
+    assert isinstance(told, Regrouped)
+    return told
+
+
+def last_commit(run: Rig) -> Committed:
+    return run.committed[-1]
+
+
+# --- exactness -----------------------------------------------------------------------------------
+
+
+def test_three_replicas_train_as_one(rig: Start, spec: TaskSpec) -> None:
+    three, run = failure_free(rig, spec, 3)
+    one, _ = failure_free(rig, spec, 1)
+    assert apart(three, one) <= 1e-6
+    check_samples(run)
+
+
+def test_a_replica_killed_in_mid_iteration_changes_nothing(rig: Start, spec: TaskSpec) -> None:
+    with_dropout = replace(spec, model=replace(spec.model, dropout=0.1))
+    expected, _ = failure_free(rig, with_dropout, 3)
+    with rig(with_dropout) as run:
+        begin(run, *THREE, fault={"t.3": "kill@iteration=4,micro_batch=2"})
+        lose(run, "t.3")
+        run.until(lambda: run.of(Trouble))  # the survivors notice by themselves, and wait for the membership
+        run.tell(2, ["t.1", "t.2"], urgent=True)
+        complete(run)
+        assert apart(parameters(run), expected) <= 1e-6
+        assert last_commit(run).micro_batches_by_rank == (6, 6)
+        assert last_commit(run).redone == 4
+        check_samples(run)
+
+
+@pytest.mark.parametrize("victim", ["t.1", "t.3"])
+@pytest.mark.parametrize("moment", ["computed", "reducing", "reduced", "agreeing", "agreed", "committed"])
+def test_a_replica_killed_at_the_collective(
+    rig: Start, spec: TaskSpec, reference: Reference, moment: str, victim: str
+) -> None:
+    with rig(spec) as run:
+        begin(run, *THREE, fault={victim: f"kill@iteration=3,at={moment}"})
+        lose(run, victim)
+        run.tell(2, [worker for worker in THREE if worker != victim], urgent=True)
+        complete(run)
+        assert apart(parameters(run), reference) <= 1e-6
+        check_samples(run)
+        assert run.iterations()[4].micro_batches_by_rank == (6, 6)
+
+
+def test_after_reduced_a_death_costs_no_recomputation(rig: Start, spec: TaskSpec, reference: Reference) -> None:
+    """All survivors hold complete sums when the victim dies: they step with them."""
+    with rig(spec) as run:
+        faults = dict.fromkeys(THREE, "stop@iteration=3,at=reduced")
+        begin(run, *THREE, fault=faults)
+        run.until(lambda: all(stopped(run.pids[worker]) for worker in THREE))
+        run.signal("t.2", signal.SIGKILL)
+        lose(run, "t.2")
+        run.tell(2, ["t.1", "t.3"], urgent=True)
+        for worker in ("t.1", "t.3"):
+            run.signal(worker, signal.SIGCONT)
+        complete(run)
+        commit = run.iterations()[3]
+        assert (commit.generation, commit.redone, commit.micro_batches_by_rank) == (1, 0, (4, 4, 4))
+        assert apart(parameters(run), reference) <= 1e-6
+
+
+def test_drift_is_that_of_a_failure_free_run_with_the_same_sizes(rig: Start, spec: TaskSpec) -> None:
+    longer = replace(spec, iterations=26)
+    expected, _ = failure_free(rig, longer, 3)
+    with rig(longer) as control:
+        begin_and_tell_in_mid_iteration(control, THREE, ["t.1", "t.2"])
+        control.until(lambda: control.of(Parked))
+        control.quit("t.3")
+        complete(control)
+        last_of_three = max(i for i, c in control.iterations().items() if len(c.micro_batches_by_rank) == 3)
+        control_drift = apart(parameters(control), expected)
+    with rig(longer) as healed:
+        begin(healed, *THREE, fault={"t.3": f"kill@iteration={last_of_three},micro_batch=2"})
+        lose(healed, "t.3")
+        healed.tell(2, ["t.1", "t.2"], urgent=True)
+        complete(healed)
+        assert last_of_three <= 6, "the control left too late for 20 steps to follow"
+        assert apart(parameters(healed), expected) <= 2 * max(control_drift, 1e-6)
+
+
+# --- a second fault while the first is being healed ------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["forming", "formed", "exchanged"])
+def test_a_second_death_during_the_regroup(rig: Start, spec: TaskSpec, reference: Reference, moment: str) -> None:
+    with rig(spec) as run:
+        faults = {"t.3": "kill@iteration=3,micro_batch=2", "t.1": f"kill@generation=2,at={moment}"}
+        begin(run, *THREE, fault=faults)
+        lose(run, "t.3")
+        run.tell(2, ["t.1", "t.2"], urgent=True)
+        lose(run, "t.1")
+        run.tell(3, ["t.2"], urgent=True)
+        complete(run)
+        assert apart(parameters(run), reference) <= 1e-6
+        assert run.iterations()[3].micro_batches_by_rank == (12,)
+        check_samples(run)
+
+
+@pytest.mark.parametrize("victim", ["t.1", "t.3"])
+def test_a_death_while_state_is_given(rig: Start, spec: TaskSpec, reference: Reference, victim: str) -> None:
+    """Source or receiver: the others throw the half-given state away, and the next source gives it anew."""
+    with rig(spec) as run:
+        begin(run, "t.1", "t.2", fault={"t.1": "kill@generation=2,at=giving"} if victim == "t.1" else {})
+        run.start("t.3", "t.4", fault="kill@generation=2,at=giving,worker=t.3" if victim == "t.3" else "")
+        run.until(lambda: run.ready("t.3", "t.4"))
+        run.tell(2, ["t.1", "t.2", "t.3", "t.4"], joiners=["t.3", "t.4"])
+        lose(run, victim)
+        run.tell(3, [w for w in ("t.1", "t.2", "t.3", "t.4") if w != victim], joiners=["t.3", "t.4"], urgent=True)
+        complete(run)
+        assert apart(parameters(run), reference) <= 1e-6
+        assert regrouped(run, "t.4").source == "replica"
+        check_samples(run)
+
+
+def test_a_hung_peer_is_left_behind(rig: Start, spec: TaskSpec, reference: Reference) -> None:
+    """It neither answers nor dies: the collective would never end, an urgent membership ends the wait for it."""
+    with rig(spec) as run:
+        begin(run, *THREE, fault={"t.3": "stop@iteration=3,at=reducing"})
+        run.until(lambda: stopped(run.pids["t.3"]))
+        run.until(lambda: run.reached(2))
+        run.tell(2, ["t.1", "t.2"], urgent=True)
+        run.until(lambda: run.completed)
+        run.until(lambda: run.living() == ["t.3"])
+        assert apart(parameters(run), reference) <= 1e-6
+        check_samples(run)
+
+
+# --- joining and leaving -----------------------------------------------------------------------------
+
+
+def test_a_joiner_takes_its_state_from_a_replica(rig: Start, spec: TaskSpec) -> None:
+    longer = replace(spec, iterations=60)
+    expected, _ = failure_free(rig, longer, 2)
+    with rig(longer) as run:
+        begin(run, "t.1", "t.2")
+        run.start("t.3")
+        run.until(lambda: run.ready("t.3"))
+        run.tell(2, list(THREE), joiners=["t.3"])
+        complete(run)
+        assert regrouped(run, "t.3").source == "replica"
+        assert 1 < regrouped(run, "t.3").iteration <= 60
+        assert last_commit(run).micro_batches_by_rank == (4, 4, 4)
+        assert last_commit(run).redone == 0
+        check_samples(run)
+        assert apart(parameters(run), expected) <= 1e-4
+
+
+def test_a_leaver_takes_part_in_the_last_agreement_and_parks(rig: Start, spec: TaskSpec) -> None:
+    with rig(replace(spec, iterations=40)) as run:
+        begin_and_tell_in_mid_iteration(run, THREE, ["t.2", "t.3"])
+        run.until(lambda: run.of(Parked, "t.1"))
+        run.quit("t.1")
+        complete(run)
+        assert run.exits["t.1"] == 0
+        (parked,) = run.of(Parked, "t.1")
+        assert isinstance(parked, Parked)
+        assert len(run.iterations()[parked.iteration].micro_batches_by_rank) == 3
+        assert len(run.iterations()[parked.iteration + 1].micro_batches_by_rank) == 2
+        assert not run.of(Trouble)
+        check_samples(run)
+
+
+def test_where_nobody_stays_the_lead_saves_before_it_parks(rig: Start, spec: TaskSpec, reference: Reference) -> None:
+    with rig(spec) as run:
+        begin_and_tell_in_mid_iteration(run, ("t.1", "t.2"), [])
+        run.until(lambda: len(run.of(Parked)) == 2)
+        (saved,) = run.of(Saved)
+        parked = run.of(Parked)[0]
+        assert isinstance(saved, Saved) and isinstance(parked, Parked)
+        assert saved.iteration == parked.iteration < 4
+        run.start("t.3")
+        run.until(lambda: run.ready("t.3"))
+        run.tell(3, ["t.3"], joiners=["t.3"])
+        run.quit("t.1", "t.2")
+        complete(run)
+        assert regrouped(run, "t.3").source == "checkpoint"
+        assert regrouped(run, "t.3").iteration == saved.iteration + 1
+        assert apart(parameters(run), reference) <= 1e-6
+
+
+# --- the last resort -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Reference, damaged: bool) -> None:
+    with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
+        begin(run, "t.1", fault={"t.1": "kill@iteration=4,micro_batch=3"})
+        lose(run, "t.1")
+        if damaged:
+            newest = run.checkpoints / "iteration-00000003" / "shard-0.bin"
+            data = bytearray(newest.read_bytes())
+            data[-1] ^= 1
+            newest.write_bytes(data)
+        run.start("t.2")
+        run.until(lambda: run.ready("t.2"))
+        run.tell(2, ["t.2"], joiners=["t.2"], urgent=True)
+        complete(run)
+        assert regrouped(run, "t.2").source == "checkpoint"
+        assert regrouped(run, "t.2").iteration == (3 if damaged else 4)
+        assert apart(parameters(run), reference) <= 1e-6
+
+
+def test_without_a_membership_the_survivors_save_and_stop(rig: Start, spec: TaskSpec) -> None:
+    with rig(replace(spec, env={"UNICRON_FAULT_WAIT_S": "0.3"})) as run:
+        begin(run, *THREE, fault={"t.3": "kill@iteration=3,micro_batch=2"})
+        lose(run, "t.3")
+        run.until(lambda: not run.living())
+        assert os.waitstatus_to_exitcode(run.exits["t.1"]) == os.waitstatus_to_exitcode(run.exits["t.2"]) == 75
+        assert {message.iteration for message in run.of(Saved) if isinstance(message, Saved)} == {2}
+        assert parameters(run)
+
+
+# --- the agent -------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_without_its_agent(rig: Start, spec: TaskSpec) -> None:
+    with rig(replace(spec, iterations=100)) as run:
+        begin(run, "t.1", "t.2")
+        run.until(lambda: run.reached(3))
+        run.hang_up()
+        run.listen()
+        complete(run)
+        hello = [message for _, message in run.said if isinstance(message, Hello)][-1]
+        assert (hello.generation, hello.ready) == (1, True)
+        check_samples(run)
+
+
+def test_a_worker_without_an_agent_ends_itself(rig: Start, spec: TaskSpec) -> None:
+    with rig(replace(spec, iterations=10**6, env={"UNICRON_LEASE_S": "0.3"})) as run:
+        begin(run, "t.1", "t.2")
+        run.until(lambda: run.reached(3))
+        run.hang_up()
+        run.until(lambda: not run.living())
+        assert {os.waitstatus_to_exitcode(status) for status in run.exits.values()} == {69}
+        run.listen()
+
+
+def test_quit_ends_a_worker_in_mid_training(rig: Start, spec: TaskSpec) -> None:
+    with rig(replace(spec, iterations=10**6)) as run:
+        begin(run, "t.1", "t.2")
+        run.until(lambda: run.reached(3))
+        run.quit("t.1", "t.2")
+        run.until(lambda: not run.living())
+        assert set(run.exits.values()) == {0}
+
+
+def test_an_exception_is_told_before_the_process_ends(rig: Start, spec: TaskSpec) -> None:
+    with rig(spec) as run:
+        begin(run, "t.1", fault={"t.1": "raise@iteration=2,at=agreed"})
+        run.until(lambda: not run.living())
+        assert os.waitstatus_to_exitcode(run.exits["t.1"]) == 1
+        (trouble,) = run.of(Trouble)
+        assert isinstance(trouble, Trouble)
+        assert (trouble.kind, trouble.generation, trouble.iteration, trouble.phase) == ("exception", 1, 2, "step")
+        assert "injected at agreed" in trouble.message and "hook.py" in trouble.detail
+
+
+def test_missing_data_is_told_as_such(rig: Start, spec: TaskSpec) -> None:
+    with rig(replace(spec, data="/nowhere/text")) as run:
+        run.start("t.1")
+        run.until(lambda: "t.1" in run.exits)
+        (trouble,) = run.of(Trouble)
+        assert isinstance(trouble, Trouble)
+        assert (trouble.kind, trouble.phase) == ("data_error", "data") and "/nowhere/text" in trouble.message
+
+
+# --- tensor and pipeline parallel replicas --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_replica_of_two_shards_is_lost(rig: Start, spec: TaskSpec, tp: int, pp: int) -> None:
+    sharded = replace(spec, tp=tp, pp=pp, model=replace(spec.model, layers=2))
+    expected = [parameters(failure_free(rig, sharded, 2)[1], 2, shard) for shard in range(2)]
+    four = ["t.1", "t.2", "t.3", "t.4"]
+    moment = "micro_batch=2" if pp == 1 else "at=reducing"
+    with rig(sharded) as run:
+        begin(run, *four, fault={"t.4": f"kill@iteration=3,{moment}"})
+        lose(run, "t.4")
+        run.signal("t.3", signal.SIGKILL)  # a lost rank ends its replica
+        run.until(lambda: "t.3" in run.exits)
+        run.tell(2, ["t.1", "t.2"], urgent=True)
+        complete(run)
+        for shard in range(2):
+            assert apart(parameters(run, 2, shard), expected[shard]) <= 1e-6
+        check_samples(run)
+        assert run.iterations()[4].micro_batches_by_rank == (12,)
+
+
+def test_a_replica_of_two_shards_joins(rig: Start, spec: TaskSpec) -> None:
+    sharded = replace(spec, tp=2, iterations=30)
+    with rig(sharded) as run:
+        begin(run, "t.1", "t.2")
+        run.start("t.3", "t.4")
+        run.until(lambda: run.ready("t.3", "t.4"))
+        run.tell(2, ["t.1", "t.2", "t.3", "t.4"], joiners=["t.3", "t.4"])
+        complete(run)
+        assert {regrouped(run, worker).source for worker in ("t.3", "t.4")} == {"replica"}
+        assert last_commit(run).micro_batches_by_rank == (6, 6)
+        check_samples(run)

@@ -1,0 +1,141 @@
+"""Faults' table, ordered faults, the ledger, frames, the corpus, the preload."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.trainer import corpus, faults, injection
+from agents.trainer.framing import BadFrame, Unframer, frame
+from agents.trainer.ledger import Account, Ledger, Total
+from agents.trainer.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
+from agents.trainer.sampling import Sampling
+
+
+class DistNetworkError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (faults.NanLoss("the loss is nan"), "nan_loss"),
+        (RuntimeError("[/p/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"), "connection_broken"),
+        (RuntimeError("Connection reset by peer"), "connection_broken"),
+        (RuntimeError("NCCL error: unhandled system error, ncclSystemError"), "connection_broken"),
+        (RuntimeError("[pair.cc] Timed out waiting 1800000ms for recv operation to complete"), "collective_timeout"),
+        (DistNetworkError("The client socket has failed to connect to any network address"), "store_error"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "out_of_memory"),
+        (MemoryError(), "out_of_memory"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "ecc_error"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "cuda_error"),
+        (corpus.DataError("data: no x.idx"), "data_error"),
+        (ValueError("anything else"), "exception"),
+    ],
+)  # fmt: skip
+def test_exceptions_are_classified(error: BaseException, kind: str) -> None:
+    assert faults.classify(error)[0] == kind
+    told = faults.trouble(error, 3, 7, "forward")
+    assert told.kind == kind and type(error).__name__ in told.message
+
+
+def test_trouble_fits_its_message() -> None:
+    told = faults.trouble(ValueError("x" * 100_000), 1, 1, "step")
+    assert len(told.message) == 1024 and len(told.detail) <= 32768
+
+
+def test_ordered_faults_are_parsed() -> None:
+    (first, second) = injection.parse("kill@iteration=3,micro_batch=2; stop@worker=t.2,at=reducing")
+    assert (first.action, first.iteration, first.at, first.micro_batch) == ("kill", 3, "micro_batch", 2)
+    assert (second.action, second.worker, second.at, second.iteration) == ("stop", "t.2", "reducing", None)
+
+
+@pytest.mark.parametrize("text", ["explode@iteration=1", "kill@iteration=x", "kill@at=lunch", "kill@color=red"])
+def test_wrong_orders_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match="UNICRON_FAULT"):
+        injection.parse(text)
+
+
+def test_an_ordered_fault_fires_once_and_only_there() -> None:
+    ordered = injection.Injection("t.1", "raise@iteration=3,at=agreed")
+    ordered.fire("agreed", 2, 1)
+    ordered.fire("reduced", 3, 1)
+    with pytest.raises(RuntimeError, match="agreed of iteration 3"):
+        ordered.fire("agreed", 3, 1)
+    ordered.fire("agreed", 3, 1)
+    injection.Injection("t.2", "raise@worker=t.1").fire("micro_batch", 1, 1)
+
+
+@given(st.floats(allow_nan=False), st.integers(0, 2**61 - 1))
+def test_accounts_travel_exactly(loss_sum: float, digest: int) -> None:
+    account = Account(5, 2, 4, digest, loss_sum, 128, 1)
+    assert Account.from_row(account.row()) == account
+
+
+def test_the_total_is_of_exactly_all_micro_batches() -> None:
+    sampling = Sampling(1, 4, 1, None)
+    ledgers = [Ledger(2, [0, 2], finished=2, loss_sum=3.0, tokens=8), Ledger(2, [1, 3], 2, 1.0, 8, redone=1)]
+    total = Total(1, tuple(ledger.account(sampling) for ledger in ledgers))
+    total.check(2, 4)
+    assert (total.loss, total.samples, total.redone, total.micro_batches_by_rank) == (0.25, 4, 1, (2, 2))
+    with pytest.raises(RuntimeError, match="4 of 5"):
+        total.check(2, 5)
+    with pytest.raises(RuntimeError):
+        total.check(3, 4)
+
+
+@given(st.lists(st.text(max_size=40), max_size=6), st.integers(1, 7))
+def test_frames_survive_any_cut(reasons: list[str], piece_bytes: int) -> None:
+    messages = [Quit(reason=reason) for reason in reasons]
+    stream = b"".join(map(frame, messages))
+    incoming: Unframer[ToWorker] = Unframer(ToWorker)
+    received = []
+    for start in range(0, len(stream), piece_bytes):
+        received += incoming.feed(stream[start : start + piece_bytes])
+    assert received == messages
+
+
+@pytest.mark.parametrize(
+    "data", [frame(Ready()), (MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\2\x92\xc0"]
+)
+def test_bad_frames_are_refused(data: bytes) -> None:
+    with pytest.raises(BadFrame):
+        Unframer[ToWorker](ToWorker).feed(data)
+
+
+def test_the_corpus_is_the_standard_library_in_windows(tmp_path: Path) -> None:
+    prefix = tmp_path / "deep" / "stdlib"
+    corpus.build(prefix)
+    before = prefix.with_name("stdlib.bin").read_bytes()
+    text = corpus.Corpus(prefix, 100)
+    assert len(text) == (len(before) - 1) // 100 > 1000
+    for index in (0, 1, 77, len(text) - 1):
+        assert bytes(text.sample(index).tolist()) == before[index * 100 : index * 100 + 101]
+    assert b"from __future__" in before
+    prefix.with_name("stdlib.idx").unlink()
+    corpus.build(prefix)
+    assert prefix.with_name("stdlib.bin").read_bytes() == before
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(corpus.DataError, match="nowhere"):
+        corpus.Corpus(tmp_path / "nowhere", 8)
+
+
+def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
+    look = (
+        "import agents.trainer.preload, os, torch, torch.distributed as dist;"
+        "print(len(os.listdir('/proc/self/task')), dist.is_initialized(), torch.cuda.is_initialized())"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    told = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=False, env=environment, timeout=60
+    )
+    assert (told.stdout.split(), told.stderr) == (["1", "False", "False"], "")
