@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from unicrond.reconcile import occupied
 from unicrond.severity import RESPONSE
 from unicrond.state import ClusterState, Incident, Node, NodeStatus, Task, WorkerStatus
 from unicrond.tables import Table
-from unicrond.waf import achieved_waf
+from unicrond.waf import LINEAR_FLOPS, achieved_waf
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16
@@ -20,6 +21,14 @@ def si(value: float, unit: str = "") -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}".rstrip()
+
+
+def planned_waf(state: ClusterState, waf: int, tasks: Iterable[str]) -> str:
+    """What a plan gives these tasks. Where none of them has a table T(x), it is in weighted workers, not FLOP/s."""
+    known = [state.tasks[name] for name in tasks if name in state.tasks]
+    if known and not any(task.spec.throughput for task in known):
+        return f"{waf / LINEAR_FLOPS:.3g} weighted workers"
+    return si(waf, "FLOP/s")
 
 
 def milliseconds(duration_us: int) -> str:
@@ -107,7 +116,7 @@ def plan_table(state: ClusterState) -> Table:
                 name,
                 str(assignment.workers),
                 str(len(assignment.replicas)),
-                si(assignment.waf, "FLOP/s"),
+                planned_waf(state, assignment.waf, [name]),
                 si(achieved_waf(task, state.now_us), "FLOP/s") if task else "-",
                 where or "waits for workers",
             )
@@ -124,8 +133,8 @@ def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -
     """
     closed = state.closed if last is None else state.closed[len(state.closed) - min(last, len(state.closed)) :]
     rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]
-    headers = ("incident", "severity", "cause", "tasks", "response", "detection ms", "transition ms", "redone", "what")
-    return Table(headers, tuple(rows), frozenset({"detection ms", "transition ms", "redone"}), "no incident")
+    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "redone", "what")
+    return Table(headers, tuple(rows), frozenset({"detection", "transition", "redone"}), "no incident")
 
 
 def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
@@ -138,8 +147,8 @@ def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
         incident.kind,
         ", ".join(incident.tasks) or "-",
         incident.response if incident.closed_us else f"{RESPONSE[incident.severity]} (open)",
-        milliseconds(detection_us),
-        milliseconds(transition_us),
+        f"{milliseconds(detection_us)} ms",
+        f"{milliseconds(transition_us)} ms",
         str(incident.redone),
         incident.message.partition("\n")[0],
     )

@@ -145,9 +145,13 @@ def parser() -> argparse.ArgumentParser:
 
     logs = add(commands, "logs", "what a worker of a task wrote", "logs big", "logs big --rank 1 -f")
     logs.add_argument("task", metavar="TASK")
-    logs.add_argument("--rank", type=_count, metavar="R", help="the worker's rank (default: the newest worker)")
+    logs.add_argument("--rank", type=_count, metavar="R", help="the worker's rank (default: 0)")
     logs.add_argument(
-        "--tail-bytes", type=_positive, metavar="N", default=8192, help="begin so many bytes before the end (8192)"
+        "--tail-bytes",
+        type=_positive,
+        metavar="N",
+        default=8192,
+        help="begin so many bytes before the end (8192, at most 65536)",
     )
     logs.add_argument("-f", "--follow", action="store_true", help="go on as more is written, across restarts")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from events.vocabulary import AnyEvent
 from unicrond.client import DEFAULT_URL, ApiError, Client, Refused, Unreachable
-from unicrond.cluster_tables import incidents_table, node_status, nodes_table, plan_table, si, tasks_table
+from unicrond.cluster_tables import incidents_table, node_status, nodes_table, plan_table, planned_waf, si, tasks_table
 from unicrond.event_lines import EventLine
 from unicrond.faults import guess
 from unicrond.state import ClusterState, TaskStatus
@@ -104,11 +104,11 @@ def status(options: argparse.Namespace) -> None:
         _print_json({"health": health, **snapshot.body})
         return
     workers = sum(assignment.workers for assignment in state.plan.assignments.values())
-    achieved = sum(achieved_waf(task, state.now_us) for task in _active(state))
+    planned = planned_waf(state, state.plan.waf, state.plan.assignments)
+    achieved = si(sum(achieved_waf(task, state.now_us) for task in _active(state)), "FLOP/s")
     lines = {
         "coordinator": f"{health.get('status')}, term {state.term}, sequence {state.seq}, at {client.url}",
-        "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {si(state.plan.waf, 'FLOP/s')} planned,"
-        f" {si(achieved, 'FLOP/s')} achieved",
+        "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
@@ -155,7 +155,7 @@ def plan(options: argparse.Namespace) -> None:
     snapshot = _client(options).snapshot()
     adopted = snapshot.state.plan
     if not options.json:
-        print(f"epoch {adopted.epoch}, WAF {si(adopted.waf, 'FLOP/s')} planned")
+        print(f"epoch {adopted.epoch}, WAF {planned_waf(snapshot.state, adopted.waf, adopted.assignments)} planned")
         if adopted.epoch:
             print(f"because of: {adopted.trigger}\nreason: {adopted.reason}")
         print()

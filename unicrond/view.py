@@ -28,6 +28,7 @@ from unicrond.cluster_tables import (
     milliseconds,
     node_status,
     nodes_table,
+    planned_waf,
     si,
     task_workers,
 )
@@ -149,18 +150,21 @@ def _headline(state: ClusterState, away_s: float) -> Text:
 
 
 def _tasks(state: ClusterState) -> RichTable:
-    headers = ("task", "status", "weight", "workers", "progress", "", "loss", "ms/iteration", "WAF")
-    right = ("weight", "loss", "ms/iteration", "WAF")
+    """Fits 80 columns: the bar gives its place to the status of a task that has ended."""
+    headers = ("task", "weight", "workers", "progress", "iteration", "loss", "ms/iter", "WAF")
+    right = ("weight", "iteration", "loss", "ms/iter", "WAF")
     table = RichTable(title="tasks", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for header in headers:
         table.add_column(header, justify="right" if header in right else "left", no_wrap=True, header_style="dim")
     for task in state.tasks.values():
+        status = task.status.value
+        active = task.status is TaskStatus.ACTIVE
+        bar = ProgressBar(total=task.spec.iterations, completed=task.iteration, width=10)
         table.add_row(
             task.name,
-            Text(task.status.value, style=STYLES.get(task.status.value, "")),
             f"{task.spec.weight:g}",
             task_workers(task),
-            ProgressBar(total=task.spec.iterations, completed=task.iteration, width=20),
+            bar if active else Text(status, style=STYLES.get(status, "")),
             f"{task.iteration}/{task.spec.iterations}",
             loss(task.loss),
             milliseconds(task.iteration_us) if task.iteration_us else "-",
@@ -178,7 +182,7 @@ def _plan(state: ClusterState) -> Text:
     )
     return Text.assemble(
         (f"plan {plan.epoch}", "bold"),
-        f"  {shares}  WAF {si(plan.waf, 'FLOP/s')}\n",
+        f"  {shares}  WAF {planned_waf(state, plan.waf, plan.assignments)}\n",
         (clean(f"{plan.trigger}; {plan.reason}"), "dim"),
     )
 

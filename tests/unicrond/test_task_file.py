@@ -120,6 +120,7 @@ MISTAKES = [
     ("name: a\nthroughput: {1: 0}", "t.yaml:2: throughput: every entry is 0"),
     ("name: a\nweight: 1e-30", "t.yaml:2: weight: 1e-30 makes the task worth nothing"),
     ("name: a\nweight: 1e6\nthroughput: {1: 9e18}", "t.yaml:2: weight: 1e+06 * 9e+18 FLOP/s is more than"),
+    ("name: a\nthroughput: {1: 5e18}", "t.yaml: weight: 1 * 5e+18 FLOP/s is more than the planner can add up"),
     ("name: a\nmax_workers: 2000000000\nglobal_batch: 4000000000", "max_workers: 2000000000 is more than 131072"),
     ("name: a\noptimizer: {min_lr: 1}", "optimizer.min_lr: 1 is more than lr (0.001); lower it"),
     ("name: a\noptimizer: {warmup_iterations: 100}", "warmup_iterations: 100 leaves nothing of iterations (100)"),

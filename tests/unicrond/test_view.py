@@ -18,7 +18,7 @@ from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
 from unicrond.cluster_tables import incidents_table, milliseconds, nodes_table, si
 from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
-from unicrond.state import ClusterState
+from unicrond.state import ClusterState, TaskStatus
 from unicrond.tables import Table, clean, plain
 from unicrond.view import follow, incident_table, render, watch
 
@@ -28,8 +28,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(state: ClusterState, **more: object) -> str:
-    console = Console(file=io.StringIO(), width=140, height=60, color_system=None)
+def shown(state: ClusterState, width: int = 140, **more: object) -> str:
+    console = Console(file=io.StringIO(), width=width, height=60, color_system=None)
     console.print(render(state, state.now_us, **more))  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -60,6 +60,7 @@ def test_what_is_shown_of_a_cluster(healed: MiniCluster) -> None:
     assert "3 of 1..3" in text
     assert "10/100" in text
     assert "1.0000" in text
+    assert "big 3, small 1  WAF 7 weighted workers" in text, "no task has a table, so nobody knows FLOP/s"
     assert healed.state.plan.reason in " ".join(text.split())
     incident = healed.state.closed[0]
     for part in (incident.id, "SEV2", "process_exit", "restart the process", incident.message):
@@ -83,7 +84,7 @@ def test_an_open_incident_is_shown_as_open(healed: MiniCluster) -> None:
     assert "reconfigure (open)" in text
     assert "2 up, 1 lost" in text or "1 lost, 2 up" in text
     (row,) = incidents_table(cluster.state, cluster.state.now_us + 5_000_000).rows
-    assert row[6] == "5000", "the transition of an open incident runs on"
+    assert row[6] == "5000 ms", "the transition of an open incident runs on"
 
 
 def test_rendering_is_pure(healed: MiniCluster) -> None:
@@ -98,6 +99,13 @@ def test_text_from_the_cluster_is_neither_markup_nor_control(healed: MiniCluster
     text = shown(replace(healed.state, nodes=nodes), events=[line(1, "NodeLeft", nasty)])
     assert "[bold]x[/nope]" in text
     assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_eighty_columns_are_enough(healed: MiniCluster) -> None:
+    ended = replace(healed.state.tasks["small"], status=TaskStatus.CANCELLED)
+    text = shown(replace(healed.state, tasks=healed.state.tasks | {"small": ended}), width=80)
+    assert "…" not in text, "nothing is cut off"
+    assert "cancelled" in text
 
 
 def test_a_large_cluster_fits(healed: MiniCluster) -> None:
@@ -187,7 +195,7 @@ def test_the_incident_table_suits_its_reader(healed: MiniCluster, monkeypatch: p
     (incident,) = healed.state.closed
     title, header, row = file.getvalue().splitlines()
     assert title == "incidents"
-    assert header.split()[:3] == ["incident", "severity", "cause"]
+    assert header.split()[:3] == ["incident", "sev", "cause"]
     assert row.split()[:3] == [incident.id, "SEV2", "process_exit"]
     assert row.endswith(incident.message)
     assert "\x1b[" not in file.getvalue()
