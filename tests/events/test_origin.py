@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ def test_a_strangers_package_is_refused_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "agents" / "__init__.py").touch()
     done = subprocess.run(
         [sys.executable, "-c", "from unicrond.cli import main; raise SystemExit(main(['run']))"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
