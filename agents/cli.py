@@ -16,6 +16,7 @@ import uvloop
 
 from agents.daemon import Options, run_agent
 from agents.run_dir import BadRunDir, RunDir, default_run_dir
+from events import origin
 from events.codec import API_PRODUCER
 from events.nats_connection import Login
 from events.vocabulary import NAME_PATTERN
@@ -97,6 +98,11 @@ def parse(argv: list[str] | None = None) -> Options:
 def main(argv: list[str] | None = None) -> NoReturn:
     """The console script."""
     options = parse(argv)
+    try:
+        origin.check()
+    except origin.MixedInstallation as error:
+        print(f"unicron-agent: {error}", file=sys.stderr)
+        sys.exit(1)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
