@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 WRONG_LAST_SEQUENCE = 10071
 BATCH_REPEATS_ID = 10201
 NO_MESSAGE_FOUND = 10037
-#: A batch that the server gave up because a part of it did not arrive, or because too many were open.
-BATCH_BROKEN = frozenset({10175, 10176, 10205, 10210, 10211})
+#: A part of the batch did not arrive (a session was lost in the middle).
+BATCH_INCOMPLETE = 10176
 
 
 class _Message(NamedTuple):
@@ -114,7 +114,7 @@ class NatsEventLog:
                 continue
             except ApiError as error:
                 if error.code not in (WRONG_LAST_SEQUENCE, BATCH_REPEATS_ID):
-                    if not error.is_passing and error.code not in BATCH_BROKEN:
+                    if not error.is_passing and error.code != BATCH_INCOMPLETE:
                         raise
                     await patience.lose(error)
                     continue

@@ -21,12 +21,12 @@ STREAM_EXISTS_WITH_OTHER_CONFIG = 10058
 
 
 class ApiError(LogError):
-    """JetStream said no. `code`: its err_code."""
+    """JetStream said no. `code`: its err_code. `is_passing`: it may say yes soon (busy, no leader, in process)."""
 
     def __init__(self, subject: str, code: int, status: int, description: str) -> None:
         super().__init__(f"{subject}: {description} (err_code {code})")
         self.code = code
-        self.is_passing = status == 503
+        self.is_passing = status in (409, 429, 503)
 
 
 def event_stream_config(replicas: int = 1) -> dict[str, Any]:
