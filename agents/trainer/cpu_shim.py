@@ -7,6 +7,7 @@ modules, and in `torch.cuda`, which does nothing useful on such a machine. Measu
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ def apply() -> None:
     torch.cuda.manual_seed = torch.random.default_generator.manual_seed
     torch.cuda.get_rng_state = _rng_state
     torch.cuda.set_rng_state = _set_rng_state
+    # "CPU RNG state changed within GPU RNG context", at every dropout: here they are one and the same.
+    logging.getLogger(parallel_random.__name__).addFilter(_no_rng_warning)
     parallel_random._get_cuda_rng_state = _rng_state
     parallel_random._set_cuda_rng_state = _set_rng_state
     for module in (schedules, p2p_communication, optimizer, clip_grads, utils):
@@ -45,6 +48,10 @@ def _current_device() -> torch.device:
 
 def _nothing(*_arguments: object) -> None:
     pass
+
+
+def _no_rng_warning(record: logging.LogRecord) -> bool:
+    return "RNG state changed" not in str(record.msg)
 
 
 def _rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

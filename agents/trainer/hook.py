@@ -74,6 +74,8 @@ class Step:
         self._hook = hook
         self.iteration = iteration
         self.agreed = False
+        #: Mean loss per token over the global batch; known once the step is agreed.
+        self.loss = float("nan")
 
     def __iter__(self) -> Iterator[int]:
         """One micro-batch at a time; after a peer's death between two of them, more may come."""
@@ -180,7 +182,7 @@ class Hook:
                 step.agreed = self._regroup(None)
             except Superseded:
                 step.agreed = self._regroup(None)
-        self._settle()
+        step.loss = self._settle()
 
     def _fire(self, point: Point) -> None:
         self._context.injection.fire(point, self._ledger.iteration, self._rendezvous.generation, self._ledger.finished)
@@ -224,12 +226,13 @@ class Hook:
         total.check(self._ledger.iteration, self._context.launch.spec.micro_batches)
         return Sums(buckets, total)
 
-    def _settle(self) -> None:
-        """The iteration is agreed: its gradients are final."""
+    def _settle(self) -> float:
+        """The iteration is agreed: its gradients are final. Returns the mean loss."""
         assert self._sums is not None
         self._accumulation.settle(self._sums.buckets, self._sums.total.tokens)
         self._context.phase = "step"
         self._fire("agreed")
+        return self._sums.total.loss
 
     # --- between iterations ----------------------------------------------------------------------
 

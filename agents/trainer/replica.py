@@ -40,9 +40,7 @@ class Replica:
         else:
             server = dist.TCPStore(launch.store.host, launch.store.port, None, False, _MEET_TIMEOUT)
             store = dist.PrefixStore(f"replica/{launch.task}/{launch.replica}", server)
-        dist.init_process_group(
-            backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT
-        )
+        dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=spec.tp,
             pipeline_model_parallel_size=spec.pp,

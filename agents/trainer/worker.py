@@ -1,4 +1,5 @@
-"""A training process from its birth to its end; called in a child of the fork server.
+"""A training process from its birth to its end; called in a child of the fork server, which has set the task's
+environment and working directory.
 
 Exit codes: 0 done or asked to end; 1 an exception, told to the agent beforehand; 69 no agent (`channel.py`); 75 no
 membership after a fault (`hook.py`); what the user's script exits with.
@@ -26,7 +27,6 @@ _FLUSH_TIMEOUT_S = 2.0
 
 def run(launch: Launch) -> NoReturn:
     """Be the worker that `launch` describes. Never returns: groups that hang must not hold up the end."""
-    os.environ.update(launch.spec.env)
     channel: AgentChannel | None = None
     code = 1
     try:
@@ -61,8 +61,6 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
     from agents.trainer.replica import Replica
 
     spec = launch.spec
-    if spec.cwd:
-        os.chdir(spec.cwd)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # CUDA_VISIBLE_DEVICES shows this worker's own

@@ -115,6 +115,7 @@ def serve(fd: int) -> None:
                             log = os.open(message.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                             os.dup2(log, 1)
                             os.dup2(log, 2)
+                            os.environ.update(message.launch.spec.env)
                             worker.run(message.launch)
                         living[pid] = message.launch.worker
                         connection.sendall(frame(Forked(worker=message.launch.worker, pid=pid)))
@@ -373,7 +374,8 @@ def kill_at_random(count: int, directory: Path, seed: int) -> None:
         rig.until(lambda: rig.ready("t.1", "t.2", "t.3"))
         rig.tell(generation, members)
         for kill in range(count):
-            rig.until(lambda at=len(rig.committed): len(rig.committed) > at)
+            at = len(rig.committed)
+            rig.until(lambda at=at: len(rig.committed) > at)
             pause = time.monotonic() + draw.random() * 0.2
             with contextlib.suppress(TimeoutError):
                 rig.until(lambda: False, max(0.0, pause - time.monotonic()))

@@ -109,7 +109,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 def without_key_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not name.endswith("linear_qkv.bias"):
         return tensor
-    query_key_value = tensor.view(-1, 3, SMALL.hidden // SMALL.heads)
+    query_key_value = tensor.view(-1, 3, 16)  # per head; 16 channels in all models here
     return query_key_value[:, [0, 2]]
 
 
@@ -437,6 +437,26 @@ def test_missing_data_is_told_as_such(rig: Start, spec: TaskSpec) -> None:
         (trouble,) = run.of(Trouble)
         assert isinstance(trouble, Trouble)
         assert (trouble.kind, trouble.phase) == ("data_error", "data") and "/nowhere/text" in trouble.message
+
+
+# --- a user's own loop ------------------------------------------------------------------------------------------
+
+
+def test_a_users_own_loop_is_healed(rig: Start, spec: TaskSpec) -> None:
+    script = Path(__file__).parents[2] / "examples" / "own_loop.py"
+    own = replace(spec, entry=str(script), data="", global_batch=8, micro_batch=2, iterations=6)
+    expected, control = failure_free(rig, own, 2)
+    with rig(own) as run:
+        begin(run, "t.1", "t.2", fault={"t.2": "kill@iteration=6,micro_batch=1"})
+        lose(run, "t.2")
+        run.tell(2, ["t.1"], urgent=True)
+        complete(run)
+        assert [c.samples_digest for c in run.iterations().values()] == [
+            samples_digest(iteration, range((iteration - 1) * 8, iteration * 8)) for iteration in range(1, 7)
+        ]
+        assert last_commit(run).loss == pytest.approx(last_commit(control).loss, rel=1e-6)
+        assert apart(parameters(run), expected) <= 1e-6
+        assert f"iteration 6: loss {last_commit(run).loss:.4f}" in (run.directory / "t.1.log").read_text()
 
 
 # --- tensor and pipeline parallel replicas --------------------------------------------------------------------
