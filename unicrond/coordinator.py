@@ -45,9 +45,19 @@ log = logging.getLogger("unicrond")
 _SOLUTIONS_MAX = 64
 
 
-def monotonic_us() -> int:
-    """The monotonic clock in microseconds."""
-    return time.monotonic_ns() // 1000
+class Clock:
+    """The shell's two clocks, in microseconds; a simulation brings its own."""
+
+    def monotonic_us(self) -> int:
+        """Never steps."""
+        return time.monotonic_ns() // 1000
+
+    def wall_us(self) -> int:
+        """Since the epoch; only dates what is written."""
+        return time.time_ns() // 1000
+
+
+_CLOCK = Clock()
 
 
 class Coordinator:
@@ -59,9 +69,11 @@ class Coordinator:
         beat_log: BeatLog,
         policy: Policy,
         heartbeat_s: float,
+        clock: Clock = _CLOCK,
     ) -> None:
         self.state = ClusterState()
-        self.liveness = Liveness(int(heartbeat_s * 1e6), monotonic_us())
+        self._clock = clock
+        self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
         self.live = asyncio.Event()
         self.decide_us_max = 0
         self._event_log = event_log
@@ -125,7 +137,7 @@ class Coordinator:
         else:
             self._cause = entry.envelope.event_id
             if isinstance(entry.envelope.event, NodeJoined):
-                self._joined_us[entry.envelope.event.node] = monotonic_us()
+                self._joined_us[entry.envelope.event.node] = self._clock.monotonic_us()
             if self.live.is_set():
                 level = logging.DEBUG if isinstance(entry.envelope.event, StepCommitted) else logging.INFO
                 log.log(level, "%d %s", entry.seq, summary(entry.envelope.event))
@@ -143,7 +155,7 @@ class Coordinator:
                 entry = self._inbox.get_nowait()
             if self.state.seq >= self._hold_seq:
                 if not self.live.is_set():
-                    self.liveness.grace(monotonic_us())
+                    self.liveness.grace(self._clock.monotonic_us())
                     self.live.set()
                 await self._step()
 
@@ -154,13 +166,13 @@ class Coordinator:
             pending, self._pending = self._pending, []
             await self._append(pending)
             return
-        started_us = monotonic_us()
+        started_us = self._clock.monotonic_us()
         for problem in needed_solves(self.state, self._policy):
             if problem not in self._solutions and problem not in self._solving:
                 self._solving.add(problem)
                 self._group.create_task(self._solve(problem))
         decisions = decide(self.state, self._solutions, self._policy)
-        self.decide_us_max = max(self.decide_us_max, monotonic_us() - started_us)
+        self.decide_us_max = max(self.decide_us_max, self._clock.monotonic_us() - started_us)
         if decisions:
             await self._append(decisions)
 
@@ -180,7 +192,7 @@ class Coordinator:
             term=term,
             caused_by=self._cause,
             based_on=self.state.seq,
-            observed_at_us=time.time_ns() // 1000,
+            observed_at_us=self._clock.wall_us(),
             event=event,
         )
 
@@ -225,7 +237,7 @@ class Coordinator:
                 producer=OWN_NAME,
                 boot=self._fence.term,
                 number=number,
-                observed_at_us=time.time_ns() // 1000,
+                observed_at_us=self._clock.wall_us(),
                 event=beat,
             )
             await self._beat_log.publish(envelope)
@@ -235,7 +247,7 @@ class Coordinator:
         async with aclosing(self._beat_log.subscribe()) as entries:
             async for entry in entries:
                 if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
-                    self.liveness.heard(entry.envelope.event, entry.seq, entry.recorded_at_us, monotonic_us())
+                    self.liveness.heard(entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us())
         raise RuntimeError("the heartbeat log ended; it should never")
 
     async def _judge(self) -> None:
@@ -245,7 +257,7 @@ class Coordinator:
             await asyncio.sleep(self._heartbeat_s / 8)
             if self.state.seq < self._hold_seq:
                 continue
-            now_us = monotonic_us()
+            now_us = self._clock.monotonic_us()
             for verdict in self.liveness.verdicts(self.state.nodes, self._joined_us, now_us):
                 name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
                 # Said once; again only if the fold has not taken it a second later.
