@@ -27,8 +27,10 @@ Workers
   news of its worker that its place in the log matters to (regroup, park, trouble, completion, exit).
 
 The life of an agent
-* adopting -> up: with the fork server's inventory and the Hellos of the workers in it (bounded) the node
-  joins. Exits that happened while there was no agent come first.
+* adopting -> up: with the log in reach, the fork server's inventory and the Hellos of the workers in it (bounded)
+  the node joins. Exits that happened while there was no agent come first.
+* Another log than the one remembered is another cluster: nothing that is remembered holds there (terms and worker
+  ids begin anew), and the workers of the old one are ended and not spoken of.
 * The node joins again whenever its store's address changes (another fork server).
 * Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell then retires the fork server).
   HandOver: sums are closed, nothing else.
@@ -67,6 +69,7 @@ from agents.state import (
     Input,
     Leave,
     Link,
+    LogSeen,
     Memory,
     Order,
     State,
@@ -153,6 +156,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:
             turn.fork_server_died()
         case TimerFired():
             turn.timer_fired(given)
+        case LogSeen(identity=identity):
+            turn.log_seen(identity)
         case Appended(event=event):
             turn.appended(event)
         case Leave(reason=reason):
@@ -260,6 +265,8 @@ class _Turn:
             self.answer(order, "the node is leaving")
         elif worker.rpartition(".")[0] != command.spec.name:
             self.answer(order, f"worker {worker} is not of task {command.spec.name}")
+        elif worker in self.memory.workers and self.memory.workers[worker].foreign:
+            self.answer(order, f"a worker {worker} of an older log has not ended yet")
         elif self.is_known(worker):
             self.answer(order)  # it exists or has existed: this start has acted already
         elif self.state.store_port and not self.free_slots() and not self.is_slot_coming():
@@ -299,7 +306,10 @@ class _Turn:
             command = first.command
             self.remember(waiting=tuple(rest))
             record = Worker(worker=command.worker, task=command.spec.name, slot=free[0], starting=first)
-            self.remember(workers={**self.memory.workers, command.worker: record})
+            self.remember(
+                workers={**self.memory.workers, command.worker: record},
+                foreign_gone=tuple(w for w in self.memory.foreign_gone if w != command.worker),
+            )
             self.actions.append(TellForkServer(message=self.spawn(command, free[0])))
 
     def spawn(self, command: StartWorker, slot: int) -> Spawn:
@@ -423,7 +433,7 @@ class _Turn:
         self.link(worker, Link(told=hello.generation))
         if hello.generation > record.generation:
             record = self.change(record, generation=hello.generation, member=True)
-        if hello.ready:
+        if hello.ready and not record.foreign:
             self.ready(record, is_news=hello.generation == 0)
         record = self.memory.workers[worker]
         self.tell_membership(record)
@@ -447,7 +457,7 @@ class _Turn:
 
     def worker_said(self, worker: WorkerId, message: FromWorker) -> None:
         record = self.memory.workers.get(worker)
-        if record is None:
+        if record is None or record.foreign:
             return
         node, task = self.config.node, record.task
         match message:
@@ -605,6 +615,10 @@ class _Turn:
         if record is None:
             self.exited_before(worker, end, log_tail)
             return
+        if record.foreign:
+            self.forget(record, None)
+            self.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+            return
         self.started(worker, pid)  # in case that it ended so soon that its Forked was lost
         record = self.memory.workers[worker]
         task = record.task
@@ -620,7 +634,7 @@ class _Turn:
     def exited_before(self, worker: WorkerId, end: Exit, log_tail: str) -> None:
         """An exit of a worker that is not in the memory, or that was in the outbox of the agent before."""
         gone = self.memory.gone.get(worker)
-        if gone and gone.durable:
+        if (gone and gone.durable) or worker in self.memory.foreign_gone:
             self.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
             return
         expected = gone.expected if gone else False
@@ -630,6 +644,8 @@ class _Turn:
     def tell_cause(self, record: Worker, end: Exit, log_tail: str) -> None:
         kind, text = classify(end, ready=record.ready)
         link = self.state.links.get(record.worker, Link())
+        generation, committed = self.state.summed.get(record.task, (0, 0))
+        at_work = committed + 1 if generation == record.generation else 0
         self.append(
             ErrorReported(
                 node=self.config.node,
@@ -637,7 +653,7 @@ class _Turn:
                 worker=record.worker,
                 kind=kind,
                 generation=max(record.generation, link.told),
-                iteration=link.iteration,
+                iteration=max(link.iteration, at_work),
                 phase="unknown" if record.ready else "start",
                 message=text,
                 detail=log_tail,
@@ -659,10 +675,11 @@ class _Turn:
             confirm=True,
         )
 
-    def forget(self, record: Worker, gone: Gone) -> None:
+    def forget(self, record: Worker, gone: Gone | None) -> None:
         worker, state = record.worker, self.state
         self.remember(workers={w: r for w, r in self.memory.workers.items() if w != worker})
-        self.put_gone(worker, gone)
+        if gone:
+            self.put_gone(worker, gone)
         links = {w: link for w, link in state.links.items() if w != worker}
         self.state = replace(self.state, links=links, unheard=state.unheard - {worker})
 
@@ -730,7 +747,8 @@ class _Turn:
     # --- the node --------------------------------------------------------------------------------
 
     def join_if_complete(self) -> None:
-        if self.state.phase == "adopting" and self.state.store_port and not self.state.unheard:
+        state = self.state
+        if state.phase == "adopting" and state.log_seen and state.store_port and not state.unheard:
             self.state = replace(self.state, phase="up")
             self.join()
 
@@ -739,7 +757,7 @@ class _Turn:
         running = [
             RunningWorker(worker=w.worker, task=w.task, pid=w.pid, generation=w.generation)
             for _, w in sorted(self.memory.workers.items())
-            if w.pid
+            if w.pid and not w.foreign
         ]
         self.state = replace(self.state, joined_port=self.state.store_port)
         self.append(
@@ -771,6 +789,24 @@ class _Turn:
         self.state = replace(self.state, phase="left")
         self.append(NodeLeft(node=self.config.node, reason=self.state.leave_reason))
         self.actions.append(Finish())
+
+    def log_seen(self, identity: str) -> None:
+        known = self.memory.log
+        if known and identity and identity != known:
+            self.forget_log()
+        if identity:
+            self.remember(log=identity)
+        self.state = replace(self.state, log_seen=True)
+        self.join_if_complete()
+
+    def forget_log(self) -> None:
+        memory = Memory(
+            workers={w: replace(record, foreign=True) for w, record in self.memory.workers.items()},
+            foreign_gone=tuple(self.memory.gone),
+        )
+        self.state = replace(self.state, memory=memory, sums={}, summed={}, confirming=frozenset())
+        for worker in sorted(memory.workers):
+            self.stop(self.memory.workers[worker], "the log that it was started from is gone")
 
     # --- timers and confirmations ----------------------------------------------------------------
 

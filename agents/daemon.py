@@ -25,6 +25,7 @@ from typing import assert_never
 
 from agents import core, host
 from agents.fork_link import ForkLink
+from agents.log_identity import log_identity
 from agents.log_layout import worker_log
 from agents.log_service import answer
 from agents.outbox import Outbox
@@ -44,6 +45,7 @@ from agents.state import (
     HandOver,
     Input,
     Leave,
+    LogSeen,
     Memory,
     TellForkServer,
     TellWorker,
@@ -235,6 +237,7 @@ class Agent:
         node = self._options.node
         connection = await connect(self._options.nats, name=f"agent {node}", login=self._options.login)
         try:
+            self.feed(LogSeen(identity=await log_identity(connection)))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._outbox.run(NatsEventLog(connection)))
                 group.create_task(self._send_beats(connection))

@@ -85,6 +85,8 @@ class Worker(_Part, frozen=True, kw_only=True):
     completed: bool = False
     #: It has said itself why it is going to end.
     cause_told: bool = False
+    #: It was started from a log that is no more.
+    foreign: bool = False
 
 
 class Waiting(_Part, frozen=True, kw_only=True):
@@ -104,6 +106,8 @@ class Gone(_Part, frozen=True, kw_only=True):
 class Memory(_Part, frozen=True, kw_only=True):
     """What one agent tells the next one of the same run directory."""
 
+    #: The log that all this is about (log_identity.py); "": not known.
+    log: str = ""
     #: The highest (term, epoch) that a command came with.
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, Worker] = {}
@@ -113,6 +117,8 @@ class Memory(_Part, frozen=True, kw_only=True):
     answered: dict[str, str] = {}
     #: The newest MAX_GONE workers that have ended.
     gone: dict[WorkerId, Gone] = {}
+    #: Workers of a log that is no more whose exits the fork server may still tell.
+    foreign_gone: tuple[WorkerId, ...] = ()
     #: Per task, the last commit that the log holds from this node.
     reported: dict[Name, Position] = {}
 
@@ -142,6 +148,7 @@ class State(_Part, frozen=True, kw_only=True):
     memory: Memory = Memory()
     #: adopting: the inventory is not known, or Hellos are still awaited; nothing was appended for the node yet.
     phase: Literal["adopting", "up", "leaving", "left"] = "adopting"
+    log_seen: bool = False
     #: The port of the node's rendezvous store; 0: there is no fork server now.
     store_port: int = 0
     #: The port that the newest NodeJoined told.
@@ -209,6 +216,12 @@ class TimerFired(_Part, frozen=True, kw_only=True):
     key: str
 
 
+class LogSeen(_Part, frozen=True, kw_only=True):
+    """The log can be reached; `identity` "" where it cannot be told which one it is."""
+
+    identity: str
+
+
 class Appended(_Part, frozen=True, kw_only=True):
     """The log holds an observation that was appended with `confirm`."""
 
@@ -227,7 +240,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied
-    | TimerFired | Appended | Leave | HandOver
+    | TimerFired | LogSeen | Appended | Leave | HandOver
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from agents.state import (
     ForkServerDied,
     ForkServerSaid,
     Input,
+    LogSeen,
     Memory,
     State,
     TellForkServer,
@@ -137,6 +138,7 @@ class Node:
     fork_at_once: bool = True
     has_fork_server: bool = False
     port: int = 4000
+    log: str = "first"
     processes: dict[str, Process] = field(default_factory=dict)
     unforked: list[Spawn] = field(default_factory=list)
     exits: dict[str, Exited] = field(default_factory=dict)
@@ -166,7 +168,9 @@ class Node:
         return actions
 
     def boot(self, *, port: int = 4000) -> None:
-        """The fork server is there and says what it holds."""
+        """The log can be reached, the fork server is there and says what it holds."""
+        if not self.state.log_seen:
+            self.feed(LogSeen(identity=self.log))
         self.has_fork_server = True
         self.port = port
         for exited in list(self.exits.values()):

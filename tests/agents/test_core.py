@@ -10,8 +10,10 @@ from agents.state import (
     Appended,
     Disconnect,
     Finish,
+    ForkServerSaid,
     HandOver,
     Leave,
+    LogSeen,
     TellForkServer,
     TellWorker,
     WorkerConnected,
@@ -21,6 +23,7 @@ from agents.trainer.messages import (
     Completed,
     ExitedAck,
     Hello,
+    Inventory,
     Kill,
     Membership,
     Parked,
@@ -146,6 +149,37 @@ def test_what_the_inventory_lacks_went_with_its_fork_server(node: Node) -> None:
     (exited,) = node.of(WorkerExited)
     assert (exited.signal, exited.expected) == (SIGKILLED, False)
     assert node.of(NodeJoined)[0].workers == ()
+
+
+def test_a_node_joins_once_it_knows_which_log_it_joins() -> None:
+    node = Node()
+    node.feed(ForkServerSaid(message=Inventory(store_port=1, workers=())))
+    assert node.of(NodeJoined) == []
+    node.feed(LogSeen(identity=""))
+    assert len(node.of(NodeJoined)) == 1
+
+
+def test_another_log_is_another_cluster(node: Node) -> None:
+    member(node, "a.1", 1, generation=9)
+    running(node, "a.2", 5)
+    node.die("a.2", SIGKILLED)
+    node.restart_agent()
+    node.appended.clear()
+    node.spawned.clear()
+    node.log = "second"
+    node.boot()
+    node.hello("a.1")
+    assert node.processes["a.1"].quit
+    assert node.of(NodeJoined)[0].workers == ()
+    node.command(start("a.1", 1))
+    assert "older log" in node.answers("1.1.n1.1")[0]
+    node.say("a.1", committed(9, 4))
+    node.die("a.1", EXIT_0)
+    assert node.of(WorkerExited) == [] and node.of(StepCommitted) == [] and node.of(WorkerReady) == []
+    node.command(start("a.2", 2))
+    node.fork()
+    assert node.spawned == ["a.2"]
+    assert node.answers("1.1.n1.2") == [""]
 
 
 # --- commands ------------------------------------------------------------------------------------
