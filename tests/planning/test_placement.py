@@ -55,6 +55,14 @@ def test_small_replicas_make_room_for_a_big_group() -> None:
     assert (placed.moved, placed.short) == (1, {})
 
 
+@pytest.mark.timeout(20)
+def test_making_room_in_one_place_by_filling_another_is_no_progress() -> None:
+    """Two groups of 4 are needed; small would only go back and forth between the nodes."""
+    shapes = {"small": Shape(tp=2), "big": Shape(tp=4, pp=2)}
+    placed = place({"small": 1, "big": 1}, shapes, {"n1": 4, "n2": 4}, {"small": (("n1", "n1"),)})
+    assert placed == Placement({"big": (), "small": (("n1", "n1"),)}, {"big": 1}, 0)
+
+
 def test_what_fits_nowhere_is_short() -> None:
     shapes = {"a": Shape(tp=2), "b": Shape()}
     placed = place({"a": 2, "b": 1}, shapes, {"n1": 3, "n2": 1}, {})

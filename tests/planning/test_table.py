@@ -112,6 +112,18 @@ def test_what_the_table_does_not_hold_is_solved_to_the_same_plan(each_kernel: st
     assert min(ways["table"], ways["incremental"], ways["fresh"]) > 100
 
 
+@pytest.mark.parametrize("change", [{"weight": 5}, {"workers": 3}, {"floor": 3}, {"throughput": LINEAR[:4]}])
+def test_a_problem_that_is_not_quite_the_expected_one_is_no_hit(change: dict[str, object]) -> None:
+    situation, planner = two_tasks(), Planner()
+    planner.refresh(situation)
+    expected = situation.after(NodeLost("n1"))
+    assert planner.answer(expected).way == "table"
+    other = replace(expected, tasks=(expected.tasks[0], replace(expected.tasks[1], **change)))  # type: ignore[arg-type]
+    answer = planner.answer(other)
+    assert answer.way != "table"
+    assert answer.solution == solve(other)
+
+
 def two_tasks() -> Situation:
     """a: 4 workers on n1; b: 3 on n2 and 1 on n3; c waits. n4 is idle."""
     return Situation(
