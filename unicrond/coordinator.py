@@ -247,7 +247,9 @@ class Coordinator:
         async with aclosing(self._beat_log.subscribe()) as entries:
             async for entry in entries:
                 if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
-                    self.liveness.heard(entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us())
+                    self.liveness.heard(
+                        entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us()
+                    )
         raise RuntimeError("the heartbeat log ended; it should never")
 
     async def _judge(self) -> None:
