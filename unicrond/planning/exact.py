@@ -59,7 +59,7 @@ def _choices(problem: Problem, task: TaskProblem) -> dict[int, Fraction]:
     """Useful counts, rising, with their gain; the present count among them if it is legal."""
     counts = {0, task.floor_point, task.workers, *task.curve.workers.tolist()}
     chosen: dict[int, Fraction] = {}
-    best = (False, -Fraction(2) ** 4096)  # below any gain of finite numbers
+    best = (False, -(Fraction(2) ** 4096))  # below any gain of finite numbers
     for count in sorted(k for k in counts if k <= problem.workers and task.may_have(k)):
         rank = (count >= task.floor, problem.gain(task, count))
         if rank > best or count == task.workers:

@@ -210,9 +210,7 @@ def read_back(points, values, starts, stay, rows):  # type: ignore[no-untyped-de
     return plan
 
 
-@_compiled(
-    f"void({_I}, {_F}, {_I}, {_I}, {_R}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, i8[:, ::1])"
-)
+@_compiled(f"void({_I}, {_F}, {_I}, {_I}, {_R}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, i8[:, ::1])")
 def answer(  # type: ignore[no-untyped-def]
     points,
     values,
