@@ -51,7 +51,7 @@ def random_situation(rng: Random, most_tasks: int = 4, most_workers: int = 9) ->
     names = [f"t{i}" for i in range(rng.randint(0, most_tasks))]
     rng.shuffle(names)
     queued = random_task(rng, names.pop(), most_workers) if names and rng.random() < 0.5 else None
-    tasks = tuple(random_task(rng, name, most_workers) for name in sorted(names))
+    tasks = tuple(random_task(rng, name, most_workers) for name in names)
     nodes, left = [], rng.randint(1, most_workers)
     while left:
         slots = min(left, rng.choice((1, 2, 2, 4)))

@@ -198,7 +198,7 @@ def test_rows_before_and_behind_the_changed_task_are_reused() -> None:
 def test_a_situation_is_one_before_the_fault() -> None:
     situation = two_tasks()
     for wrong in (
-        {"tasks": situation.tasks[::-1]},
+        {"tasks": (situation.tasks[0],) * 2},
         {"tasks": (replace(situation.tasks[0], faulty=True),)},
         {"queued": situation.tasks[0]},
     ):

@@ -9,7 +9,8 @@ Rules
 * *Worker lost*: one slot less, its task is faulty. *Node lost*: all its slots less, every task with a
   worker there is faulty (none on an idle node). *Node joined*: more slots. *Task finished*: the task is
   gone. *Task launched*: the next queued task is there, with no workers yet.
-* Tasks always stand in the order of their names: that is the canonical order that decides ties.
+* Tasks stand in one order throughout (the coordinator's: as they were submitted), the queued one last: that
+  order decides ties.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Situation:
     """Who has what now. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
 
     `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
-    Raises ProblemError for tasks out of order, faulty, or standing there twice.
+    Raises ProblemError for tasks that are faulty or stand there twice.
     """
 
     nodes: tuple[NodeLoad, ...]
@@ -86,8 +87,6 @@ class Situation:
         names = [task.name for task in self.lineup]
         if len(set(names)) != len(names):
             raise ProblemError("tasks: a name stands there twice; give each task its own name")
-        if self.tasks != tuple(task for task in self.lineup if task is not self.queued):
-            raise ProblemError("tasks: not in the order of their names; sort them")
         if any(task.faulty for task in self.lineup):
             raise ProblemError("tasks: one is faulty; a situation is what stands before the fault")
 
@@ -98,9 +97,8 @@ class Situation:
 
     @cached_property
     def lineup(self) -> tuple[TaskProblem, ...]:
-        """Running tasks and the queued one, in canonical order."""
-        waiting = (self.queued,) if self.queued else ()
-        return tuple(sorted((*self.tasks, *waiting), key=lambda task: task.name))
+        """Running tasks, then the queued one, in canonical order."""
+        return (*self.tasks, self.queued) if self.queued else self.tasks
 
     @cached_property
     def load_of(self) -> dict[str, NodeLoad]:

@@ -53,8 +53,8 @@ Way: TypeAlias = Literal["table", "incremental", "fresh"]
 # Forms of a task in a scenario, as `kernel.answer` has them.
 _AT_REST, _OTHER = 0, 1
 
-#: What an event changes: n' after it, the tasks of the lineup that are not there (indices), the faulty ones.
-_Change: TypeAlias = tuple[int, tuple[int, ...], tuple[str, ...]]
+#: What an event changes: n' after it, the tasks that are not there, the faulty ones (places in the lineup).
+_Change: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,10 @@ class Table:
 
 
 def _change(situation: Situation, problem: Problem) -> _Change:
-    there = {task.name for task in problem.tasks}
-    gone = tuple(i for i, task in enumerate(situation.lineup) if task.name not in there)
-    return problem.workers, gone, tuple(sorted(task.name for task in problem.tasks if task.faulty))
+    asked = {task.name: task.faulty for task in problem.tasks}
+    gone = tuple(i for i, task in enumerate(situation.lineup) if task.name not in asked)
+    faulty = tuple(i for i, task in enumerate(situation.lineup) if asked.get(task.name))
+    return problem.workers, gone, faulty
 
 
 @dataclass(frozen=True)
@@ -258,19 +259,19 @@ class _Build:
     def _enlist(self, event: NextEvent) -> int:
         """Put the event's scenario where it shares rows; its row in the table."""
         workers = self.situation.workers_after(event)
-        faulty: tuple[str, ...] = ()
+        faulty: tuple[int, ...] = ()
         gone, first, forms = self.waiting, 0, cast("tuple[int, ...]", (_AT_REST,))
         match event:
             case TaskFinished(name):
                 first, forms = self.index[name], (ABSENT,)
-                gone = tuple(sorted((*self.waiting, first)))
+                gone = (first, *self.waiting)
             case TaskLaunched(name):
                 first, forms, gone = self.index[name], (_OTHER,), ()
             case _:
-                faulty = tuple(sorted(self.situation.faulty_after(event)))
+                faulty = tuple(sorted(self.index[name] for name in self.situation.faulty_after(event)))
                 if faulty:
-                    first, last = self.index[faulty[0]], self.index[faulty[-1]]
-                    forms = tuple(_OTHER if n in faulty else _AT_REST for n in self.flat.names[first : last + 1])
+                    first, behind = faulty[0], faulty[-1] + 1
+                    forms = tuple(_OTHER if i in faulty else _AT_REST for i in range(first, behind))
         row = self.row_of_change.setdefault((workers, gone, faulty), len(self.events))
         if row == len(self.events):
             self.events.append(event)
