@@ -185,6 +185,7 @@ async def test_a_first_batch_that_fails_in_a_new_segment(tmp_path: Path, monkeyp
         with pytest.raises(LogUnavailable):
             await log.append(facts(2, 3))
     assert await log.append(facts(2, 3)) == [2, 3]
+    assert log._writer.segments == segment_paths(tmp_path)
     assert [entry.seq for entry in await history(log)] == [1, 2, 3]
     await log.close()
     assert [entry.seq for entry in read_entries(tmp_path)] == [1, 2, 3]

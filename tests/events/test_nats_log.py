@@ -125,6 +125,22 @@ async def test_commands_and_beats_survive_a_sigkill(
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_a_lost_acknowledgement_is_no_second_command(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    await NatsEventLog(nats_connection).append([command(1), command(2)])
+    taken = []
+    async with asyncio.timeout(30), aclosing(NatsCommandFeed(nats_connection, "n1").read()) as commands:
+        async for recorded in commands:
+            taken.append(recorded.seq)
+            if len(taken) == 2:
+                break
+            session = await nats_connection.session()
+            await nats_server.restart()
+            await session.lost.wait()
+    assert taken == [1, 2]
+
+
 async def test_an_append_given_up_can_be_repeated(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     log = NatsEventLog(nats_connection, give_up_s=0.3)
     assert await log.append([fact(1)]) == [1]
