@@ -50,8 +50,8 @@ _QUEUE_MAX_MESSAGES = 65536
 _REPEATED = (Regrouped, Committed, Saved, Completed)
 
 
-class QuitAsked(Exception):
-    """The agent has asked the worker to end."""
+class QuitAsked(BaseException):
+    """The agent has asked the worker to end. No Exception: a training script must not catch it by accident."""
 
 
 class AgentChannel:

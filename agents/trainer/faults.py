@@ -57,11 +57,22 @@ SYMPTOMS: tuple[Symptom, ...] = (
 
 def classify(error: BaseException) -> tuple[ErrorKind, Phase | None]:
     """The kind of `error`, and the phase where the table knows it better than the worker."""
-    name, text = type(error).__name__, str(error)
+    symptom = _symptom(type(error).__name__, str(error))
+    return ("exception", None) if symptom is None else (symptom.kind, symptom.phase)
+
+
+def classify_broken(text: str) -> ErrorKind:
+    """The kind of what broke a group, told as "TypeName: text" or as text alone."""
+    name, colon, rest = text.partition(": ")
+    symptom = _symptom(name if colon else "", rest if colon else text) or _symptom("", text)
+    return "connection_broken" if symptom is None else symptom.kind
+
+
+def _symptom(name: str, text: str) -> Symptom | None:
     for symptom in SYMPTOMS:
         if re.search(symptom.type_name, name) and re.search(symptom.text, text):
-            return symptom.kind, symptom.phase
-    return "exception", None
+            return symptom
+    return None
 
 
 def trouble(error: BaseException, generation: int, iteration: int, phase: Phase) -> Trouble:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from agents.trainer.channel import QuitAsked
 from agents.trainer.context import Context
+from agents.trainer.faults import classify_broken
 from agents.trainer.group import Broken, Group, Superseded, form
 from agents.trainer.messages import Membership, Trouble
 from agents.trainer.regrouping import Position, Verdict, judge
@@ -99,7 +100,7 @@ class Rendezvous:
         if self._channel.newest(self.generation) is None:
             self._channel.send(
                 Trouble(
-                    kind="connection_broken",
+                    kind=classify_broken(str(failure)),
                     generation=self.generation,
                     iteration=iteration,
                     phase=phase,

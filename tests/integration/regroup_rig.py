@@ -9,13 +9,15 @@ in small what `agents/fork_server.py` is in earnest.
         rig.tell(1, ["t.1", "t.2", "t.3"])
         rig.until(lambda: rig.completed)
 
-Run as a script with a count, it kills random workers at random moments that often:
+Run as a script, it trains through that many rounds of random mishaps:
 
-    python -m tests.integration.regroup_rig 50
+    python -m tests.integration.regroup_rig 50 --seed 1 --tp 2
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
 import os
 import random
@@ -364,53 +366,117 @@ def _replace(struct: S, **changes: object) -> S:
 # --- as a script ---------------------------------------------------------------------------------
 
 
-def kill_at_random(count: int, directory: Path, seed: int) -> None:
-    """Train three replicas for as long as it takes to kill one of them `count` times, each replaced by a joiner."""
-    draw = random.Random(seed)
-    spec = TaskSpec(name="kills", global_batch=8, iterations=10**6, min_workers=1, max_workers=3)
-    with ForkServer() as server, Rig(server, directory, spec) as rig:
-        members, number, generation = ["t.1", "t.2", "t.3"], 3, 1
-        rig.start(*members)
-        rig.until(lambda: rig.ready("t.1", "t.2", "t.3"))
-        rig.tell(generation, members)
-        for kill in range(count):
-            at = len(rig.committed)
-            rig.until(lambda at=at: len(rig.committed) > at)
-            pause = time.monotonic() + draw.random() * 0.2
-            with contextlib.suppress(TimeoutError):
-                rig.until(lambda: False, max(0.0, pause - time.monotonic()))
-            victim = draw.choice(members)
-            rig.signal(victim, signal.SIGKILL)
-            rig.until(lambda victim=victim: victim in rig.exits)
-            members.remove(victim)
-            generation += 1
-            started = time.monotonic()
-            at = len(rig.committed)
-            rig.tell(generation, members, urgent=True)
-            rig.until(lambda at=at: len(rig.committed) > at)
-            healed_ms = (time.monotonic() - started) * 1e3
-            number += 1
-            joiner = f"t.{number}"
-            rig.start(joiner)
-            rig.until(lambda joiner=joiner: rig.ready(joiner))
-            members.append(joiner)
-            generation += 1
-            rig.tell(generation, members, joiners=[joiner])
-            rig.until(lambda joiner=joiner: rig.of(Regrouped, joiner))
-            print(f"kill {kill + 1}: {victim} at iteration {rig.committed[-1].iteration}, next step {healed_ms:.0f} ms")
+class Storm:
+    """Three replicas, and kills at random moments: of one, of a second while the first is being healed, of members
+    and joiners while a joiner is being taken in. The membership follows at once, or late."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self.rig = rig
+        self.draw = random.Random(seed)
+        self.number = self.generation = 0
+        self.replicas: list[tuple[str, ...]] = []
+        self.joining: list[tuple[str, ...]] = []
+
+    def pass_time(self, most_s: float) -> None:
+        end = time.monotonic() + self.draw.random() * most_s
+        with contextlib.suppress(TimeoutError):
+            self.rig.until(lambda: False, max(0.0, end - time.monotonic()))
+
+    def tell(self, urgent: bool) -> None:
+        self.generation += 1
+        members = [worker for replica in self.replicas for worker in replica]
+        joiners = [worker for replica in self.joining for worker in replica]
+        self.rig.tell(self.generation, members, joiners=joiners, urgent=urgent)
+
+    def kill_one(self) -> str:
+        """One rank at a random moment, and then the rest of its replica; tell the others, at once or late."""
+        self.pass_time(0.1)
+        replica = self.draw.choice(self.replicas)
+        victim = self.draw.choice(replica)
+        for worker in (victim, *replica):
+            self.rig.signal(worker, signal.SIGKILL)
+        self.rig.until(lambda: all(worker in self.rig.exits for worker in replica))
+        self.pass_time(self.draw.choice([0.0, 0.03]))
+        self.replicas.remove(replica)
+        self.joining = [joiner for joiner in self.joining if joiner != replica]
+        self.tell(urgent=True)
+        return victim
+
+    def refill(self) -> None:
+        """Start what is missing, and tell a planned membership with it."""
+        self.joining = []
+        shards = self.rig.spec.replica_workers
+        while len(self.replicas) + len(self.joining) < 3:
+            self.joining.append(tuple(f"t.{self.number + shard}" for shard in range(1, shards + 1)))
+            self.number += shards
+        workers = [worker for replica in self.joining for worker in replica]
+        self.rig.start(*workers)
+        self.rig.until(lambda: self.rig.ready(*workers))
+        self.replicas += self.joining
+        self.tell(urgent=False)
+
+    def settle(self) -> float:
+        """Until all members have said that they are in the newest group, and have committed; milliseconds."""
+        started, committed = time.monotonic(), len(self.rig.committed)
+
+        def settled() -> bool:
+            seats = [self.rig.of(Regrouped, worker) for replica in self.replicas for worker in replica]
+            return all(told and told[-1].generation == self.generation for told in seats)  # type: ignore[attr-defined]
+
+        self.rig.until(settled)
+        self.rig.until(lambda: len(self.rig.committed) > committed)
+        self.joining = []
+        return (time.monotonic() - started) * 1e3
+
+    def round(self) -> str:
+        """One of the mishaps; what happened."""
+        kind = self.draw.choice(["one", "two", "joining"])
+        if kind == "joining":
+            lost = [self.kill_one()]
+            self.settle()
+            self.refill()
+            lost.append(self.kill_one())
+        else:
+            lost = [self.kill_one() for _ in range(1 if kind == "one" else 2)]
+        healed_ms = self.settle()
+        self.refill()
+        self.settle()
+        return f"{kind}: {', '.join(lost)} lost, next step after {healed_ms:.0f} ms"
+
+
+def storm(server: ForkServer, rounds: int, seed: int, spec: TaskSpec, directory: Path) -> None:
+    """Train under a storm, and look at every iteration's commit afterwards."""
+    with Rig(server, directory, spec) as rig:
+        drawn = Storm(rig, seed)
+        drawn.refill()
+        drawn.settle()
+        for number in range(1, rounds + 1):
+            print(f"{number}: {drawn.round()}, iteration {rig.committed[-1].iteration}", flush=True)
         iterations = rig.iterations()
         assert list(iterations) == list(range(1, len(iterations) + 1)), f"an iteration is missing in {list(iterations)}"
         assert all(message.samples == 8 for message in rig.committed)
-        print(f"{count} kills, {len(iterations)} iterations, loss {rig.committed[-1].loss:.4f}")
-        print("troubles:", sorted({m.message for m in rig.of(Trouble) if isinstance(m, Trouble)})[:5])
-        rig.quit(*members)
+        kinds = collections.Counter(message.kind for message in rig.of(Trouble) if isinstance(message, Trouble))
+        print(f"{rounds} rounds, {len(iterations)} iterations, loss {rig.committed[-1].loss:.4f}, {dict(kinds)}")
+        staying = rig.living()
+        rig.quit(*staying)
         rig.until(lambda: not rig.living())
-        assert {rig.exits[worker] for worker in members} == {0}
+        assert {rig.exits[worker] for worker in staying} == {0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=storm.__doc__)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    chosen = parser.parse_args()
+    spec = TaskSpec(name="storm", global_batch=8, iterations=10**6, tp=chosen.tp, pp=chosen.pp)
+    with ForkServer() as server, tempfile.TemporaryDirectory() as scratch:
+        storm(server, chosen.rounds, chosen.seed, spec, Path(scratch))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]))
     else:
-        with tempfile.TemporaryDirectory() as scratch:
-            kill_at_random(int(sys.argv[1]), Path(scratch), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+        main()

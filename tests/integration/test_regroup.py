@@ -19,7 +19,7 @@ from agents.trainer import checkpoint, corpus
 from agents.trainer.messages import Committed, Hello, Parked, Regrouped, Saved, Trouble
 from agents.trainer.sampling import Sampling, samples_digest
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
-from tests.integration.regroup_rig import ForkServer, Rig
+from tests.integration.regroup_rig import ForkServer, Rig, storm
 
 Reference: TypeAlias = dict[str, torch.Tensor]
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
@@ -300,6 +300,11 @@ def test_a_hung_peer_is_left_behind(rig: Start, spec: TaskSpec, reference: Refer
         check_samples(run)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_storm_of_random_kills(server: ForkServer, data: Path, tmp_path: Path, tp: int) -> None:
+    storm(server, 4, 0, task(data, global_batch=8, iterations=10**6, tp=tp), tmp_path)
+
+
 # --- joining and leaving -----------------------------------------------------------------------------
 
 
@@ -417,6 +422,15 @@ def test_quit_ends_a_worker_in_mid_training(rig: Start, spec: TaskSpec) -> None:
         run.quit("t.1", "t.2")
         run.until(lambda: not run.living())
         assert set(run.exits.values()) == {0}
+
+
+def test_quit_ends_a_worker_that_is_stuck_with_its_replica(rig: Start, spec: TaskSpec) -> None:
+    with rig(replace(spec, tp=2, iterations=10**6)) as run:
+        begin(run, "t.1", "t.2", fault={"t.2": "stop@iteration=3,micro_batch=1"})
+        run.until(lambda: stopped(run.pids["t.2"]))
+        run.quit("t.1")
+        run.until(lambda: "t.1" in run.exits)
+        assert run.exits["t.1"] == 0
 
 
 def test_an_exception_is_told_before_the_process_ends(rig: Start, spec: TaskSpec) -> None:

@@ -46,6 +46,19 @@ def test_exceptions_are_classified(error: BaseException, kind: str) -> None:
     assert told.kind == kind and type(error).__name__ in told.message
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[/p/pair.cc:553] Connection closed by peer [127.0.0.1]:5. This is typically a crash", "connection_broken"),
+        ("[/p/unbound_buffer.cc:84] Timed out waiting 100ms for recv operation to complete", "collective_timeout"),
+        ("DistNetworkError: The client socket has timed out", "store_error"),
+        ("not all members of generation 3 came within 120 s", "connection_broken"),
+    ],
+)
+def test_broken_groups_are_classified(text: str, kind: str) -> None:
+    assert faults.classify_broken(text) == kind
+
+
 def test_trouble_fits_its_message() -> None:
     told = faults.trouble(ValueError("x" * 100_000), 1, 1, "step")
     assert len(told.message) == 1024 and len(told.detail) <= 32768
