@@ -44,6 +44,8 @@ from unicrond.state import (
 from unicrond.waf import throughput, waf
 
 _SECOND_US = 1_000_000
+#: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is told as this much.
+FLOPS_MAX = 2**63 - 1
 
 
 class Batch:
@@ -246,7 +248,7 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
         v.PlanAdopted(
             epoch=state.plan.epoch + 1,
             assignments=tuple(assignments),
-            waf=sum(assignment.waf for assignment in assignments),
+            waf=min(sum(assignment.waf for assignment in assignments), FLOPS_MAX),
             basis=basis(state),
             trigger=_trigger(state),
             reason=(solution.reason + short)[:1024],

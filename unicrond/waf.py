@@ -6,35 +6,42 @@ task's minimum. Where the task file gives no table, T is linear.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from events.vocabulary import TaskSpec
+from unicrond.planning.problem import Curve
 from unicrond.state import Task
 
 #: FLOP/s of one worker where nothing is known: only ratios matter then.
 LINEAR_FLOPS = 10**9
 
 
-def throughput(spec: TaskSpec) -> tuple[int, ...]:
+def throughput(spec: TaskSpec) -> Curve:
     """T(0..max_workers), FLOP/s. Counts that are no multiple of tp * pp are worth 0.
 
     A table in the task file counts as given; between its entries the next smaller one holds.
     """
-    table: list[int] = [0]
-    for workers in range(1, spec.max_workers + 1):
-        if workers % spec.replica_workers:
-            table.append(0)
-        elif spec.throughput:
-            known = [int(x) for x in spec.throughput if int(x) <= workers]
-            table.append(spec.throughput[str(max(known))] if known else 0)
-        else:
-            table.append(workers * LINEAR_FLOPS)
-    return tuple(table)
+    return _curve(spec.max_workers, spec.replica_workers, tuple(spec.throughput.items()))
+
+
+@lru_cache(maxsize=4096)
+def _curve(max_workers: int, unit: int, table: tuple[tuple[str, int], ...]) -> Curve:
+    known = sorted((int(workers), flops) for workers, flops in table)
+    points: dict[int, int] = {}
+    below, flops = 0, 0
+    for workers in range(unit, max_workers + 1, unit):
+        while below < len(known) and known[below][0] <= workers:
+            flops = known[below][1]
+            below += 1
+        points[workers] = flops if table else workers * LINEAR_FLOPS
+    return Curve(points)
 
 
 def waf(spec: TaskSpec, workers: int) -> int:
     """F(t, workers), weighted FLOP/s."""
     if workers < spec.min_workers or workers > spec.max_workers:
         return 0
-    return int(spec.weight * throughput(spec)[workers])
+    return int(spec.weight * throughput(spec)(workers))
 
 
 def iteration_flop(spec: TaskSpec) -> int:
