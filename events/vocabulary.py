@@ -37,6 +37,8 @@ Flops: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: A sum of samples' hashes modulo 2**61.
 SamplesDigest: TypeAlias = Annotated[int, Meta(ge=0, lt=2**61)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
+#: A number of the configuration; finite.
+Setting: TypeAlias = Annotated[float, Meta(ge=-1e18, le=1e18)]
 
 Phase: TypeAlias = Literal[
     "start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown"
@@ -383,10 +385,15 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
 
 
 class CoordinatorStarted(Decision, frozen=True, kw_only=True):
-    """A coordinator takes over. Decisions of lower terms that come after this are inert."""
+    """A coordinator takes over. Decisions of lower terms that come after this are inert.
+
+    `policy`: the numbers that its decisions depend on, so that they can be made again from the log alone;
+    empty in logs older than the field.
+    """
 
     term: Positive
     version: Text
+    policy: dict[Name, Setting] = {}
 
 
 class NodeLost(Decision, frozen=True, kw_only=True):

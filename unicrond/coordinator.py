@@ -37,7 +37,7 @@ from unicrond.invariants import check
 from unicrond.liveness import OWN_NAME, Liveness
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution, solve
-from unicrond.policy import Policy
+from unicrond.policy import Policy, Settings
 from unicrond.state import ClusterState
 
 log = logging.getLogger("unicrond")
@@ -96,7 +96,10 @@ class Coordinator:
         """Take over and coordinate until cancelled. Raises Fenced when another coordinator takes over."""
         await self._catch_up(await self._event_log.last_seq())
         term = self.state.term + 1
-        started = self._wrap(CoordinatorStarted(term=term, version=VERSION), term)
+        started = self._wrap(
+            CoordinatorStarted(term=term, version=VERSION, policy=Settings(self._policy, self._heartbeat_s).numbers()),
+            term,
+        )
         self._fence = await self._event_log.claim_term(started)
         self._hold_seq = self._fence.seq
         log.info("term %d: took over at sequence %d", term, self._fence.seq)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -32,3 +33,22 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stuck_max: Annotated[int, Meta(ge=1)] = 8
     worker_mtbf_s: Seconds = 7.0 * 86400
     transition_s: Seconds = 5.0
+
+
+class Settings(NamedTuple):
+    """All that a coordinator's decisions depend on besides the log: what CoordinatorStarted carries."""
+
+    policy: Policy
+    heartbeat_s: float
+
+    def numbers(self) -> dict[str, float]:
+        """Field -> number, for the log."""
+        fields = {name: float(value) for name, value in msgspec.structs.asdict(self.policy).items()}
+        return {**fields, "heartbeat_s": float(self.heartbeat_s)}
+
+
+def settings_of(numbers: Mapping[str, float]) -> Settings:
+    """`Settings.numbers` read back; what is missing gets its default. ValueError for what this version has not."""
+    fields = {name: int(value) if value.is_integer() else value for name, value in numbers.items()}
+    heartbeat_s = float(fields.pop("heartbeat_s", 1.0))
+    return Settings(msgspec.convert(fields, Policy, strict=False), heartbeat_s)
