@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-_BLOCK = 1024
+_BLOCK = 1536
+_KEPT = 8
 
 _I = "i8[::1]"
 _F = "f8[::1]"
@@ -45,7 +46,7 @@ def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: 
 
 
 @_compiled(
-    f"Tuple(({_I}, {_F}, {_I}, {_I}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, {_F}, {_I}, "
+    f"Tuple(({_I}, {_F}, {_I}, {_I}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_F}, {_I}, {_F}, {_I}, "
     "i8, f8, f8, f8, i8)"
 )
 def useful(  # type: ignore[no-untyped-def]
@@ -57,6 +58,7 @@ def useful(  # type: ignore[no-untyped-def]
     cap,
     unit,
     present,
+    present_flops,
     floor,
     staying,
     forms,
@@ -101,8 +103,10 @@ def useful(  # type: ignore[no-untyped-def]
                 p += 1
             while extra[e] == own:
                 e += 1
-            if stays and own == present[i] and forms[i] == 0:
-                gain += staying[i]
+            if stays and own == present[i]:
+                gain = present_flops[i] * weight[i] * d_running
+                if forms[i] == 0:
+                    gain += staying[i]
             value = np.rint(gain * inverse_quantum)
             if floor_bonus > 0:
                 if floor[i] > 0 and own >= floor[i]:
@@ -184,30 +188,61 @@ def suffix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
         _max_plus(rows[i + 1], points, values, starts[i], starts[i + 1], padded, rows[i])
 
 
-@_compiled(f"void({_I}, {_F}, {_I}, {_I}, {_R}, i8, i8, {_I})")
-def _read_right(points, values, starts, stay, rows, first, left, plan):  # type: ignore[no-untyped-def]
-    for i in range(first, len(starts) - 1):
-        best, chosen = rows[i][left], np.int64(-1)
-        for p in range(starts[i], starts[i + 1]):
-            if points[p] > left:
-                break
-            if values[p] + rows[i + 1][left - points[p]] == best:
-                if points[p] == stay[i]:
-                    chosen = points[p]
-                    break
-                if chosen < 0:
-                    chosen = points[p]
-                if stay[i] < 0:
-                    break
-        plan[i] = chosen
-        left -= chosen
+@_compiled(f"i8({_I}, {_F}, i8, i8, i8, {_F}, f8, i8)")
+def _choice(points, values, first, end, stay, row, best, left):  # type: ignore[no-untyped-def]
+    """The first point in the order of ties with value + row[left - point] == best; `row`: the tasks behind."""
+    chosen = np.int64(-1)
+    for p in range(first, end):
+        if points[p] > left:
+            break
+        if values[p] + row[left - points[p]] == best:
+            if points[p] == stay:
+                return points[p]
+            if chosen < 0:
+                chosen = points[p]
+    return chosen
 
 
 @_compiled(f"{_I}({_I}, {_F}, {_I}, {_I}, {_R})")
 def read_back(points, values, starts, stay, rows):  # type: ignore[no-untyped-def]
     plan = np.zeros(len(starts) - 1, dtype=np.int64)
-    _read_right(points, values, starts, stay, rows, 0, rows.shape[1] - 1, plan)
+    left = np.int64(rows.shape[1] - 1)
+    for i in range(len(plan)):
+        plan[i] = _choice(points, values, starts[i], starts[i + 1], stay[i], rows[i + 1], rows[i][left], left)
+        left -= plan[i]
     return plan
+
+
+@_compiled(f"i8({_I}, {_F}, i8, i8, {_F}, {_F}, i8, {_I}, i8)")
+def _sources(points, values, first, end, row, after, goal, into, at):  # type: ignore[no-untyped-def]
+    """into[at:...]: numbers of workers from which some point leads optimally to `goal`; returns the end."""
+    for p in range(first, end):
+        source = goal - points[p]
+        if source < 0:
+            break
+        if row[source] + values[p] == after[goal]:
+            into[at] = source
+            at += 1
+    return at
+
+
+@_compiled(f"i8({_I}, i8)")
+def _slot(states, state):  # type: ignore[no-untyped-def]
+    """Where the state is kept or may be kept (-1 marks a free slot); -1 if there is no room for it."""
+    for c in range(len(states)):
+        if states[c] == state or states[c] < 0:
+            return c
+    return -1
+
+
+@_compiled(f"{_I}({_I}, i8, i8)")
+def _grown(store, filled, more):  # type: ignore[no-untyped-def]
+    """The store itself, or a larger copy if `more` do not fit behind `filled`."""
+    if filled + more <= len(store):
+        return store
+    larger = np.empty(2 * len(store) + more, dtype=np.int64)
+    larger[:filled] = store[:filled]
+    return larger
 
 
 @_compiled(f"void({_I}, {_F}, {_I}, {_I}, {_R}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, i8[:, ::1])")
@@ -241,11 +276,26 @@ def answer(  # type: ignore[no-untyped-def]
     passed_count = np.zeros(tasks + 1, dtype=np.int64)
     seen = np.full(size, -1, dtype=np.int64)
     stamp = 0
+    # Scenarios mostly pass through the same few states of the shared rows: those are read once. Per task
+    # _KEPT states; on the left known[known_at[i, c]:...] holds the number of sources and the sources, on the
+    # right is the choice itself.
+    known = np.empty(16 * (tasks + 1) + size, dtype=np.int64)
+    known_filled = 0
+    known_goal = np.full((tasks, _KEPT), -1, dtype=np.int64)
+    known_at = np.empty((tasks, _KEPT), dtype=np.int64)
+    choice_left = np.full((tasks, _KEPT), -1, dtype=np.int64)
+    choice_made = np.empty((tasks, _KEPT), dtype=np.int64)
+    fresh = np.empty(size, dtype=np.int64)
     for s in range(len(firsts)):
         first = firsts[s]
         changed = forms[form_starts[s] : form_starts[s + 1]]
         last = first + len(changed)
-        for c in range(len(changed)):
+        alike = 0  # the rows that the scenario before has left in the chain
+        if s > 0 and firsts[s - 1] == first:
+            before_forms = forms[form_starts[s - 1] : form_starts[s]]
+            while alike < min(len(changed), len(before_forms)) and changed[alike] == before_forms[alike]:
+                alike += 1
+        for c in range(alike, len(changed)):
             i = first + c
             before = prefixes[first] if c == 0 else chain[c - 1]
             if changed[c] == 2:
@@ -274,19 +324,26 @@ def answer(  # type: ignore[no-untyped-def]
                 own, worth, begin, finish = other_points, other_values, other_starts[i], other_starts[i + 1]
             else:
                 own, worth, begin, finish = points, values, starts[i], starts[i + 1]
-            if filled + size > len(passed):
-                larger = np.empty(2 * len(passed) + size, dtype=np.int64)
-                larger[:filled] = passed[:filled]
-                passed = larger
+            passed = _grown(passed, filled, size)
             stamp += 1
             passed_from[i] = filled
             for g in range(passed_from[i + 1], passed_from[i + 1] + passed_count[i + 1]):
                 goal = passed[g]
-                for p in range(begin, finish):
-                    source = goal - own[p]
-                    if source < 0:
-                        break
-                    if row[source] + worth[p] == after[goal] and seen[source] != stamp:
+                slot = _slot(known_goal[i], goal) if i < first else -1
+                if slot < 0:
+                    stop = _sources(own, worth, begin, finish, row, after, goal, fresh, 0)
+                    sources = fresh[:stop]
+                else:
+                    if known_goal[i, slot] < 0:
+                        known = _grown(known, known_filled, size + 1)
+                        known_goal[i, slot], known_at[i, slot] = goal, known_filled
+                        stop = _sources(own, worth, begin, finish, row, after, goal, known, known_filled + 1)
+                        known[known_filled] = stop - known_filled - 1
+                        known_filled = stop
+                    start = known_at[i, slot] + 1
+                    sources = known[start : start + known[start - 1]]
+                for source in sources:
+                    if seen[source] != stamp:
                         seen[source] = stamp
                         passed[filled] = source
                         filled += 1
@@ -315,4 +372,16 @@ def answer(  # type: ignore[no-untyped-def]
                     chosen = taken
             plans[s, i] = chosen
             used += chosen
-        _read_right(points, values, starts, stay, suffixes, last, size - 1 - used, plans[s])
+        left = size - 1 - used
+        for i in range(last, tasks):
+            slot = _slot(choice_left[i], left)
+            if slot >= 0 and choice_left[i, slot] == left:
+                chosen = choice_made[i, slot]
+            else:
+                chosen = _choice(
+                    points, values, starts[i], starts[i + 1], stay[i], suffixes[i + 1], suffixes[i][left], left
+                )
+                if slot >= 0:
+                    choice_left[i, slot], choice_made[i, slot] = left, chosen
+            plans[s, i] = chosen
+            left -= chosen

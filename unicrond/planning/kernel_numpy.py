@@ -63,6 +63,7 @@ def useful(
     cap: Ints,
     unit: Ints,
     present: Ints,
+    present_flops: Floats,
     floor: Ints,
     staying: Floats,
     forms: Ints,
@@ -81,7 +82,8 @@ def useful(
         else:
             of_curve = slice(starts[i], starts[i + 1])
             bonus = float(staying[i]) if forms[i] == 0 else 0.0
-            by = (float(weight[i]), bonus, d_running, inverse_quantum, floor_bonus)
+            at_present = float(present_flops[i] * weight[i] * d_running) + bonus
+            by = (float(weight[i]), at_present, d_running, inverse_quantum, floor_bonus)
             limits = (int(minimum[i]), int(min(cap[i], limit)), int(unit[i]), int(present[i]), int(floor[i]))
             own, value, here = _choices(workers[of_curve], flops[of_curve], by, limits)
         points.append(own // grain)
@@ -96,7 +98,7 @@ def useful(
 def _choices(
     workers: Ints, flops: Floats, by: tuple[float, float, float, float, float], limits: tuple[int, int, int, int, int]
 ) -> tuple[Ints, Floats, int]:
-    weight, staying, d_running, inverse_quantum, floor_bonus = by
+    weight, at_present, d_running, inverse_quantum, floor_bonus = by
     minimum, most, unit, present, floor = limits
     legal = (workers <= most) & (workers >= minimum) & (workers % unit == 0)
     points, gains = workers[legal], flops[legal] * weight * d_running
@@ -108,7 +110,7 @@ def _choices(
     order = np.argsort(points)
     points, gains = points[order], gains[order]
     if stays:
-        gains = np.where(points == present, gains + staying, gains)
+        gains = np.where(points == present, at_present, gains)
     values = np.rint(gains * inverse_quantum)
     if floor_bonus > 0:
         if floor > 0:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import frexp, fsum, gcd
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unicrond.planning import kernel
-from unicrond.planning.problem import Problem, ProblemError, TaskProblem
+from unicrond.planning.problem import Curve, Problem, ProblemError, TaskProblem
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -37,7 +38,7 @@ class Outline:
     """Tasks as arrays, before any number of workers is fixed. Index = the task's place in the canonical order."""
 
     names: tuple[str, ...]
-    workers: Ints  # the curves' points, one curve after the other
+    workers: Ints  # the points of the curves that may be useful, one curve after the other
     flops: Floats
     starts: Ints
     weight: Floats
@@ -45,6 +46,7 @@ class Outline:
     cap: Ints
     unit: Ints
     present: Ints  # x, before the event
+    present_flops: Floats  # T(t, x), whether useful or not
     floors: list[int]  # the fewest workers that meet the floor, 0 = none
     staying: list[float]  # F(t, x) * (D_transition + D_churn)
     grain: int
@@ -108,28 +110,47 @@ def _alike(mine: NDArray[np.generic], theirs: NDArray[np.generic]) -> int:
 
 def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -> Outline:
     """Flatten the tasks; `d_transition` holds where a task has none of its own."""
-    curves = [task.curve for task in tasks]
+    curves = [_worth_a_look(task.curve, task.min_workers, task.unit, task.floor_point) for task in tasks]
     starts = np.zeros(len(tasks) + 1, dtype=np.int64)
-    np.cumsum([len(curve) for curve in curves], out=starts[1:])
-    staying = []
+    np.cumsum([len(workers) for workers, _ in curves], out=starts[1:])
+    staying, present_flops = [], []
     for task in tasks:
-        achieved = float(task.curve(task.workers)) * float(task.weight) if task.workers >= task.min_workers else 0.0
+        present_flops.append(float(task.curve(task.workers)) if task.workers >= task.min_workers else 0.0)
+        achieved = present_flops[-1] * float(task.weight)
         own = d_transition if task.d_transition_us is None else float(task.d_transition_us)
         staying.append(achieved * (own + d_churn))
     return Outline(
         names=tuple(task.name for task in tasks),
-        workers=np.concatenate([np.zeros(0, dtype=np.int64), *(curve.workers for curve in curves)]),
-        flops=np.concatenate([np.zeros(0), *(curve.flops for curve in curves)]),
+        workers=np.concatenate([np.zeros(0, dtype=np.int64), *(workers for workers, _ in curves)]),
+        flops=np.concatenate([np.zeros(0), *(flops for _, flops in curves)]),
         starts=starts,
         weight=np.array([float(task.weight) for task in tasks], dtype=np.float64),
         minimum=np.array([task.min_workers for task in tasks], dtype=np.int64),
         cap=np.array([UNCAPPED if t.max_workers is None else t.max_workers for t in tasks], dtype=np.int64),
         unit=np.array([task.unit for task in tasks], dtype=np.int64),
         present=np.array([task.workers for task in tasks], dtype=np.int64),
+        present_flops=np.array(present_flops, dtype=np.float64),
         floors=[task.floor_point for task in tasks],
         staying=staying,
         grain=gcd(*(task.unit for task in tasks)) or 1,
     )
+
+
+@lru_cache(maxsize=4096)
+def _worth_a_look(curve: Curve, minimum: int, unit: int, floor: int) -> tuple[Ints, Floats]:
+    """The legal points that are not dominated by fewer workers, or by fewer that still meet the floor."""
+    legal = (curve.workers >= minimum) & (curve.workers % unit == 0)
+    workers, flops = curve.workers[legal], curve.flops[legal]
+    behind = int(np.searchsorted(workers, floor))
+    good = np.concatenate([_rises(flops[:behind]), _rises(flops[behind:])])
+    return workers[good], flops[good]
+
+
+def _rises(flops: Floats) -> NDArray[np.bool_]:
+    """Where a number is larger than all before it."""
+    before = np.concatenate([[-np.inf], np.maximum.accumulate(flops)])[: len(flops)]
+    rises: NDArray[np.bool_] = flops > before
+    return rises
 
 
 def outline_of(problem: Problem) -> Outline:
@@ -196,6 +217,7 @@ def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scal
             tasks.cap,
             tasks.unit,
             tasks.present,
+            tasks.present_flops,
             np.array(tasks.floors, dtype=np.int64),
             np.array(tasks.staying, dtype=np.float64),
             forms,

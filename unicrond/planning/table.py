@@ -233,7 +233,7 @@ class _Build:
         self.row_of_change: dict[_Change, int] = {}
         self.events: list[NextEvent] = []
         self.resolutions: list[float] = []
-        self.scenarios: dict[_Key, list[tuple[int, _Scenario]]] = {}
+        self.scenarios: dict[_Key, list[tuple[_Scenario, int]]] = {}
 
     def table(self) -> Table:
         row_of: dict[NextEvent, int] = {}
@@ -250,7 +250,8 @@ class _Build:
         plans = np.zeros((len(self.events), len(self.index)), dtype=np.int64)
         if len(self.index):
             for key, scenarios in self.scenarios.items():
-                plans[[row for row, _ in scenarios]] = self._solve(key, [scenario for _, scenario in scenarios])
+                scenarios.sort()  # those that begin alike stand together and share the work
+                plans[[row for _, row in scenarios]] = self._solve(key, [scenario for scenario, _ in scenarios])
             plans *= self.flat.grain
         effort = Effort(self.computed, self.reused, len(self.events), len(self.scenarios))
         resolutions, events = tuple(self.resolutions), tuple(self.events)
@@ -277,7 +278,7 @@ class _Build:
             self.events.append(event)
             key = self._key(workers, gone)
             self.resolutions.append(key.scale.resolution(len(self.index) - len(gone)))
-            self.scenarios.setdefault(key, []).append((row, _Scenario(first, forms)))
+            self.scenarios.setdefault(key, []).append((_Scenario(first, forms), row))
         return row
 
     def _key(self, workers: int, gone: tuple[int, ...]) -> _Key:
