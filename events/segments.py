@@ -9,8 +9,9 @@ Format
     batch   = msgpack array of records: one append, so that a batch is whole or absent
     record  = ["e", seq, recorded_at_us, envelope as it stands on the wire]
             | ["q", seq, recorded_at_us, subject, reason, size_bytes]      (a quarantined message)
+            | ["b", seq, recorded_at_us, envelope]      (a heartbeat, by the numbers of its own stream; format 2)
 
-A segment is named after its first sequence number, 20 digits and ".log".
+Format 1 had no heartbeats; it is read as well. A segment is named after its first sequence number, 20 digits and ".log".
 
 Rules
 -----
@@ -33,9 +34,10 @@ import msgspec
 from events.codec import BadEvent, decode, encode
 from events.envelope import SCHEMA, Entry, Quarantined, Recorded
 from events.log import LogDamaged
+from events.vocabulary import Heartbeat
 
 MAGIC = b"UNICRON\x01"
-FORMAT = 1
+FORMAT = 2
 FRAME_HEAD_BYTES = 12
 MAX_FRAME_BYTES = 512 * 1024 * 1024
 
@@ -60,9 +62,15 @@ class _QuarantineRecord(msgspec.Struct, frozen=True, array_like=True, tag="q", f
     size_bytes: int
 
 
+class _BeatRecord(msgspec.Struct, frozen=True, array_like=True, tag="b", forbid_unknown_fields=True):
+    seq: int
+    recorded_at_us: int
+    body: bytes
+
+
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(_Header)
-_batch_decoder = msgspec.msgpack.Decoder(list[_EventRecord | _QuarantineRecord])
+_batch_decoder = msgspec.msgpack.Decoder(list[_EventRecord | _QuarantineRecord | _BeatRecord])
 
 
 class TornTail(LogDamaged):
@@ -74,10 +82,11 @@ class TornTail(LogDamaged):
 
 
 class Batch(NamedTuple):
-    """One frame's entries, and where the frame ends in its file."""
+    """One frame's entries, where the frame ends in its file, and its heartbeats."""
 
     entries: list[Entry]
     end_bytes: int
+    beats: Sequence[Recorded] = ()
 
 
 def segment_name(first_seq: int) -> str:
@@ -102,6 +111,11 @@ def batch_frame(entries: Sequence[Entry]) -> bytes:
     return _frame(_encoder.encode([_record(entry) for entry in entries]))
 
 
+def beats_frame(beats: Sequence[Recorded]) -> bytes:
+    """Heartbeats as a frame; they stand beside the log, not in its order."""
+    return _frame(_encoder.encode([_BeatRecord(b.seq, b.recorded_at_us, encode(b.envelope)) for b in beats]))
+
+
 def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
     """The batches of one segment, streaming; `from_bytes`: the end of a batch read before. TornTail, LogDamaged.
 
@@ -119,7 +133,9 @@ def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
                 records = _batch_decoder.decode(body)
             except msgspec.MsgspecError as error:
                 raise LogDamaged(f"{path}: the frame that ends at byte {end_bytes} is no batch: {error}") from None
-            yield Batch([_entry(record) for record in records], end_bytes)
+            entries = [_entry(record) for record in records if not isinstance(record, _BeatRecord)]
+            beats = [beat for record in records if isinstance(record, _BeatRecord) and (beat := _beat(record))]
+            yield Batch(entries, end_bytes, beats)
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
@@ -178,9 +194,9 @@ def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> int:
         header = _header_decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise LogDamaged(f"{path}: the header is broken: {error}") from None
-    if header.format != FORMAT or header.schema > SCHEMA:
+    if not 1 <= header.format <= FORMAT or header.schema > SCHEMA:
         raise LogDamaged(
-            f"{path}: has format {header.format}, schema {header.schema}; this version reads format {FORMAT},"
+            f"{path}: has format {header.format}, schema {header.schema}; this version reads formats up to {FORMAT},"
             f" schemas up to {SCHEMA}"
         )
     return len(MAGIC) + FRAME_HEAD_BYTES + len(body)
@@ -231,3 +247,12 @@ def _entry(record: _EventRecord | _QuarantineRecord) -> Entry:
         return Recorded(record.seq, record.recorded_at_us, decode(record.body))
     except BadEvent as error:
         return Quarantined(record.seq, record.recorded_at_us, "", error.reason, len(record.body))
+
+
+def _beat(record: _BeatRecord) -> Recorded | None:
+    """The heartbeat; None for anything else, which proves nothing."""
+    try:
+        envelope = decode(record.body)
+    except BadEvent:
+        return None
+    return Recorded(record.seq, record.recorded_at_us, envelope) if isinstance(envelope.event, Heartbeat) else None

@@ -53,8 +53,16 @@ async def export_command(options: argparse.Namespace) -> None:
                     export.write(chunk.entries)
                     last_seq = chunk.entries[-1].seq if chunk.entries else last_seq
                 _require_reached(options.at, last_seq)
-    said = {"path": str(path), "last_seq": last_seq}
-    _print(_json(said) if options.json else f"{path}: entries 1 to {last_seq}" if last_seq else f"{path}: an empty log")
+                beats = 0
+                async with aclosing(source.beats()) as retained:
+                    async for some in retained:
+                        export.write_beats(some)
+                        beats += len(some)
+    if options.json:
+        _print(_json({"path": str(path), "last_seq": last_seq, "beats": beats}))
+    else:
+        held = f"entries 1 to {last_seq}" if last_seq else "an empty log"
+        _print(f"{path}: {held}" + (f", and the last {beats} heartbeats" if beats else ""))
 
 
 async def events_command(options: argparse.Namespace) -> None:

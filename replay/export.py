@@ -1,5 +1,7 @@
 """A log in one file, whole or not at all: what people attach to a bug report and replay elsewhere.
 
+It holds the entries, and the heartbeats that were retained (`verify` derives node losses from them).
+
 The file is one segment (`events/segments.py`) of any length. It is written beside its place under a
 temporary name, made durable, and renamed: nobody ever sees half of it.
 """
@@ -11,9 +13,9 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from events.envelope import Entry
+from events.envelope import Entry, Recorded
 from events.log import LogDamaged
-from events.segments import batch_frame, segment_start
+from events.segments import batch_frame, beats_frame, segment_start
 
 
 class Export:
@@ -41,6 +43,11 @@ class Export:
             self._last_seq = entry.seq
         if entries:
             self._file.write(batch_frame(entries))
+
+    def write_beats(self, beats: list[Recorded]) -> None:
+        """Add heartbeats, at any time."""
+        if beats:
+            self._file.write(beats_frame(beats))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -13,13 +13,14 @@ from contextlib import aclosing, asynccontextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from events.envelope import Entry
+from events.envelope import Entry, Recorded
 from events.log import LogError, LogUnavailable
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog
+from events.nats_reader import read_stream
 from events.nats_server import EmbeddedServer
 from events.nats_streams import ApiError, api
-from events.subjects import EVENT_STREAM
+from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
 from replay.point import EPOCH
 from replay.source import CHUNK_ENTRIES, Chunk
 
@@ -58,6 +59,33 @@ class NatsSource:
 
     async def end_us(self) -> int:
         return self._last_us
+
+    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        try:
+            newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
+        except ApiError as error:
+            if error.code != STREAM_NOT_FOUND:
+                raise
+            return
+        if not newest["messages"]:
+            return
+        chunk: list[Recorded] = []
+        stream = read_stream(self._connection, BEAT_STREAM, start={"deliver_policy": "all"})
+        async with aclosing(stream) as messages:
+            while True:
+                try:
+                    async with asyncio.timeout(STALL_S):
+                        stored = await anext(messages)
+                except TimeoutError:
+                    raise LogUnavailable(f"{self._connection.urls}: no heartbeats for {STALL_S:g} s") from None
+                beat = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+                if isinstance(beat, Recorded):
+                    chunk.append(beat)
+                if len(chunk) == CHUNK_ENTRIES or stored.seq >= newest["last_seq"]:
+                    yield chunk
+                    chunk = []
+                if stored.seq >= newest["last_seq"]:
+                    return
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from events.envelope import Entry
+from events.envelope import Entry, Recorded
 from events.log import LogDamaged
 from events.segments import TornTail, read_segment, segment_paths
 from replay.point import Point
@@ -43,6 +43,10 @@ class Source(Protocol):
 
     async def end_us(self) -> int:
         """When the newest entry was recorded, 0 for an empty log."""
+        ...
+
+    def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        """The heartbeats that are still there, in order, in pieces."""
         ...
 
 
@@ -94,6 +98,16 @@ class FileSource:
             if newest:
                 break
         return newest
+
+    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        for segment in self._segments:
+            try:
+                for batch in read_segment(segment):
+                    if batch.beats:
+                        yield list(batch.beats)
+                    await asyncio.sleep(0)
+            except TornTail:
+                return  # reading the entries has said so
 
     async def _read(self, segments: Sequence[Path]) -> AsyncGenerator[Chunk, None]:
         seq = 0
