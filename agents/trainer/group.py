@@ -34,7 +34,8 @@ from agents.trainer.channel import AgentChannel
 from events.vocabulary import StoreAddress
 
 _MEET_TIMEOUT = timedelta(seconds=10)
-_LOOK_AGAIN = timedelta(milliseconds=50)
+#: How long one look for the others' keys may take; it holds up nobody, but torch warns at the end of each.
+_LOOK_AGAIN = timedelta(seconds=60)
 _POLL_CUDA_S = 0.002
 _CLOSE_TIMEOUT_S = 1.0
 #: Groups with an operation that would not end: destroying them could block, so they live as long as the process.
