@@ -1,0 +1,53 @@
+"""Large clusters to plan for: GPT-3 models of five sizes on A800 nodes of eight, T from the throughput model."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from unicrond.planning.presets import GPUS, MODELS
+from unicrond.planning.problem import Curve, TaskProblem
+from unicrond.planning.situation import NodeLoad, Situation
+from unicrond.planning.throughput import table
+
+SLOTS = 8
+SIZES = ("gpt3-1.3b", "gpt3-7b", "gpt3-13b", "gpt3-70b", "gpt3-175b")
+BATCHES = (None, 2048, 4096)
+HOUR_US = 3600 * 10**6
+
+
+@lru_cache
+def curve(model: str, batch: int | None, workers: int, unit: int) -> Curve:
+    """T(x) in FLOP/s for x up to `workers`, multiples of `unit` only."""
+    points = table(MODELS[model], GPUS["a800-80g"], workers, batch=batch)
+    return Curve({x: flops for x, flops in points.items() if x % unit == 0})
+
+
+def cluster(workers: int, tasks: int, unit: int) -> Situation:
+    """`tasks` tasks that share `workers` GPUs, and one more in the queue.
+
+    They stand one behind the other on the nodes, so some nodes carry two. `unit` 1: GPU granularity, 8: node.
+    Shares differ by a factor of seven.
+    """
+    weight_sum = sum(1 + i * 5 % 7 for i in range(tasks))
+    loads: list[set[str]] = [set() for _ in range(workers // SLOTS)]
+    lineup, seated = [], 0
+    for i in range(tasks + 1):
+        t = curve(SIZES[i % len(SIZES)], BATCHES[i % len(BATCHES)], workers, unit)
+        least = int(t.workers[0]) if len(t) else unit
+        share = max(least, workers * (1 + i * 5 % 7) // weight_sum // unit * unit)
+        share = 0 if i == tasks or seated + share > workers else share
+        name = f"{SIZES[i % len(SIZES)].replace('.', '_')}-{i}"
+        floor = least if tasks * least * 4 < workers else 0
+        lineup.append(TaskProblem(name, 1 + i % 3, share, t, min_workers=least, floor=floor, unit=unit))
+        for worker in range(seated, seated + share):
+            loads[worker // SLOTS].add(name)
+        seated += share
+    nodes = tuple(NodeLoad(f"node{j:04}", SLOTS, frozenset(there)) for j, there in enumerate(loads))
+    return Situation(
+        nodes=nodes,
+        tasks=tuple(lineup[:-1]),
+        mtbf_us=5 * 365 * 24 * HOUR_US,
+        d_transition_us=60 * 10**6,
+        queued=lineup[-1],
+        join_slots=(SLOTS,),
+    )
