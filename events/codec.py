@@ -21,8 +21,8 @@ from events.vocabulary import (
     Command,
     CoordinatorStarted,
     Decision,
+    Request,
     StartWorker,
-    TaskCancelled,
     TaskSpec,
     TaskSubmitted,
     WorkerExited,
@@ -82,7 +82,7 @@ def check(envelope: Envelope) -> None:
     else:
         if envelope.term != 0:
             raise BadEvent(f"$.term: an observation has term 0, got {envelope.term}")
-        if isinstance(event, TaskSubmitted | TaskCancelled):
+        if isinstance(event, Request):
             if envelope.producer != API_PRODUCER:
                 raise BadEvent(f"$.producer: expected {API_PRODUCER!r}, got {envelope.producer!r}")
         elif event.node != envelope.producer:

@@ -12,14 +12,20 @@ from events.vocabulary import (
     CoordinatorStarted,
     DeadlinePassed,
     ErrorReported,
+    Fault,
     Heartbeat,
+    IncidentEscalated,
+    InjectFault,
+    InjectionRequested,
     MembershipDecided,
+    NodeCordoned,
     NodeIsolated,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeReadmitted,
     NodeReturned,
+    NodeUncordoned,
     PlanAdopted,
     SetMembership,
     StartWorker,
@@ -91,6 +97,12 @@ def summary(event: AnyEvent) -> str:
             )
         case TaskCancelled():
             return f"task {event.task} cancelled: {event.reason}"
+        case NodeCordoned():
+            return f"node {event.node} {'drained' if event.drain else 'cordoned'}: {event.reason}"
+        case NodeUncordoned():
+            return f"node {event.node} uncordoned: {event.reason}"
+        case InjectionRequested():
+            return f"fault ordered: {_fault(event.fault, event.node)}"
         case Heartbeat():
             return f"node {event.node} lives, beat {event.beat}, {_count(event.workers, 'worker')}"
         case CoordinatorStarted():
@@ -104,6 +116,10 @@ def summary(event: AnyEvent) -> str:
             return f"node {event.node} isolated {until}: {event.reason}"
         case NodeReadmitted():
             return f"node {event.node} readmitted: {event.reason}"
+        case IncidentEscalated():
+            return (
+                f"incident {event.incident} escalated to SEV{event.severity}, {event.worker} given up: {event.reason}"
+            )
         case DeadlinePassed():
             return f"deadline {event.deadline_id} passed"
         case PlanAdopted():
@@ -134,6 +150,8 @@ def summary(event: AnyEvent) -> str:
         case SetMembership():
             members = _count(len(event.members), "member")
             return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
+        case InjectFault():
+            return f"inject {_fault(event.fault, event.node)}, as {event.injection} asks"
         case _:
             assert_never(event)
 
@@ -144,6 +162,15 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 def _seconds(duration_us: int) -> str:
     return f"{duration_us / 1e6:.3f} s"
+
+
+def _fault(fault: Fault, node: str) -> str:
+    where = f"{fault.worker} on {node}" if fault.worker else f"node {node}"
+    code = f" {fault.xid}" if fault.kind == "xid" else ""
+    when = f" in iteration {fault.at_iteration}" if fault.at_iteration else ""
+    phase = f" at {fault.phase}" if fault.phase else ""
+    lasting = f" ({fault.seconds:g} s)" if fault.seconds else ""
+    return f"{fault.kind}{code} of {where}{when}{phase}{lasting}"
 
 
 def _share(assignment: TaskAssignment) -> str:

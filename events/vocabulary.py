@@ -27,6 +27,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z"
 Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
 #: One incarnation of a worker process: "<task>.<number>"; a number is never used twice in a task.
 WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9}\Z")]
+WorkerOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9})?\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=32768)]
 Micros: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -40,9 +41,7 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 #: A number of the configuration; finite.
 Setting: TypeAlias = Annotated[float, Meta(ge=-1e18, le=1e18)]
 
-Phase: TypeAlias = Literal[
-    "start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown"
-]
+Phase: TypeAlias = Literal["start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown"]
 #: What went wrong, as far as the reporter can tell. Severity is not here: it is the coordinator's.
 ErrorKind: TypeAlias = Literal[
     "node_lost",
@@ -61,6 +60,12 @@ ErrorKind: TypeAlias = Literal[
     "hang",
     "exception",
 ]
+#: The response that an error kind asks for: 1 reconfigure, 2 restart the process, 3 reattempt in place.
+SeverityLevel: TypeAlias = Literal[1, 2, 3]
+#: A fault that a person may order. The last two concern a node, the others a worker; kill either.
+FaultKind: TypeAlias = Literal["kill", "stop", "exception", "nan", "slow", "hang", "exit", "oom", "xid", "drop_network"]
+#: Where in an iteration an ordered fault happens; "": at the first chance.
+FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +78,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Observation(Event, frozen=True, kw_only=True):
     """A fact that somebody saw. The fold never raises on one."""
+
+
+class Request(Observation, frozen=True, kw_only=True):
+    """What a person asks for; its producer is the API, whatever node it names."""
 
 
 class Decision(Event, frozen=True, kw_only=True):
@@ -359,15 +368,52 @@ class CommandFailed(Observation, frozen=True, kw_only=True):
     reason: Text
 
 
-class TaskSubmitted(Observation, frozen=True, kw_only=True):
+class TaskSubmitted(Request, frozen=True, kw_only=True):
     """A person asks for a task to be trained."""
 
     spec: TaskSpec
 
 
-class TaskCancelled(Observation, frozen=True, kw_only=True):
+class TaskCancelled(Request, frozen=True, kw_only=True):
     task: Name
     reason: Text
+
+
+class NodeCordoned(Request, frozen=True, kw_only=True):
+    """The node gets no new workers. `drain`: those that it has leave it too, at an iteration boundary."""
+
+    node: Name
+    drain: bool
+    reason: Text
+
+
+class NodeUncordoned(Request, frozen=True, kw_only=True):
+    """The node may have workers again."""
+
+    node: Name
+    reason: Text
+
+
+class Fault(Value, frozen=True, kw_only=True):
+    """A fault that somebody ordered, for a worker or (`worker` "") for its node.
+
+    `at_iteration` 0: at once, or at the next `phase` where one is given. `seconds`: of a slow iteration's
+    delay, or until a dropped network is mended (0: never). `xid`: the code that the accelerator is to report.
+    """
+
+    kind: FaultKind
+    worker: WorkerOrNone = ""
+    at_iteration: Count = 0
+    phase: FaultPhase = ""
+    seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = 0.0
+    xid: Count = 0
+
+
+class InjectionRequested(Request, frozen=True, kw_only=True):
+    """Somebody orders a fault on `node`; only a coordinator that was started for that takes it."""
+
+    node: Name
+    fault: Fault
 
 
 class Heartbeat(Observation, frozen=True, kw_only=True):
@@ -389,11 +435,13 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
 
     `policy`: the numbers that its decisions depend on, so that they can be made again from the log alone;
     empty in logs older than the field.
+    `severity`: error kinds whose severity the configuration sets; the fold looks here first.
     """
 
     term: Positive
     version: Text
     policy: dict[Name, Setting] = {}
+    severity: dict[ErrorKind, SeverityLevel] = {}
 
 
 class NodeLost(Decision, frozen=True, kw_only=True):
@@ -417,6 +465,18 @@ class NodeIsolated(Decision, frozen=True, kw_only=True):
 
 class NodeReadmitted(Decision, frozen=True, kw_only=True):
     node: Name
+    reason: Text
+
+
+class IncidentEscalated(Decision, frozen=True, kw_only=True):
+    """The response so far has failed or does not do: from now on the incident has `severity`.
+
+    `worker`: the culprit, given up by this decision; a new process takes its place.
+    """
+
+    incident: Text
+    severity: SeverityLevel
+    worker: WorkerId
     reason: Text
 
 
@@ -506,12 +566,20 @@ class SetMembership(Command, frozen=True, kw_only=True):
     store: StoreAddress
 
 
+class InjectFault(Command, frozen=True, kw_only=True):
+    """Make the fault happen that `injection` asked for; stale ones never act."""
+
+    injection: Text
+    fault: Fault
+
+
 AnyEvent: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted | CommandApplied
-    | CommandFailed | TaskSubmitted | TaskCancelled | Heartbeat
+    | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
+    | InjectionRequested | Heartbeat
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
-    | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
-    | StartWorker | StopWorker | SetMembership
+    | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
+    | StartWorker | StopWorker | SetMembership | InjectFault
 )  # fmt: skip

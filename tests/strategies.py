@@ -23,8 +23,7 @@ from events.vocabulary import (
     Decision,
     Event,
     Heartbeat,
-    TaskCancelled,
-    TaskSubmitted,
+    Request,
     WorkerExited,
 )
 
@@ -60,7 +59,7 @@ def envelopes(
         if isinstance(event, Command):
             number = draw(st.integers(0, 10**9))
             event = msgspec.structs.replace(event, command_id=f"{term}.{event.epoch}.{event.node}.{number}")
-    elif isinstance(event, TaskSubmitted | TaskCancelled):
+    elif isinstance(event, Request):
         producer = API_PRODUCER
     else:
         event = msgspec.structs.replace(event, node=producer)

@@ -1,7 +1,7 @@
 """Which deadlines stand, as data: the shell arms them on its monotonic clock and appends DeadlinePassed.
 
 Ids name their subject so exactly that one which comes late means nothing any more:
-`start:<worker>`, `regroup:<task>#<generation>`, `symptom:<incident>`, `isolation:<node>#<nth>`.
+`start:<worker>`, `regroup:<task>#<generation>`, `symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
     """Id -> length in microseconds, from the moment the shell first sees the id."""
     standing: dict[str, int] = {}
     for incident in state.incidents.values():
-        if incident.severity is Severity.SEV3 and not incident.ripe:
+        if incident.ripe:
+            continue
+        if incident.severity is Severity.SEV3:
             standing[f"symptom:{incident.id}"] = int(policy.symptom_window_s * _SECOND_US)
+        elif _lives(state, incident.worker):
+            # Who has raised an error ends by itself, and tells more by that; who hangs does not.
+            length_s = policy.symptom_window_s if incident.kind == "hang" else policy.exit_s
+            standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
     for node in state.nodes.values():
         if node.isolated and not node.isolation_over:
             length_s = policy.isolation_s * 2 ** min(node.isolations - 1, 10)
@@ -32,3 +38,8 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.iteration_us)
             standing[f"regroup:{task.name}#{task.generation}"] = length_us
     return standing
+
+
+def _lives(state: ClusterState, worker: str) -> bool:
+    task = state.tasks.get(worker.rpartition(".")[0])
+    return task is not None and worker in task.workers and task.workers[worker].alive

@@ -7,6 +7,7 @@ Rules
 * Time is the log's receive time, as a running maximum. The observer's clock only dates its own sighting.
 * Fencing lives here: decisions and commands of another term than the newest claimed one are inert.
 * De-duplication lives here: per producer, (boot, number) only grows.
+* A report about a process that is gone, or a group that its reporter has left, changes nothing.
 * Facts open incidents (`_blame`); only decisions close them. One incident per (task, generation): the
   first root cause names it; a broken connection is a symptom, and gives its place to the cause that
   explains it. A lost node is one incident for all its tasks and takes over what it explains.
@@ -23,11 +24,13 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from unicrond.severity import severity_of
+from unicrond.severity import GROUP_KINDS, severity_of
 from unicrond.state import (
     CLOSED_INCIDENTS_MAX,
+    RETURNS_MAX,
     ClusterState,
     Incident,
+    Injection,
     Membership,
     Node,
     NodeStatus,
@@ -54,7 +57,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     state = replace(state, seen=state.seen | {envelope.producer: identity})
     event = envelope.event
     if isinstance(event, v.CoordinatorStarted):
-        return replace(state, term=event.term) if event.term > state.term else _inert(state)
+        return _coordinator_started(state, event) if event.term > state.term else _inert(state)
     if isinstance(event, (v.Decision, v.Command)) and envelope.term != state.term:
         return _inert(state)
     return _FOLDS[type(event)](state, event, envelope)
@@ -65,6 +68,11 @@ def fold_all(state: ClusterState, entries: list[Recorded]) -> ClusterState:
     for entry in entries:
         state = fold(state, entry)
     return state
+
+
+def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:
+    # A fault that the last coordinator did not get to is not to strike out of the blue.
+    return replace(state, term=event.term, severity=dict(event.severity), injections={})
 
 
 def _inert(state: ClusterState) -> ClusterState:
@@ -124,9 +132,10 @@ def _blame(
     generations: dict[str, int],
     message: str,
     log_tail: str = "",
+    place: str = "",
 ) -> ClusterState:
     """Opens an incident, or gives the fact to the open one that it belongs to."""
-    severity = severity_of(kind)
+    severity = severity_of(kind, state.severity)
     for incident in state.incidents.values():
         same = any(incident.generations.get(task) == broken for task, broken in generations.items())
         if not same and not (worker and incident.worker == worker):
@@ -144,6 +153,8 @@ def _blame(
                     generations=incident.generations | generations,
                     message=message,
                     log_tail=log_tail,
+                    place=place or incident.place,
+                    ripe=False,
                     occurred_us=min(incident.occurred_us, envelope.observed_at_us),
                     symptoms=incident.symptoms + 1,
                 ),
@@ -167,6 +178,7 @@ def _blame(
         generations=generations,
         message=message,
         log_tail=log_tail,
+        place=place,
         occurred_us=envelope.observed_at_us,
     )
 
@@ -181,12 +193,13 @@ def _open_incident(
     generations: dict[str, int],
     message: str,
     log_tail: str,
+    place: str = "",
     occurred_us: int,
 ) -> ClusterState:
     incident = Incident(
         id=f"i{state.seq}",
         kind=kind,
-        severity=severity_of(kind),
+        severity=severity_of(kind, state.severity),
         node=node,
         worker=worker,
         generations=generations,
@@ -194,6 +207,7 @@ def _open_incident(
         occurred_us=occurred_us,
         detected_us=state.now_us,
         log_tail=log_tail,
+        place=place,
     )
     return replace(_with_incident(state, incident), incidents_total=state.incidents_total + 1)
 
@@ -259,11 +273,21 @@ def _node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -
         isolated=old.isolated if old else False,
         isolation_over=old.isolation_over if old else False,
         isolations=old.isolations if old else 0,
+        cordoned=old.cordoned if old else False,
+        draining=old.draining if old else False,
+        cordon_reason=old.cordon_reason if old else "",
+        returns_us=old.returns_us if old else (),
         reason=old.reason if old and old.isolated else "",
         commands=old.commands if old else 0,
     )
+    if old is not None and old.status is NodeStatus.LOST:
+        node = _came_back(state, node)
     state = _with_node(state, node)
     return _reconcile_workers(state, event, envelope)
+
+
+def _came_back(state: ClusterState, node: Node) -> Node:
+    return replace(node, returns_us=(*node.returns_us, state.now_us)[-RETURNS_MAX:])
 
 
 def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
@@ -283,6 +307,8 @@ def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envel
         if len(dead) > len(expected):
             missing[task.name] = [name for name in dead if name not in expected]
     if missing:
+        if not alive:  # down and up again, quicker than its silence could tell
+            state = _with_node(state, _came_back(state, state.nodes[event.node]))
         state = _lose_workers_of(
             state,
             envelope,
@@ -310,6 +336,7 @@ def _node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSt
     node = state.nodes.get(event.node)
     if node is None:
         return state
+    state = _forget_injections(state, event.node)
     state = _with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason))
     for task in state.tasks.values():
         ended = [w.worker for w in task.workers.values() if w.node == event.node]
@@ -322,6 +349,7 @@ def _node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Cl
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
+    state = _forget_injections(state, event.node)
     state = _with_node(state, replace(node, status=NodeStatus.LOST, reason=event.reason))
     gone = {
         task.name: [w.worker for w in task.workers.values() if w.node == event.node and w.alive]
@@ -350,16 +378,26 @@ def _node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> C
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.LOST:
         return state
-    return _with_node(state, replace(node, status=NodeStatus.UP, reason=""))
+    return _with_node(state, _came_back(state, replace(node, status=NodeStatus.UP, reason="")))
 
 
 def _node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> ClusterState:
     node = state.nodes.get(event.node)
     if node is None:
         return state
+    for incident in state.incidents.values():
+        if incident.node == event.node:  # the restart has failed: its cure is another plan
+            state = _with_incident(state, replace(incident, severity=Severity.SEV1))
     return _with_node(
         state,
-        replace(node, isolated=True, isolation_over=False, isolations=node.isolations + 1, reason=event.reason),
+        replace(
+            node,
+            isolated=True,
+            isolation_over=False,
+            isolations=node.isolations + 1,
+            returns_us=(),
+            reason=event.reason,
+        ),
     )
 
 
@@ -370,9 +408,22 @@ def _node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) 
     state = _with_node(state, replace(node, isolated=False, isolation_over=False, reason=""))
     for task in state.tasks.values():
         if event.node in task.strikes:
-            strikes = {name: count for name, count in task.strikes.items() if name != event.node}
-            state = _with_task(state, replace(task, strikes=strikes))
+            state = _with_task(state, _acquit(task, {event.node}))
     return state
+
+
+def _node_cordoned(state: ClusterState, event: v.NodeCordoned, _: Envelope) -> ClusterState:
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state
+    return _with_node(state, replace(node, cordoned=True, draining=event.drain, cordon_reason=event.reason))
+
+
+def _node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -> ClusterState:
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state
+    return _with_node(state, replace(node, cordoned=False, draining=False, cordon_reason=""))
 
 
 # --- workers -------------------------------------------------------------------------------------
@@ -469,9 +520,7 @@ def _strike(
     log_tail: str = "",
 ) -> ClusterState:
     """A worker is gone though nobody asked: count it against its node and its task, and open an incident."""
-    hit = state.tasks[task]
-    strikes = hit.strikes | {worker.node: hit.strikes.get(worker.node, 0) + 1}
-    state = _with_task(state, replace(hit, strikes=strikes, stuck=hit.stuck + 1))
+    state = _with_task(state, _struck(state.tasks[task], worker))
     return _blame(
         state,
         envelope,
@@ -484,12 +533,37 @@ def _strike(
     )
 
 
+def _struck(task: Task, worker: Worker) -> Task:
+    """The blow counted, unless it is the one that was counted last (see Task.strikes)."""
+    number = int(worker.worker.rpartition(".")[2])
+    if number >= task.struck_below.get(worker.node, 0):
+        task = replace(
+            task,
+            strikes=task.strikes | {worker.node: task.strikes.get(worker.node, 0) + 1},
+            struck_below=task.struck_below | {worker.node: task.next_worker},
+        )
+    if number >= task.struck_below.get("", 0):
+        task = replace(task, stuck=task.stuck + 1, struck_below=task.struck_below | {"": task.next_worker})
+    return task
+
+
+def _acquit(task: Task, nodes: set[str]) -> Task:
+    """The nodes have proven themselves: nothing is counted against them any more."""
+    return replace(
+        task,
+        strikes={name: count for name, count in task.strikes.items() if name not in nodes},
+        struck_below={name: number for name, number in task.struck_below.items() if name not in nodes},
+    )
+
+
 def _error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelope) -> ClusterState:
     known = _known(state, event.task, event.worker)
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = known
-    severity = severity_of(event.kind)
+    if event.kind in GROUP_KINDS and event.generation < worker.generation:
+        return state  # the reporter itself has left that group behind
+    severity = severity_of(event.kind, state.severity)
     if severity is Severity.SEV3 and (event.generation < task.generation or not task.is_member(worker.worker)):
         return state  # the group that broke has been left behind already
     return _blame(
@@ -501,7 +575,14 @@ def _error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envel
         generations={task.name: _broken_generation(task, [worker.worker])},
         message=event.message,
         log_tail=event.detail,
+        place=_place(task, event),
     )
+
+
+def _place(task: Task, event: v.ErrorReported) -> str:
+    members = task.membership.members if task.membership else ()
+    rank = next((f"rank {rank}, " for rank, member in enumerate(members) if member.worker == event.worker), "")
+    return f"{rank}iteration {event.iteration}, {event.phase}"
 
 
 def _command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
@@ -534,10 +615,13 @@ def _step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) ->
     if task is None or not task.committed_generation <= event.generation <= task.generation:
         return state
     progressed = event.last > task.best_iteration
-    strikes = task.strikes
-    if strikes and event.generation == task.generation and task.membership is not None:
-        proven = {member.node for member in task.membership.members}
-        strikes = {node: count for node, count in strikes.items() if node not in proven}
+    if event.generation == task.generation and task.membership is not None:
+        task = replace(task, reattempts=0)
+        if task.strikes:
+            task = _acquit(task, {member.node for member in task.membership.members})
+    if progressed:
+        below = {node: number for node, number in task.struck_below.items() if node}
+        task = replace(task, stuck=0, struck_below=below)
     task = replace(
         task,
         iteration=event.last,
@@ -548,8 +632,6 @@ def _step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) ->
         first_commit_us=task.first_commit_us or state.now_us,
         last_commit_us=state.now_us,
         iteration_us=event.duration_us // max(1, event.last - event.first + 1),
-        strikes=strikes,
-        stuck=0 if progressed else task.stuck,
     )
     return _with_task(state, task)
 
@@ -617,8 +699,10 @@ def _task_failed(state: ClusterState, event: v.TaskFailed, _: Envelope) -> Clust
 def _deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Envelope) -> ClusterState:
     """See `deadlines.py` for the ids; one that no longer applies changes nothing."""
     kind, _, subject = event.deadline_id.partition(":")
-    if kind == "symptom" and subject in state.incidents:
-        return _with_incident(state, replace(state.incidents[subject], ripe=True))
+    if kind in ("symptom", "exit") and subject in state.incidents:
+        incident = state.incidents[subject]
+        meant = (kind == "symptom") == _is_symptom(incident)
+        return _with_incident(state, replace(incident, ripe=True)) if meant else state
     if kind == "isolation":
         name, _, nth = subject.partition("#")
         node = state.nodes.get(name)
@@ -650,6 +734,25 @@ def _give_up(state: ClusterState, envelope: Envelope, name: str, worker: Worker,
     return _strike(state, envelope, task=name, worker=worker, kind=kind, broken=broken, message=message)
 
 
+def _incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:
+    incident = state.incidents.get(event.incident)
+    known = _known(state, event.worker.rpartition(".")[0], event.worker)
+    if incident is None or known is None or not known[1].alive:
+        return state
+    task, worker = known
+    broken = _broken_generation(task, [worker.worker])
+    incident = replace(
+        incident,
+        severity=min(Severity(event.severity), incident.severity),
+        node=worker.node,
+        worker=worker.worker,
+        generations=incident.generations | {task.name: broken},
+        ripe=True,
+    )
+    task = _struck(_with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker)
+    return _with_incident(_with_task(state, task), incident)
+
+
 def _plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> ClusterState:
     if event.epoch != state.plan.epoch + 1:
         return state
@@ -677,7 +780,8 @@ def _membership_decided(state: ClusterState, event: v.MembershipDecided, _: Enve
         store=event.store,
         decided_us=state.now_us,
     )
-    return _with_task(state, replace(task, membership=membership))
+    again = event.urgent and task.membership is not None and task.membership.members == event.members
+    return _with_task(state, replace(task, membership=membership, reattempts=task.reattempts + again))
 
 
 def _transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:
@@ -738,6 +842,26 @@ def _set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) ->
     return _count_command(state, event.node)
 
 
+# --- faults that people order --------------------------------------------------------------------
+
+
+def _injection_requested(state: ClusterState, event: v.InjectionRequested, _: Envelope) -> ClusterState:
+    node = state.nodes.get(event.node)
+    if node is None or node.status is not NodeStatus.UP:
+        return state
+    injection = Injection(node=event.node, fault=event.fault)
+    return replace(state, injections=state.injections | {f"f{state.seq}": injection})
+
+
+def _inject_fault(state: ClusterState, event: v.InjectFault, _: Envelope) -> ClusterState:
+    state = _count_command(state, event.node)
+    return replace(state, injections={name: i for name, i in state.injections.items() if name != event.injection})
+
+
+def _forget_injections(state: ClusterState, node: str) -> ClusterState:
+    return replace(state, injections={name: i for name, i in state.injections.items() if i.node != node})
+
+
 _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeJoined: _node_joined,
     v.NodeLeft: _node_left,
@@ -745,6 +869,8 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeReturned: _node_returned,
     v.NodeIsolated: _node_isolated,
     v.NodeReadmitted: _node_readmitted,
+    v.NodeCordoned: _node_cordoned,
+    v.NodeUncordoned: _node_uncordoned,
     v.WorkerStarted: _worker_started,
     v.WorkerReady: _worker_ready,
     v.WorkerRegrouped: _worker_regrouped,
@@ -759,6 +885,8 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.TaskSubmitted: _task_submitted,
     v.TaskCancelled: _task_cancelled,
     v.Heartbeat: _nothing,  # stands on its own stream and is folded by liveness.py
+    v.InjectionRequested: _injection_requested,
+    v.IncidentEscalated: _incident_escalated,
     v.DeadlinePassed: _deadline_passed,
     v.PlanAdopted: _plan_adopted,
     v.MembershipDecided: _membership_decided,
@@ -767,4 +895,5 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StartWorker: _start_worker,
     v.StopWorker: _stop_worker,
     v.SetMembership: _set_membership,
+    v.InjectFault: _inject_fault,
 }

@@ -18,9 +18,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     collective is tried again in place (SEV3).
     `worker_start_s`: from StartWorker to WorkerReady. `regroup_s`: from a membership to its last member
     in the group; never less than four iterations of the task.
+    `exit_s`: how long a worker that has reported an error (SEV2, SEV1) may take to end by itself.
+    `reattempts_max`: reattempts in place without a step before the first to report is restarted (SEV2).
     `isolation_s`: how long a node that failed a restart gets no workers; doubles with each isolation.
-    `strikes_max`: deaths on one node without a step between them before the node is isolated (SEV1).
-    `stuck_max`: deaths of a task's workers without a new iteration before the task is failed.
+    `strikes_max`: blows to a task on one node without a step between them before the node is isolated (SEV1).
+    `stuck_max`: blows to a task without a new iteration before the task is failed.
+    `flaps_max`: returns of a lost node within `flap_window_s` before it is isolated.
     `worker_mtbf_s`: mean time between failures of one worker; D_running(n) = worker_mtbf_s / n.
     `transition_s`: D_transition, the expected length of a transition.
     """
@@ -28,9 +31,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     symptom_window_s: Seconds = 0.3
     worker_start_s: Seconds = 120.0
     regroup_s: Seconds = 60.0
+    exit_s: Seconds = 2.0
+    reattempts_max: Annotated[int, Meta(ge=1)] = 1
     isolation_s: Seconds = 60.0
     strikes_max: Annotated[int, Meta(ge=1)] = 2
     stuck_max: Annotated[int, Meta(ge=1)] = 8
+    flaps_max: Annotated[int, Meta(ge=1, le=16)] = 3
+    flap_window_s: Seconds = 600.0
     worker_mtbf_s: Seconds = 7.0 * 86400
     transition_s: Seconds = 5.0
 

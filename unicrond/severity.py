@@ -7,9 +7,13 @@ Rules
 * SEV2 restart the process: same node, new process, state from the nearest source.
 * SEV1 reconfigure: isolate the node, plan anew for all tasks.
 * A failed reattempt becomes SEV2, a failed restart SEV1 (`decide.py` does the counting).
+* The configuration may set other severities; those in force stand in the log (CoordinatorStarted), so that
+  the fold needs nothing else to know them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from unicrond.state import Severity
 
@@ -39,6 +43,18 @@ RESPONSE: dict[Severity, str] = {
 }
 
 
-def severity_of(kind: str) -> Severity:
+#: What is said of a group, not of a process: void once the reporter has left that group behind.
+GROUP_KINDS = frozenset({"connection_broken", "collective_timeout", "store_error", "hang"})
+
+#: Severities that cannot be: what no longer runs is not tried again in place, nor restarted on a lost node.
+IMPOSSIBLE: dict[str, tuple[Severity, ...]] = {
+    "node_lost": (Severity.SEV2, Severity.SEV3),
+    "process_exit": (Severity.SEV3,),
+    "start_failed": (Severity.SEV3,),
+}
+
+
+def severity_of(kind: str, overrides: Mapping[str, int]) -> Severity:
     """The severity of an error kind; unknown kinds are SEV2 (restart the process)."""
-    return SEVERITY.get(kind, Severity.SEV2)
+    override = overrides.get(kind)
+    return SEVERITY.get(kind, Severity.SEV2) if override is None else Severity(override)

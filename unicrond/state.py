@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from events.vocabulary import Member, StoreAddress, TaskAssignment, TaskSpec
+from events.vocabulary import Fault, Member, StoreAddress, TaskAssignment, TaskSpec
 
 
 class Severity(IntEnum):
@@ -56,7 +56,11 @@ class TaskStatus(StrEnum):
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had."""
+    """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
+
+    `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
+    `returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
+    """
 
     name: str
     status: NodeStatus
@@ -70,13 +74,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     isolated: bool = False
     isolation_over: bool = False
     isolations: int = 0
+    cordoned: bool = False
+    draining: bool = False
+    cordon_reason: str = ""
+    returns_us: tuple[int, ...] = ()
     reason: str = ""
     commands: int = 0
 
     @property
     def schedulable(self) -> bool:
-        """May carry workers."""
-        return self.status is NodeStatus.UP and not self.isolated
+        """May carry workers; a cordoned node those that it has (`reconcile.capacity`)."""
+        return self.status is NodeStatus.UP and not self.isolated and not self.draining
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +125,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A training job.
 
     `iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
-    `strikes`: per node, workers that died there since the task last committed a step there.
-    `stuck`: deaths of workers since the task last committed a new iteration.
+    `strikes`: per node, blows to the task there since it last committed a step there. Workers that end
+    together are one blow; a worker that was started after it makes the next.
+    `stuck`: blows anywhere since the task last committed a new iteration.
+    `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
+    `reattempts`: generations of the same members, one after the other, without a step in the newest.
     """
 
     spec: TaskSpec
@@ -140,6 +151,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_iteration: int = 0
     strikes: dict[str, int] = {}
     stuck: int = 0
+    struck_below: dict[str, int] = {}
+    reattempts: int = 0
     params_digest: str = ""
     reason: str = ""
 
@@ -166,11 +179,17 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def leavers(self) -> list[Worker]:
         """Workers still in an older group that the newest membership leaves out; they park at a boundary."""
+        members = self.member_names
         return [
             worker
             for worker in self.workers.values()
-            if worker.status is WorkerStatus.MEMBER and not self.is_member(worker.worker)
+            if worker.status is WorkerStatus.MEMBER and worker.worker not in members
         ]
+
+    @property
+    def member_names(self) -> frozenset[str]:
+        """Workers of the newest membership. Only to look up in: a set has no order."""
+        return frozenset(member.worker for member in self.membership.members) if self.membership else frozenset()
 
     @property
     def at_rest(self) -> bool:
@@ -187,7 +206,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
     once a later one has formed. A worker that was no member broke none: the present one less 1.
-    `ripe`: the time to wait for a better explanation is over.
+    `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
+    `place`: where in the training it happened, in words.
     `occurred_us` is by the observer's clock; the other times are by the log's.
     `resumed_us`: when the last task hit went on training, 0 = not yet.
     """
@@ -202,6 +222,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     occurred_us: int
     detected_us: int
     log_tail: str = ""
+    place: str = ""
     symptoms: int = 0
     ripe: bool = False
     response: str = ""
@@ -229,18 +250,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     adopted_us: int = 0
 
 
+class Injection(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that somebody ordered, and that no command carries yet."""
+
+    node: str
+    fault: Fault
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication)."""
+    """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
+
+    `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
+    """
 
     seq: int = 0
     now_us: int = 0
     term: int = 0
+    severity: dict[str, int] = {}
     nodes: dict[str, Node] = {}
     tasks: dict[str, Task] = {}
     incidents: dict[str, Incident] = {}
     closed: tuple[Incident, ...] = ()
     incidents_total: int = 0
     plan: Plan = Plan()
+    injections: dict[str, Injection] = {}
     seen: dict[str, tuple[int, int]] = {}
     quarantined: int = 0
     duplicates: int = 0
@@ -249,6 +282,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 #: How many closed incidents the state remembers; the log has them all.
 CLOSED_INCIDENTS_MAX = 200
+#: How many returns of a node it remembers.
+RETURNS_MAX = 16
 
 
 def digest(state: ClusterState) -> str:

@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from events.codec import API_PRODUCER, encode
 from events.envelope import Envelope
-from events.vocabulary import Command, CoordinatorStarted, Decision, Event, TaskCancelled, TaskSubmitted
+from events.vocabulary import Command, CoordinatorStarted, Decision, Event, Request
 from tests.strategies import EVENT_TYPES
 
 GOLDEN_PATH = Path(__file__).with_name("events.json")
@@ -36,7 +36,7 @@ def example(kind: type[Event]) -> Envelope:
             event = msgspec.structs.replace(event, command_id=f"{term}.{event.epoch}.{event.node}.1")
         if issubclass(kind, CoordinatorStarted):
             event = msgspec.structs.replace(event, term=term)
-    elif issubclass(kind, TaskSubmitted | TaskCancelled):
+    elif issubclass(kind, Request):
         producer = API_PRODUCER
     return Envelope(
         producer=producer, boot=1_700_000_000_000_000, number=42, term=term, caused_by="node-2-7-1", based_on=41,
@@ -79,7 +79,8 @@ def _value(info: inspect.Type, name: str) -> Any:
         case inspect.VarTupleType():
             return (_value(info.item_type, ""),)
         case inspect.DictType():
-            return {"8": _value(info.value_type, "")}
+            key = info.key_type.values[0] if isinstance(info.key_type, inspect.LiteralType) else "8"
+            return {key: _value(info.value_type, "")}
         case inspect.UnionType():
             return _value(next(kind for kind in info.types if not isinstance(kind, inspect.NoneType)), "")
         case _:
