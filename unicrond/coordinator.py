@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.log import MAX_BATCH, BeatLog, EventLog, Fence
+from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced
 from events.prose import summary
 from events.vocabulary import (
     AnyEvent,
@@ -156,6 +156,9 @@ class Coordinator:
                 if self._inbox.empty():
                     break
                 entry = self._inbox.get_nowait()
+            assert self._fence is not None
+            if self.state.term > self._fence.term:
+                raise Fenced(f"term {self._fence.term} was replaced by term {self.state.term}")
             if self.state.seq >= self._hold_seq:
                 if not self.live.is_set():
                     self.liveness.grace(self._clock.monotonic_us())

@@ -99,6 +99,27 @@ async def test_a_new_coordinator_fences_the_old_one() -> None:
     assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, Recorded)) == 1
 
 
+async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_in_its_name() -> None:
+    log = MemoryLog()
+    old = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2)
+    running_old = asyncio.create_task(old.run())
+    await asyncio.wait_for(old.live.wait(), 5)
+    await log.claim_term(
+        Envelope(
+            producer="coordinator",
+            boot=2,
+            number=1,
+            term=2,
+            observed_at_us=1,
+            event=v.CoordinatorStarted(term=2, version="test"),
+        )
+    )
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await asyncio.wait_for(running_old, 5)
+    assert caught.group_contains(Fenced)
+    assert await log.last_seq() == 2
+
+
 async def test_a_silent_node_is_declared_lost() -> None:
     log, beats = MemoryLog(), MemoryBeatLog()
     async with running(log, beats) as coordinator:
