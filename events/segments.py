@@ -11,7 +11,8 @@ Format
             | ["q", seq, recorded_at_us, subject, reason, size_bytes]      (a quarantined message)
             | ["b", seq, recorded_at_us, envelope]      (a heartbeat, by the numbers of its own stream; format 2)
 
-Format 1 had no heartbeats; it is read as well. A segment is named after its first sequence number, 20 digits and ".log".
+Format 1 had no heartbeats; it is read as well. A segment is named after its first sequence number, 20 digits
+and ".log".
 
 Rules
 -----

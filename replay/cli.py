@@ -1,7 +1,7 @@
 """`unicron-replay`: look at any moment of a log again. It only reads.
 
-Exit codes: 0 done; 1 the log cannot be reached or is damaged; 2 bad usage; 130 interrupted. An error is one
-line on stderr that names the field and the fix.
+Exit codes: 0 done; 1 the log cannot be reached, is damaged or does not verify; 2 bad usage; 130 interrupted. An
+error is one line on stderr that names the field and the fix.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from events.log import LogError
-from replay.commands import PROGRAM, UsageError, digest_command, events_command, export_command, state_command
+from replay.commands import digest_command, events_command, export_command, state_command
+from replay.opening import PROGRAM, UsageError
 from replay.point import BeforeEnd, Point, parse_point
 from replay.selection import TYPE_NAMES
+from replay.verify_command import verify_command
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
@@ -32,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("events").setLevel(logging.CRITICAL)  # what it retries is no news; what fails is raised
     options = _parser().parse_args(_with_spans_glued(sys.argv[1:] if arguments is None else arguments))
     try:
-        asyncio.run(options.run(options))
+        code = asyncio.run(options.run(options))
         sys.stdout.flush()
+        return code or 0
     except UsageError as error:
         return _fail(2, f"{error}")
     except LogError as error:
@@ -91,6 +94,13 @@ examples:
   unicron-replay events --file incident.log --after 100 --until 200 --json
 
 --node and --task take every event that names the node or task, also inside a plan or a membership.""",
+    "verify": """\
+examples:
+  unicron-replay verify --state-dir unicron-state
+  unicron-replay verify --file incident.log --json
+
+Exit code 1 at the first decision that this version, with the recorded inputs, would make otherwise. Node losses
+are derived again from the heartbeats while they are kept (10 minutes, and in an export for ever).""",
 }
 
 
@@ -121,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     events.add_argument("--type", metavar="TYPE", type=_type_name, action="append", default=[], help="can be repeated")
     events.add_argument("--node", metavar="NODE", type=_name, help="events that name this node")
     events.add_argument("--task", metavar="TASK", type=_name, help="events that name this task")
+
+    _command(commands, "verify", verify_command, "make every decision again from its recorded inputs, and compare")
     return parser
 
 

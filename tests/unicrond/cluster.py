@@ -16,7 +16,7 @@ from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
 from unicrond.invariants import check
 from unicrond.planning.solver import solve
-from unicrond.policy import Policy
+from unicrond.policy import Policy, Settings
 from unicrond.state import ClusterState, NodeStatus, TaskStatus
 
 SECOND_US = 1_000_000
@@ -60,6 +60,7 @@ class MiniCluster:
         self._numbers: dict[tuple[str, int], int] = {}
         self._passed: set[str] = set()
         self._solutions: dict = {}
+        self._based_on = 0
         self.take_over()
 
     # --- the log -----------------------------------------------------------------------------
@@ -76,6 +77,7 @@ class MiniCluster:
             boot=boot,
             number=self._numbers[key],
             term=term,
+            based_on=self._based_on or self.state.seq if producer == "coordinator" else 0,
             observed_at_us=self.now_us,
             event=event,
         )
@@ -93,7 +95,8 @@ class MiniCluster:
     def take_over(self) -> None:
         """A coordinator crash and restart."""
         term = self.state.term + 1
-        self.append(v.CoordinatorStarted(term=term, version="test"), "coordinator", term)
+        policy = Settings(self.policy, 1.0).numbers()
+        self.append(v.CoordinatorStarted(term=term, version="test", policy=policy), "coordinator", term)
         self._passed.clear()
         self._solutions.clear()
 
@@ -258,8 +261,10 @@ class MiniCluster:
         for problem in needed_solves(self.state, self.policy):
             self._solutions.setdefault(problem, solve(problem))
         events = decide(self.state, self._solutions, self.policy)
+        self._based_on = self.state.seq
         for event in events:
             self.append(event, "coordinator", self.state.term)
+        self._based_on = 0
         return bool(events)
 
     def pass_deadlines(self, prefix: str = "") -> bool:

@@ -1,0 +1,88 @@
+"""From parsed options to the log that they name, a point in it, the state there; and how a command speaks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from replay.point import AtSeq, BeforeEnd, Point
+from replay.progress import with_bar
+from replay.replayer import EMPTY, replay
+from replay.source import FileSource, Source, read
+from unicrond.state import ClusterState
+
+PROGRAM = "unicron-replay"
+
+
+class UsageError(Exception):
+    """An option that cannot be used; names it and the fix."""
+
+
+@asynccontextmanager
+async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
+    """The log that the options name."""
+    if options.file is not None:
+        yield file_source(options.file)
+        return
+    from events.nats_connection import Login  # the NATS client takes 100 ms to import, and a file needs none of it
+    from replay.nats_source import embedded_url, open_nats
+
+    password = options.password_file.read_text().strip() if options.password_file else None
+    login = Login(
+        user=options.user, password=password, creds=options.creds, nkey_seed=options.nkey_seed, tls_ca=options.tls_ca
+    )
+    urls = options.nats if options.nats is not None else [await embedded_url(options.state_dir)]
+    async with open_nats(urls, login) as source:
+        yield source
+
+
+def file_source(path: Path) -> FileSource:
+    """The exported log at `path`."""
+    try:
+        return FileSource(path)
+    except OSError as error:
+        raise UsageError(f"--file: {path} cannot be read: {error.strerror}; name an exported log") from None
+
+
+async def state_at(options: argparse.Namespace, at: Point | BeforeEnd | None) -> ClusterState:
+    """The state at a point of the log that the options name. UsageError beyond its end."""
+    async with open_source(options) as source:
+        return await fold_to(source, at)
+
+
+async def fold_to(source: Source, at: Point | BeforeEnd | None) -> ClusterState:
+    """The state of `source` at a point. UsageError beyond its end."""
+    state = EMPTY
+    until = await resolve(source, at)
+    async with aclosing(with_bar(read(source, until=until), "replaying")) as chunks:
+        async for chunk in chunks:
+            state = replay(chunk.entries, start=state)
+    require_reached(at, state.seq)
+    return state
+
+
+def require_reached(at: Point | BeforeEnd | None, last_seq: int) -> None:
+    """A state "at 900" of a log of 800 would be a guess about the future."""
+    if isinstance(at, AtSeq) and last_seq < at.seq:
+        raise UsageError(f"--at: entry {at.seq} is not in the log, which ends at entry {last_seq}")
+
+
+async def resolve(source: Source, point: Point | BeforeEnd | None) -> Point | None:
+    """The point, where it was given as a span before the end."""
+    return point.resolve(await source.end_us()) if isinstance(point, BeforeEnd) else point
+
+
+def as_json(value: Any) -> str:
+    """One line of JSON; a NaN loss becomes null."""
+    return msgspec.json.encode(value).decode()
+
+
+def say(text: str) -> None:
+    """A line on stdout."""
+    sys.stdout.write(text + "\n")

@@ -1,0 +1,252 @@
+"""Every decision is made again from its recorded inputs; what differs is found where it first differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Entry, Envelope, Recorded
+from replay.cli import main
+from replay.verify import Divergence, Findings, Verifier, bases
+from tests.replay.command import unicron_replay
+from tests.replay.logs import eventful, troubled, write_log
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.planning.solver import Solution, solve
+from unicrond.policy import Policy
+
+HEARTBEAT_US = SECOND_US
+
+
+def verify(entries: Sequence[Entry], beats: Sequence[Recorded] = ()) -> Findings:
+    verifier = Verifier(bases(entries), beats)
+    for entry in entries:
+        verifier.feed(entry)
+    return verifier.finish()
+
+
+def changed(entry: Recorded, **fields: object) -> Recorded:
+    """The entry with another event."""
+    event: Any = replace(entry.envelope.event, **fields)
+    return Recorded(entry.seq, entry.recorded_at_us, replace(entry.envelope, event=event))
+
+
+def first(log: Sequence[Recorded], kind: type) -> int:
+    return next(number for number, entry in enumerate(log) if isinstance(entry.envelope.event, kind))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_decision_of_a_troubled_cluster_is_made_again(seed: int) -> None:
+    log = troubled(seed).log
+    findings = verify(log)
+    decided = [
+        entry
+        for entry in log
+        if isinstance(entry.envelope.event, v.Decision | v.Command)
+        and not isinstance(entry.envelope.event, v.CoordinatorStarted | v.NodeLost | v.DeadlinePassed)
+    ]
+    assert findings.decisions == len(decided) > 20
+    passed = [entry for entry in log if isinstance(entry.envelope.event, v.DeadlinePassed)]
+    assert findings.deadlines == len(passed)
+    assert findings.entries == len(log)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (v.PlanAdopted, {"reason": "another one"}),
+        (v.PlanAdopted, {"waf": 1}),
+        (v.MembershipDecided, {"urgent": False}),
+        (v.StartWorker, {"replica": 9}),
+        (v.TransitionCompleted, {"micro_batches_redone": 77}),
+    ],
+)
+def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: dict[str, object]) -> None:
+    log = list(troubled(3).log)
+    at = first(log, kind)
+    log[at] = changed(log[at], **change)
+    batch = [entry.seq for entry in log if entry.envelope.based_on == log[at].envelope.based_on]
+    with pytest.raises(Divergence) as caught:
+        verify(log)
+    assert caught.value.seq == min(seq for seq in batch if seq > log[at].envelope.based_on)
+    assert caught.value.based_on == log[at].envelope.based_on
+
+
+def test_a_decision_that_is_missing_is_found() -> None:
+    log = list(troubled(3).log)
+    at = first(log, v.SetMembership)
+    gone = log.pop(at)
+    log[at:] = [Recorded(entry.seq - 1, entry.recorded_at_us, entry.envelope) for entry in log[at:]]
+    with pytest.raises(Divergence) as caught:
+        verify(log)
+    assert caught.value.based_on == gone.envelope.based_on
+    assert len(caught.value.decided_again) == len(caught.value.recorded) + 1
+
+
+def test_a_batch_that_a_crash_cut_short_is_no_difference_only_at_the_limit_of_a_batch() -> None:
+    log = list(troubled(3).log)
+    at = first(log, v.SetMembership)
+    with pytest.raises(Divergence):
+        verify(log[:at])
+
+
+def test_a_deadline_that_never_stood_is_found() -> None:
+    cluster = troubled(5)
+    cluster.append(v.DeadlinePassed(deadline_id="symptom:i7"), "coordinator", cluster.state.term)
+    with pytest.raises(Divergence, match=f"entry {len(cluster.log)} ") as caught:
+        verify(cluster.log)
+    assert "no such deadline stood" in caught.value.decided_again[0]
+
+
+def test_another_planner_is_found_at_its_first_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = troubled(4).log
+    plans = [entry for entry in log if isinstance(entry.envelope.event, v.PlanAdopted)]
+    workers = [sum(a.workers for a in entry.envelope.event.assignments) for entry in plans]  # type: ignore[union-attr]
+    wrong_at = next(number for number, count in enumerate(workers) if count >= 3)
+
+    def greedy(problem: Any) -> Solution:
+        """As long as there is little to share it is right; then the first task takes a worker too few."""
+        solution = solve(problem)
+        if problem.workers < 3:
+            return solution
+        return dataclasses.replace(solution, workers=(max(0, solution.workers[0] - 1), *solution.workers[1:]))
+
+    monkeypatch.setattr("replay.verify.solve", greedy)
+    with pytest.raises(Divergence) as caught:
+        verify(log)
+    assert caught.value.seq <= plans[wrong_at].seq
+    batch = [entry.seq for entry in log if entry.envelope.based_on == caught.value.based_on]
+    assert plans[wrong_at].seq in batch
+
+
+def test_versions_and_configurations_are_named() -> None:
+    cluster = MiniCluster(1)
+    cluster.add_host("n1")
+    cluster.submit("a")
+    cluster.run()
+    cluster.policy = Policy(worker_mtbf_s=3600.0, strikes_max=4)
+    cluster.take_over()
+    cluster.run()
+    cluster.policy = Policy(worker_mtbf_s=3600.0, strikes_max=4)
+    cluster.append(v.CoordinatorStarted(term=cluster.state.term + 1, version="0.0.1"), "coordinator", 9)
+    notes = verify(cluster.log).notes
+    assert "version test (this is version 0.1.0)" in notes[0]
+    assert "strikes_max 2.0 -> 4.0" in notes[1] and "worker_mtbf_s 604800.0 -> 3600.0" in notes[1]
+    assert "no policy recorded" in notes[2]
+
+
+def test_the_policy_of_the_term_counts_not_todays() -> None:
+    cluster = MiniCluster(1, Policy(strikes_max=1))
+    for name in ("n1", "n2"):
+        cluster.add_host(name)
+    cluster.submit("a")
+    cluster.run()
+    host = next(host for host in cluster.hosts.values() if host.processes)
+    cluster.kill_worker(host, next(iter(host.processes)))
+    cluster.run()
+    assert any(isinstance(entry.envelope.event, v.NodeIsolated) for entry in cluster.log)
+    verify(cluster.log)
+    started = cluster.log[0].envelope.event
+    assert isinstance(started, v.CoordinatorStarted)
+    other = [changed(cluster.log[0], policy={**started.policy, "strikes_max": 2.0}), *cluster.log[1:]]
+    with pytest.raises(Divergence):
+        verify(other)
+
+
+def test_decisions_of_an_old_term_are_not_compared() -> None:
+    entries = eventful(6)
+    made = [entry for entry in entries if isinstance(entry, Recorded)]
+    by_hand = first(made, v.NodeReturned)  # what `eventful` adds by hand nobody decided
+    assert verify(entries[:by_hand]).inert == 0
+    stale = entries[-1]
+    assert isinstance(stale, Recorded)
+    assert verify([*entries[:by_hand], Recorded(by_hand + 1, 1, stale.envelope)]).inert == 1
+
+
+# --- node losses from heartbeats -----------------------------------------------------------------
+
+
+def beat(node: str, seq: int, at_us: int, boot: int = 1) -> Recorded:
+    said = v.Heartbeat(node=node, agent_boot=boot, beat=seq, workers=0, load_milli=0, memory_free_bytes=0)
+    envelope = Envelope(producer=node, boot=boot, number=seq, observed_at_us=at_us, event=said)
+    return Recorded(seq, at_us, envelope)
+
+
+def silent_node(silence_us: int) -> tuple[list[Recorded], list[Recorded]]:
+    """Two nodes beat for 10 s, then one is silent for `silence_us` and declared lost: log and beats."""
+    cluster = MiniCluster(1)
+    cluster.add_host("n1")
+    cluster.add_host("n2")
+    cluster.run()
+    start_us = cluster.now_us
+    lost_us = start_us + 10 * SECOND_US + silence_us
+    beats: list[Recorded] = []
+    for tick in range((lost_us - start_us) // (HEARTBEAT_US // 2) + 4):
+        at_us = start_us + tick * HEARTBEAT_US // 2
+        for name in ("coordinator", "n1", "n2"):
+            if name == "n2" and at_us > start_us + 10 * SECOND_US:
+                continue
+            beats.append(beat(name, len(beats) + 1, at_us))
+    last = [each for each in beats if each.envelope.producer == "n2"][-1]
+    cluster.now_us = lost_us
+    evidence = v.Evidence(beat_seq=last.seq, beat_at_us=last.recorded_at_us)
+    cluster.append(v.NodeLost(node="n2", evidence=evidence, reason="silent"), "coordinator", cluster.state.term)
+    return cluster.log, beats
+
+
+def test_a_node_loss_follows_from_the_beats() -> None:
+    findings = verify(*silent_node(2_600_000))
+    assert (findings.node_verdicts, findings.unverifiable) == (1, [])
+
+
+def test_a_node_declared_lost_too_soon_is_found() -> None:
+    with pytest.raises(Divergence) as caught:
+        verify(*silent_node(1_500_000))
+    assert "does not follow: the last one of n2 was beat" in caught.value.decided_again[0]
+
+
+def test_evidence_that_is_another_beat_is_found() -> None:
+    log, beats = silent_node(2_600_000)
+    log[-1] = changed(log[-1], evidence=v.Evidence(beat_seq=beats[-1].seq, beat_at_us=5))
+    with pytest.raises(Divergence) as caught:
+        verify(log, beats)
+    assert "another node's" in caught.value.decided_again[0]
+
+
+@pytest.mark.parametrize("kept", ["none", "too few", "too old"])
+def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> None:
+    log, beats = silent_node(2_600_000)
+    beats = {"none": [], "too few": beats[-3:], "too old": beats[:4]}[kept]
+    findings = verify(log, beats)
+    assert findings.node_verdicts == 0
+    assert len(findings.unverifiable) == 1 and "n2 lost" in findings.unverifiable[0]
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_compared(tmp_path: Path) -> None:
+    done = unicron_replay("verify", "--file", write_log(tmp_path / "log.bin", list(troubled(2).log)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verified: every decision is what is decided today" in done.stdout
+    assert "not verifiable" in done.stdout
+
+
+def test_the_command_fails_at_the_first_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = write_log(tmp_path / "log.bin", list(troubled(2).log))
+    nothing = lambda problem: dataclasses.replace(solve(problem), workers=(0,) * len(problem.tasks))  # noqa: E731
+    monkeypatch.setattr("replay.verify.solve", nothing)
+    assert main(["verify", "--file", str(log)]) == 1
+    page = capsys.readouterr().out
+    assert "NOT VERIFIED: entry" in page and "decided again:" in page and "PlanAdopted" in page
+    assert main(["verify", "--file", str(log), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["verified"] is False and said["divergence"]["recorded"] != said["divergence"]["decided_again"]
