@@ -603,6 +603,15 @@ def _command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envel
     return state
 
 
+def _command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:
+    """A stop is applied once the process is gone; of one that never was, nothing else is ever told."""
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            if worker.status is WorkerStatus.STOPPING and worker.command_id == event.command_id:
+                return _with_task(state, _without_workers(task, [worker.worker]))
+    return state
+
+
 def _nothing(state: ClusterState, _event: Any, _envelope: Envelope) -> ClusterState:
     return state
 
@@ -835,7 +844,8 @@ def _stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> Clust
     if known is None:
         return state
     task, worker = known
-    return _with_task(state, _with_worker(task, replace(worker, status=WorkerStatus.STOPPING)))
+    stopping = replace(worker, status=WorkerStatus.STOPPING, command_id=event.command_id)
+    return _with_task(state, _with_worker(task, stopping))
 
 
 def _set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
@@ -880,7 +890,7 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StepCommitted: _step_committed,
     v.CheckpointSaved: _checkpoint_saved,
     v.TaskCompleted: _task_completed,
-    v.CommandApplied: _nothing,
+    v.CommandApplied: _command_applied,
     v.CommandFailed: _command_failed,
     v.TaskSubmitted: _task_submitted,
     v.TaskCancelled: _task_cancelled,

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from unicrond.fold import fold_all
 from unicrond.state import ClusterState, Severity, TaskStatus, digest
@@ -138,3 +139,15 @@ def test_random_faults_converge(seed: int) -> None:
     cluster.assert_whole()
     replayed = fold_all(ClusterState(), cluster.log)
     assert digest(replayed) == digest(cluster.state)
+
+
+def test_a_stop_of_a_worker_that_never_ran_ends_with_its_answer() -> None:
+    cluster = two_tasks(5)
+    host = cluster.hosts["n0"]
+    victim = next(w for task in cluster.state.tasks.values() for w in task.workers.values() if w.node == "n0")
+    del host.processes[victim.worker]  # the agent has forgotten it: no exit will ever be told
+    cluster.append(v.TaskCancelled(task=victim.worker.rpartition(".")[0], reason="test"), "api", 9)
+    cluster.decide()
+    (stop,) = [e.envelope.event for e in host.commands if isinstance(e.envelope.event, v.StopWorker)]
+    cluster.say(host, v.CommandApplied(node="n0", command_id=stop.command_id))
+    assert victim.worker not in cluster.state.tasks[stop.task].workers
