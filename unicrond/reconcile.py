@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 
 from events.vocabulary import Member
-from unicrond.state import ClusterState, Task, Worker, WorkerStatus
+from unicrond.state import ClusterState, Task, TaskStatus, Worker, WorkerStatus
 
 Nodes = tuple[str, ...]
 
@@ -48,7 +48,8 @@ def staffing(state: ClusterState, task: Task) -> Staffing:
     wanted = Counter(assignment.replicas if assignment else ())
     kept: dict[int, tuple[Worker, ...]] = {}
     surplus: dict[int, tuple[Worker, ...]] = {}
-    for number in sorted(whole, key=lambda n: (not task.is_member(whole[n][0].worker), n)):
+    members = {member.worker for member in task.membership.members} if task.membership else set()
+    for number in sorted(whole, key=lambda n: (whole[n][0].worker not in members, n)):
         nodes = tuple(worker.node for worker in whole[number])
         if wanted[nodes] > 0:
             wanted[nodes] -= 1
@@ -85,6 +86,21 @@ def leaving_members(task: Task) -> tuple[Member, ...]:
     for worker in sorted(task.leavers, key=lambda w: (w.replica, w.shard)):
         replicas[worker.replica] = (*replicas.get(worker.replica, ()), worker)
     return members_of({n: w for n, w in replicas.items() if len(w) == task.spec.replica_workers})
+
+
+def capacity(state: ClusterState) -> dict[str, int]:
+    """Slots that a plan may use, per schedulable node: of a cordoned one no more than its workers hold."""
+    nodes = [node for node in state.nodes.values() if node.schedulable]
+    held: Counter[str] = Counter()
+    if any(node.cordoned for node in nodes):
+        held.update(
+            worker.node
+            for task in state.tasks.values()
+            if task.status is TaskStatus.ACTIVE
+            for worker in task.workers.values()
+            if worker.can_train
+        )
+    return {node.name: min(node.slots, held[node.name]) if node.cordoned else node.slots for node in nodes}
 
 
 def occupied(state: ClusterState) -> Counter[str]:
