@@ -49,9 +49,9 @@ class Settings(NamedTuple):
     heartbeat_s: float
 
     def numbers(self) -> dict[str, float]:
-        """Field -> number, for the log."""
-        fields = {name: float(value) for name, value in msgspec.structs.asdict(self.policy).items()}
-        return {**fields, "heartbeat_s": float(self.heartbeat_s)}
+        """Field -> number by name, for the log."""
+        fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
+        return {name: float(value) for name, value in sorted(fields.items())}
 
 
 def settings_of(numbers: Mapping[str, float]) -> Settings:
