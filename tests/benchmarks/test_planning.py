@@ -145,18 +145,25 @@ def test_the_loop_goes_on(benchmark: Any) -> None:
 
 
 MEMORY = """
-import json, resource
+import json, pathlib, re
 from tests.benchmarks.planning_clusters import cluster
 from unicrond.planning import kernel
 from unicrond.planning.table import Planner
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def resident(field):
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(field + r":\\s+(\\d+) kB", status)[1]) * 1024
+
 kernel.warm()
 situation, planner = cluster(10240, 100, 1), Planner()
-before = peak()
+before = resident("VmRSS")
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 planner.refresh(situation)
-once = peak()
-planner.refresh(situation)
-print(json.dumps({"rows": planner.rows_bytes, "once": once - before, "twice": peak() - before, "process": peak()}))
+once = resident("VmHWM")
+planner.refresh(situation)  # the old rows and the new ones at once
+twice = resident("VmHWM")
+sizes = {"rows": planner.rows_bytes, "first": once - before, "second": twice - before, "process": before}
+print(json.dumps(sizes))
 """
 
 

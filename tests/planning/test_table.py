@@ -201,6 +201,7 @@ def test_a_situation_is_one_before_the_fault() -> None:
         {"tasks": (situation.tasks[0],) * 2},
         {"tasks": (replace(situation.tasks[0], faulty=True),)},
         {"queued": situation.tasks[0]},
+        {"nodes": (NodeLoad("n1", 1, frozenset({"c"})),)},
     ):
         with pytest.raises(ProblemError):
             replace(situation, **wrong)  # type: ignore[arg-type]

@@ -131,12 +131,12 @@ def _max_plus(row, points, values, first, end, padded, out):  # type: ignore[no-
     padded[size:] = row
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
-        width = stop - start
-        block = out[start:stop]
-        block[:] = -np.inf
-        low, high = size + start, size + stop
+        out[start:stop] = -np.inf
+        high = size + stop
         p = first
         while p + 8 <= end and points[p] < stop:
+            begin = max(start, points[p])  # left of the smallest point there is nothing
+            block, width, low = out[begin:stop], stop - begin, size + begin
             r0, v0 = padded[low - points[p] : high - points[p]], values[p]
             r1, v1 = padded[low - points[p + 1] : high - points[p + 1]], values[p + 1]
             r2, v2 = padded[low - points[p + 2] : high - points[p + 2]], values[p + 2]
@@ -160,6 +160,8 @@ def _max_plus(row, points, values, first, end, padded, out):  # type: ignore[no-
                 block[j] = a if a > block[j] else block[j]
             p += 8
         while p < end and points[p] < stop:
+            begin = max(start, points[p])
+            block, width, low = out[begin:stop], stop - begin, size + begin
             r0, v0 = padded[low - points[p] : high - points[p]], values[p]
             for j in range(width):
                 a = r0[j] + v0

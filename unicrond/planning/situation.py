@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -58,6 +58,15 @@ class TaskLaunched(msgspec.Struct, frozen=True):
 NextEvent: TypeAlias = WorkerLost | NodeLost | NodeJoined | TaskFinished | TaskLaunched
 
 
+class Change(NamedTuple):
+    """What an event changes: n' after it, and tasks by name. At most one of the three is not empty."""
+
+    workers: int
+    faulty: frozenset[str] = frozenset()
+    finished: str = ""
+    launched: str = ""
+
+
 @dataclass(frozen=True)
 class NodeLoad:
     """A node that may carry workers, and the tasks that have a worker on it."""
@@ -72,7 +81,7 @@ class Situation:
     """Who has what now. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
 
     `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
-    Raises ProblemError for tasks that are faulty or stand there twice.
+    Raises ProblemError for tasks that are faulty, stand there twice, or are on a node without running.
     """
 
     nodes: tuple[NodeLoad, ...]
@@ -89,6 +98,9 @@ class Situation:
             raise ProblemError("tasks: a name stands there twice; give each task its own name")
         if any(task.faulty for task in self.lineup):
             raise ProblemError("tasks: one is faulty; a situation is what stands before the fault")
+        for node in self.nodes:
+            if strangers := node.tasks - self._running.keys():
+                raise ProblemError(f"nodes: {node.name} carries {min(strangers)}, which is no running task")
 
     @cached_property
     def workers(self) -> int:
@@ -105,6 +117,11 @@ class Situation:
         """The nodes by name."""
         return {node.name: node for node in self.nodes}
 
+    @cached_property
+    def _running(self) -> dict[str, str]:
+        """The names of the running tasks, to look up: a KeyError names the one that is not there."""
+        return {task.name: task.name for task in self.tasks}
+
     def expected(self) -> Iterator[NextEvent]:
         """Every event that may come next."""
         for task in self.tasks:
@@ -119,27 +136,21 @@ class Situation:
         if self.queued:
             yield TaskLaunched(self.queued.name)
 
-    def workers_after(self, event: NextEvent) -> int:
-        """n' after the event."""
-        match event:
-            case WorkerLost():
-                return self.workers - 1
-            case NodeLost(node):
-                return self.workers - self.load_of[node].slots
-            case NodeJoined(slots):
-                return self.workers + slots
-            case TaskFinished() | TaskLaunched():
-                return self.workers
-
-    def faulty_after(self, event: NextEvent) -> frozenset[str]:
-        """The tasks that the event hits."""
+    def change(self, event: NextEvent) -> Change:
+        """What the event changes. Raises KeyError for a node or task that is not there."""
         match event:
             case WorkerLost(task):
-                return frozenset({task})
+                return Change(self.workers - 1, faulty=frozenset({self._running[task]}))
             case NodeLost(node):
-                return self.load_of[node].tasks
-            case _:
-                return frozenset()
+                return Change(self.workers - self.load_of[node].slots, faulty=self.load_of[node].tasks)
+            case NodeJoined(slots):
+                return Change(self.workers + slots)
+            case TaskFinished(task):
+                return Change(self.workers, finished=self._running[task])
+            case TaskLaunched(task):
+                if self.queued is None or self.queued.name != task:
+                    raise KeyError(task)
+                return Change(self.workers, launched=task)
 
     def d_running_us(self, workers: int) -> int:
         """Expected time to the next failure among that many workers."""
@@ -147,19 +158,10 @@ class Situation:
 
     def after(self, event: NextEvent) -> Problem:
         """The problem that the event poses. Raises KeyError for a node or task that is not there."""
-        match event:
-            case TaskFinished(name):
-                tasks = tuple(task for task in self.tasks if task.name != name)
-                if len(tasks) == len(self.tasks):
-                    raise KeyError(name)
-            case TaskLaunched(name):
-                if self.queued is None or self.queued.name != name:
-                    raise KeyError(name)
-                tasks = self.lineup
-            case _:
-                hit = self.faulty_after(event)
-                tasks = tuple(replace(task, faulty=True) if task.name in hit else task for task in self.tasks)
-                if not hit <= {task.name for task in tasks}:
-                    raise KeyError(min(hit - {task.name for task in tasks}))
-        workers = self.workers_after(event)
+        workers, faulty, finished, launched = self.change(event)
+        tasks = self.lineup if launched else self.tasks
+        if finished:
+            tasks = tuple(task for task in tasks if task.name != finished)
+        elif faulty:
+            tasks = tuple(replace(task, faulty=True) if task.name in faulty else task for task in tasks)
         return Problem(workers, self.d_running_us(workers), self.d_transition_us, tasks, self.churn_us)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ from unicrond.planning.points import (
     useful,
 )
 from unicrond.planning.problem import Problem
-from unicrond.planning.situation import NextEvent, NodeLost, Situation, TaskFinished, TaskLaunched
+from unicrond.planning.situation import NextEvent, NodeLost, Situation
 from unicrond.planning.solver import Solution, solve
 
 #: How a plan came about: looked up, solved on rows that were there, solved from nothing.
@@ -227,6 +227,7 @@ class _Build:
         self.other = np.full(len(self.index), FAULTY, dtype=np.int64)
         for i in self.waiting:
             self.at_rest[i], self.other[i] = ABSENT, HEALTHY
+        self.still: tuple[int, ...] = (_AT_REST,)
         self.computed = self.reused = 0
         self.limits: dict[int, Bounds] = {}
         self.keys: dict[tuple[int, tuple[int, ...]], _Key] = {}
@@ -259,20 +260,18 @@ class _Build:
 
     def _enlist(self, event: NextEvent) -> int:
         """Put the event's scenario where it shares rows; its row in the table."""
-        workers = self.situation.workers_after(event)
+        workers, hit, finished, launched = self.situation.change(event)
         faulty: tuple[int, ...] = ()
-        gone, first, forms = self.waiting, 0, cast("tuple[int, ...]", (_AT_REST,))
-        match event:
-            case TaskFinished(name):
-                first, forms = self.index[name], (ABSENT,)
-                gone = (first, *self.waiting)
-            case TaskLaunched(name):
-                first, forms, gone = self.index[name], (_OTHER,), ()
-            case _:
-                faulty = tuple(sorted(self.index[name] for name in self.situation.faulty_after(event)))
-                if faulty:
-                    first, behind = faulty[0], faulty[-1] + 1
-                    forms = tuple(_OTHER if i in faulty else _AT_REST for i in range(first, behind))
+        gone, first, forms = self.waiting, 0, self.still
+        if hit:
+            faulty = tuple(sorted([self.index[name] for name in hit]))
+            first, behind = faulty[0], faulty[-1] + 1
+            forms = tuple([_OTHER if i in faulty else _AT_REST for i in range(first, behind)])
+        elif finished:
+            first, forms = self.index[finished], (ABSENT,)
+            gone = (first, *self.waiting)
+        elif launched:
+            first, forms, gone = self.index[launched], (_OTHER,), ()
         row = self.row_of_change.setdefault((workers, gone, faulty), len(self.events))
         if row == len(self.events):
             self.events.append(event)
