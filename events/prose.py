@@ -10,9 +10,13 @@ from events.vocabulary import (
     CommandApplied,
     CommandFailed,
     CoordinatorStarted,
+    CorruptionSuspected,
     DeadlinePassed,
+    DegradationObserved,
     ErrorReported,
+    ExitCause,
     Fault,
+    HangSuspected,
     Heartbeat,
     IncidentEscalated,
     InjectFault,
@@ -70,6 +74,7 @@ def summary(event: AnyEvent) -> str:
             )
         case WorkerExited():
             how = f"exit code {event.exit_code}" if event.signal is None else f"signal {event.signal}"
+            how += _CAUSES[event.cause]
             expected = ", as expected" if event.expected else ""
             return f"worker {event.worker} on {event.node} ended by {how}{expected}"
         case ErrorReported():
@@ -85,6 +90,32 @@ def summary(event: AnyEvent) -> str:
             return f"task {event.task} saved iteration {event.iteration} to {event.path} ({event.size_bytes} bytes)"
         case TaskCompleted():
             return f"task {event.task} completed after iteration {event.iteration}, loss {event.loss:.4g}"
+        case HangSuspected():
+            place = f"{'waits in' if event.waiting else 'has left'} collective {event.entered}"
+            stopped = ", its process is stopped" if event.stopped else ""
+            return (
+                f"worker {event.worker} on {event.node} stands still for {_seconds(event.still_us)} in {event.phase}"
+                f" of iteration {event.iteration}, {place}{stopped}; the limit is {_seconds(event.limit_us)}"
+            )
+        case DegradationObserved():
+            slowest = (
+                f"{event.slowest} is slowest, {_seconds(event.compute_us)} per micro-batch"
+                + (f" against {_seconds(event.others_us)}" if event.others_us else "")
+                if event.slowest
+                else "no worker stands out"
+            )
+            return (
+                f"task {event.task} is slow: iterations take {_seconds(event.iteration_us)}"
+                f" instead of {_seconds(event.usual_us)}; {slowest}"
+            )
+        case CorruptionSuspected():
+            who = event.suspect or "a worker that cannot be told"
+            if event.sign == "checksum":
+                return f"parameters of {who} differ from other replicas' before iteration {event.iteration}"
+            return (
+                f"{who} has a {event.sign.replace('_', ' ')} of {event.value:.4g} in iteration {event.iteration},"
+                f" usual is {event.usual:.4g}"
+            )
         case CommandApplied():
             return f"node {event.node} applied command {event.command_id}"
         case CommandFailed():
@@ -154,6 +185,16 @@ def summary(event: AnyEvent) -> str:
             return f"inject {_fault(event.fault, event.node)}, as {event.injection} asks"
         case _:
             assert_never(event)
+
+
+_CAUSES: dict[ExitCause, str] = {
+    "unknown": "",
+    "exited": "",
+    "signalled": "",
+    "core_dumped": ", with a core dump",
+    "oom_killed": ", from the kernel's OOM killer",
+    "maybe_oom_killed": ", maybe from the kernel's OOM killer",
+}
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -59,7 +59,16 @@ ErrorKind: TypeAlias = Literal[
     "nan_loss",
     "hang",
     "exception",
+    "dma_error",
+    "illegal_memory_access",
+    "nccl_error",
+    "corruption",
 ]
+#: How a process came to its end: by itself with a code, by a signal, by one with a core dump, or by SIGKILL from the
+#: kernel's OOM killer. "maybe_oom_killed": that cannot be told here, and nobody else is known to have done it.
+ExitCause: TypeAlias = Literal["unknown", "exited", "signalled", "core_dumped", "oom_killed", "maybe_oom_killed"]
+#: What a suspicion of silent corruption rests on.
+CorruptionSign: TypeAlias = Literal["loss", "gradient_norm", "checksum"]
 #: The response that an error kind asks for: 1 reconfigure, 2 restart the process, 3 reattempt in place.
 SeverityLevel: TypeAlias = Literal[1, 2, 3]
 #: A fault that a person may order. The last two concern a node, the others a worker; kill either.
@@ -295,6 +304,7 @@ class WorkerExited(Observation, frozen=True, kw_only=True):
     signal: int | None
     expected: bool
     log_tail: LongText = ""
+    cause: ExitCause = "unknown"
 
 
 class ErrorReported(Observation, frozen=True, kw_only=True):
@@ -355,6 +365,65 @@ class TaskCompleted(Observation, frozen=True, kw_only=True):
     iteration: Count
     loss: float
     params_digest: Text
+
+
+class HangSuspected(Observation, frozen=True, kw_only=True):
+    """A worker's iteration lasts longer than `limit_us`, more than three times the usual; told by its own agent.
+
+    From the worker's phase mark (agents/trainer/marks.py): `entered` counts the collectives across replicas that it
+    has entered in `generation`, `waiting`: it has not left the last of them. `still_us`: for how long the mark has
+    not changed. `stopped`: the kernel shows the process as stopped.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    iteration: Count
+    phase: Phase
+    micro_batch: Count
+    entered: Count
+    waiting: bool
+    stopped: bool
+    still_us: Micros
+    limit_us: Micros
+
+
+class DegradationObserved(Observation, frozen=True, kw_only=True):
+    """The task's iterations have taken more than 1.1 times the usual for a while. Told by the lead's agent.
+
+    `slowest`: the worker whose computing, waits excluded, takes longest per micro-batch; "" where none stands out.
+    `compute_us`: its time per micro-batch, `others_us`: the median of the other replicas' (0: there are none).
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    iteration: Count
+    iteration_us: Micros
+    usual_us: Micros
+    slowest: WorkerOrNone
+    compute_us: Micros
+    others_us: Micros
+
+
+class CorruptionSuspected(Observation, frozen=True, kw_only=True):
+    """Numbers that no sound replica should have; `worker` tells it, `suspect` has them ("": one cannot tell who).
+
+    `sign` "checksum": its parameters differ from those of the majority; else its share of the iteration has a loss or
+    a gradient norm far off the usual, `value` instead of about `usual`.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    iteration: Count
+    sign: CorruptionSign
+    suspect: WorkerOrNone
+    value: float
+    usual: float
 
 
 class CommandApplied(Observation, frozen=True, kw_only=True):
@@ -548,11 +617,12 @@ class StartWorker(Command, frozen=True, kw_only=True):
 
 
 class StopWorker(Command, frozen=True, kw_only=True):
-    """End the worker's process: Quit first, then signals after a grace time."""
+    """End the worker's process: Quit first, then signals after a grace time. `kill`: SIGKILL at once."""
 
     task: Name
     worker: WorkerId
     reason: Text
+    kill: bool = False
 
 
 class SetMembership(Command, frozen=True, kw_only=True):
@@ -576,7 +646,8 @@ class InjectFault(Command, frozen=True, kw_only=True):
 AnyEvent: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
-    | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted | CommandApplied
+    | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
+    | HangSuspected | DegradationObserved | CorruptionSuspected | CommandApplied
     | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
     | InjectionRequested | Heartbeat
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
