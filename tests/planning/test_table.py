@@ -53,7 +53,6 @@ def test_table_is_fresh_solve_is_brute_force(each_kernel: str) -> None:
     for seed in range(1200):
         situation = random_situation(Random(seed))
         table = Planner().refresh(situation)
-        assert list(table.events()) == list(situation.expected())
         for event in situation.expected():
             problem = situation.after(event)
             fresh = solve(problem)

@@ -75,6 +75,11 @@ class NodeLoad:
     slots: int
     tasks: frozenset[str] = frozenset()
 
+    @property
+    def load(self) -> tuple[int, frozenset[str]]:
+        """All that its loss would change."""
+        return self.slots, self.tasks
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -122,13 +127,13 @@ class Situation:
         """The names of the running tasks, to look up: a KeyError names the one that is not there."""
         return {task.name: task.name for task in self.tasks}
 
-    def expected(self) -> Iterator[NextEvent]:
-        """Every event that may come next."""
+    def expected(self, *, distinct: bool = False) -> Iterator[NextEvent]:
+        """Every event that may come next; `distinct`: of nodes with the same load, one alone."""
         for task in self.tasks:
             if task.workers and self.workers:
                 yield WorkerLost(task.name)
-        for node in self.nodes:
-            yield NodeLost(node.name)
+        for name in {node.load: node.name for node in self.nodes}.values() if distinct else self.load_of:
+            yield NodeLost(name)
         for slots in sorted(set(self.join_slots)):
             yield NodeJoined(slots)
         for task in self.tasks:

@@ -22,7 +22,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -53,6 +53,8 @@ Way: TypeAlias = Literal["table", "incremental", "fresh"]
 # Forms of a task in a scenario, as `kernel.answer` has them.
 _AT_REST, _OTHER = 0, 1
 
+#: What a node carries: its slots and the tasks on it. Many nodes carry the same and share an entry.
+_Load: TypeAlias = tuple[int, frozenset[str]]
 #: What an event changes: n' after it, the tasks that are not there, the faulty ones (places in the lineup).
 _Change: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -100,27 +102,26 @@ class Table:
     situation: Situation
     effort: Effort
     _plans: NDArray[np.int64] = field(repr=False)
-    _row_of: Mapping[NextEvent, int] = field(repr=False)
+    _row_of: Mapping[NextEvent | _Load, int] = field(repr=False)  # node losses by load
     _row_of_change: Mapping[_Change, int] = field(repr=False)
     _resolutions: tuple[float, ...] = field(repr=False)
     _events: tuple[NextEvent, ...] = field(repr=False)  # one per row
 
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-    def events(self) -> Iterator[NextEvent]:
-        """The events that have an entry."""
-        return iter(self._row_of)
-
     def look_up(self, event: NextEvent) -> tuple[int, ...] | None:
         """Workers per task of `situation.lineup` (0 for tasks not there); None if the event has no entry."""
-        row = self._row_of.get(event)
+        row = self._row(event)
         return None if row is None else tuple(self._plans[row].tolist())
 
     def solution(self, event: NextEvent) -> Solution | None:
         """The entry with its problem, objective and reason; None if there is none."""
-        row = self._row_of.get(event)
+        row = self._row(event)
         return None if row is None else self._solution(row, self.situation.after(event))
+
+    def _row(self, event: NextEvent) -> int | None:
+        if isinstance(event, NodeLost):
+            node = self.situation.load_of.get(event.node)
+            return None if node is None else self._row_of[node.load]
+        return self._row_of.get(event)
 
     def answer(self, problem: Problem) -> Solution | None:
         """The entry for exactly this problem; None if the table does not hold it."""
@@ -237,17 +238,10 @@ class _Build:
         self.scenarios: dict[_Key, list[tuple[_Scenario, int]]] = {}
 
     def table(self) -> Table:
-        row_of: dict[NextEvent, int] = {}
-        row_of_load: dict[tuple[int, frozenset[str]], int] = {}
-        for event in self.situation.expected():
-            if isinstance(event, NodeLost):  # many nodes pose the same problem
-                load = self.situation.load_of[event.node]
-                row = row_of_load.get((load.slots, load.tasks), -1)
-                if row < 0:
-                    row = row_of_load[load.slots, load.tasks] = self._enlist(event)
-                row_of[event] = row
-            else:
-                row_of[event] = self._enlist(event)
+        row_of: dict[NextEvent | _Load, int] = {}
+        for event in self.situation.expected(distinct=True):
+            known_by = self.situation.load_of[event.node].load if isinstance(event, NodeLost) else event
+            row_of[known_by] = self._enlist(event)
         plans = np.zeros((len(self.events), len(self.index)), dtype=np.int64)
         if len(self.index):
             for key, scenarios in self.scenarios.items():
