@@ -308,7 +308,10 @@ class WorkerExited(Observation, frozen=True, kw_only=True):
 
 
 class ErrorReported(Observation, frozen=True, kw_only=True):
-    """An error seen inside or around a worker that still lives or is about to die."""
+    """An error seen inside or around a worker that still lives or is about to die.
+
+    `generation`: the newest that the worker had joined; a report that is older than its worker is void.
+    """
 
     node: Name
     task: Name

@@ -9,8 +9,14 @@ Rules
 * A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
-Order in one call: isolate and readmit nodes, fail tasks; adopt a plan; per task regroup, staff; end
-what nobody wants; close incidents.
+Order in one call: escalate incidents, isolate and readmit nodes, fail tasks; adopt a plan; per task regroup,
+staff; end what nobody wants; close incidents; pass on ordered faults.
+
+The ladder, for one task's incident; each step is a decision with its reason:
+  SEV3  a new generation of the same members; without a step in it, `reattempts_max` times  -> SEV2
+  SEV2  the process ends by itself or is given up, another takes its place; `strikes_max` times -> SEV1
+  SEV1  the node is isolated, all tasks get a new plan
+  `stuck_max` blows without a new iteration, or two nodes struck: it is the task that fails.
 
 A task's membership changes for four reasons:
   a member is gone            -> urgent, without its replica, at once
@@ -22,11 +28,14 @@ A task's membership changes for four reasons:
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import cast
 
 from events import vocabulary as v
 from unicrond import reconcile
-from unicrond.planning.placement import Shape, place
+from unicrond.planning.placement import Placement, Shape, place
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy
@@ -34,6 +43,7 @@ from unicrond.severity import RESPONSE
 from unicrond.state import (
     ClusterState,
     Incident,
+    Node,
     NodeStatus,
     Severity,
     Task,
@@ -91,6 +101,8 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
     `solutions`: answers to `needed_solves(state, policy)`, as far as they are known.
     """
     batch = Batch(state)
+    for incident in state.incidents.values():
+        _escalate(batch, incident, policy)
     for task in _active(state):
         _fail_task(batch, task, policy)
     _isolate_nodes(batch, policy)
@@ -108,6 +120,7 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
         _end_unwanted(batch, task)
     for incident in state.incidents.values():
         _close_incident(batch, incident, fresh)
+    _inject(batch)
     return batch.events
 
 
@@ -115,7 +128,37 @@ def _active(state: ClusterState) -> list[Task]:
     return [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
 
 
-# --- nodes and tasks that cannot go on -----------------------------------------------------------
+# --- what cannot go on as it is ------------------------------------------------------------------
+
+
+def _escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
+    """A reattempt that has failed, and a process that should have ended but has not: its worker is given up."""
+    state = batch.state
+    task = state.tasks.get(incident.worker.rpartition(".")[0])
+    worker = task.workers.get(incident.worker) if task else None
+    if not incident.ripe or task is None or worker is None or not worker.alive:
+        return
+    if task.status is not TaskStatus.ACTIVE:
+        return
+    if incident.severity is not Severity.SEV3:
+        severity, reason = incident.severity, f"it has reported {incident.kind} and still runs"
+    elif task.reattempts >= policy.reattempts_max and _ripe(state, task):
+        severity = Severity.SEV2
+        reason = f"reattempted in place {_times(task.reattempts)} without a step; it was the first to report"
+    else:
+        return
+    batch.add(
+        v.IncidentEscalated(
+            incident=incident.id,
+            severity=cast(v.SeverityLevel, severity.value),
+            worker=worker.worker,
+            reason=f"{reason}: {incident.message}"[:1024],
+        )
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _struck_nodes(task: Task, policy: Policy) -> list[str]:
@@ -132,26 +175,29 @@ def _fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     why = (
         f"its workers failed to restart on {' and '.join(struck)}"
         if len(struck) >= 2
-        else f"{task.stuck} of its workers ended without a new iteration after {task.best_iteration}"
+        else f"struck {task.stuck} times without a new iteration after {task.best_iteration}: its workers ended"
     )
-    tail = f"; last: {last.message}\n{last.log_tail}" if last else ""
+    where = f" ({last.place})" if last and last.place else ""
+    tail = f"; last: {last.kind}{where}: {last.message}\n{last.log_tail}" if last else ""
     batch.add(v.TaskFailed(task=task.name, reason=f"{why}{tail}"))
 
 
 def _isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
+    struck = [(task, nodes[0]) for task in _active(state) if len(nodes := _struck_nodes(task, policy)) == 1]
+    blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
     for node in state.nodes.values():
         if node.isolated or node.status is not NodeStatus.UP:
             continue
         reasons = [
-            f"{task.strikes[node.name]} workers of {task.name} ended here without a step between them"
-            for task in _active(state)
-            if node.name in _struck_nodes(task, policy) and len(_struck_nodes(task, policy)) == 1
-        ] + [
-            incident.message
-            for incident in state.incidents.values()
-            if incident.node == node.name and incident.severity is Severity.SEV1 and incident.kind != "node_lost"
-        ]
+            f"workers of {task.name} ended here {_times(task.strikes[node.name])} without a step between"
+            for task, name in struck
+            if name == node.name
+        ] + [incident.message for incident in blamed if incident.node == node.name]
+        window_us = int(policy.flap_window_s * _SECOND_US)
+        flaps = [returned_us for returned_us in node.returns_us if returned_us > state.now_us - window_us]
+        if len(flaps) >= policy.flaps_max:
+            reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
         if reasons:
             batch.add(v.NodeIsolated(node=node.name, until_us=None, reason=reasons[0][:1024]))
 
@@ -173,9 +219,14 @@ def _readmit_nodes(batch: Batch) -> None:
 
 def basis(state: ClusterState) -> str:
     """Digest of the nodes and tasks that a plan depends on."""
-    nodes = sorted((node.name, node.slots) for node in state.nodes.values() if node.schedulable)
-    tasks = sorted((task.name, task.submitted_seq) for task in _active(state))
-    return hashlib.blake2b(repr((nodes, tasks)).encode(), digest_size=8).hexdigest()
+    tasks = tuple((task.name, task.submitted_seq) for task in _active(state))
+    return _digest(tuple(reconcile.capacity(state).items()), tasks)
+
+
+@lru_cache(maxsize=64)
+def _digest(nodes: tuple[tuple[str, int], ...], tasks: tuple[tuple[str, int], ...]) -> str:
+    """In no order of theirs. Asked again and again for the same, hence kept."""
+    return hashlib.blake2b(repr((sorted(nodes), sorted(tasks))).encode(), digest_size=8).hexdigest()
 
 
 def is_fresh(state: ClusterState) -> bool:
@@ -185,8 +236,9 @@ def is_fresh(state: ClusterState) -> bool:
 
 def problem_of(state: ClusterState, policy: Policy) -> Problem:
     """The plan problem that the state poses (paper, section "plan generation")."""
-    workers = sum(node.slots for node in state.nodes.values() if node.schedulable)
-    lost = {name for name, node in state.nodes.items() if not node.schedulable}
+    capacity = reconcile.capacity(state)
+    workers = sum(capacity.values())
+    lost = state.nodes.keys() - capacity.keys()
     tasks = []
     for task in _active(state):
         assignment = state.plan.assignments.get(task.name)
@@ -228,12 +280,7 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
     counts = {
         task.name: workers // task.spec.replica_workers for task, workers in zip(active, solution.workers, strict=True)
     }
-    placed = place(
-        counts,
-        shapes,
-        {node.name: node.slots for node in state.nodes.values() if node.schedulable},
-        {task.name: _present_replicas(state, task) for task in active},
-    )
+    placed = _place(state, counts, shapes, {task.name: _present_replicas(state, task) for task in active})
     assignments = []
     for task in active:
         replicas = placed.replicas[task.name]
@@ -256,27 +303,55 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
     )
 
 
-def _present_replicas(state: ClusterState, task: Task) -> tuple[tuple[str, ...], ...]:
+def _place(
+    state: ClusterState, counts: dict[str, int], shapes: dict[str, Shape], present: dict[str, list[tuple[str, ...]]]
+) -> Placement:
+    """Seats for all; on a cordoned node for those alone that stand there."""
+    seats = reconcile.capacity(state)
+    while True:
+        placed = place(counts, shapes, seats, present)
+        intruders: Counter[str] = Counter()
+        for task, replicas in placed.replicas.items():
+            for nodes in (Counter(replicas) - Counter(present[task])).elements():
+                intruders.update(node for node in nodes if state.nodes[node].cordoned)
+        if not intruders:
+            return placed
+        # A seat that another task has given up is not to be taken: without it, once more.
+        seats = {node: count - intruders[node] for node, count in seats.items()}
+
+
+def _present_replicas(state: ClusterState, task: Task) -> list[tuple[str, ...]]:
+    """The replicas that the plan gives the task now; those on a cordoned node only while they live."""
     assignment = state.plan.assignments.get(task.name)
-    replicas = assignment.replicas if assignment else ()
-    return tuple(nodes for nodes in replicas if len(nodes) == task.spec.replica_workers)
+    replicas = [
+        nodes for nodes in (assignment.replicas if assignment else ()) if len(nodes) == task.spec.replica_workers
+    ]
+    if any(state.nodes[node].cordoned for nodes in replicas for node in nodes):
+        for nodes in reconcile.staffing(state, task).missing:
+            if nodes in replicas and any(state.nodes[node].cordoned for node in nodes):
+                replicas.remove(nodes)
+    return replicas
 
 
 def _trigger(state: ClusterState) -> str:
     """What changed since the last plan, in words."""
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
-    changes = [
-        f"node {n.name} {'isolated' if n.isolated else n.status.value}"
-        for n in state.nodes.values()
-        if n.name in planned and not n.schedulable
-    ]
+    changes = [f"node {n.name} {_why_not(n)}" for n in state.nodes.values() if n.name in planned and not n.schedulable]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
+    changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
     active = [task.name for task in _active(state)]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
     changes += [
         f"task {name} {state.tasks[name].status.value}" for name in state.plan.assignments if name not in active
     ]
     return ", ".join(changes)[:1024] or "nodes changed"
+
+
+def _why_not(node: Node) -> str:
+    """Why the node is not schedulable."""
+    if node.status is not NodeStatus.UP:
+        return node.status.value
+    return "isolated" if node.isolated else "drained"
 
 
 # --- memberships ---------------------------------------------------------------------------------
@@ -316,6 +391,8 @@ def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
     newcomers = tuple(member for member in wanted if member not in current)
     if len(stay) == len(current) and staff.missing:
         return  # others are still to come: one change for all of them
+    if not stay and not newcomers and any(_has_room(batch, nodes) for nodes in staff.missing):
+        return  # who is to take the state over is about to be started
     if not stay and newcomers:
         stay = current  # newcomers take state from those who leave afterwards
     target = stay + newcomers
@@ -387,7 +464,7 @@ def _staff(batch: Batch, task: Task) -> None:
     staff = reconcile.staffing(state, task)
     worker_number, replica_number = task.next_worker, task.next_replica
     for nodes in staff.missing:
-        if any(batch.occupied[n] + nodes.count(n) > state.nodes[n].slots for n in nodes):
+        if not _has_room(batch, nodes):
             continue  # the slot is still another worker's; its end will bring us back
         for shard, node in enumerate(nodes):
             batch.occupied[node] += 1
@@ -411,6 +488,10 @@ def _staff(batch: Batch, task: Task) -> None:
             has_left = task.confirmed and task.membership is not None and task.membership.members
             if not task.is_member(worker.worker) and (not in_group or has_left):
                 batch.stop(task, worker, f"plan {state.plan.epoch} needs it no more")
+
+
+def _has_room(batch: Batch, nodes: tuple[str, ...]) -> bool:
+    return all(batch.occupied[n] + nodes.count(n) <= batch.state.nodes[n].slots for n in nodes)
 
 
 def _end_unwanted(batch: Batch, task: Task) -> None:
@@ -473,3 +554,19 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
             members = len(task.membership.members) if task.membership else 0
             parts.append(f"{name} goes on with {members} workers in generation {task.generation}")
     return "; ".join(parts)[:1024] or "no task was hit"
+
+
+# --- faults that people order --------------------------------------------------------------------
+
+
+def _inject(batch: Batch) -> None:
+    for name, injection in batch.state.injections.items():
+        batch.add(
+            v.InjectFault(
+                command_id=batch.command_id(injection.node),
+                node=injection.node,
+                epoch=batch.state.plan.epoch,
+                injection=name,
+                fault=injection.fault,
+            )
+        )

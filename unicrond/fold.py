@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from unicrond.severity import GROUP_KINDS, severity_of
+from unicrond.severity import severity_of
 from unicrond.state import (
     CLOSED_INCIDENTS_MAX,
     RETURNS_MAX,
@@ -561,8 +561,8 @@ def _error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envel
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = known
-    if event.kind in GROUP_KINDS and event.generation < worker.generation:
-        return state  # the reporter itself has left that group behind
+    if event.generation < worker.generation:
+        return state  # the worker has trained on since
     severity = severity_of(event.kind, state.severity)
     if severity is Severity.SEV3 and (event.generation < task.generation or not task.is_member(worker.worker)):
         return state  # the group that broke has been left behind already
@@ -625,9 +625,8 @@ def _step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) ->
         return state
     progressed = event.last > task.best_iteration
     if event.generation == task.generation and task.membership is not None:
-        task = replace(task, reattempts=0)
-        if task.strikes:
-            task = _acquit(task, {member.node for member in task.membership.members})
+        proven = {member.node for member in task.membership.members}
+        task = replace(_acquit(task, proven) if task.strikes else task, reattempts=0)
     if progressed:
         below = {node: number for node, number in task.struck_below.items() if node}
         task = replace(task, stuck=0, struck_below=below)
@@ -790,7 +789,7 @@ def _membership_decided(state: ClusterState, event: v.MembershipDecided, _: Enve
         decided_us=state.now_us,
     )
     again = event.urgent and task.membership is not None and task.membership.members == event.members
-    return _with_task(state, replace(task, membership=membership, reattempts=task.reattempts + again))
+    return _with_task(state, replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0))
 
 
 def _transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:

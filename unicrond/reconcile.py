@@ -9,8 +9,8 @@ from collections import Counter
 
 import msgspec
 
-from events.vocabulary import Member
-from unicrond.state import ClusterState, Task, TaskStatus, Worker, WorkerStatus
+from events.vocabulary import Member, TaskAssignment
+from unicrond.state import ClusterState, Membership, Task, TaskStatus, Worker, WorkerStatus
 
 Nodes = tuple[str, ...]
 
@@ -32,8 +32,27 @@ class Staffing(msgspec.Struct, frozen=True):
         return any(w.status is WorkerStatus.STARTING for workers in self.kept.values() for w in workers)
 
 
+#: Per task, the last answer and what it was made of. These parts never change in place, so the very same ones
+#: have the very same answer: in a large cluster nearly every task is as it was a moment ago.
+_answers: dict[str, tuple[dict[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = {}
+_ANSWERS_MAX = 4096
+
+
 def staffing(state: ClusterState, task: Task) -> Staffing:
     """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
+    assignment = state.plan.assignments.get(task.name)
+    known = _answers.get(task.name)
+    if known is None or any(
+        before is not now for before, now in zip(known, (task.workers, task.membership, assignment), strict=False)
+    ):
+        if len(_answers) >= _ANSWERS_MAX:
+            _answers.clear()
+        answer = _staffing(task, assignment)
+        _answers[task.name] = known = (task.workers, task.membership, assignment, answer)
+    return known[3]
+
+
+def _staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
     replicas: dict[int, list[Worker]] = {}
     for worker in task.workers.values():
         if worker.can_train:
@@ -44,7 +63,6 @@ def staffing(state: ClusterState, task: Task) -> Staffing:
         ordered = tuple(sorted(workers, key=lambda w: w.shard))
         (whole if len(ordered) == task.spec.replica_workers else broken)[number] = ordered
 
-    assignment = state.plan.assignments.get(task.name)
     wanted = Counter(assignment.replicas if assignment else ())
     kept: dict[int, tuple[Worker, ...]] = {}
     surplus: dict[int, tuple[Worker, ...]] = {}

@@ -43,9 +43,6 @@ RESPONSE: dict[Severity, str] = {
 }
 
 
-#: What is said of a group, not of a process: void once the reporter has left that group behind.
-GROUP_KINDS = frozenset({"connection_broken", "collective_timeout", "store_error", "hang"})
-
 #: Severities that cannot be: what no longer runs is not tried again in place, nor restarted on a lost node.
 IMPOSSIBLE: dict[str, tuple[Severity, ...]] = {
     "node_lost": (Severity.SEV2, Severity.SEV3),

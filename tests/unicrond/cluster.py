@@ -125,6 +125,12 @@ class MiniCluster:
     def submit(self, name: str, **spec: object) -> None:
         self.append(v.TaskSubmitted(spec=v.TaskSpec(name=name, **spec)), "api", self.state.term)  # type: ignore[arg-type]
 
+    def cordon(self, node: str, *, drain: bool = False) -> None:
+        self.append(v.NodeCordoned(node=node, drain=drain, reason="test"), "api", self.state.term)
+
+    def uncordon(self, node: str) -> None:
+        self.append(v.NodeUncordoned(node=node, reason="test"), "api", self.state.term)
+
     # --- faults ------------------------------------------------------------------------------
 
     def kill_worker(self, host: Host, worker: str) -> None:
@@ -134,6 +140,22 @@ class MiniCluster:
         )
         if host.up:
             self.say(host, exited)
+
+    def report(self, worker: str, kind: str, generation: int | None = None, iteration: int = 1) -> None:
+        """The worker, still alive, reports an error of its present generation (or another)."""
+        task = worker.rpartition(".")[0]
+        (host,) = [host for host in self.hosts.values() if worker in host.processes]
+        error = v.ErrorReported(
+            node=host.name,
+            task=task,
+            worker=worker,
+            kind=kind,  # type: ignore[arg-type]
+            generation=host.processes[worker].generation if generation is None else generation,
+            iteration=iteration,
+            phase="reduce",
+            message=f"{kind} at {worker}",
+        )
+        self.say(host, error)
 
     def kill_host(self, host: Host) -> None:
         """Agent, fork server and workers are gone; the coordinator notices later (lose)."""
@@ -281,13 +303,20 @@ class MiniCluster:
         moves.append(self.decide)
         return moves
 
-    def run(self, limit: int = 5000) -> None:
+    def standing(self) -> dict[str, int]:
+        return deadlines(self.state, self.policy)
+
+    def run_but_isolation(self) -> None:
+        """As `run`, but who is isolated stays so."""
+        self.run(passing=("symptom", "exit"))
+
+    def run(self, limit: int = 5000, passing: tuple[str, ...] = ("isolation", "symptom", "exit")) -> None:
         """Until nothing moves: agents obey, groups form, decide is quiet; in a drawn order."""
         for _ in range(limit):
             moves = self.moves()
             self.random.shuffle(moves)
             if not any(move() for move in moves):
-                if self.pass_deadlines("isolation") or self.pass_deadlines("symptom"):
+                if any(self.pass_deadlines(prefix) for prefix in passing):
                     continue
                 return
         raise AssertionError(f"no rest after {limit} rounds: {self.story()}")

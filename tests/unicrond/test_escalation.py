@@ -1,0 +1,206 @@
+"""The ladder: reattempt, restart, reconfigure, give up; every loop has an end, and every step says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.test_decide import members, two_tasks
+from unicrond.fold import fold
+from unicrond.policy import Policy
+from unicrond.severity import SEVERITY, severity_of
+from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
+
+SEEDS = range(20)
+
+
+def said(cluster: MiniCluster, kind: type, after: int = 0) -> list:
+    return [e.envelope.event for e in cluster.log[after:] if isinstance(e.envelope.event, kind)]
+
+
+def break_group(cluster: MiniCluster, task: str, first: str, kind: str = "connection_broken") -> None:
+    """`first` reports the broken group, then its peers do."""
+    peers = [worker for worker in members(cluster, task) if worker != first]
+    for worker in [first, *peers]:
+        cluster.report(worker, kind)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_broken_connection_is_reattempted_by_the_same_processes(seed: int) -> None:
+    cluster = two_tasks(seed)
+    before = members(cluster, "big")
+    break_group(cluster, "big", before[1])
+    mark = len(cluster.log)
+    cluster.run()
+    cluster.assert_whole()
+    assert members(cluster, "big") == before
+    assert not said(cluster, v.StartWorker, mark) and not said(cluster, v.StopWorker, mark)
+    (incident,) = cluster.state.closed
+    assert (incident.severity, incident.response, incident.symptoms) == (Severity.SEV3, "reattempt in place", 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_failed_reattempt_restarts_the_culprit_and_a_failed_restart_isolates_its_node(seed: int) -> None:
+    cluster = two_tasks(seed)
+    culprit = members(cluster, "big")[1]
+    node = cluster.state.tasks["big"].workers[culprit].node
+    break_group(cluster, "big", culprit)
+    cluster.run()
+    assert not said(cluster, v.IncidentEscalated)
+
+    break_group(cluster, "big", culprit)  # no step since: the reattempt has failed
+    cluster.run()
+    cluster.assert_whole()
+    (escalated,) = said(cluster, v.IncidentEscalated)
+    assert (escalated.severity, escalated.worker) == (2, culprit)
+    assert "reattempted in place once" in escalated.reason
+    assert [i.severity for i in cluster.state.closed] == [Severity.SEV3, Severity.SEV2]
+    successor = next(w.worker for w in cluster.state.tasks["big"].workers.values() if w.node == node)
+    assert successor != culprit and len(members(cluster, "big")) == 3
+
+    for _ in range(2):  # the new process meets the same fate
+        break_group(cluster, "big", successor)
+        cluster.run_but_isolation()
+    (isolated,) = said(cluster, v.NodeIsolated)
+    assert isolated.node == node and "2 times" in isolated.reason
+    assert cluster.state.closed[-1].severity is Severity.SEV1
+    assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 3
+    cluster.run()
+    cluster.assert_whole()
+
+
+def test_a_step_between_two_breaks_makes_the_second_a_first() -> None:
+    cluster = two_tasks(2)
+    for _ in range(6):
+        break_group(cluster, "big", members(cluster, "big")[0])
+        cluster.run()
+        cluster.train("big")
+    assert not said(cluster, v.IncidentEscalated) and len(cluster.state.closed) == 6
+
+
+@pytest.mark.parametrize("kind", sorted(kind for kind, severity in SEVERITY.items() if severity is Severity.SEV2))
+def test_who_reports_an_error_and_lives_on_is_restarted(kind: str) -> None:
+    """A hang does not end by itself, nor does a process whose exit hangs."""
+    cluster = two_tasks(3)
+    culprit = members(cluster, "big")[2]
+    cluster.report(culprit, kind)
+    cluster.run()
+    cluster.assert_whole()
+    (escalated,) = said(cluster, v.IncidentEscalated)
+    assert escalated.worker == culprit and "still runs" in escalated.reason
+    assert culprit not in members(cluster, "big") and len(members(cluster, "big")) == 3
+    (incident,) = cluster.state.closed
+    assert (incident.kind, incident.severity, incident.place) == (kind, Severity.SEV2, "rank 2, iteration 1, reduce")
+
+
+def test_a_hang_is_acted_upon_at_once_and_an_exception_is_let_end() -> None:
+    cluster = two_tasks(3)
+    cluster.report(members(cluster, "big")[0], "hang")
+    cluster.report(members(cluster, "small")[0], "exception")
+    lengths = {name: us for name, us in cluster.standing().items() if name.startswith("exit:")}
+    assert sorted(lengths.values()) == [int(cluster.policy.symptom_window_s * 1e6), int(cluster.policy.exit_s * 1e6)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["ecc_error", "driver_error", "nvlink_error"])
+def test_a_broken_machine_is_isolated_at_once(kind: str, seed: int) -> None:
+    cluster = two_tasks(seed)
+    culprit = members(cluster, "big")[0]
+    node = cluster.state.tasks["big"].workers[culprit].node
+    cluster.report(culprit, kind)
+    cluster.run_but_isolation()
+    assert cluster.state.nodes[node].isolated
+    assert not [w for t in cluster.state.tasks.values() for w in t.workers.values() if w.node == node]
+    assert cluster.state.closed[-1].response == "reconfigure"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_work_that_fails_wherever_it_runs_ends_the_task_with_its_place(seed: int) -> None:
+    """A poisoned sample: whoever gets it dies, in the same iteration, for ever."""
+    cluster = two_tasks(seed)
+    for _ in range(60):
+        task = cluster.state.tasks["big"]
+        if task.status is not TaskStatus.ACTIVE:
+            break
+        able = [w for w in task.workers.values() if w.status is WorkerStatus.MEMBER and task.confirmed]
+        if able:
+            victim = able[0]
+            cluster.report(victim.worker, "nan_loss", iteration=17)
+            cluster.kill_worker(cluster.hosts[victim.node], victim.worker)
+        cluster.run()
+    task = cluster.state.tasks["big"]
+    assert task.status is TaskStatus.FAILED
+    assert "nan_loss" in task.reason and "iteration 17" in task.reason
+    assert len(said(cluster, v.StartWorker)) < 30
+    cluster.run()
+    assert not any(node.isolated for node in cluster.state.nodes.values()), "the task was at fault"
+
+
+def test_workers_that_end_together_are_one_blow() -> None:
+    """Eight processes of one node that go down with each other are no eight failed restarts."""
+    cluster = MiniCluster(4, Policy(stuck_max=4))
+    cluster.add_host("n0", slots=8)
+    cluster.submit("wide", max_workers=8)
+    cluster.run()
+    for _ in range(1, 4):
+        cluster.train("wide")
+        for worker in list(cluster.hosts["n0"].processes):
+            cluster.kill_worker(cluster.hosts["n0"], worker)
+        assert (cluster.state.tasks["wide"].stuck, cluster.state.tasks["wide"].strikes) == (1, {"n0": 1})
+        cluster.run()
+        cluster.assert_whole()
+    assert cluster.state.tasks["wide"].status is TaskStatus.ACTIVE
+    assert not said(cluster, v.NodeIsolated)
+
+
+def test_a_start_that_fails_again_and_again_is_counted_each_time() -> None:
+    cluster = MiniCluster(4, Policy(strikes_max=3))
+    cluster.add_host("n0")
+    cluster.submit("bad")
+    for number in range(1, 4):
+        while not cluster.state.tasks["bad"].workers:
+            assert cluster.decide()
+        (worker,) = cluster.state.tasks["bad"].workers.values()
+        failed = v.CommandFailed(node="n0", command_id=worker.command_id, reason="no such file")
+        cluster.hosts["n0"].commands.clear()
+        cluster.say(cluster.hosts["n0"], failed)
+        assert cluster.state.tasks["bad"].strikes == {"n0": number}
+    assert cluster.decide() and said(cluster, v.NodeIsolated)
+
+
+# --- severities that the configuration sets ------------------------------------------------------
+
+
+def started(severity: dict) -> Recorded:
+    event = v.CoordinatorStarted(term=9, version="t", severity=severity)
+    return Recorded(10**6, 1, Envelope(producer="coordinator", boot=9, number=1, term=9, observed_at_us=1, event=event))
+
+
+def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
+    state = fold(ClusterState(), started({"nan_loss": 1}))
+    assert severity_of("nan_loss", state.severity) is Severity.SEV1
+    assert severity_of("exception", state.severity) is Severity.SEV2
+    assert severity_of("never heard of", state.severity) is Severity.SEV2
+    state = fold(state, _next(state))
+    assert severity_of("nan_loss", state.severity) is Severity.SEV2
+
+
+def _next(state: ClusterState) -> Recorded:
+    event = v.CoordinatorStarted(term=state.term + 1, version="t")
+    envelope = Envelope(
+        producer="coordinator", boot=state.term + 1, number=1, term=state.term + 1, observed_at_us=1, event=event
+    )
+    return Recorded(state.seq + 1, 1, envelope)
+
+
+def test_an_override_changes_the_response() -> None:
+    cluster = two_tasks(5)
+    term = cluster.state.term + 1
+    cluster.append(v.CoordinatorStarted(term=term, version="test", severity={"exception": 1}), "coordinator", term)
+    culprit = members(cluster, "big")[0]
+    node = cluster.state.tasks["big"].workers[culprit].node
+    cluster.report(culprit, "exception")
+    cluster.run_but_isolation()
+    assert cluster.state.nodes[node].isolated
