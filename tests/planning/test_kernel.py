@@ -1,0 +1,63 @@
+"""Which kernel computes, and what an import brings along."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from tests.planning.clusters import random_problem, random_situation
+from unicrond.planning import kernel, kernel_numpy
+from unicrond.planning.solver import Solution, solve
+from unicrond.planning.table import Planner
+
+
+@pytest.fixture(autouse=True)
+def numpy_afterwards() -> Iterator[None]:
+    yield
+    kernel.use("numpy")
+
+
+def test_planning_is_imported_without_the_compiler() -> None:
+    """The coordinator serves within a second of its start: numba alone would take longer."""
+    modules = "unicrond.planning.solver, unicrond.planning.table, unicrond.planning.placement"
+    code = f"import sys, {modules}; print([m for m in ('numba', 'llvmlite', 'torch') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_plans_stay_the_same_while_the_kernel_warms_up() -> None:
+    """Solve without a pause while another thread switches kernels: no plan is ever made of both."""
+    problems = [random_problem(Random(seed), most_tasks=8, most_workers=32) for seed in range(30)]
+    expected = [solve(problem) for problem in problems]
+    assert kernel.active() is kernel_numpy
+    warming = threading.Thread(target=kernel.warm)
+    warming.start()
+    found: list[list[Solution]] = []
+    while warming.is_alive() or not found:
+        found.append([solve(problem) for problem in problems])
+    warming.join()
+    assert kernel.active() is not kernel_numpy
+    found.append([solve(problem) for problem in problems])
+    assert all(each == expected for each in found)
+
+
+def test_rows_of_one_kernel_serve_the_other() -> None:
+    """A table begun in numpy is refreshed compiled: reused rows are the same bits."""
+    reused = 0
+    for seed in range(60):
+        situation = random_situation(Random(seed))
+        kernel.use("numpy")
+        planner = Planner()
+        first = planner.refresh(situation)
+        kernel.use("numba")
+        second = planner.refresh(situation)
+        assert second.effort.rows_computed == 0
+        reused += second.effort.rows_reused
+        for event in situation.expected():
+            assert first.solution(event) == second.solution(event)
+    assert reused > 300
