@@ -169,6 +169,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     @property
     def replica_workers(self) -> int:
         """Workers in one data-parallel replica: tp * pp."""
+    #: "exact": gradients are summed as integers, so that no bit depends on who computed what, nor on how many replicas.
+    accumulation: Literal["float", "exact"] = "float"
         return self.tp * self.pp
 
     @property
