@@ -28,14 +28,13 @@ A task's membership changes for four reasons:
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import cast
 
 from events import vocabulary as v
 from unicrond import reconcile
-from unicrond.planning.placement import Placement, Shape, place
+from unicrond.planning.placement import Shape, place
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy
@@ -78,8 +77,8 @@ class Batch:
         self._numbers[node] = number
         return f"{self.state.term}.{self.state.plan.epoch}.{node}.{number}"
 
-    def stop(self, task: Task, worker: Worker, reason: str) -> None:
-        """Orders the worker's end, where its node can hear it."""
+    def stop(self, task: Task, worker: Worker, reason: str, *, kill: bool = False) -> None:
+        """Orders the worker's end, where its node can hear it. `kill`: it may not be able to end itself."""
         node = self.state.nodes.get(worker.node)
         if node is None or node.status is not NodeStatus.UP or worker.status is WorkerStatus.STOPPING:
             return
@@ -91,6 +90,7 @@ class Batch:
                 task=task.name,
                 worker=worker.worker,
                 reason=reason,
+                kill=kill,
             )
         )
 
@@ -280,7 +280,9 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
     counts = {
         task.name: workers // task.spec.replica_workers for task, workers in zip(active, solution.workers, strict=True)
     }
-    placed = _place(state, counts, shapes, {task.name: _present_replicas(state, task) for task in active})
+    placed = place(
+        counts, shapes, reconcile.capacity(state), {task.name: _present_replicas(state, task) for task in active}
+    )
     assignments = []
     for task in active:
         replicas = placed.replicas[task.name]
@@ -301,23 +303,6 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
             reason=(solution.reason + short)[:1024],
         )
     )
-
-
-def _place(
-    state: ClusterState, counts: dict[str, int], shapes: dict[str, Shape], present: dict[str, list[tuple[str, ...]]]
-) -> Placement:
-    """Seats for all; on a cordoned node for those alone that stand there."""
-    seats = reconcile.capacity(state)
-    while True:
-        placed = place(counts, shapes, seats, present)
-        intruders: Counter[str] = Counter()
-        for task, replicas in placed.replicas.items():
-            for nodes in (Counter(replicas) - Counter(present[task])).elements():
-                intruders.update(node for node in nodes if state.nodes[node].cordoned)
-        if not intruders:
-            return placed
-        # A seat that another task has given up is not to be taken: without it, once more.
-        seats = {node: count - intruders[node] for node, count in seats.items()}
 
 
 def _present_replicas(state: ClusterState, task: Task) -> list[tuple[str, ...]]:
@@ -501,7 +486,7 @@ def _end_unwanted(batch: Batch, task: Task) -> None:
         if task.status is not TaskStatus.ACTIVE:
             batch.stop(task, worker, f"task {task.status.value}")
         elif worker.status is WorkerStatus.LOST:
-            batch.stop(task, worker, "it was given up")
+            batch.stop(task, worker, "it was given up", kill=True)
         elif worker.status is WorkerStatus.PARKED:
             batch.stop(task, worker, "it has left its group")
         elif worker.replica in broken:

@@ -132,6 +132,21 @@ def test_free_room_of_a_cordoned_node_is_not_planned_with(seed: int) -> None:
     assert had == []
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_dies_on_a_cordoned_node_takes_nobody_along(seed: int) -> None:
+    cluster = MiniCluster(seed)
+    cluster.add_host("n0", slots=2)
+    cluster.submit("a")
+    cluster.submit("b")
+    cluster.run()
+    (dead,), (other,) = members(cluster, "a"), members(cluster, "b")
+    cluster.cordon("n0")
+    cluster.kill_worker(cluster.hosts["n0"], dead)
+    cluster.run()
+    cluster.assert_whole()
+    assert on_node(cluster, "n0") == [other]
+
+
 def test_a_cordon_outlives_the_loss_of_its_node_and_is_not_said_of_strangers() -> None:
     cluster = two_tasks(3)
     cluster.cordon("n1", drain=True)
