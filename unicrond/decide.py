@@ -142,7 +142,7 @@ def _escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
         return
     if incident.severity is not Severity.SEV3:
         severity, reason = incident.severity, f"it has reported {incident.kind} and still runs"
-    elif task.reattempts >= policy.reattempts_max and _ripe(state, task):
+    elif task.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
         severity = Severity.SEV2
         reason = f"reattempted in place {_times(task.reattempts)} without a step; it was the first to report"
     else:

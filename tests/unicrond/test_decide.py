@@ -151,3 +151,34 @@ def test_a_stop_of_a_worker_that_never_ran_ends_with_its_answer() -> None:
     (stop,) = [e.envelope.event for e in host.commands if isinstance(e.envelope.event, v.StopWorker)]
     cluster.say(host, v.CommandApplied(node="n0", command_id=stop.command_id))
     assert victim.worker not in cluster.state.tasks[stop.task].workers
+
+
+def test_a_group_that_breaks_again_after_a_reattempt_costs_one_worker() -> None:
+    cluster = two_tasks(6)
+
+    def broken(worker: str) -> None:
+        task = cluster.state.tasks["big"]
+        host = cluster.hosts[task.workers[worker].node]
+        cluster.say(
+            host,
+            v.ErrorReported(
+                node=host.name,
+                task="big",
+                worker=worker,
+                kind="connection_broken",
+                generation=task.generation,
+                iteration=2,
+                phase="reduce",
+                message="reset",
+            ),
+        )
+        cluster.pass_deadlines("symptom")
+        cluster.decide()
+
+    first, second, _ = members(cluster, "big")
+    broken(first)
+    broken(second)
+    assert [i.severity for i in cluster.state.incidents.values()] == [Severity.SEV3, Severity.SEV2]
+    assert [w.worker for w in cluster.state.tasks["big"].workers.values() if not w.alive] == [second]
+    cluster.run()
+    cluster.assert_whole()
