@@ -243,7 +243,10 @@ def problem_of(state: ClusterState, policy: Policy) -> Problem:
     for task in _active(state):
         assignment = state.plan.assignments.get(task.name)
         before = assignment.workers if assignment else 0
-        faulty = assignment is not None and any(node in lost for nodes in assignment.replicas for node in nodes)
+        faulty = assignment is not None and (
+            any(node in lost for nodes in assignment.replicas for node in nodes)
+            or len(_present_replicas(state, task)) < len(assignment.replicas)
+        )
         tasks.append(
             TaskProblem(
                 name=task.name,
@@ -476,7 +479,8 @@ def _staff(batch: Batch, task: Task) -> None:
 
 
 def _has_room(batch: Batch, nodes: tuple[str, ...]) -> bool:
-    return all(batch.occupied[n] + nodes.count(n) <= batch.state.nodes[n].slots for n in nodes)
+    known = batch.state.nodes
+    return all(batch.occupied[n] + nodes.count(n) <= known[n].slots and not known[n].cordoned for n in nodes)
 
 
 def _end_unwanted(batch: Batch, task: Task) -> None:
