@@ -163,6 +163,7 @@ class Coordinator:
                 if not self.live.is_set():
                     self.liveness.grace(self._clock.monotonic_us())
                     self.live.set()
+                    log.info("live at sequence %d", self.state.seq)
                 await self._step()
 
     async def _step(self) -> None:

@@ -1,0 +1,131 @@
+"""`unicrond run` as a process: what it loads, what it answers, how it ends, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from unicrond.dev import free_port
+
+UNICROND = str(Path(sys.executable).parent / "unicrond")
+
+
+def config(directory: Path, extra: str = "") -> Path:
+    path = directory / "unicron.yaml"
+    path.write_text(
+        f"state_dir: {directory / 'state'}\nnats: {{port: {free_port()}}}\napi: {{port: {free_port()}}}\n{extra}"
+    )
+    return path
+
+
+@asynccontextmanager
+async def daemon(path: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    process = await asyncio.create_subprocess_exec(
+        UNICROND, "run", "--config", str(path), stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    url = ""
+    try:
+        async with asyncio.timeout(30):
+            async for line in process.stderr:
+                if b"API at " in line:
+                    url = line.decode().split("API at ")[1].strip()
+                if b"live at" in line:
+                    break
+        assert url, "the daemon ended before it served"
+        yield process, url
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        await asyncio.wait_for(process.communicate(), 30)
+
+
+def nats_pid(directory: Path) -> int | None:
+    path = directory / "state" / "nats" / "nats-server.pid"
+    return int(path.read_text()) if path.exists() else None
+
+
+def loaded_libraries(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def get(url: str) -> dict[str, object]:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return json.loads(answer.read())
+
+
+async def test_it_serves_without_torch_and_ends_without_a_trace(tmp_path: Path) -> None:
+    async with daemon(config(tmp_path)) as (process, url):
+        health = await asyncio.to_thread(get, f"{url}/healthz")
+        assert health["status"] == "live"
+        loaded = loaded_libraries(process.pid)
+        assert "libtorch" not in loaded and "_numba" not in loaded
+    assert process.returncode == 0
+    left = nats_pid(tmp_path)
+    assert left is None or not psutil.pid_exists(left)
+
+
+async def test_sigterm_leaves_nats_to_the_next_coordinator(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    async with daemon(path) as (process, _):
+        pid = nats_pid(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    assert pid is not None and psutil.pid_exists(pid)
+    async with daemon(path) as (_, url):
+        assert (await asyncio.to_thread(get, f"{url}/healthz"))["term"] == 2
+        assert nats_pid(tmp_path) == pid
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("heartbeet_s: 1\n", "heartbeet_s: unknown field; did you mean heartbeat_s?"),
+        ("heartbeat_s: fast\n", "heartbeat_s: expected a number"),
+        ("policy: {stuck_max: 0}\n", "policy.stuck_max: must be"),
+    ],
+)
+def test_a_bad_configuration_is_one_line_and_exit_code_2(tmp_path: Path, extra: str, said: str) -> None:
+    done = subprocess.run(
+        [UNICROND, "run", "--config", str(config(tmp_path, extra))],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("section", ["api: {host: 0.0.0.0}", "nats: {host: 0.0.0.0}"])
+def test_it_binds_to_others_only_with_credentials(tmp_path: Path, section: str) -> None:
+    path = tmp_path / "open.yaml"
+    path.write_text(section + "\n")
+    done = subprocess.run(
+        [UNICROND, "run", "--config", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=os.environ | {"HOME": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert "is open to others" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["walk"], ["dev", "--nodes", "many"], ["run", "--confg", "x"]])
+def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+    done = subprocess.run([UNICROND, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "--help" in done.stderr
