@@ -1,0 +1,239 @@
+"""`unicron-replay simulate`: run policies through a failure trace in virtual time, and compare what they deliver.
+
+    unicron-replay simulate --cluster a800-80g:16x8 --tasks six --trace trace-b --policy unicron,megatron-wait
+
+Exit codes: 0 done; 2 a bad argument (one line on stderr that names it and the fix); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from replay.assumptions import DEFAULTS, Assumptions, assume
+from replay.comparison import HEADERS, Comparison, as_json, cells, compare
+from replay.simulator import POLICIES, check_policy
+from replay.traces import INFINITEHBD_ORIGIN, POISSON, TRACE_A, TRACE_B
+from replay.workload import parse_cluster, parse_tasks, workload
+from unicrond.planning import kernel
+from unicrond.planning.presets import GPUS, MODELS
+
+PROGRAM = "unicron-replay simulate"
+#: Where the real trace lies, if `--trace` does not say so.
+TRACE_FILE_VARIABLE = "UNICRON_TRACE_FILE"
+DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare,oobleck,varuna,bamboo"
+SEEDS_MAX = 10_000
+#: From this size on the compiled kernel pays for its start.
+_NODES_FOR_COMPILED = 64
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with `argv` (without the programs' names); the exit code."""
+    try:
+        options = _parser().parse_args(argv)
+        if options.parameters:
+            _print_parameters(DEFAULTS)
+            return 0
+        made = _run(options)
+        if options.plot is not None:
+            _plot(made, options.plot)
+    except ValueError as problem:  # TraceError, WorkloadError, PolicyError are ValueErrors
+        print(f"{PROGRAM}: {problem}", file=sys.stderr)
+        return 2
+    except SystemExit as finished:  # --help
+        return int(finished.code or 0)
+    except KeyboardInterrupt:
+        return 130
+    print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
+    return 0
+
+
+def _run(options: argparse.Namespace) -> Comparison:
+    cluster = parse_cluster(options.cluster)
+    policies = [name for name in options.policy.split(",") if name]
+    if not policies:
+        raise ValueError(f"--policy: none given; choose from {', '.join(POLICIES)}")
+    for name in policies:
+        check_policy(name, cluster.nodes)
+    if not 1 <= options.seeds <= SEEDS_MAX:
+        raise ValueError(f"--seeds {options.seeds}: give 1 to {SEEDS_MAX}")
+    if options.plot is not None:
+        _require_matplotlib()
+    assumptions = assume(dict(_setting(text) for text in options.set))
+    work = workload(cluster, parse_tasks(options.tasks))
+    spec = options.trace or os.environ.get(TRACE_FILE_VARIABLE)
+    if not spec:
+        raise ValueError(f"--trace: missing; give trace-a, trace-b, poisson:... or a FILE ({TRACE_FILE_VARIABLE})")
+    if cluster.nodes >= _NODES_FOR_COMPILED:
+        kernel.warm()
+    with RunsBar() as bar:
+        return compare(
+            work,
+            spec,
+            policies,
+            range(options.first_seed, options.first_seed + options.seeds),
+            assumptions,
+            progress=bar.told,
+        )
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text}: give NAME=VALUE; --parameters lists the names")
+    return name, value
+
+
+class RunsBar(AbstractContextManager["RunsBar"]):
+    """A progress bar on stderr; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("simulating", total=None)
+
+    def __enter__(self) -> RunsBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def told(self, done: int, total: int, what: str) -> None:
+        """`done` of `total` runs are over; the last was of `what`."""
+        self._progress.update(self._task, description=what, completed=done, total=total)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message.removeprefix('argument ')}; see {PROGRAM} --help")
+
+
+def _epilog() -> str:
+    drawn = {"trace-a": TRACE_A, "trace-b": TRACE_B, "poisson": POISSON}
+    settings = "\n".join(
+        f"  {name}:{key}={default:g}   {meaning}"
+        for name, known in drawn.items()
+        for key, (default, meaning) in known.items()
+    )
+    return f"""\
+examples:
+  {PROGRAM} --cluster a800-80g:16x8 --tasks six --trace trace-b --seeds 20
+  {PROGRAM} --trace trace-b:repair_h=24 --policy unicron,megatron-wait --set timeout_s=60 --plot waf.png
+  {PROGRAM} --cluster a800-80g:400x8 --tasks 'six*4' --trace infinitehbd.json --policy unicron,hot-spare:8 --json
+
+traces (a FILE is in InfiniteHBD's format, {INFINITEHBD_ORIGIN}):
+{settings}
+
+policies: {", ".join(POLICIES)}; hot-spare:N keeps N nodes
+models (in a file of --tasks: a YAML list of name, model, weight, min_nodes, max_nodes, layout): {", ".join(MODELS)}
+GPUs:     {", ".join(GPUS)}"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        description="Policies against failures in virtual time. Unicron's is the coordinator's own core.",
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--cluster", default="a800-80g:16x8", help="GPU:NODESxGPUS (default: %(default)s)")
+    parser.add_argument("--tasks", default="six", help="six, six*N, or a YAML file (default: %(default)s)")
+    parser.add_argument("--trace", help=f"see below (default: the file that {TRACE_FILE_VARIABLE} names)")
+    parser.add_argument("--policy", default=DEFAULT_POLICIES, help="names with commas (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many draws of the trace (default: 1)")
+    parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="seeds S, S + 1, ... (default: 1)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="change an assumption; can be repeated"
+    )
+    parser.add_argument("--parameters", action="store_true", help="list the assumptions and stop")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw WAF over time, first seed (matplotlib)")
+    return parser
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _print_parameters(assumptions: Assumptions) -> None:
+    print(f"{Assumptions.__doc__}\ndefaults:")
+    for name, value in ((field, getattr(assumptions, field)) for field in assumptions.__struct_fields__):
+        print(f"  {name} = {value:g}")
+
+
+def _print(made: Comparison) -> None:
+    base = made.rows[0].policy
+    cluster, first = made.workload.cluster, made.rows[0].outcomes[0].trace
+    print(
+        f"{cluster.nodes} x {cluster.per_node} {cluster.gpu}, {len(made.workload.tasks)} tasks, {made.trace}: "
+        f"{first.length_us / 8.64e10:g} days, {first.node_faults} node faults and "
+        f"{len(first.faults) - first.node_faults} others (first of {len(made.seeds)} seeds)"
+    )
+    print("failure-free = delivered + detection + transition + sub-healthy; mean over seeds (range)\n")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for nth, header in enumerate((*HEADERS, f"{base} is better by")):
+        table.add_column(header, justify="left" if nth == 0 else "right", no_wrap=True)
+    for row in made.rows:
+        table.add_row(*cells(made, row, base))
+    Console(width=None if sys.stdout.isatty() else 200).print(table, highlight=False)
+    changed = {
+        name: value
+        for name in made.assumptions.__struct_fields__
+        if (value := getattr(made.assumptions, name)) != getattr(DEFAULTS, name)
+    }
+    if changed:
+        print("\nassumed otherwise: " + ", ".join(f"{name} = {value:g}" for name, value in changed.items()))
+    for row in made.rows:
+        core = row.outcomes[0].core
+        if core is not None and row.policy == base:
+            print(
+                f"\n{row.policy}'s core, first seed: {core.events:,} events, {core.plans} plans, {core.memberships} "
+                f"memberships; CPU {core.cpu_s:.2f} s, longest decision {1000 * core.decide_s_max:.1f} ms"
+            )
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("--plot: matplotlib is missing; install it with: pip install 'unicrond[plot]'") from None
+
+
+def _plot(made: Comparison, path: Path) -> None:
+    from replay.evaluation_plots import waf_over_time
+
+    try:
+        waf_over_time(made, path)
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"--plot: cannot write {path}: {problem}") from problem
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
