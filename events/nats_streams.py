@@ -18,6 +18,8 @@ BEAT_MAX_AGE_S = 600
 HEADER_BYTES = 8 * 1024
 
 STREAM_EXISTS_WITH_OTHER_CONFIG = 10058
+#: Mark of an event stream that was imported for looking at it; its commands are old, so nobody may work on it.
+IMPORTED = "unicron.imported"
 
 
 class ApiError(LogError):
@@ -78,6 +80,8 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
             if error.code != STREAM_EXISTS_WITH_OTHER_CONFIG:
                 raise
             info = await api(connection, f"STREAM.INFO.{name}", {})
+            if IMPORTED in (info["config"].get("metadata") or {}):
+                raise LogError(f"stream {name}: was imported, for replay alone; use another NATS server") from None
             _require_same(name, config, info["config"])
 
 

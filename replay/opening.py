@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,9 @@ from replay.progress import with_bar
 from replay.replayer import EMPTY, replay
 from replay.source import FileSource, Source, read
 from unicrond.state import ClusterState
+
+if TYPE_CHECKING:
+    from events.nats_connection import Login
 
 PROGRAM = "unicron-replay"
 
@@ -30,16 +33,21 @@ async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
     if options.file is not None:
         yield file_source(options.file)
         return
-    from events.nats_connection import Login  # the NATS client takes 100 ms to import, and a file needs none of it
-    from replay.nats_source import embedded_url, open_nats
+    from replay.nats_source import embedded_url, open_nats  # the NATS client takes 100 ms to import
+
+    urls = options.nats if options.nats is not None else [await embedded_url(options.state_dir)]
+    async with open_nats(urls, login_of(options)) as source:
+        yield source
+
+
+def login_of(options: argparse.Namespace) -> Login:
+    """How to log in to NATS."""
+    from events.nats_connection import Login
 
     password = options.password_file.read_text().strip() if options.password_file else None
-    login = Login(
+    return Login(
         user=options.user, password=password, creds=options.creds, nkey_seed=options.nkey_seed, tls_ca=options.tls_ca
     )
-    urls = options.nats if options.nats is not None else [await embedded_url(options.state_dir)]
-    async with open_nats(urls, login) as source:
-        yield source
 
 
 def file_source(path: Path) -> FileSource:

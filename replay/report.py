@@ -47,10 +47,15 @@ def state_json(state: ClusterState) -> dict[str, Any]:
     return {"digest": digest(state), "state": to_json(state)}
 
 
+def when(state: ClusterState) -> str:
+    """The point that a state belongs to."""
+    told = f"{format_time(state.now_us)}, term {state.term}" if state.seq else "before the first event"
+    return f"entry {state.seq}, {told}"
+
+
 def state_page(state: ClusterState) -> str:
     """The state for people: when, nodes, tasks, plan, incidents; the tables are those of `unicronctl`."""
-    when = f"{format_time(state.now_us)}, term {state.term}" if state.seq else "before the first event"
-    lines = [f"entry {state.seq}, {when}", f"digest {digest(state)}"]
+    lines = [when(state), f"digest {digest(state)}"]
     oddities = {"quarantined": state.quarantined, "duplicates": state.duplicates, "of an old term": state.inert}
     if any(oddities.values()):
         lines.append("not folded: " + ", ".join(f"{count} {what}" for what, count in oddities.items() if count))

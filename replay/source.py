@@ -71,6 +71,14 @@ async def read(
             yield Chunk(entries, done)
 
 
+async def entries_of(source: Source, after_seq: int = 0) -> AsyncGenerator[Entry, None]:
+    """The entries of `source` one by one. Close it where it is left early."""
+    async with aclosing(source.chunks(after_seq)) as chunks:
+        async for chunk in chunks:
+            for entry in chunk.entries:
+                yield entry
+
+
 class FileSource:
     """An exported log: one segment file, or a directory of them. FileNotFoundError, LogDamaged."""
 

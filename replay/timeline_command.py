@@ -1,0 +1,66 @@
+"""`unicron-replay timeline`: the course of a log in the terminal, as a page or as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from contextlib import aclosing
+from pathlib import Path
+
+from replay.opening import UsageError, as_json, open_source, require_reached, resolve, say
+from replay.progress import with_bar
+from replay.source import read
+from replay.timeline import Timeline
+from replay.timeline_html import html_page
+from replay.timeline_text import text_page
+
+
+async def timeline_command(options: argparse.Namespace) -> int:
+    """Text on stdout, unless --html or --png name a file."""
+    for path in (options.html, options.png):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{path.suffix[1:] or 'html'}: {path.parent} is no directory; name another place")
+    timeline = Timeline()
+    async with open_source(options) as source:
+        until = await resolve(source, options.at)
+        async with aclosing(with_bar(read(source, until=until), "drawing")) as chunks:
+            async for chunk in chunks:
+                for entry in chunk.entries:
+                    timeline.feed(entry)
+    require_reached(options.at, timeline.state.seq)
+    timeline.finish()
+    title = f"{options.file or options.state_dir or ', '.join(options.nats)}"
+    written: list[Path] = []
+    if options.html is not None:
+        options.html.write_text(html_page(timeline, title), encoding="utf-8")
+        written.append(options.html)
+    if options.png is not None:
+        _draw(timeline, options.png, title)
+        written.append(options.png)
+    if options.json:
+        say(as_json(_json(timeline)))
+    elif written:
+        say("\n".join(str(path) for path in written))
+    else:
+        say(text_page(timeline, min(shutil.get_terminal_size((100, 24)).columns, 200)))
+    return 0
+
+
+def _draw(timeline: Timeline, path: Path, title: str) -> None:
+    try:
+        from replay.timeline_png import write_png
+
+        write_png(timeline, path, title)
+    except ImportError:
+        raise UsageError("--png: matplotlib is not installed; pip install 'unicrond[plot]', or use --html") from None
+
+
+def _json(timeline: Timeline) -> dict[str, object]:
+    return {
+        "start_us": timeline.start_us,
+        "end_us": timeline.end_us,
+        "nodes": {name: [span._asdict() for span in spans] for name, spans in timeline.nodes.items()},
+        "tasks": {name: [span._asdict() for span in spans] for name, spans in timeline.tasks.items()},
+        "incidents": timeline.incidents,
+        "waf": [point._asdict() for point in timeline.waf],
+    }

@@ -1,0 +1,95 @@
+"""What is imported is the log again: in files with its digests, on a server with its numbers and producers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from events.envelope import Entry, Quarantined, Recorded
+from events.log import LogError
+from events.nats_connection import Connection, connect
+from events.nats_server import EmbeddedServer
+from events.nats_streams import create_streams
+from replay.importing import NotEmpty, import_to_directory, import_to_nats
+from replay.nats_source import open_nats
+from replay.replayer import replay
+from replay.source import FileSource, entries_of
+from tests.replay.command import unicron_replay
+from tests.replay.logs import eventful, write_log
+from unicrond.state import digest
+
+
+async def read_all(source: FileSource) -> list[Entry]:
+    return [entry async for entry in entries_of(source)]
+
+
+async def test_files_keep_everything(tmp_path: Path) -> None:
+    entries = eventful(3)
+    source = FileSource(write_log(tmp_path / "log.bin", entries))
+    assert await import_to_directory(source.chunks(), tmp_path / "copy") == len(entries)
+    copy = await read_all(FileSource(tmp_path / "copy"))
+    assert repr(copy) == repr(entries)
+    assert digest(replay(copy)) == digest(replay(entries))
+
+
+async def test_a_directory_with_anything_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "note").touch()
+    source = FileSource(write_log(tmp_path / "log.bin", eventful(3)))
+    with pytest.raises(NotEmpty, match="is not empty; import into a new directory"):
+        await import_to_directory(source.chunks(), tmp_path / "copy")
+    assert [each.name for each in (tmp_path / "copy").iterdir()] == ["note"]
+
+
+async def test_a_server_keeps_numbers_producers_and_repetitions_but_not_times(
+    nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    entries = eventful(4)
+    source = FileSource(write_log(tmp_path / "log.bin", entries))
+    connection = await connect(nats_server.url, name="test", timeout_s=10)
+    try:
+        assert await import_to_nats(source.chunks(), connection) == len(entries)
+    finally:
+        await connection.close()
+    async with open_nats([nats_server.url]) as stored:
+        copy = [entry async for entry in entries_of(stored)]
+    for old, new in zip(entries, copy, strict=True):
+        assert old.seq == new.seq
+        if isinstance(old, Quarantined):
+            assert isinstance(new, Quarantined) and new.size_bytes == old.size_bytes
+        else:
+            assert isinstance(new, Recorded) and repr(new.envelope) == repr(old.envelope)
+            assert new.recorded_at_us > old.recorded_at_us
+    was, now = replay(entries), replay(copy)
+    assert (now.seq, now.duplicates, now.inert, now.quarantined) == (
+        was.seq,
+        was.duplicates,
+        was.inert,
+        was.quarantined,
+    )
+    assert {name: task.iteration for name, task in now.tasks.items()} == {
+        name: task.iteration for name, task in was.tasks.items()
+    }
+
+
+async def test_a_server_where_a_cluster_may_live_is_refused(nats_connection: Connection, tmp_path: Path) -> None:
+    source = FileSource(write_log(tmp_path / "log.bin", eventful(4)))
+    with pytest.raises(NotEmpty, match="a cluster may live there; import into a nats-server of its own"):
+        await import_to_nats(source.chunks(), nats_connection)
+
+
+async def test_no_coordinator_works_on_an_imported_log(nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.bin", eventful(4))
+    done = await asyncio.to_thread(unicron_replay, "import", log, "--nats", nats_server.url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the recorded times are those of the import" in done.stdout
+    connection = await connect(nats_server.url, name="test", timeout_s=10)
+    try:
+        with pytest.raises(LogError, match="was imported, for replay alone"):
+            await create_streams(connection)
+    finally:
+        await connection.close()
+    again = await asyncio.to_thread(unicron_replay, "import", log, "--nats", nats_server.url)
+    assert again.returncode == 1 and again.stderr.count("\n") == 1 and "already" in again.stderr

@@ -1,0 +1,169 @@
+"""The account of an incident, a node, a task, a plan: complete, in order, and by the right names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Entry
+from replay.story import Index, NoSuchSubject, Story
+from tests.replay.command import unicron_replay
+from tests.replay.logs import eventful, troubled, write_log
+from tests.unicrond.cluster import MiniCluster
+
+
+def index_of(entries: Sequence[Entry]) -> Index:
+    index = Index()
+    for entry in entries:
+        index.feed(entry)
+    return index
+
+
+def story(entries: Sequence[Entry], subject: str) -> str:
+    index = index_of(entries)
+    told = Story(index.subject(subject), index)
+    for entry in entries:
+        told.feed(entry)
+    return told.page()
+
+
+def seqs(page: str) -> list[int]:
+    """The numbers of the entries that a story tells."""
+    return [int(match[1]) for match in re.finditer(r"^  \d\d:\d\d:\d\d\.\d{3} +(\d+)  ", page, re.MULTILINE)]
+
+
+def small_cluster() -> MiniCluster:
+    cluster = MiniCluster(1)
+    for name in ("n1", "n2", "n3"):
+        cluster.add_host(name)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", steps=5)
+    return cluster
+
+
+def test_the_story_of_a_death() -> None:
+    cluster = small_cluster()
+    host = next(host for host in cluster.hosts.values() if host.processes)
+    worker = next(iter(host.processes))
+    peer = next(other for other in cluster.hosts.values() if other is not host)
+    broken = v.ErrorReported(
+        node=peer.name,
+        task="big",
+        worker=next(iter(peer.processes)),
+        kind="connection_broken",
+        generation=1,
+        iteration=6,
+        phase="reduce",
+        message="reset by peer",
+    )
+    cluster.say(peer, broken)
+    first = cluster.log[-1].seq
+    cluster.kill_worker(host, worker)
+    cluster.run()
+    last = cluster.log[-1].seq
+    page = story(cluster.log, f"i{first}")
+    assert page.startswith(f"Incident i{first}: process_exit, SEV2, worker {worker} on {host.name}")
+    assert "It hit big in generation 1." in page
+    assert f"-> opens incident i{first}, SEV3" in page
+    assert f"-> the cause of incident i{first}, now SEV2" in page
+    assert f"because of incident i{first}" in page
+    assert f"having read everything up to entry {first + 1}" in page
+    told = seqs(page)
+    assert told == sorted(told) and told[0] == first
+    closed = next(e.seq for e in cluster.log if isinstance(e.envelope.event, v.TransitionCompleted))
+    assert told[-1] == closed <= last
+
+
+def test_a_node_loss_begins_with_the_symptoms_that_it_explains() -> None:
+    cluster = small_cluster()
+    host = cluster.hosts["n1"]
+    peer = cluster.hosts["n2"]
+    broken = v.ErrorReported(
+        node="n2",
+        task="big",
+        worker=next(iter(peer.processes)),
+        kind="connection_broken",
+        generation=1,
+        iteration=6,
+        phase="reduce",
+        message="reset by peer",
+    )
+    cluster.say(peer, broken)
+    first = cluster.log[-1].seq
+    cluster.kill_host(host)
+    cluster.lose(host)
+    lost = cluster.log[-1].seq
+    cluster.run()
+    index = index_of(cluster.log)
+    assert list(index.incidents) == [f"i{lost}"], "the symptom's incident is no story of its own"
+    assert index.incidents[f"i{lost}"].first_seq == first
+    page = story(cluster.log, f"i{lost}")
+    assert seqs(page)[0] == first and lost in seqs(page)
+    assert "node n1 lost" in page and "Response: reconfigure" in page
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_subject_of_a_troubled_log_has_its_story(seed: int) -> None:
+    entries = list(troubled(seed).log)
+    index = index_of(entries)
+    for kind, names in {
+        "node": index.state.nodes,
+        "task": index.state.tasks,
+        "incident": index.incidents,
+        "plan": index.plans,
+    }.items():
+        for name in names:
+            page = story(entries, f"{kind}:{name}")
+            told = seqs(page)
+            assert told == sorted(told) and told, page
+            assert "\x1b" not in page
+    for life in index.incidents.values():
+        assert life.last_seq >= life.first_seq, "all of them were healed"
+
+
+def test_the_story_of_a_task_tells_its_steps_in_one_line_between_events() -> None:
+    cluster = small_cluster()
+    for _ in range(7):
+        cluster.train("big")
+    page = story(cluster.log, "big")
+    assert "big commits 1 to 12, loss 1" in page
+    assert page.count("commits") == 1
+    assert "At the end it is active at iteration 12, generation 1, after 0 incidents." in page
+
+
+def test_the_story_of_a_plan_ends_with_the_next() -> None:
+    cluster = small_cluster()
+    cluster.submit("small")
+    cluster.run()
+    index = index_of(cluster.log)
+    last = max(index.plans)
+    assert last > 1
+    assert "It is in force at the end of the log." in story(cluster.log, str(last))
+    assert f"It was in force until entry {index.plans[last]}." in story(cluster.log, f"plan:{last - 1}")
+
+
+def test_names_that_mean_nothing_or_several_things_are_refused() -> None:
+    cluster = small_cluster()
+    cluster.submit("n1")
+    index = index_of(cluster.log)
+    with pytest.raises(NoSuchSubject, match="n1: is the name of several things; give node:n1 or task:n1"):
+        index.subject("n1")
+    assert index.subject("task:n1").kind == "task"
+    with pytest.raises(NoSuchSubject, match="nothing in the log has this name"):
+        index.subject("i9999")
+    with pytest.raises(NoSuchSubject, match="node:x: no such node; the log has n1, n2, n3"):
+        index.subject("node:x")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.bin", eventful(5))
+    done = unicron_replay("story", "n2", "--file", log)
+    assert done.returncode == 0 and done.stdout.startswith("Node n2: 1 slots at")
+    assert "At the end it is left" in done.stdout
+    done = unicron_replay("story", "nobody", "--file", log)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "SUBJECT: nobody" in done.stderr

@@ -1,0 +1,120 @@
+"""A fork decides with the coordinator's own planner, and only what was changed makes a difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from events import vocabulary as v
+from replay.whatif import BadChange, Changes, change, waf_of, what_if
+from tests.replay.command import unicron_replay
+from tests.replay.logs import troubled, write_log
+from tests.unicrond.cluster import MiniCluster
+from unicrond.invariants import check
+from unicrond.policy import Policy
+from unicrond.state import ClusterState, digest
+
+
+def two_tasks() -> ClusterState:
+    """big (weight 2) and small share four workers: 3 and 1."""
+    cluster = MiniCluster(1)
+    for number in range(4):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", weight=2.0, max_workers=3)
+    cluster.submit("small", max_workers=3)
+    cluster.run()
+    return cluster.state
+
+
+def workers(state: ClusterState, changes: Changes) -> dict[str, int]:
+    _, forked = what_if(state, Policy(), changes)
+    check(forked.state)
+    return {name: assignment.workers for name, assignment in forked.plan.assignments.items()}
+
+
+def test_nothing_changed_is_the_plan_as_it_is() -> None:
+    state = two_tasks()
+    without, forked = what_if(state, Policy(), Changes())
+    assert without == forked
+    assert without.plan.assignments == state.plan.assignments
+    assert [type(event) for event in without.decisions] == [v.PlanAdopted]
+
+
+def test_a_heavier_task_gets_the_workers() -> None:
+    state = two_tasks()
+    assert workers(state, Changes()) == {"big": 3, "small": 1}
+    assert workers(state, Changes(settings=[("tasks.small.weight", "9")])) == {"big": 1, "small": 3}
+
+
+def test_a_lost_node_and_spare_nodes() -> None:
+    state = two_tasks()
+    before = digest(state)
+    assert sum(workers(state, Changes(lose=["n0", "n1"])).values()) == 2
+    assert workers(state, Changes(add_nodes=1)) == {"big": 3, "small": 2}
+    assert workers(state, Changes(add_nodes=1, slots=8)) == {"big": 3, "small": 3}
+    assert workers(state, Changes(lose=["n3"], add_nodes=1)) == {"big": 3, "small": 1}
+    assert digest(state) == before
+
+
+def test_the_coordinator_starts_workers_on_spare_nodes() -> None:
+    _, forked = what_if(two_tasks(), Policy(), Changes(add_nodes=2))
+    started = [event.node for event in forked.decisions if isinstance(event, v.StartWorker)]
+    assert started and all(node.startswith("whatif-") for node in started)
+
+
+def test_both_plans_are_worth_what_the_changed_settings_say() -> None:
+    without, forked = what_if(two_tasks(), Policy(), Changes(settings=[("tasks.small.weight", "9")]))
+    before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
+    assert sum(after.values()) > sum(before.values())
+    assert before["small"] * 3 == after["small"]
+
+
+def test_a_policy_is_changed_by_its_field() -> None:
+    state = two_tasks()
+    _, policy = change(state, Policy(), Changes(settings=[("policy.worker_mtbf_s", "60"), ("policy.strikes_max", "5")]))
+    assert (policy.worker_mtbf_s, policy.strikes_max) == (60.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (Changes(settings=[("tasks.big.wheight", "1")]), "there is no such field; known: name, weight"),
+        (Changes(settings=[("tasks.huge.weight", "1")]), "there is no task huge"),
+        (Changes(settings=[("tasks.big.weight", "much")]), "--set tasks.big.weight=much"),
+        (Changes(settings=[("tasks.big.min_workers", "7")]), "--set tasks.big.min_workers=7"),
+        (Changes(settings=[("policy.strikes_max", "0")]), "Expected `int` >= 1"),
+        (Changes(settings=[("weather.x", "1")]), "give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
+        (Changes(lose=["n9"]), "no such node is up at this point; up are n0, n1, n2, n3"),
+        (Changes(lose=["n1", "n1"]), "no such node is up"),
+    ],
+)
+def test_what_cannot_be_changed_is_named(changes: Changes, told: str) -> None:
+    with pytest.raises(BadChange) as caught:
+        what_if(two_tasks(), Policy(), changes)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
+    log = troubled(seed).log
+    from replay.point import AtSeq
+    from replay.replayer import replay
+
+    for seq in range(10, len(log), 23):
+        without, forked = what_if(replay(log, AtSeq(seq)), Policy(), Changes(add_nodes=1))
+        check(forked.state)
+        assert forked.plan.waf >= without.plan.waf
+
+
+def test_the_command(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.bin", list(troubled(3).log))
+    done = unicron_replay("whatif", "--file", log, "--set", "tasks.small.weight=9", "--add-nodes", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["waf_with"] > said["waf_without"] and said["tasks"]["small"]["workers_with"] == 3
+    done = unicron_replay("whatif", "--file", log, "--at", "60", "--lose", "n0", "--set", "policy.transition_s=1")
+    assert done.returncode in (0, 2) and ("WAF what if" in done.stdout or "no such node is up" in done.stderr)
+    done = unicron_replay("whatif", "--file", log, "--set", "weight=9")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
