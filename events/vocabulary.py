@@ -165,12 +165,12 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     checkpoint: CheckpointSpec = CheckpointSpec()
     throughput: dict[str, Flops] = {}
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    #: "exact": gradients are summed as integers, so that no bit depends on who computed what, nor on how many replicas.
+    accumulation: Literal["float", "exact"] = "float"
 
     @property
     def replica_workers(self) -> int:
         """Workers in one data-parallel replica: tp * pp."""
-    #: "exact": gradients are summed as integers, so that no bit depends on who computed what, nor on how many replicas.
-    accumulation: Literal["float", "exact"] = "float"
         return self.tp * self.pp
 
     @property
