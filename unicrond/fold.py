@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.hangs import judge
 from unicrond.severity import severity_of
 from unicrond.state import (
     CLOSED_INCIDENTS_MAX,
@@ -612,6 +613,58 @@ def _command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) 
     return state
 
 
+# --- what statistics tell ------------------------------------------------------------------------
+
+
+def _hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
+    known = _known(state, event.task, event.worker)
+    if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+        return state
+    task, worker = known
+    if event.generation != task.generation or not task.is_member(worker.worker) or event.iteration <= task.iteration:
+        return state
+    task = replace(task, suspicions=task.suspicions | {worker.worker: event})
+    verdict = judge(task)
+    if verdict is None:
+        return _with_task(state, task)
+    state = _with_task(state, replace(task, suspicions={}))
+    if verdict.stuck:
+        return _blame(
+            state,
+            envelope,
+            kind="collective_timeout",
+            node=worker.node,
+            worker=worker.worker,
+            generations={task.name: task.generation},
+            message=verdict.reason,
+            place=f"iteration {event.iteration}, {event.phase}",
+        )
+    for culprit in verdict.culprits:
+        since_us = max(0, envelope.observed_at_us - culprit.still_us)
+        where = f"hangs in {culprit.phase} of iteration {culprit.iteration}"
+        state = _give_up(
+            state,
+            replace(envelope, observed_at_us=since_us),
+            task.name,
+            task.workers[culprit.worker],
+            "hang",
+            f"{where}: {verdict.reason}",
+        )
+    return state
+
+
+def _corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
+    """Parameters that differ from the majority's are no suspicion any more: who has them is given up."""
+    known = _known(state, event.task, event.suspect)
+    if event.sign != "checksum" or known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+        return state
+    task, worker = known
+    if event.generation != task.generation or not task.is_member(worker.worker):
+        return state
+    what = f"has other parameters than the other replicas before iteration {event.iteration}"
+    return _give_up(state, envelope, task.name, worker, "corruption", what)
+
+
 def _nothing(state: ClusterState, _event: Any, _envelope: Envelope) -> ClusterState:
     return state
 
@@ -630,6 +683,8 @@ def _step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) ->
     if progressed:
         below = {node: number for node, number in task.struck_below.items() if node}
         task = replace(task, stuck=0, struck_below=below)
+    if any(told.iteration <= event.last for told in task.suspicions.values()):
+        task = replace(task, suspicions={})
     task = replace(
         task,
         iteration=event.last,
@@ -723,22 +778,23 @@ def _deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Env
             for worker in task.workers.values():
                 late = task.is_member(worker.worker) and worker.alive and worker.generation != task.generation
                 if late or worker in task.leavers:
-                    what = f"did not {'join' if late else 'leave for'} generation {generation}"
+                    what = f"did not {'join' if late else 'leave for'} generation {generation} in time"
                     state = _give_up(state, envelope, name, worker, "hang", what)
     if kind == "start":
         for task in state.tasks.values():
             late_starter = task.workers.get(subject)
             if late_starter is not None and late_starter.status is WorkerStatus.STARTING:
-                return _give_up(state, envelope, task.name, late_starter, "start_failed", "did not become ready")
+                what = "did not become ready in time"
+                return _give_up(state, envelope, task.name, late_starter, "start_failed", what)
     return state
 
 
 def _give_up(state: ClusterState, envelope: Envelope, name: str, worker: Worker, kind: str, what: str) -> ClusterState:
-    """A worker that let its deadline pass is lost; `decide` has its process ended."""
+    """The worker is lost, though it may run; `decide` has its process ended."""
     task = state.tasks[name]
     broken = _broken_generation(task, [worker.worker])
     state = _with_task(state, _with_worker(task, replace(worker, status=WorkerStatus.LOST)))
-    message = f"worker {worker.worker} on {worker.node} {what} in time"
+    message = f"worker {worker.worker} on {worker.node} {what}"
     return _strike(state, envelope, task=name, worker=worker, kind=kind, broken=broken, message=message)
 
 
@@ -789,7 +845,8 @@ def _membership_decided(state: ClusterState, event: v.MembershipDecided, _: Enve
         decided_us=state.now_us,
     )
     again = event.urgent and task.membership is not None and task.membership.members == event.members
-    return _with_task(state, replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0))
+    task = replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0, suspicions={})
+    return _with_task(state, task)
 
 
 def _transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:
@@ -889,6 +946,9 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StepCommitted: _step_committed,
     v.CheckpointSaved: _checkpoint_saved,
     v.TaskCompleted: _task_completed,
+    v.HangSuspected: _hang_suspected,
+    v.DegradationObserved: _nothing,  # news for people
+    v.CorruptionSuspected: _corruption_suspected,
     v.CommandApplied: _command_applied,
     v.CommandFailed: _command_failed,
     v.TaskSubmitted: _task_submitted,

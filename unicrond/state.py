@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from events.vocabulary import Fault, Member, StoreAddress, TaskAssignment, TaskSpec
+from events.vocabulary import Fault, HangSuspected, Member, StoreAddress, TaskAssignment, TaskSpec
 
 
 class Severity(IntEnum):
@@ -130,6 +130,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `stuck`: blows anywhere since the task last committed a new iteration.
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
     `reattempts`: generations of the same members, one after the other, without a step in the newest.
+    `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
     """
 
     spec: TaskSpec
@@ -153,6 +154,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     stuck: int = 0
     struck_below: dict[str, int] = {}
     reattempts: int = 0
+    suspicions: dict[str, HangSuspected] = {}
     params_digest: str = ""
     reason: str = ""
 

@@ -1,0 +1,183 @@
+"""Who hangs: the verdict on phase marks, and what the cluster makes of it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.hangs import judge
+from unicrond.state import Severity
+
+LIMIT_US = 1_000_000
+
+
+@pytest.fixture
+def cluster() -> MiniCluster:
+    """One task of three workers that has trained three iterations."""
+    cluster = MiniCluster(3)
+    for number in range(3):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 3)
+    cluster.run()
+    return cluster
+
+
+def members(cluster: MiniCluster) -> list[str]:
+    membership = cluster.state.tasks["big"].membership
+    assert membership is not None
+    return [member.worker for member in membership.members]
+
+
+def suspicion(cluster: MiniCluster, worker: str, **changes: object) -> v.HangSuspected:
+    """A victim's, unless changed: it waits in collective 9 of iteration 4."""
+    told = v.HangSuspected(
+        node=cluster.state.tasks["big"].workers[worker].node,
+        task="big",
+        worker=worker,
+        generation=cluster.state.tasks["big"].generation,
+        iteration=4,
+        phase="reduce",
+        micro_batch=4,
+        entered=9,
+        waiting=True,
+        stopped=False,
+        still_us=LIMIT_US - 100_000,
+        limit_us=LIMIT_US,
+    )
+    return replace(told, **changes)
+
+
+def suspect(cluster: MiniCluster, worker: str, **changes: object) -> None:
+    told = suspicion(cluster, worker, **changes)
+    cluster.say(cluster.hosts[told.node], told)
+
+
+def test_who_has_not_entered_the_collective_is_the_culprit_and_is_replaced(cluster: MiniCluster) -> None:
+    one, culprit, other = members(cluster)
+    suspect(cluster, one)
+    suspect(cluster, other)
+    cluster.run()
+    assert not cluster.state.incidents_total, "two victims alone say nothing"
+    suspect(cluster, culprit, phase="backward", entered=8, waiting=False, still_us=800_000)
+    before = cluster.state.tasks["big"].generation
+    cluster.run()
+    cluster.assert_whole()
+    (incident,) = cluster.state.closed
+    assert (incident.kind, incident.severity, incident.worker) == ("hang", Severity.SEV2, culprit)
+    assert incident.detected_us - incident.occurred_us == pytest.approx(800_000, abs=2000)
+    assert "backward of iteration 4" in incident.message and "2 others wait in collective 9" in incident.message
+    assert culprit not in members(cluster) and {one, other} < set(members(cluster))
+    assert cluster.state.tasks["big"].generation > before
+    stops = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.StopWorker)]
+    assert [(stop.worker, stop.kill) for stop in stops] == [(culprit, True)], "a victim was stopped, or not by force"
+
+
+def test_who_is_behind_but_moves_is_slow(cluster: MiniCluster) -> None:
+    one, slow, other = members(cluster)
+    suspect(cluster, one)
+    suspect(cluster, other)
+    suspect(cluster, slow, phase="forward", entered=8, waiting=False, still_us=20_000)
+    assert not cluster.state.incidents
+    suspect(cluster, slow, phase="forward", entered=8, waiting=False, still_us=1_900_000)
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [slow]
+
+
+def test_a_stopped_process_is_the_culprit_though_it_has_entered(cluster: MiniCluster) -> None:
+    one, stopped, _ = members(cluster)
+    suspect(cluster, one)
+    suspect(cluster, stopped, stopped=True)
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [stopped]
+
+
+def test_where_all_wait_the_group_is_tried_again_in_place(cluster: MiniCluster) -> None:
+    before = members(cluster)
+    for worker in before:
+        suspect(cluster, worker)
+    cluster.run()
+    cluster.assert_whole()
+    (incident,) = cluster.state.closed
+    assert (incident.kind, incident.severity) == ("collective_timeout", Severity.SEV3)
+    assert members(cluster) == before
+
+
+def test_where_nobody_waits_patience_is_longer(cluster: MiniCluster) -> None:
+    for worker in members(cluster):
+        suspect(cluster, worker, phase="data", entered=8, waiting=False)
+    assert not cluster.state.incidents
+    for worker in members(cluster):
+        suspect(cluster, worker, phase="data", entered=8, waiting=False, still_us=3 * LIMIT_US)
+    cluster.run()
+    cluster.assert_whole()
+    assert {incident.kind for incident in cluster.state.closed} == {"hang"}
+
+
+def test_a_step_makes_suspicions_void(cluster: MiniCluster) -> None:
+    one, culprit, other = members(cluster)
+    suspect(cluster, one)
+    suspect(cluster, other)
+    cluster.train("big")
+    assert not cluster.state.tasks["big"].suspicions
+    suspect(cluster, culprit, entered=8, waiting=False)
+    assert not cluster.state.incidents and not cluster.state.tasks["big"].suspicions
+
+
+@pytest.mark.parametrize("changes", [{"generation": 99}, {"generation": 0}, {"iteration": 3}, {"worker": "big.99"}])
+def test_stale_suspicions_are_ignored(cluster: MiniCluster, changes: dict[str, object]) -> None:
+    one, *_ = members(cluster)
+    suspect(cluster, one, stopped=True, **changes)
+    assert not cluster.state.incidents and not cluster.state.tasks["big"].suspicions
+
+
+def test_a_death_between_suspicions_does_not_disturb(cluster: MiniCluster) -> None:
+    one, two, three = members(cluster)
+    suspect(cluster, one)
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[one].node], one)
+    assert judge(cluster.state.tasks["big"]) is None
+    suspect(cluster, two)
+    suspect(cluster, three)
+    cluster.run()
+    cluster.assert_whole()
+    assert [incident.kind for incident in cluster.state.closed] == ["process_exit"]
+
+
+def corrupt(cluster: MiniCluster, suspect: str, sign: v.CorruptionSign) -> None:
+    one = members(cluster)[0]
+    node = cluster.state.tasks["big"].workers[one].node
+    told = v.CorruptionSuspected(
+        node=node, task="big", worker=one, generation=cluster.state.tasks["big"].generation, iteration=4,
+        sign=sign, suspect=suspect, value=9.0, usual=1.0,
+    )  # fmt: skip
+    cluster.say(cluster.hosts[node], told)
+
+
+def test_a_replica_with_other_parameters_is_replaced(cluster: MiniCluster) -> None:
+    culprit = members(cluster)[2]
+    corrupt(cluster, culprit, "checksum")
+    cluster.run()
+    cluster.assert_whole()
+    (incident,) = cluster.state.closed
+    assert (incident.kind, incident.worker, incident.severity) == ("corruption", culprit, Severity.SEV2)
+    assert culprit not in members(cluster)
+
+
+@pytest.mark.parametrize(("sign", "known"), [("loss", True), ("gradient_norm", True), ("checksum", False)])
+def test_a_suspicion_alone_changes_nothing(cluster: MiniCluster, sign: v.CorruptionSign, known: bool) -> None:
+    before = members(cluster)
+    corrupt(cluster, before[2] if known else "", sign)
+    cluster.run()
+    assert members(cluster) == before and not cluster.state.incidents_total
+
+
+def test_news_of_statistics_are_folded_from_anybody() -> None:
+    cluster = MiniCluster(1)
+    cluster.add_host("n0")
+    told = v.DegradationObserved(
+        node="n0", task="none", worker="none.1", generation=1, iteration=1, iteration_us=2 * SECOND_US,
+        usual_us=SECOND_US, slowest="", compute_us=0, others_us=0,
+    )  # fmt: skip
+    cluster.say(cluster.hosts["n0"], told)
+    assert cluster.state.seq == len(cluster.log)

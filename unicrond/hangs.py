@@ -1,0 +1,74 @@
+"""Who hangs, from what the agents read off their workers' phase marks: judge(task) -> verdict.
+
+Rules
+-----
+* An agent tells of a worker whose iteration lasts longer than three times the usual (HangSuspected), and again while
+  that lasts. One late iteration makes all members late: most of them are victims, who wait in a collective.
+* A process that the kernel shows as stopped is a culprit by itself.
+* Else nothing is judged before all members of the generation have been told of. Then
+    who has not entered the collective that others wait in, and has stood still for a usual iteration -> hangs
+    who has not entered it, but moves                                        -> is slow: nothing yet
+    all wait in the same collective                                          -> it is the group: SEV3
+    nobody waits for anybody                                                 -> hangs, after ALONE_LIMITS of it
+* Of a replica of several workers the one that has stood still for longest is blamed; the replica falls as a whole.
+* A committed step, and a new membership, make all earlier suspicions void.
+
+Pure. What does not live here: marks (agents/trainer/marks.py), limits (agents/trainer/baseline.py), the response
+(severity.py, decide.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from events.vocabulary import HangSuspected
+from unicrond.state import Task
+
+#: A limit is three usual iterations, or more: who has not moved for a third of it does not move.
+_STILL = 3
+#: Where nobody waits, an iteration that is merely long looks like a hang: more patience, in limits.
+ALONE_LIMITS = 3
+
+
+class Verdict(NamedTuple):
+    """`culprits`: one worker per replica that hangs. None, and `stuck`: the collective does not end for anybody."""
+
+    culprits: tuple[HangSuspected, ...]
+    stuck: bool
+    reason: str
+
+
+def judge(task: Task) -> Verdict | None:
+    """The verdict on the task's present suspicions; None: not yet, or no hang."""
+    living = {name: told for name, told in task.suspicions.items() if name in task.workers and task.workers[name].alive}
+    stopped = [told for told in living.values() if told.stopped]
+    if stopped:
+        return Verdict(_one_per_replica(task, stopped), False, "its process is stopped")
+    members = task.membership.members if task.membership else ()
+    if not members or any(member.worker not in living for member in members):
+        return None
+    told = [living[member.worker] for member in members]
+    top = max(one.entered for one in told)
+    waiting = [one for one in told if one.waiting and one.entered == top]
+    behind = [one for one in told if one.entered < top]
+    if behind and waiting:
+        hung = [one for one in behind if one.still_us * _STILL >= one.limit_us]
+        if not hung:
+            return None
+        others = f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}"
+        return Verdict(_one_per_replica(task, hung), False, f"{others} in collective {top}, which it has not entered")
+    if len(waiting) == len(told):
+        return Verdict((), True, f"all {len(told)} members wait in collective {top}")
+    alone = [one for one in told if one.still_us >= ALONE_LIMITS * one.limit_us]
+    if len(alone) < len(told):
+        return None
+    return Verdict(_one_per_replica(task, alone), False, f"it has not moved for {ALONE_LIMITS} times the limit")
+
+
+def _one_per_replica(task: Task, told: list[HangSuspected]) -> tuple[HangSuspected, ...]:
+    worst: dict[int, HangSuspected] = {}
+    for one in told:
+        replica = task.workers[one.worker].replica
+        if replica not in worst or one.still_us > worst[replica].still_us:
+            worst[replica] = one
+    return tuple(worst.values())
