@@ -22,7 +22,8 @@ from events.nats_connection import Login
 from events.vocabulary import NAME_PATTERN
 
 _EXAMPLE = """example:
-  unicron-agent --nats nats://head:4222 --node gpu07 --slots 8 --address 10.0.0.7
+  unicron-agent --nats nats://head:4222 --user unicron --password-file /etc/unicron.password \\
+      --node gpu07 --slots 8 --address 10.0.0.7
 
 SIGTERM ends the agent alone: workers go on and are adopted by the next agent of the same run directory (under
 systemd, set KillMode=process). SIGINT ends the workers too, and the node leaves the cluster."""
@@ -69,6 +70,8 @@ def parse(argv: list[str] | None = None) -> Options:
         metavar="S",
         help="workers end themselves after so long without an agent (%(default)s)",
     )
+    parser.add_argument("--user", metavar="NAME", help="NATS user, with --password-file")
+    parser.add_argument("--password-file", type=_file, metavar="FILE", help="holds the NATS password alone")
     parser.add_argument("--creds", type=_file, metavar="FILE", help="NATS credentials file")
     parser.add_argument("--nkey", type=_file, metavar="FILE", help="NATS nkey seed file")
     parser.add_argument("--tls-ca", type=_file, metavar="FILE", help="CA certificate of the NATS server")
@@ -77,6 +80,8 @@ def parse(argv: list[str] | None = None) -> Options:
     given = parser.parse_args(argv)
     if given.creds and given.nkey:
         parser.error("--nkey: give either --creds or --nkey, not both")
+    if bool(given.user) != bool(given.password_file):
+        parser.error("--user: give --user and --password-file together")
     run_dir = given.run_dir or default_run_dir(given.node)
     try:
         RunDir(run_dir)
@@ -90,7 +95,13 @@ def parse(argv: list[str] | None = None) -> Options:
         run_dir=run_dir,
         heartbeat_s=given.heartbeat_s,
         lease_s=given.lease_s,
-        login=Login(creds=given.creds, nkey_seed=given.nkey, tls_ca=given.tls_ca),
+        login=Login(
+            user=given.user,
+            password=given.password_file.read_text().strip() if given.password_file else None,
+            creds=given.creds,
+            nkey_seed=given.nkey,
+            tls_ca=given.tls_ca,
+        ),
         fork_server_arguments=tuple(given.fork_server),
     )
 
