@@ -51,8 +51,8 @@ def suspicion(cluster: MiniCluster, worker: str, **changes: object) -> v.HangSus
     return replace(told, **changes)
 
 
-def suspect(cluster: MiniCluster, worker: str, **changes: object) -> None:
-    told = suspicion(cluster, worker, **changes)
+def suspect(cluster: MiniCluster, member: str, **changes: object) -> None:
+    told = suspicion(cluster, member, **changes)
     cluster.say(cluster.hosts[told.node], told)
 
 
