@@ -17,20 +17,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a worker waits: for a membership after a fault, for an agent, for a silent collective."""
+    """How long a worker waits: for a membership after a fault, for an agent, for a silent collective; and how many
+    bytes of gradients it reduces at a time."""
 
     fault_wait_s: float
     lease_s: float
     collective_timeout_s: float
+    bucket_bytes: int = 32 * 1024 * 1024
 
     @staticmethod
     def from_environment() -> Patience:
-        """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (1800)."""
+        """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (1800), UNICRON_BUCKET_BYTES
+        (32 MiB; the same for all workers of a task)."""
         return Patience(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
             collective_timeout_s=_seconds("UNICRON_COLLECTIVE_TIMEOUT_S", 1800.0),
+            bucket_bytes=_bytes("UNICRON_BUCKET_BYTES", 32 * 1024 * 1024),
         )
+
+
+def _bytes(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if text and not (text.isdecimal() and int(text) > 0):
+        raise ValueError(f"{name}: {text!r} is no number of bytes; give a whole one above 0, or leave it out")
+    return int(text or default)
 
 
 def _seconds(name: str, default: float) -> float:

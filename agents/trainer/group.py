@@ -23,8 +23,9 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,21 +74,21 @@ class Group:
         if self._process_group is None:
             rows[0].copy_(mine)
         else:
-            self._in_flight.add(self._process_group.allgather([rows], [mine]))  # type: ignore[attr-defined]
+            self._in_flight.start(lambda: self._process_group.allgather([rows], [mine]))  # type: ignore[attr-defined]
         return _Rows(rows)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Start summing each tensor over the members, in place."""
-        if self._process_group is not None:
-            for tensor in tensors:
-                self._in_flight.add(self._process_group.allreduce([tensor]))  # type: ignore[attr-defined]
+    def all_reduce(self, tensor: torch.Tensor) -> Operation:
+        """Start summing the tensor over the members, in place. Never raises: `finish` does."""
+        if self.size == 1:
+            return Operation(None, succeeded=True)
+        return self._in_flight.start(lambda: self._process_group.allreduce([tensor]))  # type: ignore[attr-defined]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Start overwriting `tensor` with member `source`'s."""
         if self._process_group is not None:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._in_flight.add(self._process_group.broadcast([tensor], options))  # type: ignore[attr-defined]
+            self._in_flight.start(lambda: self._process_group.broadcast([tensor], options))  # type: ignore[attr-defined]
 
     def finish(self) -> None:
         """Wait for everything started. Raises Broken, Superseded (an urgent membership came) or QuitAsked."""
@@ -131,27 +132,48 @@ class _Rows:
         return [[int(value) for value in row.tolist()] for row in self._rows]
 
 
+class Operation:
+    """One collective under way. `succeeded`: it is known to be done, and done well."""
+
+    __slots__ = ("succeeded", "work")
+
+    def __init__(self, work: object, succeeded: bool = False) -> None:
+        self.work = work
+        self.succeeded = succeeded
+
+
 class _InFlight:
     """The operations that were started and have not been waited for."""
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
-        self._works: list[object] = []
+        self._operations: list[Operation] = []
         self._finished = 0
         self._over = threading.Condition()
         self.error: str | None = None
         self.polled = False
 
-    def add(self, work: object) -> None:
-        self._works.append(work)
+    def start(self, begin: Callable[[], object]) -> Operation:
+        """Begin an operation. One that cannot even begin counts as failed; what comes after it is not tried."""
+        operation = Operation(None)
+        if self.error is not None:
+            return operation
+        try:
+            operation.work = begin()
+        except RuntimeError as error:
+            self.error = str(error)
+            return operation
+        self._operations.append(operation)
         if torch.cuda.is_available():  # a CUDA future is done when the kernel is queued: ask the work itself
             self.polled = True
         else:
-            work.get_future().add_done_callback(self._note)  # type: ignore[attr-defined]
+            operation.work.get_future().add_done_callback(partial(self._note, operation))  # type: ignore[attr-defined]
+        return operation
 
-    def _note(self, future: object) -> None:
+    def _note(self, operation: Operation, future: object) -> None:
         try:
             future.value()  # type: ignore[attr-defined]
+            operation.succeeded = True
         except Exception as error:
             self.error = self.error or str(error)
         with self._over:
@@ -163,27 +185,28 @@ class _InFlight:
         """Whether one has failed or all are done."""
         if self.polled:
             return self._poll()
-        return self.error is not None or self._finished == len(self._works)
+        return self.error is not None or self._finished == len(self._operations)
 
     def _poll(self) -> bool:
-        for work in self._works:
-            if not work.is_completed():  # type: ignore[attr-defined]
+        for operation in self._operations:
+            if not operation.work.is_completed():  # type: ignore[attr-defined]
                 return False
             try:
-                work.wait()  # type: ignore[attr-defined]
+                operation.work.wait()  # type: ignore[attr-defined]
             except RuntimeError as error:
                 self.error = str(error)
                 return True
+            operation.succeeded = True
         return True
 
     def wait_until_over(self, timeout_s: float) -> bool:
         if self.polled:
             return True
         with self._over:
-            return self._over.wait_for(lambda: self._finished == len(self._works), timeout_s)
+            return self._over.wait_for(lambda: self._finished == len(self._operations), timeout_s)
 
     def forget(self) -> None:
-        self._works = []
+        self._operations = []
         self._finished = 0
 
 

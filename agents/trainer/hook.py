@@ -11,7 +11,8 @@
 Rules
 -----
 * An iteration: micro-batches are dealt, computed, accumulated; *computed* when this replica's are all done; *reduced*
-  when every bucket's sum and every replica's account are here; *agreed* when all members have said so; *committed*
+  when every bucket's sum and every replica's account are here (buckets are reduced while the last backward still
+  runs, where the loop allows it: `reduction.py`); *agreed* when all members have said so; *committed*
   when the loop comes back for the next step. Only then is the accumulation cleared.
 * Between micro-batches and in every wait, an urgent membership sends the worker to the next group, with its model,
   optimizer and accumulation; the verdict there (`regrouping.py`) says how the iteration goes on.
@@ -41,6 +42,7 @@ from agents.trainer.injection import Point
 from agents.trainer.ledger import Account, Ledger, Total
 from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Saved
 from agents.trainer.randomness import seed_all
+from agents.trainer.reduction import Reduction
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.rendezvous import LeftOut, Rendezvous, Seat, Stranded
 from agents.trainer.sampling import Sampling, work_seed
@@ -48,14 +50,6 @@ from agents.trainer.state import TrainingState
 
 EXIT_STRANDED = 75
 Origin = Literal["own", "replica", "checkpoint", "init"]
-
-
-@dataclass(slots=True)
-class Sums:
-    """An iteration's complete sums: each bucket's over all replicas (a copy), and all accounts."""
-
-    buckets: list[torch.Tensor]
-    total: Total
 
 
 @dataclass(slots=True)
@@ -108,11 +102,13 @@ class Hook:
     _state: TrainingState
     _sampling: Sampling
     _accumulation: Accumulation
+    _reduction: Reduction
     _rendezvous: Rendezvous
     _ledger: Ledger
+    _overlap: bool
     _membership: Membership | None = None
     _turn: _Turn | None = None
-    _sums: Sums | None = None
+    _total: Total | None = None
     _has_state: bool = False
     _origin: Origin = "own"
     _loss: float = 0.0
@@ -128,22 +124,32 @@ class Hook:
         scheduler: Any = None,
         *,
         dataset_size: int | None = None,
+        overlap: bool = False,
     ) -> Hook:
         """Take over gradient accumulation and cross-replica reduction of `model` (or model chunks).
 
         `optimizer` and `scheduler` need state_dict and load_state_dict. `dataset_size`: samples in the data set,
-        over which `step.samples` permutes; None: an endless stream. Raises RuntimeError outside a worker.
+        over which `step.samples` permutes; None: an endless stream. `overlap`: reduce inside the last backward; only
+        for loops that give each parameter at most one gradient per micro-batch (one backward for each; an iteration
+        fails where that is not so). Raises RuntimeError outside a worker.
         """
         here = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         spec = here.launch.spec
+        accumulation = Accumulation(
+            (parameter for module in models for parameter in module.parameters()),
+            exact=spec.accumulation == "exact",
+            bucket_bytes=here.patience.bucket_bytes,
+        )
         hook = Hook(
             _context=here,
             _state=TrainingState(models, optimizer, scheduler),
             _sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
-            _accumulation=Accumulation(parameter for module in models for parameter in module.parameters()),
+            _accumulation=accumulation,
+            _reduction=Reduction(accumulation),
             _rendezvous=Rendezvous(here),
             _ledger=Ledger(iteration=0),
+            _overlap=overlap,
         )
         here.channel.send(Ready())
         return hook
@@ -171,6 +177,8 @@ class Hook:
                 if todo:
                     self._fire("micro_batch")
                     self._context.phase = "forward"
+                    if self._overlap and len(todo) == len(self._ledger.todo()):
+                        self._reduction.overlap(self._group(), len(todo))
                     yield todo
                     self._ledger.finished += len(todo)
                 else:
@@ -190,8 +198,7 @@ class Hook:
     def _add(self, loss_sum: float, tokens: int) -> None:
         if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
             raise NanLoss(f"the loss of a micro-batch of iteration {self._ledger.iteration} is {loss_sum}")
-        self._ledger.loss_sum += loss_sum
-        self._ledger.tokens += tokens
+        self._ledger.add(loss_sum, tokens)
 
     def _reduce(self) -> None:
         """Bring this iteration from *computed* to *agreed*. Raises Broken or Superseded."""
@@ -200,8 +207,8 @@ class Hook:
         group, ledger, replica = self._group(), self._ledger, self._context.replica
         loss_sum, tokens = replica.from_last_stage(ledger.loss_sum, ledger.tokens)
         ledger.loss_sum, ledger.tokens = loss_sum, int(tokens)
-        if self._sums is None:
-            self._sums = self._rendezvous.together(lambda: self._sum(group))
+        if self._total is None:
+            self._total = self._rendezvous.together(lambda: self._sum(group))
         self._fire("reduced")
         pending = self._rendezvous.pending()
 
@@ -215,31 +222,32 @@ class Hook:
         held_by_all = {row[1] for row in rows} == {pending}
         self._target = pending if held_by_all else 0
 
-    def _sum(self, group: Group) -> Sums:
-        """All replicas' sums of the accumulations, and their accounts."""
-        buckets = self._accumulation.copy()
-        rows = group.all_gather(self._ledger.account(self._sampling).row())
-        group.all_reduce(buckets)
+    def _sum(self, group: Group) -> Total:
+        """Complete all sums over the replicas, and gather their accounts."""
+        self._reduction.start(group)
+        accumulation = self._accumulation
+        account = self._ledger.account(self._sampling, accumulation.peak(), accumulation.surplus)
+        rows = group.all_gather(account.row())
         self._fire("reducing")
         group.finish()
         total = Total(group.generation, tuple(Account.from_row(row) for row in rows.read()))
         total.check(self._ledger.iteration, self._context.launch.spec.micro_batches)
-        return Sums(buckets, total)
+        return total
 
     def _settle(self) -> float:
         """The iteration is agreed: its gradients are final. Returns the mean loss."""
-        assert self._sums is not None
-        self._accumulation.settle(self._sums.buckets, self._sums.total.tokens)
+        assert self._total is not None
+        self._accumulation.settle(self._reduction.sums(), self._total.tokens)
         self._context.phase = "step"
         self._fire("agreed")
-        return self._sums.total.loss
+        return self._total.loss
 
     # --- between iterations ----------------------------------------------------------------------
 
     def _commit(self) -> None:
         """The loop has stepped: report, save, and go where the next iteration is to happen."""
-        assert self._sums is not None
-        spec, total, iteration = self._context.launch.spec, self._sums.total, self._ledger.iteration
+        assert self._total is not None
+        spec, total, iteration = self._context.launch.spec, self._total, self._ledger.iteration
         now = time.monotonic()
         self._loss = total.loss
         self._committed = Committed(
@@ -254,7 +262,7 @@ class Hook:
         )
         self._committed_told = False
         self._boundary_at = now
-        self._sums = None
+        self._total = None
         self._tell_committed()
         turn, self._turn = self._turn, None
         hand = turn.next_hand if turn is not None else None
@@ -280,6 +288,7 @@ class Hook:
 
     def _begin(self, iteration: int) -> None:
         self._accumulation.clear()
+        self._reduction.begin()
         self._ledger = Ledger(iteration=iteration)
         self._context.iteration = iteration
 
@@ -364,8 +373,9 @@ class Hook:
         return Position(
             has_state=self._has_state,
             iteration=self._ledger.iteration if self._has_state else 0,
-            sums_complete=self._sums is not None,
+            sums_complete=self._total is not None,
             held=tuple(self._ledger.held) if self._has_state else (),
+            complete=tuple(self._reduction.complete()) if self._has_state else (),
         )
 
     def _regroup(self, target: Membership | None) -> bool:
@@ -375,7 +385,8 @@ class Hook:
             self._turn = None
             self._target = 0
             try:
-                seat = self._rendezvous.join(self._position(), self._context.launch.spec.micro_batches, target)
+                micro_batches, buckets = self._context.launch.spec.micro_batches, len(self._accumulation)
+                seat = self._rendezvous.join(self._position(), micro_batches, buckets, target)
             except LeftOut as left_out:
                 self._park(left_out.membership)
             except Stranded as stranded:
@@ -408,11 +419,12 @@ class Hook:
         if rank in verdict.step_first:
             turn.next_hand = hand
             return turn, True
-        self._sums = None
+        self._total = None
         if rank in verdict.receivers:
             self._begin(verdict.iteration)
             self._ledger.deal(hand, redone=False)
         else:
+            self._reduction.keep(verdict.final)
             self._ledger.deal(hand, redone=bool(self._ledger.held))
         return turn, False
 
@@ -424,7 +436,11 @@ class Hook:
         if rank == verdict.source:
             if verdict.fresh:
                 self._find_state()
-            tree = {"origin": self._origin, "state": self._state.capture(self._ledger.iteration - 1, self._loss)}
+            tree = {
+                "origin": self._origin,
+                "state": self._state.capture(self._ledger.iteration - 1, self._loss),
+                "sums": self._reduction.final(),
+            }
             self._rendezvous.together(lambda: transfer.give(group, tree))
         else:
             keep = rank in verdict.receivers
@@ -433,6 +449,7 @@ class Hook:
                 hand = list(self._ledger.held)
                 iteration, self._loss = self._state.restore(told["state"])
                 self._begin(iteration + 1)
+                self._reduction.adopt(told["sums"])
                 self._ledger.deal(hand, redone=False)
                 self._has_state = True
                 self._origin = told["origin"] if verdict.fresh else "replica"

@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 
 from agents.trainer.sampling import DIGEST_MODULUS, Sampling, samples_digest
 
+#: Exact accumulation holds sums of gradients up to this (`accumulation.py`).
+PEAK_MAX = 2.0**22
+#: Losses are counted in these units: float64 sums of them are exact, so they depend on no order, up to 2**29.
+_LOSS_UNITS = 2.0**24
+
+
+class Overflow(ArithmeticError):
+    """Gradients that exact accumulation cannot hold."""
+
 
 @dataclass(slots=True)
 class Ledger:
@@ -26,13 +35,18 @@ class Ledger:
     def todo(self) -> list[int]:
         return self.held[self.finished :]
 
+    def add(self, loss_sum: float, tokens: int) -> None:
+        """Account for finished micro-batches; `loss_sum` is finite."""
+        self.loss_sum += round(loss_sum * _LOSS_UNITS) / _LOSS_UNITS
+        self.tokens += tokens
+
     def deal(self, micro_batches: Sequence[int], redone: bool) -> None:
         self.held.extend(micro_batches)
         if redone:
             self.redone += len(micro_batches)
 
-    def account(self, sampling: Sampling) -> Account:
-        """The finished iteration's account of this replica."""
+    def account(self, sampling: Sampling, peak: float = 0.0, surplus: bool = False) -> Account:
+        """The finished iteration's account of this replica. `peak`, `surplus`: its accumulation's."""
         samples = [sample for micro_batch in self.held for sample in sampling.samples(self.iteration, micro_batch)]
         return Account(
             iteration=self.iteration,
@@ -42,6 +56,8 @@ class Ledger:
             loss_sum=self.loss_sum,
             tokens=self.tokens,
             redone=self.redone,
+            peak=peak,
+            surplus=surplus,
         )
 
 
@@ -56,18 +72,23 @@ class Account:
     loss_sum: float
     tokens: int
     redone: int
+    peak: float = 0.0
+    surplus: bool = False
 
     def row(self) -> list[int]:
-        (loss_bits,) = struct.unpack("<q", struct.pack("<d", self.loss_sum))
+        loss_bits, peak_bits = struct.unpack("<qq", struct.pack("<dd", self.loss_sum, self.peak))
         return [
-            self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens, self.redone
+            self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens, self.redone,
+            peak_bits, int(self.surplus),
         ]  # fmt: skip
 
     @staticmethod
     def from_row(row: Sequence[int]) -> Account:
-        iteration, micro_batches, samples, digest, loss_bits, tokens, redone = row
-        (loss_sum,) = struct.unpack("<d", struct.pack("<q", loss_bits))
-        return Account(iteration, micro_batches, samples, digest, loss_sum, tokens, redone)
+        iteration, micro_batches, samples, digest, loss_bits, tokens, redone, peak_bits, surplus = row
+        loss_sum, peak = struct.unpack("<dd", struct.pack("<qq", loss_bits, peak_bits))
+        return Account(
+            iteration, micro_batches, samples, digest, loss_sum, tokens, redone, peak, bool(surplus)
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +99,24 @@ class Total:
     accounts: tuple[Account, ...]
 
     def check(self, iteration: int, micro_batches: int) -> None:
-        """Every micro-batch of `iteration` exactly once, and something to divide by. Raises RuntimeError."""
+        """Every micro-batch of `iteration` exactly once, something to divide by, sums that are right. Raises
+        RuntimeError, and Overflow."""
         counted = sum(account.micro_batches for account in self.accounts)
         if counted != micro_batches or any(account.iteration != iteration for account in self.accounts):
             raise RuntimeError(f"iteration {iteration}: {counted} of {micro_batches} micro-batches: {self.accounts}")
         if self.tokens <= 0:
             raise RuntimeError(f"iteration {iteration}: no tokens were added; call step.add(loss_sum, tokens)")
+        if any(account.surplus for account in self.accounts):
+            raise RuntimeError(
+                f"iteration {iteration}: a parameter got more than one gradient from a micro-batch, after its bucket"
+                " had been reduced; attach the hook with overlap=False"
+            )
+        peak = sum(account.peak for account in self.accounts)
+        if not peak <= PEAK_MAX:
+            raise Overflow(
+                f"iteration {iteration}: gradients add up to as much as {peak:.4g}, accumulation: exact holds"
+                f" {PEAK_MAX:.0f}; use accumulation: float, or a smaller loss"
+            )
 
     @property
     def tokens(self) -> int:

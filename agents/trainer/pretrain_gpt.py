@@ -36,7 +36,7 @@ def main(spec: TaskSpec) -> None:
     seed_all(spec.seed)
     model = build_model(spec)
     optimizer, scheduler = build_optimizer(spec, model)
-    hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text))
+    hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text), overlap=True)
     for step in hook.steps():
         for micro_batches in step.lists(at_most=1 if spec.pp == 1 else None):
             step.add(*forward_backward(spec, model, text, step, micro_batches))

@@ -9,10 +9,35 @@ Rules (all-or-none commit)
   each one still at `i` has complete sums of it.
 * Then those at `i` *step first*, with the sums they have: no recomputation. The group goes on at `i + 1`.
 * If nobody has committed `i` but all have complete sums, all step first: after *reduced*, a death changes nothing.
-* Else sums are thrown away (they were copies; the accumulation stays), and what nobody holds is dealt anew.
+* Else sums that are not final (below) are thrown away (they were copies; the accumulation stays), and what nobody
+  holds is dealt anew.
 * Who has no state receives it from the lowest member that has, once that one stands at the group's iteration. If
   nobody has state, member 0 takes it from the newest valid checkpoint, or from the seed, and gives it to all.
 * Parameters do not change within an iteration, so a receiver may join in the middle of one.
+
+Rules (buckets that are final)
+------------------------------
+* Gradients are reduced bucket by bucket. A member enters a bucket's reduction only with the gradients of all that it
+  holds (all of its hand, for that bucket), so a sum that is complete anywhere holds every micro-batch once: also
+  those of a member that is lost since.
+* A position names the buckets whose sums are complete at that member. Those that are complete at *every* member with
+  state are *final*: they stand, whatever happens until the step. All others are thrown away, also where they were
+  complete, and reduced again.
+* Work that is dealt anew was the lost member's, and is in every final sum already. So its gradients are added to the
+  buckets that are not final, and to no other. Each bucket has every micro-batch exactly once: a final one through
+  the lost member's own share, the others through those that computed it again.
+* From then on the accumulation of a final bucket lacks that work: a final sum can never be given up, and a receiver
+  of state in the middle of an iteration is given the final sums with it. They are lost only with the last member
+  that has state, and the iteration with them.
+* After a verdict every member's complete buckets are exactly the final ones. A member that left a verdict's exchange
+  without hearing it (a second fault) has the old, larger set; the next exchange is again an intersection, at least
+  one of whose members has heard the verdict or none has. A bucket completes in a generation only if all its members
+  have heard the verdict of that generation. So equal names always mean equal sums.
+* The accounts (losses, tokens, samples) are gathered when everything is computed and always anew, so each micro-batch
+  counts once there as well. Where all buckets are final but accounts were not, the dealt work is computed for its
+  account alone.
+* Members behind others (above) have the buckets of an earlier iteration: then none of this one's is final, for it
+  has not been reduced without them.
 
 Pure: a function of the rows that the group exchanged. What does not live here: how rows travel (`group.py`), and
 who acts on the verdict (`hook.py`).
@@ -35,35 +60,51 @@ class PositionsContradict(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a member stands. Without state, `iteration` is 0 and it holds nothing."""
+    """Where a member stands. Without state, `iteration` is 0 and it holds nothing.
+
+    `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts.
+    """
 
     has_state: bool
     iteration: int
     sums_complete: bool
     held: tuple[int, ...]
+    complete: tuple[int, ...] = ()
 
-    def row(self, micro_batches: int) -> list[int]:
-        """As signed 64-bit integers: has_state, iteration, sums_complete, then `held` as words of 62 bits."""
-        words = [0] * row_words(micro_batches)
-        for micro_batch in self.held:
-            words[micro_batch // _WORD_BITS] |= 1 << (micro_batch % _WORD_BITS)
-        return [int(self.has_state), self.iteration, int(self.sums_complete), *words]
+    def row(self, micro_batches: int, buckets: int) -> list[int]:
+        """As signed 64-bit integers: has_state, iteration, sums_complete, then `held` and `complete` as words of 62
+        bits."""
+        fixed = [int(self.has_state), self.iteration, int(self.sums_complete)]
+        return [*fixed, *_words(self.held, micro_batches), *_words(self.complete, buckets)]
 
     @staticmethod
-    def from_row(row: Sequence[int]) -> Position:
-        """The inverse of `row`; `held` comes back in ascending order."""
-        held = tuple(
-            word * _WORD_BITS + bit
-            for word, bits in enumerate(row[_FIXED:])
-            for bit in range(_WORD_BITS)
-            if bits >> bit & 1
+    def from_row(row: Sequence[int], micro_batches: int) -> Position:
+        """The inverse of `row`; `held` and `complete` come back in ascending order."""
+        middle = _FIXED + _word_count(micro_batches)
+        return Position(
+            has_state=bool(row[0]),
+            iteration=row[1],
+            sums_complete=bool(row[2]),
+            held=_numbers(row[_FIXED:middle]),
+            complete=_numbers(row[middle:]),
         )
-        return Position(has_state=bool(row[0]), iteration=row[1], sums_complete=bool(row[2]), held=held)
 
 
-def row_words(micro_batches: int) -> int:
-    """How many 62-bit words `held` takes in a row."""
-    return -(-micro_batches // _WORD_BITS)
+def _words(numbers: Sequence[int], limit: int) -> list[int]:
+    words = [0] * _word_count(limit)
+    for number in numbers:
+        words[number // _WORD_BITS] |= 1 << (number % _WORD_BITS)
+    return words
+
+
+def _numbers(words: Sequence[int]) -> tuple[int, ...]:
+    return tuple(
+        word * _WORD_BITS + bit for word, bits in enumerate(words) for bit in range(_WORD_BITS) if bits >> bit & 1
+    )
+
+
+def _word_count(limit: int) -> int:
+    return -(-limit // _WORD_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +114,7 @@ class Verdict:
     `iteration`: where all go on; 0 where nobody has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
-    `fresh`: nobody has state.
+    `fresh`: nobody has state. `final`: the buckets whose sums of `iteration` stand; what is dealt is not added to them.
     """
 
     iteration: int
@@ -82,6 +123,7 @@ class Verdict:
     receivers: frozenset[int]
     dealt: tuple[tuple[int, ...], ...]
     fresh: bool
+    final: frozenset[int] = frozenset()
 
 
 def judge(positions: Sequence[Position], micro_batches: int) -> Verdict:
@@ -110,6 +152,7 @@ def judge(positions: Sequence[Position], micro_batches: int) -> Verdict:
         position.held if position.has_state and member not in step_first else ()
         for member, position in enumerate(positions)
     ]
+    complete = [frozenset(positions[member].complete) for member in with_state]
     return Verdict(
         iteration=iteration,
         step_first=step_first,
@@ -117,4 +160,5 @@ def judge(positions: Sequence[Position], micro_batches: int) -> Verdict:
         receivers=receivers,
         dealt=deal(held, micro_batches),
         fresh=False,
+        final=frozenset() if step_first else frozenset.intersection(*complete),
     )

@@ -109,7 +109,7 @@ class Rendezvous:
                 )
             )
 
-    def join(self, position: Position, micro_batches: int, target: Membership | None) -> Seat:
+    def join(self, position: Position, micro_batches: int, buckets: int, target: Membership | None) -> Seat:
         """Follow the membership, and any newer one that comes meanwhile, until a group has exchanged positions.
 
         `target`: leave a sound group for it. None: wait for one. Raises LeftOut, Stranded, QuitAsked.
@@ -128,7 +128,7 @@ class Rendezvous:
                     sound = None  # kept open: see the rules
                     raise LeftOut(membership)
                 try:
-                    verdict = self._attempt(membership, position, micro_batches, deadline)
+                    verdict = self._attempt(membership, position, micro_batches, buckets, deadline)
                 except Broken as failure:
                     self.report(failure, position.iteration, "regroup")
                 except Superseded:
@@ -145,7 +145,7 @@ class Rendezvous:
                 sound.close()
 
     def _attempt(
-        self, membership: Membership, position: Position, micro_batches: int, deadline: float | None
+        self, membership: Membership, position: Position, micro_batches: int, buckets: int, deadline: float | None
     ) -> Verdict:
         launch, injection = self._context.launch, self._context.injection
         mine = [member for member in membership.members if member.shard == launch.shard]
@@ -172,9 +172,9 @@ class Rendezvous:
         injection.fire("formed", position.iteration, self.generation)
 
         def exchange() -> Verdict:
-            rows = group.all_gather(position.row(micro_batches))
+            rows = group.all_gather(position.row(micro_batches, buckets))
             group.finish()
-            return judge([Position.from_row(row) for row in rows.read()], micro_batches)
+            return judge([Position.from_row(row, micro_batches) for row in rows.read()], micro_batches)
 
         verdict = self.together(exchange)
         injection.fire("exchanged", position.iteration, self.generation)

@@ -69,12 +69,12 @@ def test_closing_with_an_operation_in_flight_ends_it_here_and_there(
 ) -> None:
     one, other = both(store, channels)
     tensor = torch.ones(1000)
-    one.all_reduce([tensor])
+    one.all_reduce(tensor)
     parked, started = len(group_module._parked), time.monotonic()
     one.close()
     assert len(group_module._parked) == parked, "the operation did not end, the group had to be parked"
     assert time.monotonic() - started < group_module._CLOSE_TIMEOUT_S
-    other.all_reduce([tensor])
+    other.all_reduce(tensor)
     with pytest.raises(Broken, match="Connection"):
         other.finish()
     other.close()

@@ -19,15 +19,16 @@ positions = st.builds(
     iteration=st.integers(0, 2**40),
     sums_complete=st.booleans(),
     held=st.sets(st.integers(0, 199)).map(lambda held: tuple(sorted(held))),
+    complete=st.sets(st.integers(0, 99)).map(lambda complete: tuple(sorted(complete))),
 )
 
 
 @given(positions)
 def test_rows_carry_positions(position: Position) -> None:
-    row = position.row(200)
-    assert len(row) == len(Position(False, 0, False, ()).row(200))
+    row = position.row(200, 100)
+    assert len(row) == len(Position(False, 0, False, ()).row(200, 100))
     assert all(-(2**63) <= value < 2**63 for value in row)
-    assert Position.from_row(row) == position
+    assert Position.from_row(row, 200) == position
 
 
 def at(iteration: int, held: tuple[int, ...] = (), sums: bool = False) -> Position:

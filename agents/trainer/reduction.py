@@ -1,0 +1,98 @@
+"""The sums of one iteration's gradients over all replicas, bucket by bucket.
+
+Rules
+-----
+* A bucket is *started* when a copy of this replica's share is on its way through the group, *complete* here when the
+  sum has arrived, and *final* when it is complete on every member that is left (`regrouping.py`): then the sum stands,
+  whoever is lost, and whatever is computed again is not added to it.
+* Buckets are started from the last to the first, the order in which a backward finishes them, and never otherwise: a
+  collective must be every member's n-th. One that is ready before its turn waits for it.
+* `overlap` starts buckets inside the backward of the last micro-batches, each as soon as its gradients are there;
+  `start` starts the others. Neither ever raises: a broken group shows where it is waited for (`Group.finish`).
+* `keep` throws away everything but the final sums. What is still in flight then writes into copies that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from agents.trainer.accumulation import Accumulation
+from agents.trainer.group import Group, Operation
+
+
+class Reduction:
+    """An iteration's sums. `started_one` is called after each start, inside a backward or not (for ordered faults)."""
+
+    def __init__(self, accumulation: Accumulation, started_one: Callable[[], None] = lambda: None) -> None:
+        self._accumulation = accumulation
+        self._started_one = started_one
+        self._group: Group | None = None
+        self._final: dict[int, torch.Tensor] = {}
+        self._under_way: dict[int, tuple[torch.Tensor, Operation]] = {}
+        self._turns: list[int] = []
+        self._waiting: set[int] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """A new iteration."""
+        self._final = {}
+        self._again()
+
+    def overlap(self, group: Group, gradients: int) -> None:
+        """The last micro-batches of this replica's hand are about to be computed: `gradients` per parameter."""
+        self._group = group
+        self._accumulation.expect(gradients, self._ready)
+
+    def start(self, group: Group) -> None:
+        """Start every bucket that is not final and not started."""
+        self._group = group
+        self._accumulation.expect(0, None)
+        self._waiting.update(self._turns)
+        self._start_in_turn()
+
+    def complete(self) -> dict[int, torch.Tensor]:
+        """The sums that are complete here, final ones among them."""
+        arrived = {bucket: copy for bucket, (copy, operation) in self._under_way.items() if operation.succeeded}
+        return self._final | arrived
+
+    def final(self) -> dict[int, torch.Tensor]:
+        """The sums that are complete on every member."""
+        return dict(self._final)
+
+    def sums(self) -> list[torch.Tensor]:
+        """All sums in the buckets' order. Raises KeyError unless all are complete."""
+        complete = self.complete()
+        return [complete[bucket] for bucket in range(len(self._accumulation))]
+
+    def keep(self, final: Collection[int]) -> None:
+        """These buckets are final, all others are to be reduced again, once more gradients have been added to them."""
+        complete = self.complete()
+        self._final = {bucket: complete[bucket] for bucket in final}
+        self._again()
+
+    def adopt(self, final: Mapping[int, torch.Tensor]) -> None:
+        """Take the final sums from another member: this one has just received its state."""
+        self._final = dict(final)
+        self._again()
+
+    def _again(self) -> None:
+        self._under_way = {}
+        self._turns = [bucket for bucket in reversed(range(len(self._accumulation))) if bucket not in self._final]
+        self._waiting = set()
+        self._group = None
+        self._accumulation.expect(0, None)
+        self._accumulation.close(self._final)
+
+    def _ready(self, bucket: int) -> None:
+        self._waiting.add(bucket)
+        self._start_in_turn()
+
+    def _start_in_turn(self) -> None:
+        assert self._group is not None
+        while self._turns and self._turns[0] in self._waiting:
+            bucket = self._turns.pop(0)
+            copy = self._accumulation.copy(bucket)
+            self._under_way[bucket] = (copy, self._group.all_reduce(copy))
+            self._started_one()
