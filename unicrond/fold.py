@@ -137,9 +137,13 @@ def _blame(
 ) -> ClusterState:
     """Opens an incident, or gives the fact to the open one that it belongs to."""
     severity = severity_of(kind, state.severity)
-    for incident in state.incidents.values():
-        same = any(incident.generations.get(task) == broken for task, broken in generations.items())
-        if not same and not (worker and incident.worker == worker):
+
+    def shares_generation(incident: Incident) -> bool:
+        return any(incident.generations.get(task) == broken for task, broken in generations.items())
+
+    # The generation says more than the worker, who may have reported an older group's end as well.
+    for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
+        if not shares_generation(incident) and not (worker and incident.worker == worker):
             continue
         if _is_symptom(incident) and severity < incident.severity:
             # The root cause of what so far was only a broken connection.

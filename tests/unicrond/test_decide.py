@@ -155,6 +155,7 @@ def test_a_stop_of_a_worker_that_never_ran_ends_with_its_answer() -> None:
 
 def test_a_group_that_breaks_again_after_a_reattempt_costs_one_worker() -> None:
     cluster = two_tasks(6)
+    first, second, _ = members(cluster, "big")
 
     def broken(worker: str) -> None:
         task = cluster.state.tasks["big"]
@@ -172,12 +173,15 @@ def test_a_group_that_breaks_again_after_a_reattempt_costs_one_worker() -> None:
                 message="reset",
             ),
         )
-        cluster.pass_deadlines("symptom")
-        cluster.decide()
 
-    first, second, _ = members(cluster, "big")
     broken(first)
+    cluster.pass_deadlines("symptom")
+    cluster.decide()
     broken(second)
+    broken(first)  # who was the first before is a symptom now, of the newer break
+    assert [i.generations for i in cluster.state.incidents.values()] == [{"big": 1}, {"big": 2}]
+    cluster.pass_deadlines("symptom")
+    cluster.decide()
     assert [i.severity for i in cluster.state.incidents.values()] == [Severity.SEV3, Severity.SEV2]
     assert [w.worker for w in cluster.state.tasks["big"].workers.values() if not w.alive] == [second]
     cluster.run()
