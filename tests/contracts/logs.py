@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -17,6 +19,10 @@ from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from events.vocabulary import CoordinatorStarted, Heartbeat, NodeLeft, StopWorker
+from replay.simulation.log_client import BeatEnd, Beats, CommandEnd, Endpoint
+from replay.simulation.log_server import LogServer
+from replay.simulation.network import Link
+from replay.simulation.virtual_time import HostClock
 
 
 class Bus(NamedTuple):
@@ -34,6 +40,18 @@ async def memory_bus(_: Path) -> AsyncIterator[Bus]:
 
 
 @asynccontextmanager
+async def simulated_bus(_: Path) -> AsyncIterator[Bus]:
+    loop, drawn = asyncio.get_running_loop(), random.Random(0)
+    clock, link = HostClock(loop), Link(loop, drawn)
+    server = LogServer(loop, clock, drawn, on_entry=lambda _: None)
+    yield Bus(
+        Endpoint(server, link, lambda *_: None),
+        BeatEnd(Beats(server, clock.wall_us), link),
+        lambda node: CommandEnd(server, link, node),
+    )
+
+
+@asynccontextmanager
 async def nats_bus(directory: Path) -> AsyncIterator[Bus]:
     server = EmbeddedServer(directory / "nats")
     await server.start()
@@ -41,9 +59,7 @@ async def nats_bus(directory: Path) -> AsyncIterator[Bus]:
         connection = await connect(server.url, name="contract", timeout_s=10)
         try:
             await create_streams(connection)
-            yield Bus(
-                NatsEventLog(connection), NatsBeatLog(connection), lambda node: NatsCommandFeed(connection, node)
-            )
+            yield Bus(NatsEventLog(connection), NatsBeatLog(connection), lambda node: NatsCommandFeed(connection, node))
         finally:
             await connection.close()
     finally:
@@ -53,6 +69,12 @@ async def nats_bus(directory: Path) -> AsyncIterator[Bus]:
 @asynccontextmanager
 async def memory_log(directory: Path) -> AsyncIterator[EventLog]:
     async with memory_bus(directory) as bus:
+        yield bus.log
+
+
+@asynccontextmanager
+async def simulated_log(directory: Path) -> AsyncIterator[EventLog]:
+    async with simulated_bus(directory) as bus:
         yield bus.log
 
 
@@ -73,10 +95,15 @@ async def file_log(directory: Path) -> AsyncIterator[EventLog]:
 
 LOGS: dict[str, Callable[[Path], AbstractAsyncContextManager[EventLog]]] = {
     "memory": memory_log,
+    "simulated": simulated_log,
     "file": file_log,
     "nats": nats_log,
 }
-BUSES: dict[str, Callable[[Path], AbstractAsyncContextManager[Bus]]] = {"memory": memory_bus, "nats": nats_bus}
+BUSES: dict[str, Callable[[Path], AbstractAsyncContextManager[Bus]]] = {
+    "memory": memory_bus,
+    "simulated": simulated_bus,
+    "nats": nats_bus,
+}
 
 
 def fact(number: int, node: str = "n1") -> Envelope:

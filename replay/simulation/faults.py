@@ -1,0 +1,323 @@
+"""What goes wrong, as data: a history of faults is drawn from a seed, and any part of it can be played.
+
+Rules
+-----
+* A fault is a row of plain values, so that a history can be printed, and shrunk by leaving rows out.
+* Faults begin in the faulty phase; those that last end with it at the latest (`World.heal`).
+* Some name a boundary instead of a moment: from then on the victim ends at its next append or act.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from events import vocabulary as v
+
+if TYPE_CHECKING:
+    from replay.simulation.host import Host
+    from replay.simulation.process import Process
+    from replay.simulation.world import World
+
+FAULTY_FROM_S = 4.0
+FAULTY_UNTIL_S = 40.0
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`at_s` from the beginning, lasting `for_s`; `nodes`: the victims; `how`: by kind; `pick` chooses a worker."""
+
+    kind: str
+    at_s: float
+    for_s: float = 0.0
+    nodes: tuple[str, ...] = ()
+    how: str = ""
+    pick: int = 0
+
+    def __str__(self) -> str:
+        where = f" {','.join(self.nodes)}" if self.nodes else ""
+        lasting = f" for {self.for_s:.2f} s" if self.for_s else ""
+        return f"{self.at_s:6.2f} s  {self.kind}{f' {self.how}' if self.how else ''}{where}{lasting}"
+
+
+#: Kind -> (how often, relative; the longest it lasts; what `how` may be; how many nodes are hit at once, at most).
+_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
+    "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged"), 0),
+    "second_coordinator": (3, 0.0, (), 0),
+    "cut_coordinator": (3, 8.0, (), 0),
+    "crash_log": (3, 5.0, (), 0),
+    "slow_disk": (2, 8.0, ("0.3", "2.0"), 0),
+    "forgetful_log": (2, 15.0, (), 0),
+    "garbage": (1, 0.0, (), 0),
+    "crash_agent": (6, 0.0, ("", "before", "sent", "acknowledged", "memory", "action0", "action1"), 1),
+    "restart_agent": (2, 0.0, (), 1),
+    "agent_away": (1, 20.0, (), 1),
+    "crash_fork_server": (3, 0.0, (), 1),
+    "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
+    "kill_worker": (8, 0.0, (), 1),
+    "hang_worker": (3, 20.0, (), 1),
+    "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
+    "reset_group": (4, 0.0, (), 1),
+    "break_worker_line": (2, 0.0, (), 1),
+    "break_fork_line": (2, 0.0, (), 1),
+    "cut_log": (6, 15.0, (), 3),
+    "cut_peers": (3, 12.0, (), 1),
+    "isolate": (3, 12.0, (), 2),
+    "bad_weather": (5, 15.0, ("loss", "repeats", "delay", "all"), 5),
+    "step_clock": (3, 10.0, ("3600", "-3600", "20", "-20"), 1),
+    "step_log_clock": (2, 10.0, ("3600", "-3600", "20", "-20"), 0),
+    "redeliver": (3, 0.0, (), 1),
+    "disk_full": (2, 10.0, (), 1),
+    "leave": (2, 10.0, (), 1),
+    "cancel": (1, 0.0, (), 0),
+}
+
+
+def draw(drawn: random.Random, nodes: list[str]) -> list[Fault]:
+    """A history for the faulty phase, in order of time."""
+    kinds = list(_KINDS)
+    weights = [_KINDS[kind][0] for kind in kinds]
+    faults = []
+    for kind in drawn.choices(kinds, weights, k=drawn.randint(2, 12)):
+        _, longest_s, hows, most = _KINDS[kind]
+        count = min(len(nodes), 1 if drawn.random() < 0.7 else most) if most else 0
+        faults.append(
+            Fault(
+                kind=kind,
+                at_s=round(drawn.uniform(FAULTY_FROM_S, FAULTY_UNTIL_S - 2.0), 3),
+                for_s=round(drawn.uniform(0.1, longest_s), 3) if longest_s else 0.0,
+                nodes=tuple(sorted(drawn.sample(nodes, count))),
+                how=drawn.choice(hows) if hows else "",
+                pick=drawn.randint(0, 5),
+            )
+        )
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def arrange(world: World, faults: list[Fault]) -> None:
+    """Let the faults happen when their time comes."""
+    for fault in faults:
+        world.loop.call_at(fault.at_s, _EFFECTS[fault.kind], world, fault)
+
+
+def _until(world: World, fault: Fault, undo: Callable[[], object]) -> None:
+    """The fault ends after its time, but not after the faulty phase: healing has undone it by then."""
+    if fault.at_s + fault.for_s < FAULTY_UNTIL_S:
+        world.loop.call_later(fault.for_s, undo)
+
+
+def _hosts(world: World, fault: Fault) -> list[Host]:
+    return [world.hosts[name] for name in fault.nodes if name in world.hosts]
+
+
+def _victims(world: World, fault: Fault) -> list[Process]:
+    """One living worker per node."""
+    living = [[process for process in host.processes if process.alive] for host in _hosts(world, fault)]
+    return [processes[fault.pick % len(processes)] for processes in living if processes]
+
+
+# --- head and log --------------------------------------------------------------------------------
+
+
+def _crash_coordinator(world: World, fault: Fault) -> None:
+    for head in world.coordinators.living[:1]:
+        world.coordinators.crash(head, fault.how)  # type: ignore[arg-type]  # `how` is a boundary
+
+
+def _second_coordinator(world: World, fault: Fault) -> None:
+    world.coordinators.start()
+
+
+def _cut_coordinator(world: World, fault: Fault) -> None:
+    for link in world.coordinators.links[:1]:
+        link.cut = True
+        _until(world, fault, lambda link=link: setattr(link, "cut", False))  # type: ignore[misc]
+
+
+def _crash_log(world: World, fault: Fault) -> None:
+    world.server.crash()
+    _until(world, fault, world.server.start)
+
+
+def _slow_disk(world: World, fault: Fault) -> None:
+    sound, world.server.sync_s = (0.0002, 0.002), (0.05, float(fault.how))
+    _until(world, fault, lambda: setattr(world.server, "sync_s", sound))
+
+
+def _forgetful_log(world: World, fault: Fault) -> None:
+    world.server.forgets = True
+    _until(world, fault, lambda: setattr(world.server, "forgets", False))
+
+
+def _garbage(world: World, fault: Fault) -> None:
+    world.server.garble()
+
+
+# --- nodes ---------------------------------------------------------------------------------------
+
+
+def _crash_agent(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        agent = host.agent
+        if agent is None or not agent.alive:
+            continue
+        if fault.how == "":
+            agent.crash()
+        elif fault.how == "memory":
+            agent.crash_before_memory = True
+        elif fault.how.startswith("action"):
+            agent.crash_after_actions = int(fault.how[-1])
+        else:
+            agent.log.crash_at = fault.how  # type: ignore[assignment]  # `how` is a boundary
+
+
+def _restart_agent(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        if host.agent is not None and host.agent.alive:
+            world.loop.create_task(host.agent.hand_over())
+
+
+def _agent_away(world: World, fault: Fault) -> None:
+    def back(host: Host) -> None:
+        host.supervised = True
+        host.run_agent()
+
+    for host in _hosts(world, fault):
+        host.supervised = False
+        if host.agent is not None:
+            host.agent.crash()
+        _until(world, fault, lambda host=host: back(host))  # type: ignore[misc]
+
+
+def _crash_fork_server(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        if host.fork_server is not None:
+            host.fork_server.die()
+
+
+def _power_off(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        host.power_off()
+        lost = fault.how == "disk_lost"
+        _until(world, fault, lambda host=host, lost=lost: host.power_on(disk_lost=lost))  # type: ignore[misc]
+
+
+def _step_clock(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        host.clock.step_us = int(fault.how) * 1_000_000
+        _until(world, fault, lambda host=host: setattr(host.clock, "step_us", 0))  # type: ignore[misc]
+
+
+def _step_log_clock(world: World, fault: Fault) -> None:
+    world.log_clock.step_us = int(fault.how) * 1_000_000
+    _until(world, fault, lambda: setattr(world.log_clock, "step_us", 0))
+
+
+def _disk_full(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        host.disk.full = True
+        _until(world, fault, lambda host=host: setattr(host.disk, "full", False))  # type: ignore[misc]
+
+
+def _leave(world: World, fault: Fault) -> None:
+    def back(host: Host) -> None:
+        host.has_left = False
+        host.run_agent()
+
+    for host in _hosts(world, fault):
+        if host.agent is not None and host.agent.alive:
+            host.agent.leave()
+            _until(world, fault, lambda host=host: back(host))  # type: ignore[misc]
+
+
+def _redeliver(world: World, fault: Fault) -> None:
+    """The node's consumer is lost and made anew: every command of the past comes again."""
+    for host in _hosts(world, fault):
+        world.server.acknowledged[host.name] = 0
+        if host.agent is not None:
+            host.agent.crash()
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+def _kill_worker(world: World, fault: Fault) -> None:
+    for process in _victims(world, fault):
+        process.end(9)
+
+
+def _hang_worker(world: World, fault: Fault) -> None:
+    for process in _victims(world, fault):
+        process.hung = True
+        _until(world, fault, process.go_on)
+
+
+def _raise_in_worker(world: World, fault: Fault) -> None:
+    for process in _victims(world, fault):
+        if process.replica is not None:
+            process.replica.raise_in(fault.how)  # type: ignore[arg-type]  # `how` is an error kind
+
+
+def _reset_group(world: World, fault: Fault) -> None:
+    for process in _victims(world, fault):
+        if process.replica is not None:
+            process.replica.reset()
+
+
+def _break_worker_line(world: World, fault: Fault) -> None:
+    for host, process in zip(_hosts(world, fault), _victims(world, fault), strict=False):
+        if host.agent is not None and host.agent.alive:
+            host.agent.break_worker_line(process.worker)
+
+
+def _break_fork_line(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        if host.agent is not None and host.agent.alive:
+            host.agent.lose_fork_server(has_died=False)
+
+
+# --- networks ------------------------------------------------------------------------------------
+
+
+def _cut_log(world: World, fault: Fault) -> None:
+    """From the log alone: their workers go on with their peers."""
+    for host in _hosts(world, fault):
+        host.link.cut = True
+        _until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
+
+
+def _cut_peers(world: World, fault: Fault) -> None:
+    """From the peers alone."""
+    reach = world.training.reach
+    for host in _hosts(world, fault):
+        for other in world.hosts:
+            reach.cut(host.name, other)
+            _until(world, fault, lambda one=host.name, other=other: reach.mend(one, other))  # type: ignore[misc]
+
+
+def _isolate(world: World, fault: Fault) -> None:
+    _cut_log(world, fault)
+    _cut_peers(world, fault)
+
+
+def _bad_weather(world: World, fault: Fault) -> None:
+    hosts = _hosts(world, fault)
+    for link in [host.link for host in hosts] + world.coordinators.links:
+        if fault.how in ("loss", "all"):
+            link.loss = 0.25
+        if fault.how in ("repeats", "all"):
+            link.repeats = 0.3
+            link.in_order = False
+        if fault.how in ("delay", "all"):
+            link.delay_s = (0.001, 0.7)
+            link.in_order = False
+        _until(world, fault, link.heal)
+
+
+def _cancel(world: World, fault: Fault) -> None:
+    world.ask(v.TaskCancelled(task=f"t{fault.pick % 3}", reason="simulated"))
+
+
+_EFFECTS: dict[str, Callable[[World, Fault], None]] = {kind: globals()[f"_{kind}"] for kind in _KINDS}

@@ -1,0 +1,116 @@
+"""The fork server as its agent meets it (rules: agents/fork_server.py)."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+from agents.trainer.messages import (
+    Exited,
+    ExitedAck,
+    Forked,
+    FromForkServer,
+    Inventory,
+    InventoryWorker,
+    Kill,
+    Retire,
+    Spawn,
+    ToForkServer,
+)
+from replay.simulation.network import Pipe
+from replay.simulation.process import Process
+
+if TYPE_CHECKING:
+    from replay.simulation.host import Host
+
+
+class ForkServer:
+    """Parent of the node's workers. `port`: its rendezvous store's."""
+
+    def __init__(self, host: Host, port: int) -> None:
+        self.host = host
+        self.port = port
+        self.alive = True
+        self.processes: dict[str, Process] = {}
+        self._exits: dict[str, Exited] = {}
+        self._agent: Pipe[FromForkServer] | None = None
+        self._lonely_since_s = host.loop.time()
+        self._check_lease()
+
+    # --- the agent -------------------------------------------------------------------------------
+
+    def connect(self, agent: Pipe[FromForkServer]) -> None:
+        """A new agent: it alone is served, and is told what no agent has acknowledged, then what there is."""
+        if self._agent is not None:
+            self._agent.close()
+        self._agent = agent
+        for exited in self._exits.values():
+            agent.send(exited)
+        workers = tuple(
+            InventoryWorker(worker=p.worker, task=p.launch.task, pid=p.pid, slot=p.slot)
+            for p in self.processes.values()
+        )
+        agent.send(Inventory(store_port=self.port, workers=workers))
+
+    def lose_agent(self, agent: Pipe[FromForkServer]) -> None:
+        """The connection has ended."""
+        if self._agent is agent:
+            self._agent = None
+            self._lonely_since_s = self.host.loop.time()
+
+    def _check_lease(self) -> None:
+        if not self.alive:
+            return
+        if self._agent is None and self.host.loop.time() - self._lonely_since_s >= self.host.lease_s:
+            self.die()
+        else:
+            self.host.loop.call_later(0.5, self._check_lease)
+
+    def obey(self, message: ToForkServer) -> None:
+        """Do what the agent asks for."""
+        if not self.alive:
+            return
+        match message:
+            case Spawn():
+                self._spawn(message)
+            case Kill(worker=worker, signal=number):
+                if worker in self.processes:
+                    self.processes[worker].signal(number)
+            case ExitedAck(worker=worker):
+                self._exits.pop(worker, None)
+            case Retire():
+                self.die()
+
+    def _say(self, message: FromForkServer) -> None:
+        if self._agent is not None:
+            self._agent.send(message)
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def _spawn(self, spawn: Spawn) -> None:
+        worker = spawn.launch.worker
+        if worker in self.processes:
+            self._say(Forked(worker=worker, pid=self.processes[worker].pid))
+        elif worker in self._exits:
+            self._say(self._exits[worker])
+        else:
+            process = Process(self.host, spawn.launch, self.host.next_pid(), spawn.slot)
+            self.host.witness.worker_spawned(self.host, process)
+            self.processes[worker] = process
+            self._say(Forked(worker=worker, pid=process.pid))
+
+    def reap(self, process: Process) -> None:
+        """A child has ended."""
+        if self.processes.get(process.worker) is process and self.alive:
+            del self.processes[process.worker]
+            assert process.ended is not None
+            self._exits[process.worker] = Exited(worker=process.worker, pid=process.pid, status=process.ended)
+            self._say(self._exits[process.worker])
+
+    def die(self) -> None:
+        """It ends, and the kernel ends its workers with it."""
+        if self.alive:
+            self.alive = False
+            for process in list(self.processes.values()):
+                process.end(signal.SIGKILL)
+            self.host.fork_server_died(self)

@@ -1,0 +1,151 @@
+"""`unicron-replay fuzz`: many seeds; the first failure is shrunk and told with the one command that repeats it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from replay.opening import PROGRAM, UsageError, as_json, say
+from replay.simulation.run import Outcome, history, simulate
+from replay.simulation.seeds import cores, outcomes
+from replay.simulation.shrink import kept, shrink
+from unicrond import VERSION
+
+#: Failures after which it goes on no longer: they have most likely one cause.
+_ENOUGH = 20
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints. `failure`: the first one, shrunk; `repeat`: the command that plays it again."""
+
+    first_seed: int
+    seeds: int
+    commit: str
+    seconds: float
+    entries: int
+    steps: int
+    incidents: int
+    faults: dict[str, int]
+    slowest_rest_s: float
+    slowest_rest_seed: int
+    failed: dict[int, str]
+    failure: Outcome | None
+    repeat: str
+
+
+def fuzz_command(options: argparse.Namespace) -> int:
+    """Exit code 1 if a rule is broken."""
+    report = fuzz(options.first_seed, options.seeds, options.processes or cores(), options.faults)
+    say(as_json(report) if options.json else _page(report))
+    return 1 if report.failed else 0
+
+
+def fuzz(first_seed: int, count: int, processes: int, only: list[int] | None) -> Report:
+    """Play `count` seeds. `only`: of each seed's faults those at these places; None: all. Raises UsageError."""
+    began_s = time.monotonic()
+    played: list[Outcome] = []
+    failures: list[Outcome] = []
+    if only is not None:
+        played = [_part(seed, only) for seed in range(first_seed, first_seed + count)]
+        failures = [outcome for outcome in played if outcome.rule]
+    else:
+        with _bar(count) as bar:
+            for outcome in outcomes(range(first_seed, first_seed + count), min(processes, count)):
+                played.append(outcome)
+                failures += [outcome] if outcome.rule else []
+                bar.update(bar.task_ids[0], advance=1, failed=len(failures))
+                if len(failures) >= _ENOUGH:
+                    break
+    first = min(failures, key=lambda outcome: outcome.seed, default=None)
+    smallest = first
+    if first is not None and only is None:
+        smallest = shrink(first)
+    slowest = max(played, key=lambda outcome: (outcome.rest_s, -outcome.seed))
+    return Report(
+        first_seed=first_seed,
+        seeds=len(played),
+        commit=_commit(),
+        seconds=round(time.monotonic() - began_s, 1),
+        entries=sum(outcome.entries for outcome in played),
+        steps=sum(outcome.steps for outcome in played),
+        incidents=sum(outcome.incidents for outcome in played),
+        faults=dict(Counter(fault.kind for outcome in played for fault in outcome.faults).most_common()),
+        slowest_rest_s=slowest.rest_s,
+        slowest_rest_seed=slowest.seed,
+        failed={outcome.seed: outcome.rule for outcome in sorted(failures, key=lambda outcome: outcome.seed)},
+        failure=smallest,
+        repeat=_repeat(first, smallest, only) if first is not None and smallest is not None else "",
+    )
+
+
+def _part(seed: int, only: list[int]) -> Outcome:
+    faults = history(seed)
+    if any(place >= len(faults) for place in only):
+        raise UsageError(f"--faults: seed {seed} has faults 0 to {len(faults) - 1}; name some of these")
+    return simulate(seed, [faults[place] for place in sorted(set(only))])
+
+
+def _repeat(first: Outcome, smallest: Outcome, only: list[int] | None) -> str:
+    places = only if only is not None else kept(smallest, first)
+    part = f" --faults {','.join(map(str, places))}" if only is not None or len(places) < len(first.faults) else ""
+    return f"{PROGRAM} fuzz --first-seed {first.seed} --seeds 1{part}"
+
+
+def _commit() -> str:
+    """The commit that the code is from, "+" where it was changed since; the version outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
+            cwd=here, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return VERSION
+    return said.stdout.strip()
+
+
+def _page(report: Report) -> str:
+    lines = [
+        f"{report.seeds} seeds from {report.first_seed} at {report.commit}: "
+        f"{sum(report.faults.values())} faults, {report.incidents} incidents, {report.steps} steps, "
+        f"{report.entries} log entries in {report.seconds:g} s",
+    ]
+    if not report.failed:
+        lines.append(
+            f"every rule held; the slowest came to rest {report.slowest_rest_s:.1f} s after the last fault "
+            f"(seed {report.slowest_rest_seed})"
+        )
+        return "\n".join(lines)
+    failure = report.failure
+    assert failure is not None
+    lines += [f"{len(report.failed)} failed: " + ", ".join(f"{seed} {rule}" for seed, rule in report.failed.items())]
+    lines += ["", f"seed {failure.seed} after {failure.at_s:.2f} s: {failure.rule}", f"  {failure.story}"]
+    lines += ["history (shrunk: each of these faults is needed):", *(f"  {fault}" for fault in failure.faults)]
+    lines += ["repeat it with", f"  git checkout {report.commit.removesuffix('+')}", f"  {report.repeat}"]
+    if report.commit.endswith("+"):
+        lines.append("  (and the changes that are not committed)")
+    return "\n".join(lines)
+
+
+def _bar(count: int) -> Progress:
+    """On stderr, and only where that is a terminal."""
+    console = Console(file=sys.stderr)
+    progress = Progress(
+        TextColumn("fuzzing"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} seeds, {task.fields[failed]} failed"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    progress.add_task("fuzzing", total=count, failed=0)
+    return progress

@@ -1,0 +1,184 @@
+"""A node: its disk, its fork server, its agent, its clock, its ways out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from agents.state import Memory
+from agents.trainer.messages import FromWorker
+from replay.simulation.agent import Agent
+from replay.simulation.fork_server import ForkServer
+from replay.simulation.log_client import Beats
+from replay.simulation.log_server import LogServer
+from replay.simulation.network import Link, Pipe
+from replay.simulation.process import Process
+from replay.simulation.virtual_time import HostClock
+
+if TYPE_CHECKING:
+    from replay.simulation.training import Training
+    from replay.simulation.witness import Witness
+
+
+class Disk:
+    """A run directory. `full`: writing the memory fails (the agent goes on, and says so).
+
+    `boot`: the boot number used last. A lost directory keeps it here: without it a node whose clock is behind as well
+    would repeat old numbers, and not be heard until its clock has caught up (a known limit, docs/simulation.md).
+    """
+
+    def __init__(self, boot: int = 0) -> None:
+        self.memory = Memory()
+        self.full = False
+        self.was_full = False
+        self.boot = boot
+
+    def write(self, memory: Memory) -> None:
+        """Replace the agent's memory."""
+        if self.full:
+            self.was_full = True
+        else:
+            self.memory = memory
+
+    def next_boot(self, wall_us: int) -> int:
+        """See RunDir.next_boot."""
+        self.boot = max(self.boot + 1, wall_us)
+        return self.boot
+
+
+class Host:
+    """One node. Faults are its methods; `run_agent` is what a supervisor would do."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        drawn: random.Random,
+        server: LogServer,
+        beats: Beats,
+        training: Training,
+        witness: Witness,
+        heartbeat_s: float,
+        lease_s: float,
+        start_max_age_s: float,
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self.loop = loop
+        self.drawn = drawn
+        self.server = server
+        self.beats = beats
+        self.training = training
+        self.witness = witness
+        self.heartbeat_s = heartbeat_s
+        self.lease_s = lease_s
+        self.start_max_age_s = start_max_age_s
+        self.clock = HostClock(loop)
+        self.link = Link(loop, drawn)
+        self.disk = Disk()
+        self.on = True
+        self.has_left = False
+        #: When False, an agent that ends stays away until somebody starts it.
+        self.supervised = True
+        self.agent: Agent | None = None
+        self.fork_server: ForkServer | None = None
+        self._starting_fork_server = False
+        self._pid = 100
+        self._store_port = 4000
+        self._power = 0
+
+    # --- what runs -------------------------------------------------------------------------------
+
+    def run_agent(self) -> None:
+        """Start the agent, where none lives."""
+        if self.on and self.supervised and not self.has_left and (self.agent is None or not self.agent.alive):
+            self.agent = Agent(self)
+
+    def start_fork_server(self) -> None:
+        """Begin to load one; it serves a little later."""
+        if not self._starting_fork_server:
+            self._starting_fork_server = True
+            self._later(self.drawn.uniform(0.2, 1.0), self._fork_server_serves)
+
+    def _fork_server_serves(self) -> None:
+        self._starting_fork_server = False
+        if self.fork_server is None or not self.fork_server.alive:
+            self._store_port += 1
+            self.fork_server = ForkServer(self, self._store_port)
+
+    def _later(self, after_s: float, do: Callable[[], None]) -> None:
+        """Only if the power is not cut meanwhile."""
+        power = self._power
+        self.loop.call_later(after_s, lambda: do() if power == self._power and self.on else None)
+
+    def next_pid(self) -> int:
+        """A process id that was not used before on this node."""
+        self._pid += 1
+        return self._pid
+
+    # --- what ends -------------------------------------------------------------------------------
+
+    def agent_ended(self, agent: Agent) -> None:
+        """The supervisor starts the next one."""
+        if self.agent is agent and not self.has_left:
+            self._later(self.drawn.uniform(0.1, 1.5), self.run_agent)
+
+    def fork_server_died(self, server: ForkServer) -> None:
+        """The agent sees the end of its connection."""
+        if self.agent is not None and self.agent.alive and self.fork_server is server:
+            self.agent.lose_fork_server(has_died=True)
+
+    def process_ended(self, process: Process) -> None:
+        """The agent sees the connection end, the fork server reaps the child; in no certain order."""
+        if self.agent is not None and self.agent.alive:
+            self.agent.worker_gone(process.worker)
+        if self.fork_server is not None and self.fork_server.alive:
+            self.loop.call_later(self.drawn.uniform(0.001, 0.02), self.fork_server.reap, process)
+
+    def power_off(self) -> None:
+        """Everything on the node is gone at once."""
+        if self.on:
+            self.on = False
+            self._power += 1
+            self._starting_fork_server = False
+            agent, self.agent = self.agent, None
+            if agent is not None:
+                agent.crash()
+            if self.fork_server is not None:
+                self.fork_server.die()
+                self.fork_server = None
+
+    def power_on(self, *, disk_lost: bool = False) -> None:
+        """The node boots; a run directory in memory is empty then."""
+        if not self.on:
+            self.on = True
+            if disk_lost:
+                self.disk = Disk(self.disk.boot)
+                self.witness.disk_lost(self)
+            self._later(self.drawn.uniform(0.3, 2.0), self.run_agent)
+
+    # --- lines -----------------------------------------------------------------------------------
+
+    def connect_worker(self, process: Process) -> Pipe[FromWorker] | None:
+        """A worker's connection to the agent; None while none listens."""
+        if self.agent is None or not self.agent.alive:
+            return None
+        return self.agent.accept(process)
+
+    def store_serves(self, port: int) -> bool:
+        """Its rendezvous store answers at the port."""
+        return self.on and self.fork_server is not None and self.fork_server.alive and self.fork_server.port == port
+
+    @property
+    def remembers(self) -> bool:
+        """What its agents have written down was always written."""
+        return not self.disk.was_full
+
+    @property
+    def processes(self) -> list[Process]:
+        """Its living workers."""
+        return list(self.fork_server.processes.values()) if self.fork_server is not None else []

@@ -1,0 +1,237 @@
+"""What must hold, by name. Each rule is one small function that returns the story of its breach, or "".
+
+Three moments: when an entry becomes durable, when somebody acts, and at rest after the faults have stopped. What is
+only known while it happens is collected by witness.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from agents.state import Action, Append, ArmTimer, Commanded
+from agents.trainer.ledger import Total
+from events import vocabulary as v
+from events.envelope import Entry, Recorded
+from unicrond.decide import decide, needed_solves
+from unicrond.invariants import InvariantError, check
+from unicrond.planning.placement import Shape, place
+from unicrond.planning.problem import Problem
+from unicrond.planning.solver import Solution, solve
+from unicrond.policy import Policy
+from unicrond.state import ClusterState, NodeStatus, Severity, Task, TaskStatus, digest
+
+#: Name -> what it says; docs/simulation.md is held to this table by a test.
+RULES: dict[str, str] = {
+    "acknowledged_events_stay": "An event that the log has acknowledged stands in it, at the number it was given.",
+    "newest_term_decides": "No decision or command of an older term stands in the log after a newer claim.",
+    "decisions_take_effect": "Every decision of the ruling coordinator fits the state that it meets: none comes twice.",
+    "repeats_change_nothing": "An event that stands in the log twice changes the state once.",
+    "state_is_sound": "The coordinator's own invariants hold after every entry.",
+    "symptoms_are_no_incidents": "A broken connection opens no incident where one of the same generation is open.",
+    "plan_within_healthy_nodes": "A plan seats no worker on a node that was not healthy, and no more than its slots.",
+    "stale_commands_never_act": "An agent that has seen a newer term or epoch does nothing about an older command.",
+    "generations_never_go_back": "A worker is never told a membership older than one that it was told before.",
+    "slots_are_held_once": "No GPU slot is held by two living processes, and no worker id by two processes.",
+    "steps_have_one_membership": "All that commit an iteration commit the same sums, reduced under one membership.",
+    "micro_batches_used_once": "After every step the parameters are those of training with each micro-batch once.",
+    "reports_are_exact": "The samples that the log names for an iteration are exactly those of its global batch.",
+    "trainers_agree": "The members of a group never contradict each other.",
+    "nothing_crashes": "No input makes a coordinator, an agent or a worker fail of itself.",
+    "replay_equals_live": "The state of a living coordinator has the digest of a replay of the log.",
+    "incidents_close": "At rest no incident is open.",
+    "decide_is_quiet_at_rest": "At rest `decide` asks for nothing.",
+    "tasks_train": "At rest a task with enough healthy nodes is being trained, and gets on.",
+    "nobody_is_left_over": "At rest the living processes are those that the state knows.",
+    "nodes_are_seen": "At rest every node that runs is up and takes work.",
+}
+
+
+class Violation(AssertionError):
+    """A rule is broken. `rule` is its name, `story` what was seen."""
+
+    def __init__(self, rule: str, story: str) -> None:
+        super().__init__(f"{rule}: {story}")
+        self.rule = rule
+        self.story = story
+
+
+# --- when an entry becomes durable ---------------------------------------------------------------
+
+
+def newest_term_decides(newest_term: int, entry: Entry) -> str:
+    """The fence: see events/log.py."""
+    if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, v.Decision | v.Command):
+        return ""
+    if isinstance(entry.envelope.event, v.CoordinatorStarted) or entry.envelope.term == newest_term:
+        return ""
+    kind = type(entry.envelope.event).__name__
+    return f"entry {entry.seq}: {kind} of term {entry.envelope.term}, while term {newest_term} rules"
+
+
+def decisions_take_effect(before: ClusterState, entry: Entry) -> str:
+    """The hold: a coordinator that does not wait for its own events decides again what it has decided."""
+    if not isinstance(entry, Recorded) or entry.envelope.term != before.term:
+        return ""
+    event, where = entry.envelope.event, f"entry {entry.seq}: {type(entry.envelope.event).__name__}"
+    match event:
+        case v.PlanAdopted(epoch=epoch) if epoch != before.plan.epoch + 1:
+            return f"{where} has epoch {epoch} after {before.plan.epoch}"
+        case v.MembershipDecided(task=name, generation=generation):
+            task = before.tasks.get(name)
+            if task is None or generation != task.generation + 1:
+                return f"{where} of {name} has generation {generation} after {task.generation if task else 'nothing'}"
+        case v.StartWorker(worker=worker, spec=spec):
+            task = before.tasks.get(spec.name)
+            if task is not None and int(worker.rpartition(".")[2]) < task.next_worker:
+                return f"{where} starts {worker}, though {task.next_worker} is the next free number"
+        case v.TransitionCompleted(incident=incident) if incident not in before.incidents:
+            return f"{where} closes {incident}, which is not open"
+    return ""
+
+
+def repeats_change_nothing(before: ClusterState, after: ClusterState) -> str:
+    """`after` an entry whose event id stood in the log before."""
+    names = [name for name in before.__struct_fields__ if name not in ("seq", "now_us", "duplicates")]
+    changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+    return f"entry {after.seq} is a repetition and changed {', '.join(changed)}" if changed else ""
+
+
+def state_is_sound(state: ClusterState) -> str:
+    """unicrond/invariants.py."""
+    try:
+        check(state)
+    except InvariantError as error:
+        return str(error)
+    return ""
+
+
+def symptoms_are_no_incidents(state: ClusterState) -> str:
+    """What is only a symptom stands alone, or belongs to what explains it."""
+    incidents = list(state.incidents.values())
+    for incident in incidents:
+        for other in incidents:
+            shared = [task for task, broken in incident.generations.items() if other.generations.get(task) == broken]
+            if incident is not other and incident.severity is Severity.SEV3 and shared:
+                pair = f"{incident.id} ({incident.kind}) and {other.id} ({other.kind})"
+                return f"entry {state.seq}: {pair} of {shared[0]} in generation {incident.generations[shared[0]]}"
+    return ""
+
+
+def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
+    """`known`: the state that the plan was made in."""
+    seats = Counter(node for assignment in plan.assignments for nodes in assignment.replicas for node in nodes)
+    for name, count in seats.items():
+        node = known.nodes.get(name)
+        healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
+        if node is None or not healthy or count > node.slots:
+            return f"plan {plan.epoch} seats {count} workers on {name}, which is {node}"
+    return ""
+
+
+def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int) -> str:
+    """Against what an independent computation says of iterations first..last."""
+    if (report.samples, report.samples_digest) == (samples, samples_digest):
+        return ""
+    return f"{report.task} {report.first}..{report.last}: {report.samples} samples, or the wrong ones"
+
+
+# --- when somebody acts --------------------------------------------------------------------------
+
+
+def stale_commands_never_act(highest: tuple[int, int], given: Commanded, actions: Sequence[Action]) -> str:
+    """`highest`: the newest (term, epoch) that the node was ever told."""
+    fence = (given.term, given.command.epoch)
+    acts = [action for action in actions if not isinstance(action, Append | ArmTimer)]
+    if fence >= highest or not acts:
+        return ""
+    return f"{given.command.node}: {type(given.command).__name__} of {fence} after {highest} led to {acts[0]}"
+
+
+def steps_have_one_membership(steps: Sequence[tuple[Total, int, str]], alive: Collection[str]) -> str:
+    """`steps`: who committed one iteration of one training: the sums, the generation of the group, the worker.
+
+    `alive`: workers that the log does not hold for lost or stopped. A node that is cut from the log may go on alone
+    with a membership that rules no more; what the log holds for lost is left out, all others must agree.
+    """
+    newest = max(generation for _, generation, _ in steps)
+    ruling = [step for step in steps if step[1] == newest or step[2] in alive]
+    for total, generation, worker in ruling:
+        if total != ruling[0][0]:
+            return (
+                f"{worker} committed in generation {generation} with the sums of {total.generation}, "
+                f"{ruling[0][2]} in generation {ruling[0][1]} with those of {ruling[0][0].generation}"
+            )
+    return ""
+
+
+def micro_batches_used_once(params: int, expected: int) -> str:
+    """Training is a function of the samples: one too many, too few or twice shows."""
+    return "" if params == expected else "the parameters are not those of a training without faults"
+
+
+# --- at rest -------------------------------------------------------------------------------------
+
+
+def acknowledged_events_stay(entries: Sequence[Entry], acknowledged: Mapping[str, int]) -> str:
+    """Event id -> the number that the log gave it."""
+    for event_id, seq in acknowledged.items():
+        entry = entries[seq - 1] if seq <= len(entries) else None
+        if not isinstance(entry, Recorded) or entry.envelope.event_id != event_id:
+            return f"{event_id} was acknowledged as entry {seq}; there stands {entry}"
+    return ""
+
+
+def replay_equals_live(live: ClusterState, replayed: ClusterState) -> str:
+    """Both at one entry."""
+    if live.seq == replayed.seq and digest(live) == digest(replayed):
+        return ""
+    return f"entry {live.seq}: live {digest(live)}, replay {digest(replayed)} at {replayed.seq}"
+
+
+def incidents_close(state: ClusterState) -> str:
+    """None is open."""
+    return "; ".join(f"{i.id} {i.kind} of {i.node}: {i.message}" for i in state.incidents.values())
+
+
+def decide_is_quiet_at_rest(state: ClusterState, policy: Policy) -> str:
+    """Nothing is asked for, with every plan problem answered."""
+    solutions: dict[Problem, Solution] = {problem: solve(problem) for problem in needed_solves(state, policy)}
+    asked = decide(state, solutions, policy)
+    return f"it asks for {asked[0]}" if asked else ""
+
+
+def tasks_train(state: ClusterState, is_training: Mapping[str, bool]) -> str:
+    """`is_training`: tasks that have committed steps lately."""
+    for task in state.tasks.values():
+        if task.status is TaskStatus.ACTIVE and not is_training.get(task.name):
+            assignment = state.plan.assignments.get(task.name)
+            if assignment is not None and assignment.workers:
+                return f"{task.name} has {assignment.workers} workers in the plan and commits no step"
+            if _has_room(state, task):
+                return f"{task.name} gets no workers, though {task.spec.min_workers} would find a seat"
+    return ""
+
+
+def _has_room(state: ClusterState, task: Task) -> bool:
+    free = Counter({node.name: node.slots for node in state.nodes.values() if node.schedulable})
+    for assignment in state.plan.assignments.values():
+        free.subtract(node for nodes in assignment.replicas for node in nodes)
+    shape = Shape(task.spec.tp, task.spec.pp)
+    wanted = -(-task.spec.min_workers // shape.workers)
+    return not place({task.name: wanted}, {task.name: shape}, {k: max(0, n) for k, n in free.items()}, {}).short
+
+
+def nobody_is_left_over(state: ClusterState, living: Sequence[tuple[str, str, str]]) -> str:
+    """`living`: (node, task, worker) of every process."""
+    known = {(w.node, task.name, w.worker) for task in state.tasks.values() for w in task.workers.values()}
+    strays = [process for process in living if process not in known]
+    missing = [worker for worker in known if worker not in living]
+    parts = [f"{w} lives on {n} unknown" for n, _, w in strays] + [f"{w} on {n} does not live" for n, _, w in missing]
+    return "; ".join(sorted(parts))
+
+
+def nodes_are_seen(state: ClusterState, running: Sequence[str]) -> str:
+    """`running`: nodes whose agent runs and can reach the log."""
+    unseen = [name for name in running if name not in state.nodes or not state.nodes[name].schedulable]
+    return "; ".join(f"{name} runs, and is {state.nodes.get(name)}" for name in unseen)

@@ -1,0 +1,193 @@
+"""The log's server as its clients meet it: one total order, a disk, crashes. The contract is events/log.py's.
+
+Rules
+-----
+* What is written is seen by readers, and acknowledged, once the disk has it (one sync covers all that waits for it).
+* A crash loses what the disk had not got yet, or a part of that: batches fall from the end, never in the middle.
+* Ids in the log are recognised and not written again, unless the server has forgotten them (`forgets`: its window of
+  duplicates is bounded; the fold must do without it).
+* The fence is checked when a batch is written, against the newest claim that stands in the log or waits for the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from events.codec import decode
+from events.envelope import Entry, Envelope, Quarantined, Recorded
+from events.log import Fence
+from events.vocabulary import Command, CoordinatorStarted
+from replay.simulation.virtual_time import HostClock
+
+#: Takes the answer to a request: sequence numbers, a Fence or a FencedReply.
+Reply = Callable[[object], object]
+
+
+class FencedReply:
+    """The server refuses: a newer term was claimed."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class _Batch:
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self.replies: list[Callable[[], object]] = []
+
+
+class LogServer:
+    """`entries`: what is durable. `on_entry` is told each of them once, in order."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: HostClock,
+        drawn: random.Random,
+        on_entry: Callable[[Entry], object],
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._drawn = drawn
+        self._on_entry = on_entry
+        self.entries: list[Entry] = []
+        self.commands: dict[str, list[Recorded]] = {}
+        #: Per node: how many of its commands are acknowledged.
+        self.acknowledged: dict[str, int] = {}
+        self.up = True
+        self.forgets = False
+        self.sync_s = (0.0002, 0.002)
+        self.grown = asyncio.Event()
+        self._seq_by_id: dict[str, int] = {}
+        self._claims: list[Fence] = []
+        self._waiting: list[_Batch] = []
+        self._syncing = 0
+        self._life = 0
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def append(self, envelopes: Sequence[Envelope], bodies: Sequence[bytes], fence: Fence | None, reply: Reply) -> None:
+        """Write what is not in the log yet, as one batch; `reply` is called once all of it is durable."""
+        if not self.up:
+            return
+        fresh = [
+            body
+            for envelope, body in zip(envelopes, bodies, strict=True)
+            if self.forgets or envelope.event_id not in self._seq_by_id
+        ]
+        if fresh and fence is not None and fence != self._newest_claim():
+            reply(FencedReply(f"term {fence.term} was replaced by term {self._newest_claim().term}"))
+            return
+        # Decoded anew, so that readers see exactly what a log on the wire would give them.
+        self._write([decode(body) for body in fresh])
+        ids = [envelope.event_id for envelope in envelopes]
+        self._when_durable(lambda: reply([self._seq_by_id[event_id] for event_id in ids]))
+
+    def claim(self, envelope: Envelope, reply: Reply) -> None:
+        """Write a CoordinatorStarted above every term, or refuse."""
+        if not self.up:
+            return
+        assert isinstance(envelope.event, CoordinatorStarted)
+        newest, seq = self._newest_claim(), self._seq_by_id.get(envelope.event_id)
+        if seq is None or seq != newest.seq:
+            if envelope.event.term <= newest.term:
+                reply(FencedReply(f"term {envelope.event.term} is not above term {newest.term}"))
+                return
+            self._write([envelope])
+        claimed = self._newest_claim()
+        self._when_durable(lambda: reply(claimed))
+
+    def last_seq(self, reply: Reply) -> None:
+        """The newest durable entry's number."""
+        if self.up:
+            reply(len(self.entries))
+
+    def acknowledge(self, node: str, count: int) -> None:
+        """The node has handled so many of its commands."""
+        if self.up:
+            self.acknowledged[node] = max(count, self.acknowledged.get(node, 0))
+
+    def garble(self) -> None:
+        """Somebody has written what is no event."""
+        if self.up:
+            seq = self._tail_seq() + 1
+            self._put(_Batch([Quarantined(seq, self._clock.wall_us(), "unicron.v1.obs.x", "$.event: not an event", 7)]))
+
+    # --- the disk --------------------------------------------------------------------------------
+
+    def _tail_seq(self) -> int:
+        return len(self.entries) + sum(len(batch.entries) for batch in self._waiting)
+
+    def _newest_claim(self) -> Fence:
+        return self._claims[-1] if self._claims else Fence(0, 0)
+
+    def _write(self, envelopes: Sequence[Envelope]) -> None:
+        if not envelopes:
+            return
+        first, at_us = self._tail_seq() + 1, self._clock.wall_us()
+        entries: list[Entry] = [Recorded(first + i, at_us, envelope) for i, envelope in enumerate(envelopes)]
+        for entry in entries:
+            assert isinstance(entry, Recorded)
+            self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
+            if isinstance(entry.envelope.event, CoordinatorStarted):
+                self._claims.append(Fence(entry.envelope.event.term, entry.seq))
+        self._put(_Batch(entries))
+
+    def _put(self, batch: _Batch) -> None:
+        self._waiting.append(batch)
+        self._sync()
+
+    def _when_durable(self, say: Callable[[], object]) -> None:
+        if self._waiting:
+            self._waiting[-1].replies.append(say)
+        else:
+            say()
+
+    def _sync(self) -> None:
+        if not self._syncing and self._waiting:
+            self._syncing = len(self._waiting)
+            self._loop.call_later(self._drawn.uniform(*self.sync_s), self._synced, self._life)
+
+    def _synced(self, life: int) -> None:
+        if life != self._life:
+            return
+        done, self._waiting = self._waiting[: self._syncing], self._waiting[self._syncing :]
+        self._syncing = 0
+        self._keep(done)
+        for batch in done:
+            for say in batch.replies:
+                say()
+        self._sync()
+
+    def _keep(self, batches: Sequence[_Batch]) -> None:
+        for entry in [entry for batch in batches for entry in batch.entries]:
+            self.entries.append(entry)
+            if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Command):
+                self.commands.setdefault(entry.envelope.event.node, []).append(entry)
+            self._on_entry(entry)
+        self._announce()
+
+    def _announce(self) -> None:
+        self.grown.set()
+        self.grown = asyncio.Event()
+
+    # --- crashes ---------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """The process is killed: nobody is answered; a part of what the disk had not got may be there all the same."""
+        if not self.up:
+            return
+        self.up = False
+        self._life += 1
+        self._syncing = 0
+        kept, self._waiting = self._waiting[: self._drawn.randint(0, len(self._waiting))], []
+        self._keep(kept)
+        self._seq_by_id = {event_id: seq for event_id, seq in self._seq_by_id.items() if seq <= len(self.entries)}
+        self._claims = [claim for claim in self._claims if claim.seq <= len(self.entries)]
+
+    def start(self) -> None:
+        """Serve again."""
+        self.up = True
+        self._announce()

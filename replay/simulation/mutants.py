@@ -1,0 +1,348 @@
+"""Deliberate bugs, one at a time: does the fuzzer see them? `make mutants` prints the table.
+
+Each mutant patches a running process (never a file), so it is applied in processes of its own. One that survives
+says that a rule or a fault is missing in the simulation, or that a second defence makes the first unnecessary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from agents import commit_sums, core
+from agents.state import Memory, TellForkServer
+from agents.trainer import dealing, regrouping
+from agents.trainer.ledger import Account, Total
+from agents.trainer.messages import ExitedAck
+from events import vocabulary as v
+from replay.simulation import replica
+from replay.simulation.log_client import Endpoint
+from replay.simulation.log_server import LogServer
+from replay.simulation.run import Outcome
+from replay.simulation.seeds import cores, outcomes
+from unicrond import coordinator, decide, fold, reconcile, state
+from unicrond.state import NodeStatus
+
+SEEDS = 1000
+
+
+class Mutant(NamedTuple):
+    """`what`: the bug in words. `apply`: plant it in this process."""
+
+    what: str
+    apply: Callable[[], None]
+
+
+def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace `owner.name` by what `make` makes of it."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _patch_fold(event: type, make: Callable[[Any], Any]) -> None:
+    fold._FOLDS[event] = make(fold._FOLDS[event])
+
+
+# --- the coordinator -----------------------------------------------------------------------------
+
+
+def _drop_the_hold() -> None:
+    def make(append: Any) -> Any:
+        async def without_hold(self: Any, events: Any) -> None:
+            await append(self, events)
+            self._hold_seq = 0
+
+        return without_hold
+
+    _patch(coordinator.Coordinator, "_append", make)
+
+
+def _skip_the_fence() -> None:
+    def make(append: Any) -> Any:
+        async def unfenced(self: Any, envelopes: Any, *, fence: Any = None) -> Any:
+            return await append(self, envelopes)
+
+        return unfenced
+
+    _patch(Endpoint, "append", make)
+
+
+def _rule_in_another_name() -> None:
+    def make(_: Any) -> Any:
+        async def deaf(self: Any) -> None:
+            while True:
+                entry = await self._inbox.get()
+                while True:
+                    if entry is not None:
+                        self._fold(entry)
+                    if self._inbox.empty():
+                        break
+                    entry = self._inbox.get_nowait()
+                if self.state.seq >= self._hold_seq:
+                    if not self.live.is_set():
+                        self.liveness.grace(self._clock.monotonic_us())
+                        self.live.set()
+                    await self._step()
+
+        return deaf
+
+    _patch(coordinator.Coordinator, "_coordinate", make)
+
+
+# --- the fold ------------------------------------------------------------------------------------
+
+
+def _forget_repetitions() -> None:
+    original = fold.fold
+
+    def forgetful(before: state.ClusterState, entry: Any) -> state.ClusterState:
+        return original(replace(before, seen={}), entry)
+
+    _patch(fold, "fold", lambda _: forgetful)
+    _patch(coordinator, "fold", lambda _: forgetful)
+
+
+def _skip_the_symptom_merge() -> None:
+    def make(_: Any) -> Any:
+        def blame(before: Any, envelope: Any, **blamed: Any) -> Any:
+            return fold._open_incident(before, envelope, **blamed, occurred_us=envelope.observed_at_us)
+
+        return blame
+
+    _patch(fold, "_blame", make)
+
+
+def _forget_lost_workers() -> None:
+    def make(node_lost: Any) -> Any:
+        def forgetful(before: Any, event: Any, envelope: Any) -> Any:
+            after = node_lost(before, event, envelope)
+            for task in after.tasks.values():
+                gone = [worker.worker for worker in task.workers.values() if worker.node == event.node]
+                after = fold._with_task(after, fold._without_workers(task, gone))
+            return after
+
+        return forgetful
+
+    _patch_fold(v.NodeLost, make)
+
+
+def _believe_no_stop() -> None:
+    _patch_fold(v.CommandApplied, lambda _: fold._nothing)
+
+
+def _fold_by_the_machine() -> None:
+    def make(worker_ready: Any) -> Any:
+        def unsteady(before: Any, event: Any, envelope: Any) -> Any:
+            after = worker_ready(before, event, envelope)
+            return replace(after, inert=time.perf_counter_ns())
+
+        return unsteady
+
+    _patch_fold(v.WorkerReady, make)
+
+
+# --- decide --------------------------------------------------------------------------------------
+
+
+def _reuse_a_generation() -> None:
+    def make(set_membership: Any) -> Any:
+        def reusing(batch: Any, task: Any, members: Any, **how: Any) -> None:
+            if task.generation:
+                task = replace(task, membership=replace(task.membership, generation=task.generation - 1))
+            set_membership(batch, task, members, **how)
+
+        return reusing
+
+    _patch(decide, "_set_membership", make)
+
+
+def _double_start() -> None:
+    def make(staff: Any) -> Any:
+        def twice(batch: Any, task: Any) -> None:
+            staff(batch, task)
+            batch.occupied.clear()
+            staff(batch, replace(task, next_worker=task.next_worker + 8))
+
+        return twice
+
+    _patch(decide, "_staff", make)
+
+
+def _plan_with_isolated_nodes() -> None:
+    def make(_: Any) -> Any:
+        return property(lambda self: self.status is not NodeStatus.LEFT)
+
+    _patch(state.Node, "schedulable", make)
+
+
+def _keep_broken_replicas() -> None:
+    def make(living_members: Any) -> Any:
+        return lambda task: task.membership.members if task.membership else ()
+
+    _patch(reconcile, "living_members", make)
+
+
+def _no_deadlines() -> None:
+    _patch(coordinator, "deadlines", lambda _: lambda state, policy: {})
+
+
+# --- the agent -----------------------------------------------------------------------------------
+
+
+def _act_on_a_stale_epoch() -> None:
+    def make(commanded: Any) -> Any:
+        def unfenced(self: Any, given: Any) -> None:
+            self.remember(fence=(0, 0))
+            commanded(self, given)
+
+        return unfenced
+
+    _patch(core._Turn, "commanded", make)
+
+
+def _start_again() -> None:
+    def make(commanded: Any) -> Any:
+        def forgetful(self: Any, given: Any) -> None:
+            self.remember(answered={}, gone={})
+            commanded(self, given)
+
+        return forgetful
+
+    _patch(core._Turn, "commanded", make)
+
+
+def _forget_the_memory() -> None:
+    _patch(core, "resume", lambda resume: lambda config, memory: resume(config, Memory()))
+
+
+def _exits_are_not_kept() -> None:
+    def make(tell_exit: Any) -> Any:
+        def hasty(self: Any, worker: Any, end: Any, expected: Any, log_tail: Any) -> None:
+            self.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
+            tell_exit(self, worker, end, True, log_tail)
+
+        return hasty
+
+    _patch(core._Turn, "tell_exit", make)
+
+
+def _slots_are_not_counted() -> None:
+    _patch(core._Turn, "free_slots", lambda _: lambda self: list(range(self.config.slots)))
+
+
+def _commits_are_summed_twice() -> None:
+    _patch(commit_sums, "continues", lambda _: lambda before, worker, commit: before.worker == worker)
+
+
+# --- the trainer ---------------------------------------------------------------------------------
+
+
+def _commit_without_agreement() -> None:
+    def make(_: Any) -> Any:
+        async def hasty(self: Any) -> None:
+            if self._sums is None:
+                rows = await self._gather(self._ledger.account(self._sampling).row())
+                self._sums = Total(self.generation, tuple(Account.from_row(row) for row in rows))
+            self._target = self._pending()
+
+        return hasty
+
+    _patch(replica.Replica, "_reduce", make)
+
+
+def _throw_away_complete_sums() -> None:
+    def make(judge: Any) -> Any:
+        def hasty(positions: Any, micro_batches: int) -> Any:
+            verdict = judge(positions, micro_batches)
+            return regrouping.Verdict(
+                iteration=verdict.iteration,
+                step_first=frozenset(),
+                source=verdict.source,
+                receivers=verdict.receivers,
+                dealt=verdict.dealt,
+                fresh=verdict.fresh,
+            )
+
+        return hasty
+
+    _patch(regrouping, "judge", make)
+
+
+def _deal_what_is_held() -> None:
+    def make(deal: Any) -> Any:
+        return lambda held, micro_batches: deal([()] * len(held), micro_batches)
+
+    _patch(regrouping, "deal", make)
+    _patch(dealing, "deal", make)
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+def _acknowledge_before_the_disk() -> None:
+    def make(_: Any) -> Any:
+        return lambda self, say: say()
+
+    _patch(LogServer, "_when_durable", make)
+
+
+MUTANTS: dict[str, Mutant] = {
+    "drop_the_hold": Mutant("the coordinator decides before it has read its own events", _drop_the_hold),
+    "skip_the_fence": Mutant("appends carry no fence", _skip_the_fence),
+    "rule_in_another_name": Mutant("an old coordinator reads of a newer term and goes on", _rule_in_another_name),
+    "forget_repetitions": Mutant("the fold takes a repeated event for a new one", _forget_repetitions),
+    "skip_the_symptom_merge": Mutant("every symptom is an incident of its own", _skip_the_symptom_merge),
+    "forget_lost_workers": Mutant("the workers of a lost node are forgotten", _forget_lost_workers),
+    "believe_no_stop": Mutant("the answer to a stop changes nothing", _believe_no_stop),
+    "fold_by_the_machine": Mutant("the fold reads a clock", _fold_by_the_machine),
+    "reuse_a_generation": Mutant("a membership gets the number of the one before", _reuse_a_generation),
+    "double_start": Mutant("missing workers are started twice", _double_start),
+    "plan_with_isolated_nodes": Mutant("lost and isolated nodes are planned with", _plan_with_isolated_nodes),
+    "keep_broken_replicas": Mutant("dead members stay members", _keep_broken_replicas),
+    "no_deadlines": Mutant("no deadline ever passes", _no_deadlines),
+    "act_on_a_stale_epoch": Mutant("an agent forgets the newest term and epoch", _act_on_a_stale_epoch),
+    "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),
+    "forget_the_memory": Mutant("an agent starts without the memory of the one before", _forget_the_memory),
+    "exits_are_not_kept": Mutant("exits are acknowledged at once, and all called expected", _exits_are_not_kept),
+    "slots_are_not_counted": Mutant("an agent gives every worker the first slot", _slots_are_not_counted),
+    "commits_are_summed_twice": Mutant("a sum is continued by whatever comes", _commits_are_summed_twice),
+    "commit_without_agreement": Mutant("a replica steps as soon as it has the sums", _commit_without_agreement),
+    "throw_away_complete_sums": Mutant("who is behind does not step before it goes on", _throw_away_complete_sums),
+    "deal_what_is_held": Mutant("survivors are dealt what they have computed already", _deal_what_is_held),
+    "acknowledge_before_the_disk": Mutant("the log acknowledges what a crash can lose", _acknowledge_before_the_disk),
+}
+
+
+def caught(name: str, seeds: Sequence[int], processes: int) -> tuple[Outcome | None, int]:
+    """The first outcome in which a rule was broken, and how many seeds were played until then."""
+    for played, outcome in enumerate(outcomes(seeds, processes, name), start=1):
+        if outcome.rule:
+            return outcome, played
+    return None, len(seeds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; exit code 1 if a mutant survives."""
+    parser = argparse.ArgumentParser(prog="python -m replay.simulation.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="MUTANT", help=f"default: all of {', '.join(MUTANTS)}")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--processes", type=int, default=cores())
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in MUTANTS]:
+        parser.error(f"no mutant {unknown[0]!r}; known: {', '.join(MUTANTS)}")
+    survivors = 0
+    print(f"{'mutant':28} {'caught by':28} {'seeds':>5}  what it is")
+    for name in options.names or MUTANTS:
+        outcome, played = caught(name, range(options.seeds), options.processes)
+        survivors += outcome is None
+        print(f"{name:28} {outcome.rule if outcome else 'NOT CAUGHT':28} {played:5}  {MUTANTS[name].what}", flush=True)
+    print(f"{survivors} survived" if survivors else "all caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A worker's process and its line to the agent, as agents/trainer/channel.py behaves.
+
+Rules
+-----
+* What the worker says is queued and delivered in order; a lost connection is made again, with Hello first and the
+  newest Regrouped, Committed, Saved and Completed repeated.
+* Quit gives the main thread some time; then the process ends all the same, with code 0. Without an agent for the
+  lease it ends itself.
+* A hung process hears and says nothing, and only SIGKILL ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from typing import TYPE_CHECKING
+
+from agents.trainer.channel import EXIT_NO_AGENT, QUIT_GRACE_S
+from agents.trainer.messages import (
+    Committed,
+    Completed,
+    FromWorker,
+    Hello,
+    Launch,
+    Membership,
+    Quit,
+    Ready,
+    Regrouped,
+    Saved,
+    ToWorker,
+)
+from replay.simulation.network import Pipe
+
+if TYPE_CHECKING:
+    from replay.simulation.host import Host
+    from replay.simulation.replica import Replica
+
+_REPEATED = (Regrouped, Committed, Saved, Completed)
+
+
+class Process:
+    """One incarnation of a worker. `ended`: its wait status, None while it lives."""
+
+    def __init__(self, host: Host, launch: Launch, pid: int, slot: int) -> None:
+        self.host = host
+        self.launch = launch
+        self.worker = launch.worker
+        self.pid = pid
+        self.slot = slot
+        self.ended: int | None = None
+        self.hung = False
+        self.replica: Replica | None = None
+        self.memberships: dict[int, Membership] = {}
+        self.quit_asked = False
+        self._generation = 0
+        self._ready = False
+        self._queue: deque[FromWorker] = deque()
+        self._repeat: dict[type, FromWorker] = {}
+        self._to_agent: Pipe[FromWorker] | None = None
+        self._alone_since_s = host.loop.time()
+        host.loop.call_later(host.drawn.uniform(0.05, 0.8), self._built)
+        self._look_for_agent()
+
+    @property
+    def alive(self) -> bool:
+        """The process exists."""
+        return self.ended is None
+
+    # --- the main thread's side ------------------------------------------------------------------
+
+    def say(self, message: FromWorker) -> None:
+        """Queue a message to the agent."""
+        if isinstance(message, Ready):
+            self._ready = True
+        elif isinstance(message, Regrouped):
+            self._generation = message.generation
+        self._queue.append(message)
+        self._flush()
+
+    def newest(self, above: int, urgent_only: bool = False) -> int:
+        """The newest generation above `above` that this worker was told; 0 if there is none."""
+        return max((g for g, m in self.memberships.items() if g > above and (m.urgent or not urgent_only)), default=0)
+
+    def end(self, status: int) -> None:
+        """The process is gone, with this wait status."""
+        if self.ended is not None:
+            return
+        self.ended = status
+        self.disconnect()
+        if self.replica is not None:
+            self.replica.shard_ended(self)
+        self.host.process_ended(self)
+
+    def signal(self, number: int) -> None:
+        """A signal of the fork server's."""
+        if number == signal.SIGKILL or not self.hung:
+            self.end(number)
+
+    def go_on(self) -> None:
+        """It hung, and does no more."""
+        if self.alive and self.hung:
+            self.hung = False
+            self._look_for_agent()
+            if self.replica is not None:
+                self.replica.wake()
+
+    def _built(self) -> None:
+        if self.alive:
+            if self.hung:
+                self.host.loop.call_later(0.5, self._built)
+            else:
+                self.host.training.enter(self)
+
+    # --- the line to the agent -------------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        """The connection ends; the process looks for the next agent."""
+        if self._to_agent is not None:
+            self._to_agent.close()
+            self._to_agent = None
+            self._alone_since_s = self.host.loop.time()
+            self._look_for_agent()
+
+    def _look_for_agent(self) -> None:
+        self.host.loop.call_later(self.host.drawn.uniform(0.02, 0.5), self._connect)
+
+    def _connect(self) -> None:
+        if not self.alive or self.hung or self._to_agent is not None:
+            return
+        pipe = self.host.connect_worker(self)
+        if pipe is None:
+            if self.host.loop.time() - self._alone_since_s > self.host.lease_s:
+                self.end(EXIT_NO_AGENT << 8)
+            else:
+                self._look_for_agent()
+            return
+        self._to_agent = pipe
+        task, generation = self.launch.task, self._generation
+        pipe.send(Hello(worker=self.worker, task=task, pid=self.pid, generation=generation, ready=self._ready))
+        if self._ready and not generation and not any(isinstance(message, Ready) for message in self._queue):
+            pipe.send(Ready())
+        for kind in _REPEATED:
+            if kind in self._repeat:
+                pipe.send(self._repeat[kind])
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._queue and self._to_agent is not None and not self.hung:
+            message = self._queue.popleft()
+            if isinstance(message, _REPEATED):
+                self._repeat[type(message)] = message
+            self._to_agent.send(message)
+
+    def hear(self, message: ToWorker) -> None:
+        """The agent says something."""
+        if not self.alive or self.hung:
+            return
+        if isinstance(message, Quit):
+            if not self.quit_asked:
+                self.quit_asked = True
+                self.host.loop.call_later(QUIT_GRACE_S, self._quit_in_the_end)
+        elif message.generation not in self.memberships:
+            self.host.witness.worker_told(self.launch.task, self.worker, message)
+            self.memberships[message.generation] = message
+        if self.replica is not None:
+            self.replica.wake()
+        elif self.quit_asked:
+            self.end(0)
+
+    def _quit_in_the_end(self) -> None:
+        if self.alive and not self.hung:
+            self.end(0)
+
+
+async def forever() -> None:
+    """What a worker does that waits for its end."""
+    await asyncio.get_running_loop().create_future()

@@ -1,0 +1,580 @@
+"""A replica's main thread: agents/trainer/hook.py and rendezvous.py, step for step, around the real pure parts.
+
+Real here: `judge` and `deal`, positions and their rows, ledger, accounts, totals, sampling. Modelled: the model (a
+chain of hashes), time, collectives. All shards of a replica take the same turns, as their vote makes them: one
+coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from agents.classify import EXIT_NO_MEMBERSHIP
+from agents.trainer import regrouping
+from agents.trainer.ledger import Account, Ledger, Total
+from agents.trainer.messages import (
+    Committed,
+    Completed,
+    FromWorker,
+    Membership,
+    Parked,
+    Ready,
+    Regrouped,
+    Saved,
+    Trouble,
+)
+from agents.trainer.regrouping import Position, Verdict
+from agents.trainer.sampling import Sampling
+from events.vocabulary import ErrorKind, Phase
+from replay.simulation.group import Broken, End, Row, Superseded
+
+if TYPE_CHECKING:
+    from replay.simulation.process import Process
+    from replay.simulation.training import Training
+
+Origin = Literal["own", "replica", "checkpoint", "init"]
+_STATE, _NO_STATE = 1, 0
+
+
+class QuitAsked(Exception):
+    """The agent wants a shard to end."""
+
+
+class LeftOut(Exception):
+    """The membership to follow does not name this replica."""
+
+    def __init__(self, membership: Membership) -> None:
+        super().__init__(membership.generation)
+        self.membership = membership
+
+
+class Stranded(Exception):
+    """No membership came in time."""
+
+
+class Replica:
+    """`shards`: its processes, in shard order."""
+
+    def __init__(self, training: Training, shards: list[Process]) -> None:
+        self.training = training
+        self.shards = shards
+        self.task = shards[0].launch.task
+        self.spec = shards[0].launch.spec
+        self.lead_worker = shards[0].worker
+        self.generation = 0
+        self.iteration_time_s = 0.0
+        self._sampling = Sampling(self.spec.seed, self.spec.global_batch, self.spec.micro_batch, None)
+        self._membership: Membership | None = None
+        self._end: End | None = None
+        self._ledger = Ledger(iteration=0)
+        self._sums: Total | None = None
+        self._verdict: Verdict | None = None
+        self._next_hand: tuple[int, ...] | None = None
+        self._transfer_owed = False
+        self._has_state = False
+        self._origin: Origin = "own"
+        self._params = 0
+        self._lineage = 0
+        self._committed: Committed | None = None
+        self._committed_told = False
+        self._target = 0
+        self._waker: asyncio.Future[None] | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._failure: ErrorKind | None = None
+        for shard in shards:
+            shard.replica = self
+
+    # --- the process -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run the main thread."""
+        self._main = self.training.loop.create_task(self._run())
+
+    def shard_ended(self, shard: Process) -> None:
+        """One process is gone: its sockets are closed, and the others' own collectives fail."""
+        if self._main is not None:
+            main, self._main = self._main, None
+            main.cancel()
+            if self._end is not None:
+                self._end.leave(silently=not shard.host.on)
+                self._end = None
+            for other in self.shards:
+                if other is not shard:
+                    self.training.loop.call_later(0.05, self._break, other)
+
+    def _break(self, shard: Process) -> None:
+        if shard.alive and not shard.hung:
+            if not shard.quit_asked:
+                shard.say(self._trouble("exception", "a rank of this replica is gone", "forward"))
+            status = 0 if shard.quit_asked else 1 << 8
+            self.training.loop.call_later(0.01, shard.end, status)
+        elif shard.alive:
+            self.training.loop.call_later(0.5, self._break, shard)
+
+    def raise_in(self, kind: ErrorKind) -> None:
+        """The next micro-batch fails with an error of this kind."""
+        self._failure = kind
+
+    def reset(self) -> None:
+        """A connection of its group is reset; the process lives."""
+        if self._end is not None:
+            self._end.peer_left(self._end.rank)
+            for other in list(self._end.group.present.values()):
+                if other is not self._end:
+                    other.peer_left(self._end.rank)
+
+    async def _run(self) -> None:
+        code = 0
+        try:
+            for shard in self.shards:
+                shard.say(Ready())
+            await self._train()
+        except QuitAsked:
+            code = 0
+        except Stranded:
+            if self._has_state and self._ledger.iteration > 1:
+                await self._save()
+            code = EXIT_NO_MEMBERSHIP
+        except _Failure as failure:
+            self._say_all(self._trouble(failure.kind, "simulated", "forward"))
+            code = 1
+        except Exception as error:  # a defect of ours: judge, deal and the accounts raise where positions contradict
+            self.training.witness.broke("trainers_agree", f"{self.lead_worker}: {type(error).__name__}: {error}")
+            code = 1
+        if self._end is not None:
+            self._end.leave()
+            self._end = None
+        self._main = None
+        quits = any(shard.quit_asked for shard in self.shards)
+        for shard in self.shards:
+            if quits and not shard.quit_asked:
+                self.training.loop.call_later(0.05, self._break, shard)
+            else:
+                shard.end(code << 8)
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something has happened that the main thread may wait for."""
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)
+
+    async def _sleep(self, timeout_s: float | None) -> None:
+        """Until woken, at most so long."""
+        loop = self.training.loop
+        self._waker = loop.create_future()
+        timer = loop.call_later(timeout_s, self.wake) if timeout_s is not None else None
+        try:
+            await self._waker
+        finally:
+            self._waker = None
+            if timer is not None:
+                timer.cancel()
+
+    async def _while_hung(self) -> None:
+        while any(shard.hung for shard in self.shards):
+            await self._sleep(None)
+
+    async def _wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """See AgentChannel.wait."""
+        loop = self.training.loop
+        until_s = None if timeout_s is None else loop.time() + timeout_s
+        while True:
+            await self._while_hung()
+            if any(shard.quit_asked for shard in self.shards):
+                raise QuitAsked
+            if done():
+                return True
+            left_s = None if until_s is None else until_s - loop.time()
+            if left_s is not None and left_s <= 0:
+                return False
+            await self._sleep(left_s)
+
+    async def _work(self, duration_s: float) -> None:
+        """Compute: nothing interrupts it but the process's end."""
+        await asyncio.sleep(duration_s)
+        await self._while_hung()
+        while not all(self._in_touch(shard) for shard in self.shards):
+            await self._sleep(0.3)  # a rank of this replica does not answer: its collectives wait
+
+    def _in_touch(self, shard: Process) -> bool:
+        return self.training.reach.reaches(shard.host.name, self.shards[0].host.name)
+
+    def reaches(self, other: Replica) -> bool:
+        """The network carries between the two, for every shard."""
+        reach = self.training.reach
+        return all(
+            mine.host.on and theirs.host.on and reach.reaches(mine.host.name, theirs.host.name)
+            for mine, theirs in zip(self.shards, other.shards, strict=True)
+        )
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _say_all(self, message: FromWorker) -> None:
+        for shard in self.shards:
+            shard.say(message)
+
+    def _trouble(self, kind: ErrorKind, message: str, phase: Phase) -> Trouble:
+        iteration = self._ledger.iteration
+        return Trouble(
+            kind=kind, generation=self.generation, iteration=iteration, phase=phase, message=message, detail=""
+        )
+
+    def _newest(self, above: int, urgent_only: bool = False) -> int:
+        """The newest generation that any shard was told."""
+        return max(shard.newest(above, urgent_only) for shard in self.shards)
+
+    def _pending(self) -> int:
+        known = {shard.newest(self.generation) for shard in self.shards}
+        return known.pop() if len(known) == 1 else 0
+
+    def _report(self, failure: Broken, phase: Phase) -> None:
+        if not self._newest(self.generation):
+            self._say_all(self._trouble("connection_broken", str(failure), phase))
+
+    # --- an iteration ----------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        await self._regroup(None)
+        while self._ledger.iteration <= self.spec.iterations:
+            await self._iterate()
+            await self._work(0.002)  # the optimizer's step
+            await self._commit()
+        await self._complete()
+
+    async def _iterate(self) -> None:
+        """From the hand that was dealt to the agreement of all."""
+        agreed = False
+        while not agreed:
+            try:
+                self._look()
+                if self._ledger.todo():
+                    await self._work(self.training.micro_batch_s)
+                    if self._failure is not None:
+                        raise _Failure(self._failure)
+                    self._ledger.finished += 1
+                    self._ledger.loss_sum += 1.0
+                    self._ledger.tokens += self.spec.micro_batch
+                else:
+                    await self._reduce()
+                    agreed = True
+            except Broken as failure:
+                self._leave()
+                self._report(failure, "reduce")
+                agreed = await self._regroup(None)
+            except Superseded:
+                agreed = await self._regroup(None)
+
+    def _look(self) -> None:
+        if any(shard.quit_asked for shard in self.shards):
+            raise QuitAsked
+        if self._newest(self.generation, urgent_only=True):
+            raise Superseded
+
+    async def _gather(self, row: Row) -> list[Row]:
+        """A collective of the present group. Raises Broken, Superseded, QuitAsked."""
+        end = self._end
+        assert end is not None
+        if end.group.size == 1:
+            return [tuple(row)]
+        result = end.gather(row, self.training.collective_timeout_s)
+        await self._wait(lambda: result.over or bool(self._newest(self.generation, urgent_only=True)))
+        if result.error:
+            raise Broken(result.error)
+        if result.rows is None:
+            raise Superseded
+        return result.rows
+
+    async def _reduce(self) -> None:
+        """From *computed* to *agreed*."""
+        ledger = self._ledger
+        if self._sums is None:
+            rows = await self._gather(ledger.account(self._sampling).row())
+            total = Total(self.generation, tuple(Account.from_row(row) for row in rows))
+            total.check(ledger.iteration, self.spec.micro_batches)
+            self._sums = total
+        pending = self._pending()
+        agreed = await self._gather([ledger.iteration, pending])
+        self._target = pending if {row[1] for row in agreed} == {pending} else 0
+
+    # --- between iterations ----------------------------------------------------------------------
+
+    async def _commit(self) -> None:
+        total, iteration = self._sums, self._ledger.iteration
+        assert total is not None
+        from replay.simulation.training import next_params
+
+        self._params = next_params(self._params, iteration, total.samples_digest)
+        self.training.witness.step_committed(self, iteration, self._lineage, total, self._params)
+        self._committed = Committed(
+            generation=total.generation,
+            iteration=iteration,
+            samples=total.samples,
+            samples_digest=total.samples_digest,
+            loss=total.loss,
+            duration_us=1000,
+            micro_batches_by_rank=total.micro_batches_by_rank,
+            redone=total.redone,
+        )
+        self._committed_told = False
+        self._sums = None
+        self._tell_committed()
+        hand, self._next_hand = self._next_hand, None
+        self._ledger = Ledger(iteration=iteration + 1)
+        interval = self.spec.checkpoint.interval
+        if interval and iteration % interval == 0 and iteration < self.spec.iterations:
+            await self._save_if_lead()
+        if self._transfer_owed:
+            self._ledger.deal(hand or (), redone=False)
+            try:
+                await self._transfer()
+            except Superseded:
+                await self._regroup(None)
+            except Broken as failure:
+                self._leave()
+                self._report(failure, "regroup")
+                await self._regroup(None)
+        elif self._target:
+            target, self._target = self._membership_of(self._target), 0
+            await self._regroup(target)
+        else:
+            self._ledger.deal(self._fair_hand() if hand is None else hand, redone=False)
+
+    def _fair_hand(self) -> range:
+        assert self._end is not None
+        return range(self._end.rank, self.spec.micro_batches, self._end.group.size)
+
+    def _is_lead(self) -> bool:
+        return self._membership is not None and self._membership.members[0].worker == self.lead_worker
+
+    def _tell_committed(self) -> None:
+        if self._committed is not None and not self._committed_told and self._is_lead():
+            self.shards[0].say(self._committed)
+            self._committed_told = True
+
+    async def _save_if_lead(self) -> None:
+        if self._ledger.iteration > 1 and self._is_lead():
+            await self._save()
+
+    async def _save(self) -> None:
+        iteration = self._ledger.iteration - 1
+        await self._work(self.training.drawn.uniform(0.01, 0.2))
+        self.training.save(self.task, iteration, self._params)
+        self.shards[0].say(Saved(iteration=iteration, path=f"/checkpoints/{iteration}", size_bytes=1, duration_us=1))
+
+    async def _complete(self) -> None:
+        told = False
+        while True:
+            try:
+                if self._is_lead() and not told:
+                    await self._save()
+                    digest = f"{self._params:x}"
+                    self.shards[0].say(Completed(iteration=self._ledger.iteration - 1, loss=1.0, params_digest=digest))
+                    await self._work(0.005)
+                    told = True
+                await self._gather([self._ledger.iteration])
+                return
+            except (Broken, Superseded):
+                self._leave()
+                await self._regroup(None)
+
+    # --- from group to group ---------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        if self._end is not None:
+            self._end.leave()
+            self._end = None
+
+    def _membership_of(self, generation: int) -> Membership:
+        return self.shards[0].memberships[generation]
+
+    def _position(self) -> Position:
+        return Position(
+            has_state=self._has_state,
+            iteration=self._ledger.iteration if self._has_state else 0,
+            sums_complete=self._sums is not None,
+            held=tuple(self._ledger.held) if self._has_state else (),
+        )
+
+    async def _regroup(self, target: Membership | None) -> bool:
+        """Take a seat in the next group, state included. True: step first, with the sums that are complete."""
+        while True:
+            self._verdict, self._transfer_owed, self._next_hand, self._target = None, False, None, 0
+            try:
+                membership, verdict = await self._join(target)
+            except LeftOut as left_out:
+                await self._park(left_out.membership)
+            target = None
+            self._membership, self._verdict = membership, verdict
+            if self._apply(verdict):
+                self._tell_regrouped(membership, "own")
+                return True
+            origin: Origin = "own"
+            if self._transfer_owed:
+                try:
+                    origin = await self._transfer()
+                except Superseded:
+                    continue
+                except Broken as failure:
+                    self._leave()
+                    self._report(failure, "regroup")
+                    continue
+            self._tell_regrouped(membership, origin)
+            return False
+
+    async def _join(self, target: Membership | None) -> tuple[Membership, Verdict]:
+        """See Rendezvous.join."""
+        loop = self.training.loop
+        sound, self._end = self._end, None
+        if target is None and sound is not None:
+            sound.leave()
+        until_s = loop.time() + self.training.fault_wait_s if self._has_state else None
+        try:
+            while True:
+                membership = target or await self._await_membership(until_s)
+                target = None
+                self.generation = membership.generation
+                if all(member.worker != self.lead_worker for member in membership.members):
+                    raise LeftOut(membership)
+                try:
+                    return membership, await self._attempt(membership, until_s)
+                except Broken as failure:
+                    self._report(failure, "regroup")
+                except Superseded:
+                    pass
+                self._leave()
+                if sound is not None:
+                    sound.leave()
+                    sound = None
+        except LeftOut:
+            sound = None  # its last group stays open: the others may still read the last agreement from it
+            raise
+        finally:
+            if sound is not None:
+                sound.leave()
+
+    async def _await_membership(self, until_s: float | None) -> Membership:
+        loop = self.training.loop
+        left_s = None if until_s is None else max(0.0, until_s - loop.time())
+        if not await self._wait(lambda: bool(self._newest(self.generation)), left_s):
+            raise Stranded
+        newest = self._newest(self.generation)
+        left_s = None if until_s is None else max(0.0, until_s - loop.time())
+        if not await self._wait(lambda: all(newest in shard.memberships for shard in self.shards), left_s):
+            raise Stranded
+        return self._membership_of(newest)
+
+    async def _attempt(self, membership: Membership, until_s: float | None) -> Verdict:
+        """Form the group, exchange positions."""
+        training, generation = self.training, membership.generation
+        group = training.group(self.task, membership)
+        end = group.enter(self)
+        self._end = end
+        if group.size > 1:
+            await self._meet(membership, end, until_s)
+        rows = await self._gather(self._position().row(self.spec.micro_batches))
+        assert generation == self.generation
+        return regrouping.judge([Position.from_row(row) for row in rows], self.spec.micro_batches)
+
+    async def _meet(self, membership: Membership, end: End, until_s: float | None) -> None:
+        loop, store = self.training.loop, membership.store
+        home = self.training.hosts[store.host]
+
+        def superseded() -> bool:
+            return bool(self._newest(membership.generation))
+
+        while not end.all_keys:
+            if not self.training.reach.reaches(self.shards[0].host.name, store.host):
+                await self._wait(superseded, 5.0)
+                raise Broken(f"the store on {store.host} does not answer")
+            if not home.store_serves(store.port):
+                raise Broken(f"the store on {store.host} is gone")
+            await self._wait(lambda: end.all_keys or superseded(), 0.5)
+            if superseded():
+                raise Superseded
+            if until_s is not None and loop.time() >= until_s:
+                raise Broken("not all members came in time")
+        await self._work(self.training.drawn.uniform(0.005, 0.03))
+        if not end.connects():
+            await self._wait(superseded, self.training.drawn.choice((0.01, 0.1, 1.0)))
+            raise Superseded if superseded() else Broken("a member could not be connected to")
+
+    def _apply(self, verdict: Verdict) -> bool:
+        assert self._end is not None
+        rank = self._end.rank
+        hand = verdict.dealt[rank]
+        self._transfer_owed = bool(verdict.receivers)
+        if rank in verdict.step_first:
+            self._next_hand = hand
+            return True
+        self._sums = None
+        if rank in verdict.receivers:
+            self._ledger = Ledger(iteration=verdict.iteration)
+            self._ledger.deal(hand, redone=False)
+        else:
+            self._ledger.deal(hand, redone=bool(self._ledger.held))
+        return False
+
+    async def _transfer(self) -> Origin:
+        """State from the verdict's source to who has none."""
+        verdict, end = self._verdict, self._end
+        assert verdict is not None and end is not None
+        if end.rank == verdict.source and verdict.fresh:
+            self._find_state()
+        told = [0, 0, 0, 0]
+        if end.rank == verdict.source:
+            told = [_STATE, self._ledger.iteration - 1, self._params, self._lineage]
+        await self._work(self.training.drawn.uniform(0.01, 0.1))
+        rows = await self._gather(told)
+        if end.rank in verdict.receivers and end.rank != verdict.source:
+            has, iteration, self._params, self._lineage = rows[verdict.source]
+            assert has == _STATE
+            hand = list(self._ledger.held)
+            self._ledger = Ledger(iteration=iteration + 1)
+            self._ledger.deal(hand, redone=False)
+            self._has_state = True
+            self._origin = ("checkpoint" if iteration else "init") if verdict.fresh else "replica"
+        self._transfer_owed = False
+        return self._origin if end.rank in verdict.receivers or verdict.fresh else "own"
+
+    def _find_state(self) -> None:
+        """Nobody has state: take the newest checkpoint, or begin."""
+        saved = self.training.newest_checkpoint(self.task)
+        iteration, self._params = saved if saved is not None else (0, 0)
+        self._origin = "checkpoint" if saved is not None else "init"
+        self._lineage = self.training.witness.new_lineage(self.task)
+        hand = list(self._ledger.held)
+        self._ledger = Ledger(iteration=iteration + 1)
+        self._ledger.deal(hand, redone=False)
+        self._has_state = True
+
+    def _tell_regrouped(self, membership: Membership, source: Origin) -> None:
+        self.training.witness.regrouped(self, membership)
+        self._say_all(
+            Regrouped(
+                generation=membership.generation,
+                iteration=self._ledger.iteration,
+                dealt=self._ledger.redone,
+                duration_us=1000,
+                source=source,
+            )
+        )
+        self._tell_committed()
+
+    async def _park(self, target: Membership) -> NoReturn:
+        present = () if self._membership is None else self._membership.members
+        staying = {member.worker for member in present} & {member.worker for member in target.members}
+        if self._has_state and not staying:
+            await self._save_if_lead()
+        iteration = max(0, self._ledger.iteration - 1)
+        self._say_all(Parked(generation=target.generation, iteration=iteration))
+        await self._wait(lambda: False)
+        raise QuitAsked
+
+
+class _Failure(Exception):
+    def __init__(self, kind: ErrorKind) -> None:
+        super().__init__(kind)
+        self.kind = kind

@@ -1,0 +1,167 @@
+"""One seed, from the first event to rest: a faulty phase, then no more faults, and a bounded time to come to rest."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from replay.simulation import invariants as rules
+from replay.simulation.faults import FAULTY_UNTIL_S, Fault, arrange, draw
+from replay.simulation.virtual_time import VirtualLoop
+from replay.simulation.world import World
+from unicrond.state import ClusterState, TaskStatus, digest
+
+#: From the last fault to rest, at most (isolations double; several may stand at the end).
+REST_WITHIN_S = 240.0
+#: Rest is: nothing to complain of for so long.
+_QUIET_S = 4.0
+_LOOK_S = 0.5
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of a seed. `rule` "" : every rule held. `faults`: those that were played.
+
+    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests.
+    """
+
+    seed: int
+    faults: tuple[Fault, ...]
+    rule: str = ""
+    story: str = ""
+    at_s: float = 0.0
+    rest_s: float = 0.0
+    entries: int = 0
+    steps: int = 0
+    incidents: int = 0
+    generations: int = 0
+    digest: str = ""
+
+
+def history(seed: int) -> list[Fault]:
+    """The faults that the seed draws."""
+    with _world(seed) as world:
+        return draw(world.drawn("faults"), list(world.hosts))
+
+
+def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
+    """Play a seed, with its own faults or with a part of them."""
+    with _world(seed) as world:
+        played = tuple(draw(world.drawn("faults"), list(world.hosts)) if faults is None else faults)
+        arrange(world, list(played))
+        world.loop.run_until_complete(_play(world))
+        state, broken = world.witness.state, world.witness.violation
+        return Outcome(
+            seed=seed,
+            faults=played,
+            rule=broken.rule if broken else "",
+            story=broken.story if broken else "",
+            at_s=round(world.loop.time(), 3),
+            rest_s=round(max(0.0, world.loop.time() - FAULTY_UNTIL_S), 3),
+            entries=len(world.server.entries),
+            steps=world.witness.steps,
+            incidents=state.incidents_total,
+            generations=sum(task.generation for task in state.tasks.values()),
+            digest=digest(state),
+        )
+
+
+@contextmanager
+def _world(seed: int) -> Iterator[World]:
+    """A world in its own loop; nothing of it outlives the block. Collection waits: most of it is no garbage."""
+    logging_was, collecting = logging.root.manager.disable, gc.isenabled()
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    loop = VirtualLoop()
+    try:
+        world = World(seed, loop)
+
+        def failed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            world.witness.broke("nothing_crashes", f"{type(error).__name__}: {error} ({context['message']})")
+
+        loop.set_exception_handler(failed)
+        try:
+            yield world
+        finally:
+            loop.set_exception_handler(lambda *_: None)
+            world.close()
+    finally:
+        logging.disable(logging_was)
+        if collecting:
+            gc.enable()
+
+
+async def _play(world: World) -> None:
+    world.begin()
+    if await _broke_within(world, FAULTY_UNTIL_S):
+        return
+    world.heal()
+    world.submit_last()
+    resting_since_s, before = -1.0, dict(world.witness.committed)
+    while world.loop.time() < FAULTY_UNTIL_S + REST_WITHIN_S:
+        if await _broke_within(world, _LOOK_S):
+            return
+        if _unrest(world, {}) not in ("", "tasks_train"):
+            resting_since_s, before = -1.0, dict(world.witness.committed)
+        elif resting_since_s < 0:
+            resting_since_s = world.loop.time()
+        elif world.loop.time() - resting_since_s >= _QUIET_S and not _unrest(world, before):
+            _at_rest(world)
+            return
+    rule = _unrest(world, before) or "decide_is_quiet_at_rest"
+    world.witness.broke(rule, f"not at rest after {REST_WITHIN_S:g} s: {_why(world, before)}")
+
+
+async def _broke_within(world: World, duration_s: float) -> bool:
+    try:
+        async with asyncio.timeout(duration_s):
+            await world.witness.over.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str]]:
+    state = world.witness.state
+    yield "nodes_are_seen", rules.nodes_are_seen(state, [host.name for host in world.hosts.values() if host.on])
+    yield "incidents_close", rules.incidents_close(state)
+    living = [
+        (host.name, process.launch.task, process.worker) for host in world.hosts.values() for process in host.processes
+    ]
+    yield "nobody_is_left_over", rules.nobody_is_left_over(state, living)
+    yield "decide_is_quiet_at_rest", rules.decide_is_quiet_at_rest(state, world.policy)
+    yield "tasks_train", rules.tasks_train(state, _training(world, state, before))
+
+
+def _training(world: World, state: ClusterState, before: dict[str, int]) -> dict[str, bool]:
+    """Whether each task has committed since `before`."""
+    committed = world.witness.committed
+    return {
+        name: committed.get(name, 0) > before.get(name, 0)
+        for name, task in state.tasks.items()
+        if task.status is TaskStatus.ACTIVE
+    }
+
+
+def _unrest(world: World, before: dict[str, int]) -> str:
+    """The first rule of rest that does not hold yet; "" at rest."""
+    return next((rule for rule, story in _complaints(world, before) if story), "")
+
+
+def _why(world: World, before: dict[str, int]) -> str:
+    return "; ".join(story for _, story in _complaints(world, before) if story)[:2000]
+
+
+def _at_rest(world: World) -> None:
+    witness = world.witness
+    story = rules.acknowledged_events_stay(world.server.entries, witness.acknowledgements)
+    witness.broke("acknowledged_events_stay", story)
+    for head in world.coordinators.living:
+        state = head.coordinator.state
+        witness.broke("replay_equals_live", rules.replay_equals_live(state, witness.states[state.seq]))

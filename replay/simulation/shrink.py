@@ -1,0 +1,25 @@
+"""From a history that breaks a rule to a small one that still does: faults are left out, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from replay.simulation.run import Outcome, simulate
+
+
+def shrink(failed: Outcome, tell: Callable[[Outcome], None] = lambda _: None) -> Outcome:
+    """The last failing outcome of the same rule; none of its faults can be left out alone. `tell`: of each step."""
+    smallest, at = failed, len(failed.faults) - 1
+    while at >= 0:
+        fewer = simulate(failed.seed, smallest.faults[:at] + smallest.faults[at + 1 :])
+        if fewer.rule == failed.rule:
+            smallest = fewer
+            tell(smallest)
+        # Later faults go first: what comes early decides more of what follows.
+        at = min(at - 1, len(smallest.faults) - 1)
+    return smallest
+
+
+def kept(smallest: Outcome, failed: Outcome) -> list[int]:
+    """Which faults of the whole history are left, by their places in it."""
+    return [place for place, fault in enumerate(failed.faults) if fault in smallest.faults]

@@ -1,0 +1,159 @@
+"""Sees everything that happens and holds it against the rules (invariants.py); the first breach ends the run.
+
+It folds the log by itself, entry by entry, from nothing: that is the replay that living coordinators are compared with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from agents.state import Action, Commanded, Input
+from agents.trainer.ledger import Total
+from agents.trainer.messages import Membership
+from agents.trainer.sampling import DIGEST_MODULUS
+from events import vocabulary as v
+from events.envelope import Entry, Envelope, Recorded
+from replay.simulation import invariants as rules
+from replay.simulation.invariants import Violation
+from unicrond import fold as folding
+from unicrond.state import ClusterState
+
+if TYPE_CHECKING:
+    from replay.simulation.host import Host
+    from replay.simulation.process import Process
+    from replay.simulation.replica import Replica
+    from replay.simulation.training import Training
+
+
+class Witness:
+    """`states[n]`: the replay after entry n. `over` is set by the first breach."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self.violation: Violation | None = None
+        self.states: list[ClusterState] = [ClusterState()]
+        self.acknowledgements: dict[str, int] = {}
+        self.training: Training
+        #: The newest iteration that any replica committed, per task.
+        self.committed: dict[str, int] = {}
+        self.steps = 0
+        self._ids: set[str] = set()
+        self._term = 0
+        self._spawned: dict[str, set[str]] = {}
+        self._fences: dict[str, tuple[int, int]] = {}
+        self._told: dict[str, int] = {}
+        self._steps: dict[tuple[str, int, int], list[tuple[Total, int, str]]] = {}
+        self._lineages = 0
+
+    @property
+    def state(self) -> ClusterState:
+        """The replay of all that is durable."""
+        return self.states[-1]
+
+    def broke(self, rule: str, story: str) -> None:
+        """A rule is broken, if there is a story to tell."""
+        if story and self.violation is None:
+            self.violation = Violation(rule, story)
+            self.over.set()
+
+    # --- the log ---------------------------------------------------------------------------------
+
+    def acknowledged(self, envelopes: Sequence[Envelope], seqs: Sequence[int]) -> None:
+        """A client was told that these are durable."""
+        for envelope, seq in zip(envelopes, seqs, strict=True):
+            self.acknowledgements[envelope.event_id] = seq
+
+    def on_entry(self, entry: Entry) -> None:
+        """An entry has become durable."""
+        before = self.state
+        after = folding.fold(before, entry)
+        self.states.append(after)
+        self.broke("state_is_sound", rules.state_is_sound(after))
+        if not isinstance(entry, Recorded):
+            return
+        envelope, event = entry.envelope, entry.envelope.event
+        if envelope.event_id in self._ids:
+            self.broke("repeats_change_nothing", rules.repeats_change_nothing(before, after))
+            return
+        self._ids.add(envelope.event_id)
+        if isinstance(event, v.CoordinatorStarted):
+            self._term = max(self._term, event.term)
+        self.broke("newest_term_decides", rules.newest_term_decides(self._term, entry))
+        self.broke("symptoms_are_no_incidents", rules.symptoms_are_no_incidents(after))
+        self.broke("decisions_take_effect", rules.decisions_take_effect(before, entry))
+        if isinstance(event, v.PlanAdopted):
+            known = self.states[envelope.based_on]
+            self.broke("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(known, event))
+        if isinstance(event, v.StepCommitted) and event.task in after.tasks:
+            spec = after.tasks[event.task].spec
+            iterations = range(event.first, event.last + 1)
+            expected = sum(self.training.digest(spec, iteration) for iteration in iterations) % DIGEST_MODULUS
+            samples = len(iterations) * spec.global_batch
+            self.broke("reports_are_exact", rules.reports_are_exact(event, samples, expected))
+
+    # --- agents ----------------------------------------------------------------------------------
+
+    def agent_acts(self, host: Host, given: Input, actions: Sequence[Action]) -> None:
+        """An agent has handled an input."""
+        if isinstance(given, Commanded):
+            highest = self._fences.get(host.name, (0, 0))
+            self.broke("stale_commands_never_act", rules.stale_commands_never_act(highest, given, actions))
+            self._fences[host.name] = max(highest, (given.term, given.command.epoch))
+
+    def disk_lost(self, host: Host) -> None:
+        """The node remembers nothing, or will not remember what comes."""
+        self._fences.pop(host.name, None)
+        self._spawned.pop(host.name, None)
+
+    def worker_spawned(self, host: Host, process: Process) -> None:
+        """A fork server starts a process."""
+        for other in host.processes:
+            if other.alive and other.slot == process.slot:
+                story = f"{host.name}: slot {process.slot} is given to {process.worker}; {other.worker} holds it"
+                self.broke("slots_are_held_once", story)
+        living = [p for node in self.training.hosts.values() for p in node.processes if p.alive]
+        if any(other.worker == process.worker for other in living):
+            self.broke("slots_are_held_once", f"{host.name}: {process.worker} is started while it lives")
+        if host.remembers:
+            spawned = self._spawned.setdefault(host.name, set())
+            if process.worker in spawned:
+                self.broke("slots_are_held_once", f"{host.name}: {process.worker} is started a second time")
+            spawned.add(process.worker)
+
+    def worker_told(self, task: str, worker: str, membership: Membership) -> None:
+        """A worker hears of a membership for the first time."""
+        before = self._told.get(worker, 0)
+        if membership.generation < before:
+            story = f"{worker} is told generation {membership.generation} of {task} after {before}"
+            self.broke("generations_never_go_back", story)
+        self._told[worker] = max(before, membership.generation)
+
+    # --- training --------------------------------------------------------------------------------
+
+    def new_lineage(self, task: str) -> int:
+        """A training begins, from the seed or from a checkpoint; its number."""
+        self._lineages += 1
+        return self._lineages
+
+    def regrouped(self, replica: Replica, membership: Membership) -> None:
+        """A replica is in a group: the log must hold its membership."""
+        task = self.state.tasks.get(replica.task)
+        if task is None or membership.generation > task.generation:
+            story = f"{replica.lead_worker} trains in generation {membership.generation}, which the log does not hold"
+            self.broke("steps_have_one_membership", story)
+
+    def step_committed(self, replica: Replica, iteration: int, lineage: int, total: Total, params: int) -> None:
+        """A replica has stepped."""
+        self.steps += 1
+        where = f"{replica.lead_worker} at iteration {iteration}: "
+        steps = self._steps.setdefault((replica.task, lineage, iteration), [])
+        steps.append((total, replica.generation, replica.lead_worker))
+        task = self.state.tasks.get(replica.task)
+        alive = {name for name, worker in task.workers.items() if worker.alive} if task is not None else set()
+        if story := rules.steps_have_one_membership(steps, alive):
+            self.broke("steps_have_one_membership", where + story)
+        if story := rules.micro_batches_used_once(params, self.training.expected(replica.spec, iteration)):
+            self.broke("micro_batches_used_once", where + story)
+        self.committed[replica.task] = max(iteration, self.committed.get(replica.task, 0))

@@ -1,0 +1,186 @@
+"""One simulated cluster: its parts, put together from a seed, and the people who use it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from events import vocabulary as v
+from events.codec import API_PRODUCER
+from events.envelope import Envelope
+from replay.simulation.coordinators import Coordinators
+from replay.simulation.host import Host
+from replay.simulation.log_client import Beats, Endpoint
+from replay.simulation.log_server import LogServer
+from replay.simulation.network import Link
+from replay.simulation.training import Training
+from replay.simulation.virtual_time import HostClock, VirtualLoop
+from replay.simulation.witness import Witness
+from unicrond.policy import Policy
+
+HEARTBEAT_S = 1.0
+_LEASE_S = 12.0
+_FOREVER = 1_000_000
+
+
+class World:
+    """`shape` draws what the cluster looks like; every part draws its own chances, so that a fault less in one place
+    leaves the others' alone."""
+
+    def __init__(self, seed: int, loop: VirtualLoop) -> None:
+        self.seed = seed
+        self.loop = loop
+        self.shape = self.drawn("shape")
+        self.witness = Witness()
+        self.log_clock = HostClock(loop)
+        self.server = LogServer(loop, self.log_clock, self.drawn("log"), self.witness.on_entry)
+        self.beats = Beats(self.server, self.log_clock.wall_us)
+        self.policy = Policy(
+            symptom_window_s=0.3,
+            worker_start_s=12.0,
+            regroup_s=8.0,
+            isolation_s=4.0,
+            strikes_max=self.shape.choice((2, 3)),
+            stuck_max=self.shape.choice((8, 30)),
+        )
+        self.training = Training(
+            loop,
+            self.drawn("training"),
+            self.witness,
+            micro_batch_s=self.shape.uniform(0.08, 0.25),
+            fault_wait_s=self.shape.choice((8.0, 20.0)),
+            collective_timeout_s=self.shape.choice((5.0, 15.0)),
+        )
+        self.witness.training = self.training
+        self.hosts = self._hosts()
+        self.training.hosts = self.hosts
+        self.coordinators = Coordinators(
+            loop, self.drawn("head"), self.server, self.beats, self.witness, self.policy, HEARTBEAT_S
+        )
+        self._api = Endpoint(self.server, Link(loop, self.drawn("api")), self.witness.acknowledged)
+        self._asked = 0
+        self._asking: set[asyncio.Task[list[int]]] = set()
+
+    def drawn(self, part: str) -> random.Random:
+        """A part's own source of chance."""
+        return random.Random(f"{self.seed}/{part}")
+
+    def _hosts(self) -> dict[str, Host]:
+        slots = self.shape.choice((1, 1, 2, 2, 3))
+        names = [f"n{number}" for number in range(1, self.shape.randint(2, 5) + 1)]
+        return {
+            name: Host(
+                name,
+                slots,
+                loop=self.loop,
+                drawn=self.drawn(name),
+                server=self.server,
+                beats=self.beats,
+                training=self.training,
+                witness=self.witness,
+                heartbeat_s=HEARTBEAT_S,
+                lease_s=_LEASE_S,
+                start_max_age_s=60.0,
+            )
+            for name in names
+        }
+
+    # --- people ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Switch everything on, and submit the tasks that people have for it."""
+        self.coordinators.start()
+        for host in self.hosts.values():
+            self.loop.call_later(self.shape.uniform(0.0, 2.0), host.run_agent)
+        for number in range(self.shape.randint(1, 3)):
+            iterations = self.shape.choice((30, _FOREVER, _FOREVER))
+            self.loop.call_later(self.shape.uniform(0.5, 12.0), self.submit, self._spec(f"t{number}", iterations))
+
+    def submit(self, spec: v.TaskSpec) -> None:
+        """A person asks for a task."""
+        self.ask(v.TaskSubmitted(spec=spec))
+
+    def submit_last(self) -> None:
+        """One more task, after all faults: whatever has become of the others, this one must train."""
+        self.submit(self._spec("last", _FOREVER))
+
+    def _spec(self, name: str, iterations: int) -> v.TaskSpec:
+        tp, pp = self.shape.choice(((1, 1), (1, 1), (1, 1), (2, 1), (1, 2)))
+        if tp > min(host.slots for host in self.hosts.values()):
+            tp, pp = 1, 2
+        micro_batch = self.shape.choice((1, 2))
+        replicas = self.shape.randint(1, 4)
+        return v.TaskSpec(
+            name=name,
+            weight=self.shape.choice((1.0, 1.0, 3.0)),
+            min_workers=tp * pp,
+            max_workers=replicas * tp * pp,
+            tp=tp,
+            pp=pp,
+            global_batch=self.shape.choice((4, 6)) * micro_batch,
+            micro_batch=micro_batch,
+            iterations=iterations,
+            seed=self.shape.randint(0, 1000),
+            checkpoint=v.CheckpointSpec(dir="/checkpoints", interval=self.shape.choice((3, 10))),
+        )
+
+    def ask(self, event: v.Observation) -> None:
+        """A person's wish, through the API."""
+        self._asked += 1
+        envelope = Envelope(
+            producer=API_PRODUCER,
+            boot=1,
+            number=self._asked,
+            observed_at_us=self.coordinators.clock.wall_us(),
+            event=event,  # type: ignore[arg-type]  # every Observation is one of AnyEvent
+        )
+        asking = self.loop.create_task(self._api.append([envelope]))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+
+    # --- the end of all faults -------------------------------------------------------------------
+
+    def links(self) -> list[Link]:
+        """Every way to the log."""
+        return [host.link for host in self.hosts.values()] + self.coordinators.links
+
+    def heal(self) -> None:
+        """Every fault stops: what is off is switched on, what hangs goes on, every network carries."""
+        self.server.start()
+        self.server.forgets = False
+        self.server.sync_s = (0.0002, 0.002)
+        self.log_clock.step_us = 0
+        self.coordinators.clock.step_us = 0
+        self.coordinators.keep_one()
+        for link in self.links():
+            link.cut = False
+            link.heal()
+        self.training.reach.heal()
+        for head in self.coordinators.living:
+            head.log.crash_at = ""
+        for host in self.hosts.values():
+            host.clock.step_us = 0
+            host.disk.full = False
+            host.supervised = True
+            host.has_left = False
+            host.power_on()
+            host.run_agent()
+            if host.agent is not None:
+                host.agent.log.crash_at = ""
+                host.agent.crash_before_memory = False
+                host.agent.crash_after_actions = -1
+            for process in host.processes:
+                process.go_on()
+
+    def close(self) -> None:
+        """End every coroutine."""
+        self.loop.run_until_complete(_end_all())
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+
+async def _end_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
