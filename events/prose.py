@@ -15,6 +15,7 @@ from events.vocabulary import (
     DegradationObserved,
     ErrorReported,
     ExitCause,
+    FailureRateEstimated,
     Fault,
     HangSuspected,
     Heartbeat,
@@ -40,6 +41,7 @@ from events.vocabulary import (
     TaskCompleted,
     TaskFailed,
     TaskSubmitted,
+    ThroughputCorrected,
     TransitionCompleted,
     WorkerExited,
     WorkerParked,
@@ -155,7 +157,8 @@ def summary(event: AnyEvent) -> str:
             return f"deadline {event.deadline_id} passed"
         case PlanAdopted():
             shares = ", ".join(_share(assignment) for assignment in event.assignments) or "nothing runs"
-            return f"plan {event.epoch} ({event.trigger}): {shares}; {event.reason}"
+            took = f", {event.way} in {event.took_us} us" if event.took_us else ""
+            return f"plan {event.epoch} ({event.trigger}{took}): {shares}; {event.reason}"
         case MembershipDecided():
             joiners = f", {len(event.joiners)} joining" if event.joiners else ""
             urgent = "at once" if event.urgent else "at the next iteration"
@@ -171,6 +174,14 @@ def summary(event: AnyEvent) -> str:
                 f" transition {_seconds(event.transition_us)},"
                 f" {_count(event.micro_batches_redone, 'micro-batch', 'micro-batches')} redone"
             )
+        case ThroughputCorrected():
+            return (
+                f"task {event.task} achieves {event.flops:.3g} FLOP/s on {_count(event.workers, 'worker')}:"
+                f" {event.reason}"
+            )
+        case FailureRateEstimated():
+            hours = event.worker_mtbf_us / 3.6e9
+            return f"a worker fails every {hours:.4g} h, after {_count(event.failures, 'failure')}"
         case StartWorker():
             return (
                 f"start worker {event.worker} of task {event.spec.name} on {event.node}"

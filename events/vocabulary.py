@@ -38,6 +38,8 @@ Flops: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: A sum of samples' hashes modulo 2**61.
 SamplesDigest: TypeAlias = Annotated[int, Meta(ge=0, lt=2**61)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
+#: Weighted FLOP, correctly rounded: months of 10,000 GPUs are beyond 64 bits. The folded state holds the exact sums.
+Work: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e40)]
 #: A number of the configuration; finite.
 Setting: TypeAlias = Annotated[float, Meta(ge=-1e18, le=1e18)]
 
@@ -71,6 +73,8 @@ ExitCause: TypeAlias = Literal["unknown", "exited", "signalled", "core_dumped", 
 CorruptionSign: TypeAlias = Literal["loss", "gradient_norm", "checksum"]
 #: The response that an error kind asks for: 1 reconfigure, 2 restart the process, 3 reattempt in place.
 SeverityLevel: TypeAlias = Literal[1, 2, 3]
+#: How a plan was come by: looked up in the table, solved on rows that stood, solved from nothing.
+PlanWay: TypeAlias = Literal["table", "incremental", "fresh"]
 #: A fault that a person may order. The last two concern a node, the others a worker; kill either.
 FaultKind: TypeAlias = Literal["kill", "stop", "exception", "nan", "slow", "hang", "exit", "oom", "xid", "drop_network"]
 #: Where in an iteration an ordered fault happens; "": at the first chance.
@@ -564,6 +568,9 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     """The cluster's plan from now on. `waf` = sum of the assignments' waf, FLOP/s.
 
     `basis`: digest of the nodes and tasks that the plan was made for; another basis asks for a new plan.
+    `healthy`, `healthy_waf`: workers per task, and their WAF, were every node that has not left healthy.
+    `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
+    `way`, `took_us`, `rows_reused`: how the answer was come by; the answer does not depend on it.
     """
 
     epoch: Positive
@@ -572,6 +579,12 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     basis: Text
     trigger: Text
     reason: Text
+    healthy: dict[Name, Count] = {}
+    healthy_waf: Flops = 0
+    transition_flop: Work = 0.0
+    way: PlanWay = "fresh"
+    took_us: Micros = 0
+    rows_reused: Count = 0
 
 
 class MembershipDecided(Decision, frozen=True, kw_only=True):
@@ -598,7 +611,11 @@ class TaskFailed(Decision, frozen=True, kw_only=True):
 
 
 class TransitionCompleted(Decision, frozen=True, kw_only=True):
-    """An incident is closed, with its measured costs."""
+    """An incident is closed, with its measured costs.
+
+    `detection_flop`, `transition_flop`: what the tasks that it hit would have achieved meanwhile.
+    `sub_health_flops`: by how much the cluster runs below its healthy WAF from here on, until it is repaired.
+    """
 
     incident: Text
     response: Text
@@ -606,6 +623,32 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     transition_us: Micros
     micro_batches_redone: Count
     reason: Text
+    detection_flop: Work = 0.0
+    transition_flop: Work = 0.0
+    sub_health_flops: Flops = 0
+
+
+class ThroughputCorrected(Decision, frozen=True, kw_only=True):
+    """T(task, workers) is `flops` from now on: what the last `reports` reports say, by the median of their
+    time per iteration, `iteration_us`. No plan is made because of it; the next one uses it.
+    """
+
+    task: Name
+    workers: Positive
+    flops: Flops
+    iteration_us: Positive
+    reports: Positive
+    reason: Text
+
+
+class FailureRateEstimated(Decision, frozen=True, kw_only=True):
+    """One worker's mean time between failures: configured, as if that had been seen once, and then learnt from
+    `failures` failures in `exposed_us` of workers' time. D_running(n) = worker_mtbf_us / n.
+    """
+
+    worker_mtbf_us: Annotated[int, Meta(ge=1, lt=2**62)]
+    failures: Count
+    exposed_us: Micros
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -657,5 +700,6 @@ AnyEvent: TypeAlias = (
     | InjectionRequested | Heartbeat
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
     | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
+    | ThroughputCorrected | FailureRateEstimated
     | StartWorker | StopWorker | SetMembership | InjectFault
 )  # fmt: skip

@@ -36,7 +36,7 @@ from unicrond.log_reading import LogReader, LogsUnavailable
 from unicrond.metrics import exposition
 from unicrond.state import TaskStatus, digest, to_json
 from unicrond.task_file import problems
-from unicrond.waf import achieved_waf, delivered_flop
+from unicrond.work import achieved_waf, delivered_flop
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

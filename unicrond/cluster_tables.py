@@ -9,7 +9,7 @@ from unicrond.reconcile import occupied
 from unicrond.severity import RESPONSE
 from unicrond.state import ClusterState, Incident, Node, NodeStatus, Task, WorkerStatus
 from unicrond.tables import Table
-from unicrond.waf import LINEAR_FLOPS, achieved_waf
+from unicrond.work import LINEAR_FLOPS, achieved_waf
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16

@@ -21,7 +21,7 @@ from unicrond.event_lines import EventLine
 from unicrond.faults import guess
 from unicrond.state import ClusterState, TaskStatus
 from unicrond.tables import Table, show
-from unicrond.waf import achieved_waf
+from unicrond.work import achieved_waf
 
 if TYPE_CHECKING:
     import argparse

@@ -10,7 +10,7 @@ Rules
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
 Order in one call: escalate incidents, isolate and readmit nodes, fail tasks; adopt a plan; per task regroup,
-staff; end what nobody wants; close incidents; pass on ordered faults.
+staff; end what nobody wants; close incidents; pass on ordered faults; where none of this is asked for, learn.
 
 The ladder, for one task's incident; each step is a decision with its reason:
   SEV3  a new generation of the same members; without a step in it, `reattempts_max` times  -> SEV2
@@ -27,15 +27,24 @@ A task's membership changes for four reasons:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
+from fractions import Fraction
 from typing import cast
 
 from events import vocabulary as v
 from unicrond import reconcile
+from unicrond.costs import charge_of, sub_health_flops
+from unicrond.estimates import corrections, failure_rate
+from unicrond.plan_problems import (
+    active_tasks,
+    basis,
+    healthy_problem_of,
+    is_fresh,
+    present_replicas,
+    problem_of,
+)
 from unicrond.planning.placement import Shape, place
-from unicrond.planning.problem import Problem, TaskProblem
+from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy
 from unicrond.severity import RESPONSE
@@ -50,7 +59,7 @@ from unicrond.state import (
     Worker,
     WorkerStatus,
 )
-from unicrond.waf import throughput, waf
+from unicrond.waf import linear_flops, waf
 
 _SECOND_US = 1_000_000
 #: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is told as this much.
@@ -103,7 +112,7 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
     batch = Batch(state)
     for incident in state.incidents.values():
         _escalate(batch, incident, policy)
-    for task in _active(state):
+    for task in active_tasks(state):
         _fail_task(batch, task, policy)
     _isolate_nodes(batch, policy)
     _readmit_nodes(batch)
@@ -112,7 +121,7 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
     fresh = is_fresh(state)
     if not fresh:
         _adopt_plan(batch, solutions, policy)
-    for task in _active(state):
+    for task in active_tasks(state):
         _regroup(batch, task, fresh)
         if fresh:
             _staff(batch, task)
@@ -121,11 +130,9 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
     for incident in state.incidents.values():
         _close_incident(batch, incident, fresh)
     _inject(batch)
+    if not batch.events and fresh:
+        _learn(batch, policy)
     return batch.events
-
-
-def _active(state: ClusterState) -> list[Task]:
-    return [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
 
 
 # --- what cannot go on as it is ------------------------------------------------------------------
@@ -184,7 +191,7 @@ def _fail_task(batch: Batch, task: Task, policy: Policy) -> None:
 
 def _isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
-    struck = [(task, nodes[0]) for task in _active(state) if len(nodes := _struck_nodes(task, policy)) == 1]
+    struck = [(task, nodes[0]) for task in active_tasks(state) if len(nodes := _struck_nodes(task, policy)) == 1]
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
     for node in state.nodes.values():
         if node.isolated or node.status is not NodeStatus.UP:
@@ -217,74 +224,24 @@ def _readmit_nodes(batch: Batch) -> None:
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def basis(state: ClusterState) -> str:
-    """Digest of the nodes and tasks that a plan depends on."""
-    tasks = tuple((task.name, task.submitted_seq) for task in _active(state))
-    return _digest(tuple(reconcile.capacity(state).items()), tasks)
-
-
-@lru_cache(maxsize=64)
-def _digest(nodes: tuple[tuple[str, int], ...], tasks: tuple[tuple[str, int], ...]) -> str:
-    """In no order of theirs. Asked again and again for the same, hence kept."""
-    return hashlib.blake2b(repr((sorted(nodes), sorted(tasks))).encode(), digest_size=8).hexdigest()
-
-
-def is_fresh(state: ClusterState) -> bool:
-    """The plan was made for the present nodes and tasks."""
-    return state.plan.basis == basis(state) or (not state.plan.epoch and not state.nodes and not state.tasks)
-
-
-def problem_of(state: ClusterState, policy: Policy) -> Problem:
-    """The plan problem that the state poses (paper, section "plan generation")."""
-    capacity = reconcile.capacity(state)
-    workers = sum(capacity.values())
-    lost = state.nodes.keys() - capacity.keys()
-    tasks = []
-    for task in _active(state):
-        assignment = state.plan.assignments.get(task.name)
-        before = assignment.workers if assignment else 0
-        faulty = assignment is not None and (
-            any(node in lost for nodes in assignment.replicas for node in nodes)
-            or len(_present_replicas(state, task)) < len(assignment.replicas)
-        )
-        tasks.append(
-            TaskProblem(
-                name=task.name,
-                weight=task.spec.weight,
-                workers=before,
-                faulty=faulty,
-                min_workers=task.spec.min_workers,
-                max_workers=task.spec.max_workers,
-                floor=task.spec.min_workers,
-                unit=task.spec.replica_workers,
-                throughput=throughput(task.spec),
-            )
-        )
-    return Problem(
-        workers=workers,
-        d_running_us=int(policy.worker_mtbf_s * _SECOND_US) // max(1, workers),
-        d_transition_us=int(policy.transition_s * _SECOND_US),
-        tasks=tuple(tasks),
-    )
-
-
 def needed_solves(state: ClusterState, policy: Policy) -> list[Problem]:
-    """Plan problems that must be solved before `decide` can go on."""
-    return [] if is_fresh(state) else [problem_of(state, policy)]
+    """Plan problems that must be solved before `decide` can go on: the plan's, and the healthy cluster's."""
+    return [] if is_fresh(state) else [problem_of(state, policy), healthy_problem_of(state)]
 
 
 def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Policy) -> None:
     state = batch.state
-    solution = solutions.get(problem_of(state, policy))
-    if solution is None:
+    solution, healthy = solutions.get(problem_of(state, policy)), solutions.get(healthy_problem_of(state))
+    if solution is None or healthy is None:
         return
-    active = _active(state)
+    linear = linear_flops(state)
+    active = active_tasks(state)
     shapes = {task.name: Shape(task.spec.tp, task.spec.pp) for task in active}
     counts = {
         task.name: workers // task.spec.replica_workers for task, workers in zip(active, solution.workers, strict=True)
     }
     placed = place(
-        counts, shapes, reconcile.capacity(state), {task.name: _present_replicas(state, task) for task in active}
+        counts, shapes, reconcile.capacity(state), {task.name: present_replicas(state, task) for task in active}
     )
     assignments = []
     for task in active:
@@ -293,7 +250,7 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
         if workers < task.spec.min_workers:
             replicas, workers = (), 0  # what could not be seated together is worth nothing
         assignments.append(
-            v.TaskAssignment(task=task.name, workers=workers, replicas=replicas, waf=waf(task.spec, workers))
+            v.TaskAssignment(task=task.name, workers=workers, replicas=replicas, waf=waf(task, workers, linear))
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
     batch.add(
@@ -304,21 +261,19 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
             basis=basis(state),
             trigger=_trigger(state),
             reason=(solution.reason + short)[:1024],
+            healthy={task.name: workers for task, workers in healthy},
+            healthy_waf=min(healthy.waf, FLOPS_MAX),
+            transition_flop=_transition_flop(solution),
         )
     )
 
 
-def _present_replicas(state: ClusterState, task: Task) -> list[tuple[str, ...]]:
-    """The replicas that the plan gives the task now; those on a cordoned node only while they live."""
-    assignment = state.plan.assignments.get(task.name)
-    replicas = [
-        nodes for nodes in (assignment.replicas if assignment else ()) if len(nodes) == task.spec.replica_workers
-    ]
-    if any(state.nodes[node].cordoned for nodes in replicas for node in nodes):
-        for nodes in reconcile.staffing(state, task).missing:
-            if nodes in replicas and any(state.nodes[node].cordoned for node in nodes):
-                replicas.remove(nodes)
-    return replicas
+def _transition_flop(solution: Solution) -> float:
+    """What the change is expected to cost: what its tasks would have achieved meanwhile."""
+    problem = solution.problem
+    moved = [task for task, workers in solution if task.faulty or workers != task.workers]
+    cost = sum((task.waf(task.workers) * Fraction(problem.transition_of(task)) for task in moved), Fraction(0))
+    return float(cost / _SECOND_US)
 
 
 def _trigger(state: ClusterState) -> str:
@@ -327,7 +282,7 @@ def _trigger(state: ClusterState) -> str:
     changes = [f"node {n.name} {_why_not(n)}" for n in state.nodes.values() if n.name in planned and not n.schedulable]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
-    active = [task.name for task in _active(state)]
+    active = [task.name for task in active_tasks(state)]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
     changes += [
         f"task {name} {state.tasks[name].status.value}" for name in state.plan.assignments if name not in active
@@ -509,6 +464,7 @@ def _close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
         if task is not None and task.status is TaskStatus.ACTIVE and not _healed(state, task, broken):
             return
     end_us = incident.resumed_us or state.now_us
+    detection_flop, transition_flop = charge_of(state, incident.id)
     batch.add(
         v.TransitionCompleted(
             incident=incident.id,
@@ -517,6 +473,9 @@ def _close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
             transition_us=max(0, end_us - incident.detected_us),
             micro_batches_redone=incident.redone,
             reason=_outcome(state, incident),
+            detection_flop=detection_flop,
+            transition_flop=transition_flop,
+            sub_health_flops=min(sub_health_flops(state), FLOPS_MAX),
         )
     )
 
@@ -543,6 +502,18 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
             members = len(task.membership.members) if task.membership else 0
             parts.append(f"{name} goes on with {members} workers in generation {task.generation}")
     return "; ".join(parts)[:1024] or "no task was hit"
+
+
+# --- what the log teaches ------------------------------------------------------------------------
+
+
+def _learn(batch: Batch, policy: Policy) -> None:
+    """At rest: the next plan is to know better (see estimates.py)."""
+    for correction in corrections(batch.state):
+        batch.add(correction)
+    estimate = failure_rate(batch.state, policy)
+    if estimate is not None:
+        batch.add(estimate)
 
 
 # --- faults that people order --------------------------------------------------------------------

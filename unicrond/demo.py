@@ -25,7 +25,7 @@ from unicrond.dev import DevCluster, small_cluster, working_directory
 from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, TaskStatus
 from unicrond.view import follow, incident_table, watch
-from unicrond.waf import achieved_waf, delivered_flop
+from unicrond.work import achieved_waf, delivered_flop
 
 TASKS = {"big": 2.0, "small": 1.0}
 SEED, SEQ, GLOBAL_BATCH, MICRO_BATCH = 1234, 64, 48, 4

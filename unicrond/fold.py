@@ -24,11 +24,14 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
+from unicrond.costs import accrue
 from unicrond.hangs import judge
 from unicrond.severity import severity_of
 from unicrond.state import (
     CLOSED_INCIDENTS_MAX,
     RETURNS_MAX,
+    TIMINGS_MAX,
+    WARM_UP,
     ClusterState,
     Incident,
     Injection,
@@ -61,7 +64,8 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         return _coordinator_started(state, event) if event.term > state.term else _inert(state)
     if isinstance(event, (v.Decision, v.Command)) and envelope.term != state.term:
         return _inert(state)
-    return _FOLDS[type(event)](state, event, envelope)
+    after = _FOLDS[type(event)](state, event, envelope)
+    return after if isinstance(event, _FREE) else accrue(state, after)
 
 
 def fold_all(state: ClusterState, entries: list[Recorded]) -> ClusterState:
@@ -700,7 +704,16 @@ def _step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) ->
         last_commit_us=state.now_us,
         iteration_us=event.duration_us // max(1, event.last - event.first + 1),
     )
-    return _with_task(state, task)
+    return _with_task(state, _timed(task, event.generation))
+
+
+def _timed(task: Task, generation: int) -> Task:
+    """Keep the time of what was just committed, if the newest group did it and has warmed up."""
+    if generation != task.generation or not task.iteration_us:
+        return task
+    if task.warm < WARM_UP:
+        return replace(task, warm=task.warm + 1)
+    return replace(task, timings=(*task.timings, task.iteration_us)[-TIMINGS_MAX:])
 
 
 def _checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope) -> ClusterState:
@@ -832,6 +845,12 @@ def _plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clu
         trigger=event.trigger,
         reason=event.reason,
         adopted_us=state.now_us,
+        healthy=event.healthy,
+        healthy_waf=event.healthy_waf,
+        transition_flop=event.transition_flop,
+        way=event.way,
+        took_us=event.took_us,
+        rows_reused=event.rows_reused,
     )
     return replace(state, plan=plan)
 
@@ -850,6 +869,7 @@ def _membership_decided(state: ClusterState, event: v.MembershipDecided, _: Enve
     )
     again = event.urgent and task.membership is not None and task.membership.members == event.members
     task = replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0, suspicions={})
+    task = replace(task, timings=(), warm=0)
     return _with_task(state, task)
 
 
@@ -863,12 +883,37 @@ def _transition_completed(state: ClusterState, event: v.TransitionCompleted, _: 
         closed_us=state.now_us,
         detection_us=event.detection_us,
         transition_us=event.transition_us,
+        detection_flop=event.detection_flop,
+        transition_flop=event.transition_flop,
+        sub_health_flops=event.sub_health_flops,
     )
+    if incident.severity < Severity.SEV3:
+        state = replace(state, ledger=replace(state.ledger, failures=state.ledger.failures + 1))
+    for name in incident.tasks if incident.resumed_us else ():
+        task = state.tasks.get(name)
+        if task is not None and task.status is TaskStatus.ACTIVE:
+            state = _with_task(state, replace(task, transition_us=_averaged(task.transition_us, event.transition_us)))
     return replace(
         state,
         incidents={name: i for name, i in state.incidents.items() if name != event.incident},
         closed=(*state.closed, closed)[-CLOSED_INCIDENTS_MAX:],
     )
+
+
+def _averaged(before_us: int, measured_us: int) -> int:
+    """D_transition of a task: the newest transition counts a quarter."""
+    return max(1, (3 * before_us + measured_us) // 4 if before_us else measured_us)
+
+
+def _throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    return _with_task(state, replace(task, measured=task.measured | {str(event.workers): event.flops}))
+
+
+def _failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:
+    return replace(state, worker_mtbf_us=event.worker_mtbf_us)
 
 
 def _count_command(state: ClusterState, node: str) -> ClusterState:
@@ -932,6 +977,9 @@ def _forget_injections(state: ClusterState, node: str) -> ClusterState:
     return replace(state, injections={name: i for name, i in state.injections.items() if i.node != node})
 
 
+#: Events that change no rate at all, most of the log among them: nothing to add up.
+_FREE = (v.StepCommitted, v.CheckpointSaved, v.WorkerStarted, v.CommandApplied, v.SetMembership, v.Heartbeat)
+
 _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeJoined: _node_joined,
     v.NodeLeft: _node_left,
@@ -965,6 +1013,8 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.MembershipDecided: _membership_decided,
     v.TaskFailed: _task_failed,
     v.TransitionCompleted: _transition_completed,
+    v.ThroughputCorrected: _throughput_corrected,
+    v.FailureRateEstimated: _failure_rate_estimated,
     v.StartWorker: _start_worker,
     v.StopWorker: _stop_worker,
     v.SetMembership: _set_membership,

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
-from unicrond.waf import achieved_waf, delivered_flop
+from unicrond.work import achieved_waf, delivered_flop
 
 
 class StateCollector(Collector):

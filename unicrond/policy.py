@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e7)]
+SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,8 +25,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `strikes_max`: blows to a task on one node without a step between them before the node is isolated (SEV1).
     `stuck_max`: blows to a task without a new iteration before the task is failed.
     `flaps_max`: returns of a lost node within `flap_window_s` before it is isolated.
-    `worker_mtbf_s`: mean time between failures of one worker; D_running(n) = worker_mtbf_s / n.
-    `transition_s`: D_transition, the expected length of a transition.
+    `worker_mtbf_s`: mean time between failures of one worker; D_running(n) = worker_mtbf_s / n. Counts as one
+    failure seen; those in the log correct it (estimates.py).
+    `transition_s`: D_transition, the expected length of a transition, until a task has had its first.
+    `churn_s`: what moving a task of which nothing is broken costs on top, as time of its work; 0 = nothing.
     """
 
     symptom_window_s: Seconds = 0.3
@@ -40,6 +43,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flap_window_s: Seconds = 600.0
     worker_mtbf_s: Seconds = 7.0 * 86400
     transition_s: Seconds = 5.0
+    churn_s: SecondsOrNone = 0.0
 
 
 class Settings(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from events.vocabulary import Fault, HangSuspected, Member, StoreAddress, TaskAssignment, TaskSpec
+from unicrond.ledger import Ledger
 
 
 class Severity(IntEnum):
@@ -131,6 +132,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
     `reattempts`: generations of the same members, one after the other, without a step in the newest.
     `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
+    `timings`: microseconds per iteration by the last TIMINGS_MAX reports of the present generation, its first
+    WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were measured (waf.py).
+    `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
     """
 
     spec: TaskSpec
@@ -155,6 +159,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     struck_below: dict[str, int] = {}
     reattempts: int = 0
     suspicions: dict[str, HangSuspected] = {}
+    timings: tuple[int, ...] = ()
+    warm: int = 0
+    measured: dict[str, int] = {}
+    transition_us: int = 0
     params_digest: str = ""
     reason: str = ""
 
@@ -233,6 +241,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     closed_us: int = 0
     detection_us: int = 0
     transition_us: int = 0
+    detection_flop: float = 0.0
+    transition_flop: float = 0.0
+    sub_health_flops: int = 0
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -250,6 +261,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     trigger: str = ""
     reason: str = ""
     adopted_us: int = 0
+    healthy: dict[str, int] = {}
+    healthy_waf: int = 0
+    transition_flop: float = 0.0
+    way: str = ""
+    took_us: int = 0
+    rows_reused: int = 0
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,6 +280,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
 
     `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
+    `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
     """
 
     seq: int = 0
@@ -276,6 +294,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     incidents_total: int = 0
     plan: Plan = Plan()
     injections: dict[str, Injection] = {}
+    ledger: Ledger = Ledger()
+    worker_mtbf_us: int = 0
     seen: dict[str, tuple[int, int]] = {}
     quarantined: int = 0
     duplicates: int = 0
@@ -284,6 +304,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 #: How many closed incidents the state remembers; the log has them all.
 CLOSED_INCIDENTS_MAX = 200
+#: How many timings of a task's iterations it remembers, and how many of a group's first it leaves out.
+TIMINGS_MAX = 15
+WARM_UP = 2
 #: How many returns of a node it remembers.
 RETURNS_MAX = 16
 

@@ -24,7 +24,7 @@ import msgspec
 from events.vocabulary import TaskSpec
 from unicrond.faults import Fault, faults
 from unicrond.strict_yaml import BadYaml, Place, parse
-from unicrond.waf import LINEAR_FLOPS
+from unicrond.work import LINEAR_FLOPS
 
 #: The built-in GPT pretraining.
 BUILT_IN = "gpt"

@@ -35,7 +35,7 @@ from unicrond.cluster_tables import (
 from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.state import ClusterState, Task, TaskStatus
 from unicrond.tables import STYLES, clean, for_terminal, interactive, show
-from unicrond.waf import achieved_waf
+from unicrond.work import achieved_waf
 
 #: Gives the state and its digest; raises aiohttp.ClientError or OSError while the coordinator is away.
 GetState: TypeAlias = Callable[[], Awaitable[tuple[ClusterState, str]]]

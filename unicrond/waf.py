@@ -1,31 +1,67 @@
 """Weighted achieved FLOP/s (WAF): what a cluster is worth, in integers (paper, section "plan generation").
 
 T(t, x) is the achieved FLOP/s of task t on x workers; F(t, x) = weight * T(t, x), and 0 below the
-task's minimum. Where the task file gives no table, T is linear.
+task's minimum.
+
+Rules
+-----
+* The *model* of T is the task file's table; where there is none, a straight line.
+* What was *measured* (`ThroughputCorrected`) holds at its number of workers, and corrects the model elsewhere:
+  by the ratio of measured to modelled at the nearest measured number, between two by what lies between theirs.
+* A straight line has no scale of its own. Until the task is measured, one of its workers is worth what one
+  of the others' is (the median over measured and tabled tasks); where nothing is known, LINEAR_FLOPS.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from statistics import median_low
+
+import numpy as np
 
 from events.vocabulary import TaskSpec
 from unicrond.planning.problem import Curve
-from unicrond.state import Task
-
-#: FLOP/s of one worker where nothing is known: only ratios matter then.
-LINEAR_FLOPS = 10**9
+from unicrond.state import ClusterState, Task
+from unicrond.work import LINEAR_FLOPS
 
 
-def throughput(spec: TaskSpec) -> Curve:
-    """T(0..max_workers), FLOP/s. Counts that are no multiple of tp * pp are worth 0.
+def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
+    """T(0..max_workers) before any measurement, FLOP/s. Counts that are no multiple of tp * pp are worth 0.
 
     A table in the task file counts as given; between its entries the next smaller one holds.
+    `linear`: FLOP/s of one worker where there is no table.
     """
-    return _curve(spec.max_workers, spec.replica_workers, tuple(spec.throughput.items()))
+    table = tuple(spec.throughput.items())
+    return _modelled(spec.max_workers, spec.replica_workers, table, 0 if table else linear)
+
+
+def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
+    """T(0..max_workers) as far as it is known today, FLOP/s."""
+    if not task.measured:
+        return modelled(task.spec, linear)
+    spec = task.spec
+    table = tuple(spec.throughput.items())
+    measured = tuple((int(workers), flops) for workers, flops in task.measured.items())
+    return _corrected(spec.max_workers, spec.replica_workers, table, tuple(sorted(measured)))
+
+
+def linear_flops(state: ClusterState) -> int:
+    """FLOP/s of one worker of a task of which nothing is known."""
+    known = [flops // workers for task in state.tasks.values() for workers, flops in _known(task)]
+    return max(1, median_low(known)) if known else LINEAR_FLOPS
+
+
+def _known(task: Task) -> list[tuple[int, int]]:
+    """The task's best known point, if there is one: measured before tabled, more workers before fewer."""
+    table = task.measured or task.spec.throughput
+    if not table:
+        return []
+    workers = max(int(workers) for workers in table)
+    return [(workers, table[str(workers)])]
 
 
 @lru_cache(maxsize=4096)
-def _curve(max_workers: int, unit: int, table: tuple[tuple[str, int], ...]) -> Curve:
+def _modelled(max_workers: int, unit: int, table: tuple[tuple[str, int], ...], linear: int) -> Curve:
     known = sorted((int(workers), flops) for workers, flops in table)
     points: dict[int, int] = {}
     below, flops = 0, 0
@@ -33,36 +69,33 @@ def _curve(max_workers: int, unit: int, table: tuple[tuple[str, int], ...]) -> C
         while below < len(known) and known[below][0] <= workers:
             flops = known[below][1]
             below += 1
-        points[workers] = flops if table else workers * LINEAR_FLOPS
+        points[workers] = flops if table else workers * linear
     return Curve(points)
 
 
-def waf(spec: TaskSpec, workers: int) -> int:
+@lru_cache(maxsize=4096)
+def _corrected(
+    max_workers: int, unit: int, table: tuple[tuple[str, int], ...], measured: tuple[tuple[int, int], ...]
+) -> Curve:
+    # Additions, products and quotients of float64, one at a time: the same bits on every machine.
+    curve = _modelled(max_workers, unit, table, 0 if table else LINEAR_FLOPS)
+    anchors = [(workers, flops) for workers, flops in measured if curve(workers)]
+    if not anchors:
+        return curve
+    at = np.array([workers for workers, _ in anchors], dtype=np.float64)
+    ratio = np.array([flops / curve(workers) for workers, flops in anchors], dtype=np.float64)
+    x = curve.workers.astype(np.float64)
+    right = np.clip(np.searchsorted(at, x), 0, len(at) - 1)
+    left = np.clip(right - 1, 0, len(at) - 1)
+    span = np.where(at[right] > at[left], at[right] - at[left], 1.0)
+    share = np.clip((x - at[left]) / span, 0.0, 1.0)
+    scaled = np.rint(curve.flops * (ratio[left] + (ratio[right] - ratio[left]) * share))
+    points = dict(zip(curve.workers.tolist(), (int(flops) for flops in scaled.tolist()), strict=True))
+    return Curve(points | dict(anchors))
+
+
+def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
     """F(t, workers), weighted FLOP/s."""
-    if workers < spec.min_workers or workers > spec.max_workers:
+    if workers < task.spec.min_workers or workers > task.spec.max_workers:
         return 0
-    return int(spec.weight * throughput(spec)(workers))
-
-
-def iteration_flop(spec: TaskSpec) -> int:
-    """Model FLOP of one iteration, forward and backward: 6 * parameters * tokens + attention.
-
-    Formula: Narayanan et al. 2021 (arXiv 2104.04473), equation 3, without recomputation.
-    """
-    m = spec.model
-    tokens = spec.global_batch * m.seq
-    per_token = 72 * m.layers * m.hidden**2 + 12 * m.layers * m.hidden * m.seq + 6 * m.hidden * m.vocab
-    return tokens * per_token
-
-
-def delivered_flop(task: Task) -> int:
-    """Weighted model FLOP that the task has committed (iterations rolled back count once)."""
-    return int(task.spec.weight * iteration_flop(task.spec) * task.iteration)
-
-
-def achieved_waf(task: Task, now_us: int) -> int:
-    """Weighted FLOP/s that the task has achieved since its first step was committed."""
-    elapsed_us = now_us - task.first_commit_us
-    if not task.first_commit_us or elapsed_us <= 0:
-        return 0
-    return delivered_flop(task) * 1_000_000 // elapsed_us
+    return int(task.spec.weight * throughput(task, linear)(workers))

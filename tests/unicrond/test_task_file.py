@@ -14,7 +14,7 @@ from events.envelope import Envelope
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, StartWorker, StoreAddress, TaskSpec
 from unicrond.strict_yaml import BadYaml, parse
 from unicrond.task_file import SPEC_BYTES_MAX, TaskFileError, load, loads, problems
-from unicrond.waf import throughput
+from unicrond.waf import modelled
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,7 +185,7 @@ def test_what_passes_can_be_planned_and_written(spec: TaskSpec) -> None:
     """The planner's table exists, its plan fits the log's integers, and a command can carry the spec."""
     if problems(spec):
         return
-    assert max(int(spec.weight * flops) for flops in throughput(spec).points.values()) < 2**63
+    assert max(int(spec.weight * flops) for flops in modelled(spec).points.values()) < 2**63
     store = StoreAddress(host="h", port=1)
     start = StartWorker(
         command_id="1.1.n.1", node="n", epoch=1, spec=spec, worker="t.1", replica=0, shard=0, store=store
