@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test demo matrix chaos bench lint clean help
+.PHONY: install test demo matrix chaos fuzz mutants bench lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
 	@echo "make test     lint, types, layers and the whole test suite"
 	@echo "make install  only the environment"
 	@echo "make chaos    20 random SIGKILLs of worker, node, coordinator and nats-server; all must heal"
+	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/simulation.md)"
+	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
 	@echo "make lint     ruff, mypy, import-linter"
 
@@ -36,6 +38,12 @@ test: lint
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.integration.chaos --faults 20
+
+fuzz: $(STAMP)
+	$(BIN)/unicron-replay fuzz --seeds 10000
+
+mutants: $(STAMP)
+	$(BIN)/python -m replay.simulation.mutants
 
 bench: $(STAMP)
 	$(BIN)/pytest tests/benchmarks --benchmark-columns=median,iqr,min,max,rounds

@@ -98,6 +98,17 @@ def count_argument(text: str) -> int:
     return int(text)
 
 
+def places_argument(text: str) -> list[int]:
+    """Places in a list, from 0: "0,2,5"; "" is none."""
+    try:
+        places = [int(place) for place in text.split(",") if place]
+    except ValueError:
+        places = [-1]
+    if any(place < 0 for place in places):
+        raise argparse.ArgumentTypeError(f"{text!r} names no places; give numbers from 0 with commas: 0,2,5")
+    return places
+
+
 def type_name(text: str) -> str:
     """An event type."""
     if text not in TYPE_NAMES:

@@ -25,6 +25,7 @@ from replay.arguments import (
     count_argument,
     name_argument,
     nats_urls,
+    places_argument,
     setting_argument,
     type_name,
     with_spans_marked,
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _look(commands)
     _explain(commands)
     _move(commands)
+    _simulate(commands)
     return parser
 
 
@@ -137,6 +139,22 @@ def _move(commands: Any) -> None:
     target.add_argument("--into", metavar="DIR", type=Path, help="a new or empty directory")
     target.add_argument("--nats", metavar="URL", type=nats_urls, help="a NATS server that has no log yet")
     add_login(into)
+
+
+def _simulate(commands: Any) -> None:
+    fuzz = bare_command(
+        commands, "fuzz", _fuzz, "simulate the whole control plane under seeded faults, and check rules"
+    )
+    fuzz.add_argument("--seeds", metavar="N", type=count_argument, default=1000, help="default: 1000")
+    fuzz.add_argument("--first-seed", metavar="K", type=count_argument, default=0, help="default: 0")
+    fuzz.add_argument("--processes", metavar="P", type=count_argument, default=0, help="default: one per core")
+    fuzz.add_argument("--faults", metavar="I,J,...", type=places_argument, help="only these of each seed's faults")
+
+
+async def _fuzz(options: argparse.Namespace) -> int:
+    from replay.simulation.fuzz import fuzz_command  # what only this command needs
+
+    return await fuzz_command(options)
 
 
 def _fail(code: int, message: str) -> int:

@@ -76,4 +76,12 @@ examples:
   unicron-replay whatif --state-dir unicron-state --add-nodes 2
 
 The coordinator's own planner decides afresh from that point, once as it was and once with the changes.""",
+    "fuzz": """\
+examples:
+  unicron-replay fuzz --seeds 10000
+  unicron-replay fuzz --first-seed 368 --seeds 1              # play one seed again
+  unicron-replay fuzz --first-seed 368 --seeds 1 --faults 0,4 # with two of its faults alone
+
+The coordinator and the agents are the real ones; time, networks, disks and processes are simulated. Exit code 1 if
+a rule is broken: the first failure is shrunk, and told with the command that repeats it (docs/simulation.md).""",
 }

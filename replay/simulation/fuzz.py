@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -41,15 +43,29 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     repeat: str
 
 
-def fuzz_command(options: argparse.Namespace) -> int:
+async def fuzz_command(options: argparse.Namespace) -> int:
     """Exit code 1 if a rule is broken."""
-    report = fuzz(options.first_seed, options.seeds, options.processes or cores(), options.faults)
+    stopped = threading.Event()
+    processes = options.processes or cores()
+    if not options.seeds:
+        raise UsageError("--seeds: 0 seeds say nothing; give at least 1")
+    try:
+        # In a thread: a simulation has an event loop of its own.
+        report = await asyncio.to_thread(fuzz, options.first_seed, options.seeds, processes, options.faults, stopped)
+    except asyncio.CancelledError:
+        stopped.set()
+        raise
     say(as_json(report) if options.json else _page(report))
     return 1 if report.failed else 0
 
 
-def fuzz(first_seed: int, count: int, processes: int, only: list[int] | None) -> Report:
-    """Play `count` seeds. `only`: of each seed's faults those at these places; None: all. Raises UsageError."""
+def fuzz(
+    first_seed: int, count: int, processes: int, only: list[int] | None = None, stopped: threading.Event | None = None
+) -> Report:
+    """Play `count` (>= 1) seeds. `only`: of each seed's faults those at these places; None: all. Raises UsageError.
+
+    `stopped`: set by whoever does not want to wait for the rest.
+    """
     began_s = time.monotonic()
     played: list[Outcome] = []
     failures: list[Outcome] = []
@@ -62,7 +78,7 @@ def fuzz(first_seed: int, count: int, processes: int, only: list[int] | None) ->
                 played.append(outcome)
                 failures += [outcome] if outcome.rule else []
                 bar.update(bar.task_ids[0], advance=1, failed=len(failures))
-                if len(failures) >= _ENOUGH:
+                if len(failures) >= _ENOUGH or (stopped is not None and stopped.is_set()):
                     break
     first = min(failures, key=lambda outcome: outcome.seed, default=None)
     smallest = first
@@ -95,7 +111,7 @@ def _part(seed: int, only: list[int]) -> Outcome:
 
 def _repeat(first: Outcome, smallest: Outcome, only: list[int] | None) -> str:
     places = only if only is not None else kept(smallest, first)
-    part = f" --faults {','.join(map(str, places))}" if only is not None or len(places) < len(first.faults) else ""
+    part = f" --faults={','.join(map(str, places))}" if only is not None or len(places) < len(first.faults) else ""
     return f"{PROGRAM} fuzz --first-seed {first.seed} --seeds 1{part}"
 
 
