@@ -7,6 +7,7 @@ Rules
   nothing until everything up to the own CoordinatorStarted has been folded.
 * Solving is not deciding: plan problems are solved in a thread; the loop goes on folding meanwhile.
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
+* A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
 * Fenced means that another coordinator has taken over: stop at once.
 """
 
@@ -38,6 +39,7 @@ from unicrond.liveness import OWN_NAME, Liveness
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution, solve
 from unicrond.policy import Policy, Settings
+from unicrond.snapshots import Mark, Snapshots, mark_of
 from unicrond.state import ClusterState
 
 log = logging.getLogger("unicrond")
@@ -70,6 +72,7 @@ class Coordinator:
         policy: Policy,
         heartbeat_s: float,
         clock: Clock = _CLOCK,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.state = ClusterState()
         self._clock = clock
@@ -86,6 +89,8 @@ class Coordinator:
         self._solving: set[Problem] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._joined_us: dict[str, int] = {}
+        self._snapshots = snapshots
+        self._mark: Mark | None = None
         self._fence: Fence | None = None
         self._hold_seq = 0
         self._number = 0
@@ -121,10 +126,15 @@ class Coordinator:
         if until_seq == 0:
             return
         started = time.monotonic()
-        async with aclosing(self._event_log.read(0, until_seq=until_seq)) as entries:
+        restored = await self._snapshots.restore(self._event_log) if self._snapshots else None
+        if restored is not None:
+            self.state, self._mark = restored
+            self._cause = self._mark.event_id
+        first_seq = self.state.seq + 1
+        async with aclosing(self._event_log.read(self.state.seq, until_seq=until_seq)) as entries:
             async for entry in entries:
                 self._fold(entry)
-        log.info("folded %d entries in %.2f s", until_seq, time.monotonic() - started)
+        log.info("folded entries %d to %d in %.2f s", first_seq, until_seq, time.monotonic() - started)
 
     async def _read(self) -> None:
         async with aclosing(self._event_log.read(self.state.seq)) as entries:
@@ -135,6 +145,7 @@ class Coordinator:
     def _fold(self, entry: Entry) -> None:
         self.state = fold(self.state, entry)
         check(self.state)
+        self._mark = mark_of(entry)
         if isinstance(entry, Quarantined):
             log.warning("quarantined sequence %d on %s: %s", entry.seq, entry.subject, entry.reason)
         else:
@@ -165,6 +176,11 @@ class Coordinator:
                     self.live.set()
                     log.info("live at sequence %d", self.state.seq)
                 await self._step()
+                self._keep_snapshot()
+
+    def _keep_snapshot(self) -> None:
+        if self._snapshots is not None and self._mark is not None and self._snapshots.due(self.state.seq):
+            self._group.create_task(self._snapshots.save(self.state, self._mark))
 
     async def _step(self) -> None:
         """One look at the whole state; the state asks for nothing more when it returns without appending."""

@@ -27,6 +27,8 @@ from unicrond.api import Api
 from unicrond.config import Config, login, read_secret
 from unicrond.coordinator import Coordinator
 from unicrond.log_reading import LogReader
+from unicrond.nats_snapshots import NatsSnapshotStore
+from unicrond.snapshots import Snapshots
 
 log = logging.getLogger("unicrond")
 
@@ -75,7 +77,10 @@ async def _serve_until_stopped(
     config: Config, connection: Connection, server: EmbeddedServer | None, stop: asyncio.Queue[signal.Signals]
 ) -> signal.Signals:
     event_log = NatsEventLog(connection)
-    coordinator = Coordinator(event_log, NatsBeatLog(connection), config.policy, config.heartbeat_s)
+    snapshots = Snapshots(NatsSnapshotStore(connection, replicas=config.nats.replicas))
+    coordinator = Coordinator(
+        event_log, NatsBeatLog(connection), config.policy, config.heartbeat_s, snapshots=snapshots
+    )
     token = read_secret(config.api.token_file) if config.api.token_file else ""
     api = Api(config, coordinator, event_log, LogReader(connection), token)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)

@@ -1,0 +1,227 @@
+"""A snapshot and the tail of the log are the log; without the snapshot, or with a wrong one, nothing changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Entry, Envelope
+from events.log import LogUnavailable
+from events.memory_log import MemoryBeatLog, MemoryLog
+from events.nats_connection import Connection
+from tests.replay.logs import eventful, fill, troubled
+from unicrond import snapshots as module
+from unicrond.coordinator import Coordinator
+from unicrond.fold import fold
+from unicrond.nats_snapshots import NAME, NatsSnapshotStore
+from unicrond.policy import Policy
+from unicrond.snapshots import BadSnapshot, Mark, Snapshots, decode_snapshot, encode_snapshot, mark_of
+from unicrond.state import ClusterState, digest
+
+
+class MemoryStore:
+    """A SnapshotStore; `fails`: it cannot be reached."""
+
+    def __init__(self, body: bytes | None = None, *, fails: bool = False) -> None:
+        self.body = body
+        self.fails = fails
+        self.saved = 0
+        self.tried = asyncio.Event()
+
+    async def load(self) -> bytes | None:
+        if self.fails:
+            raise LogUnavailable("away")
+        return self.body
+
+    async def save(self, body: bytes) -> None:
+        self.tried.set()
+        if self.fails:
+            raise LogUnavailable("away")
+        self.body = body
+        self.saved += 1
+
+
+def states(entries: list[Entry]) -> list[ClusterState]:
+    folded = [ClusterState()]
+    for entry in entries:
+        folded.append(fold(folded[-1], entry))
+    return folded
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_snapshot_and_tail_are_the_full_fold(seed: int) -> None:
+    entries = eventful(seed)
+    full = states(entries)
+    for seq in range(1, len(entries), 37):
+        state, mark = decode_snapshot(encode_snapshot(full[seq], mark_of(entries[seq - 1])))
+        assert repr(state) == repr(full[seq]), "insertion order included"
+        assert mark.seq == seq
+        for entry in entries[seq:]:
+            state = fold(state, entry)
+        assert digest(state) == digest(full[-1])
+        assert repr(state) == repr(full[-1])
+
+
+def snapshot_of(seed: int = 1, seq: int = 60) -> tuple[bytes, list[Entry]]:
+    entries = list(troubled(seed).log)
+    return encode_snapshot(states(entries)[seq], mark_of(entries[seq - 1])), list(entries)
+
+
+def broken(body: bytes, **fields: object) -> bytes:
+    raw = msgspec.msgpack.decode(body)
+    return msgspec.msgpack.encode({**raw, **fields})
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    body, _ = snapshot_of()
+    state = msgspec.msgpack.decode(body)["state"]
+    for bad, why in [
+        (b"", "it is no snapshot"),
+        (b"\x80", "it is no snapshot"),
+        (body[:-40], "it is no snapshot"),
+        (broken(body, state=state[:-1]), "its checksum is wrong"),
+        (broken(body, digest="00"), "its state has another digest"),
+        (broken(body, mark={"seq": 61, "recorded_at_us": 1, "event_id": ""}), "its state has another digest"),
+        (broken(body, fingerprint="other"), "another version's fold"),
+    ]:
+        with pytest.raises(BadSnapshot, match=why):
+            decode_snapshot(bad)
+    monkeypatch.setattr(module, "fingerprint", lambda: "tomorrow")
+    with pytest.raises(BadSnapshot, match="another version's fold"):
+        decode_snapshot(body)
+
+
+def test_the_fingerprint_is_that_of_the_folding_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = module.fingerprint.__wrapped__()
+    monkeypatch.setattr(module, "_FOLDING", module._FOLDING[1:])
+    assert module.fingerprint.__wrapped__() != before
+
+
+# --- a coordinator with a store ----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def running(log: MemoryLog, snapshots: Snapshots | None) -> AsyncIterator[Coordinator]:
+    coordinator = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=30.0, snapshots=snapshots)
+    task = asyncio.create_task(coordinator.run())
+    try:
+        await asyncio.wait_for(coordinator.live.wait(), 5)
+        yield coordinator
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def filled_log(seed: int = 1) -> MemoryLog:
+    log = MemoryLog()
+    await fill(log, troubled(seed).log)
+    return log
+
+
+async def snapshot_at(log: MemoryLog, seq: int) -> bytes:
+    state, mark = ClusterState(), Mark(0, 0, "")
+    async for entry in log.read(until_seq=seq):
+        state, mark = fold(state, entry), mark_of(entry)
+    return encode_snapshot(state, mark)
+
+
+async def test_a_restart_reads_only_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = await filled_log()
+    last = await log.last_seq()
+    store = MemoryStore(await snapshot_at(log, last - 5))
+    asked: list[int] = []
+    real_read = log.read
+
+    def read(after_seq: int = 0, *, until_seq: int | None = None):
+        asked.append(after_seq)
+        return real_read(after_seq, until_seq=until_seq)
+
+    monkeypatch.setattr(log, "read", read)
+    async with running(log, Snapshots(store)) as coordinator:
+        assert min(asked) == last - 6, "the entry that the snapshot ends with, and what came after"
+        assert coordinator.state.seq > last
+
+
+@pytest.mark.parametrize("seq", [1, 40, -1])
+async def test_the_state_is_the_same_with_and_without(seq: int) -> None:
+    log = await filled_log(2)
+    at = seq if seq > 0 else await log.last_seq()
+    found: list[str] = []
+    for store in (None, MemoryStore(await snapshot_at(log, at))):
+        coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 30.0, snapshots=Snapshots(store) if store else None)
+        await coordinator._catch_up(await log.last_seq())
+        found.append(repr(coordinator.state) + coordinator._cause)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("fault", ["of another log", "of a longer log", "garbage", "away"])
+async def test_a_wrong_snapshot_is_ignored_with_one_line(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    log = await filled_log(3)
+    other = await filled_log(4)
+    for number in range(300):
+        event = v.CommandApplied(node="n1", command_id="x")
+        await other.append([Envelope(producer="n1", boot=999, number=number + 1, observed_at_us=1, event=event)])
+    store = {
+        "of another log": MemoryStore(await snapshot_at(other, 50)),
+        "of a longer log": MemoryStore(await snapshot_at(other, await other.last_seq())),
+        "garbage": MemoryStore(b"\x00garbage"),
+        "away": MemoryStore(fails=True),
+    }[fault]
+    with caplog.at_level(logging.WARNING, logger="unicrond"):
+        assert await Snapshots(store).restore(log) is None
+    assert len(caplog.records) == 1 and "the snapshot is not used" in caplog.text
+    async with running(log, Snapshots(store)) as coordinator:
+        assert coordinator.state.tasks
+
+
+async def chatter(log: MemoryLog, first: int, count: int) -> None:
+    for number in range(first, first + count):
+        event = v.CommandApplied(node="n1", command_id="x")
+        await log.append([Envelope(producer="n1", boot=1, number=number, observed_at_us=1, event=event)])
+
+
+async def test_a_coordinator_writes_one_every_so_many_entries() -> None:
+    log, store = MemoryLog(), MemoryStore()
+    async with running(log, Snapshots(store, every=50)):
+        for turn in range(4):
+            store.tried.clear()
+            await chatter(log, turn * 60 + 1, 60)
+            await asyncio.wait_for(store.tried.wait(), 5)
+    assert store.body is not None
+    state, mark = decode_snapshot(store.body)
+    assert mark.seq >= 200 and state.seq == mark.seq
+    assert store.saved == 4
+
+
+async def test_a_store_that_is_away_does_not_stop_the_coordinator(caplog: pytest.LogCaptureFixture) -> None:
+    log, store = MemoryLog(), MemoryStore(fails=True)
+    async with running(log, Snapshots(store, every=5)):
+        for turn in range(2):
+            store.tried.clear()
+            await chatter(log, turn * 6 + 1, 6)
+            await asyncio.wait_for(store.tried.wait(), 5)
+    assert caplog.text.count("no snapshot of entry") == 2
+
+
+async def test_the_bucket_keeps_the_newest(nats_connection: Connection) -> None:
+    store = NatsSnapshotStore(nats_connection)
+    assert await store.load() is None
+    body, _ = snapshot_of()
+    large = body + bytes(3_000_000)
+    for content in (body, large, body):
+        await store.save(content)
+        assert await store.load() == content
+    session = await nats_connection.session()
+    bucket = await session.client.jetstream().object_store("UNICRON_SNAPSHOTS")
+    status = await bucket.status()
+    assert status.size < len(body) + 10_000, "what was replaced is gone"
+    assert [info.name for info in await bucket.list()] == [NAME]
+    await bucket.delete(NAME)
+    assert await store.load() is None

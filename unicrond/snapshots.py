@@ -1,0 +1,166 @@
+"""Snapshots: the folded state, kept beside the log, so that a restart folds only what came after it.
+
+Rules
+-----
+* Nothing but a cache. Deleted, damaged, or written by other code, it is ignored with one line in the log, and
+  the log is folded from its beginning: the state is the same either way.
+* A snapshot is believed only if its bytes have their checksum, its state has its digest, the code that folds
+  and the state's shape are those that wrote it (`fingerprint`), and the log still holds the very entry that it
+  ends with (`Mark`): another log's snapshot is of no use.
+* Insertion order is part of the state (ties are decided by it), so the bytes keep it; the digest alone would not.
+* To write one never holds up a decision and never fails the coordinator.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from contextlib import aclosing
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import msgspec
+
+import unicrond.fold
+import unicrond.severity
+import unicrond.state
+from events import vocabulary
+from events.envelope import Entry, Quarantined
+from events.log import EventLog, LogError
+from unicrond import VERSION
+from unicrond.state import ClusterState, digest
+
+log = logging.getLogger("unicrond")
+
+SNAPSHOT_EVERY = 20_000
+#: The code that makes a state of entries; a change of it makes old snapshots worthless.
+_FOLDING: tuple[ModuleType, ...] = (unicrond.fold, unicrond.severity, unicrond.state, vocabulary)
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The entry that a state ends with: enough to tell its log from another."""
+
+    seq: int
+    recorded_at_us: int
+    event_id: str
+
+
+class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fingerprint: str
+    mark: Mark
+    digest: str
+    checksum: bytes
+    state: bytes
+
+
+class BadSnapshot(ValueError):
+    """It cannot be used; why, in one line."""
+
+
+class SnapshotStore(Protocol):
+    """Where the newest snapshot is kept."""
+
+    async def load(self) -> bytes | None:
+        """The newest, None if there is none. LogError where it cannot be reached."""
+        ...
+
+    async def save(self, body: bytes) -> None:
+        """Put it in place of the one before. LogError where that fails."""
+        ...
+
+
+def mark_of(entry: Entry) -> Mark:
+    """The mark of a state that ends with `entry`."""
+    event_id = "" if isinstance(entry, Quarantined) else entry.envelope.event_id
+    return Mark(entry.seq, entry.recorded_at_us, event_id)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """What the folding code and the shape of the state are."""
+    found = hashlib.blake2b(VERSION.encode(), digest_size=16)
+    for module in _FOLDING:
+        assert module.__file__ is not None, "our own modules are files"
+        found.update(Path(module.__file__).read_bytes())
+    return found.hexdigest()
+
+
+def encode_snapshot(state: ClusterState, mark: Mark) -> bytes:
+    """The bytes of a snapshot."""
+    body = msgspec.msgpack.encode(state)
+    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), _checksum(body), body))
+
+
+def decode_snapshot(body: bytes) -> tuple[ClusterState, Mark]:
+    """The state and the entry that it ends with. BadSnapshot."""
+    try:
+        snapshot = msgspec.msgpack.decode(body, type=_Snapshot)
+    except msgspec.MsgspecError as error:
+        raise BadSnapshot(f"it is no snapshot: {error}") from None
+    if snapshot.fingerprint != fingerprint():
+        raise BadSnapshot("it was written by another version's fold")
+    if snapshot.checksum != _checksum(snapshot.state):
+        raise BadSnapshot("its checksum is wrong")
+    try:
+        state = msgspec.msgpack.decode(snapshot.state, type=ClusterState)
+    except msgspec.MsgspecError as error:
+        raise BadSnapshot(f"its state does not fit: {error}") from None
+    if digest(state) != snapshot.digest or state.seq != snapshot.mark.seq:
+        raise BadSnapshot("its state has another digest")
+    return state, snapshot.mark
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+class Snapshots:
+    """One coordinator's use of a store. `every`: how many entries lie between two snapshots."""
+
+    def __init__(self, store: SnapshotStore, every: int = SNAPSHOT_EVERY) -> None:
+        self._store = store
+        self._every = every
+        self._saved_seq = 0
+        self._saving = False
+
+    async def restore(self, event_log: EventLog) -> tuple[ClusterState, Mark] | None:
+        """The newest snapshot of this very log; None, with one line in the log, if there is none that fits."""
+        try:
+            body = await self._store.load()
+            if body is None:
+                return None
+            state, mark = decode_snapshot(body)
+            await _require_same_log(event_log, mark)
+        except (BadSnapshot, LogError) as error:
+            log.warning("the snapshot is not used: %s; folding the log from its beginning", error)
+            return None
+        self._saved_seq = state.seq
+        log.info("snapshot of entry %d", state.seq)
+        return state, mark
+
+    def due(self, seq: int) -> bool:
+        """Whether it is time for the next; then call `save`."""
+        return not self._saving and seq - self._saved_seq >= self._every
+
+    async def save(self, state: ClusterState, mark: Mark) -> None:
+        """Write one. Never raises because the store is away; the next is tried after as many entries again."""
+        self._saving = True
+        try:
+            await self._store.save(encode_snapshot(state, mark))
+            log.info("wrote a snapshot of entry %d", state.seq)
+        except LogError as error:
+            log.warning("no snapshot of entry %d: %s", state.seq, error)
+        finally:
+            self._saved_seq = state.seq
+            self._saving = False
+
+
+async def _require_same_log(event_log: EventLog, mark: Mark) -> None:
+    if await event_log.last_seq() < mark.seq:
+        raise BadSnapshot(f"the log ends before its entry {mark.seq}")
+    async with aclosing(event_log.read(mark.seq - 1, until_seq=mark.seq)) as entries:
+        async for entry in entries:
+            if mark_of(entry) != mark:
+                raise BadSnapshot(f"entry {mark.seq} of the log is not the one that it ends with")
