@@ -38,7 +38,7 @@ from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy
 from unicrond.state import ClusterState
-from unicrond.waf import iteration_flop
+from unicrond.work import iteration_flop
 
 _TERM = 1
 _STORE = v.StoreAddress(host="127.0.0.1", port=1)
@@ -263,8 +263,8 @@ class CoreDriver:
         began_s = time.thread_time()
         problems = [p for p in needed_solves(self.state, self.policy) if p not in self._solutions]
         asked_s = time.thread_time()
-        for problem in problems:
-            self._solutions = {problem: self._rule(problem)}
+        if problems:
+            self._solutions = {problem: self._rule(problem) for problem in needed_solves(self.state, self.policy)}
         solved_s = time.thread_time()
         events = decide(self.state, self._solutions, self.policy)
         decide_s = time.thread_time() - solved_s + asked_s - began_s
