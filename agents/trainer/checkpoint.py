@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -71,11 +71,14 @@ class Saved:
     size_bytes: int
 
 
-def save(directory: Path, task: str, iteration: int, tree: object, shards: Shards, writer: str, keep: int) -> Saved:
+def save(
+    directory: Path, task: str, iteration: int, tree: object, shards: Shards, writer: str, keep: int,
+    midway: Callable[[], None] = lambda: None,
+) -> Saved:  # fmt: skip
     """Write the state after `iteration`; every shard of one replica calls this with its own tree.
 
     `writer` (a worker's name) keeps attempts of different replicas apart. Older checkpoints than the newest `keep`
-    are removed. Raises OSError.
+    are removed. `midway` is called when the shard's file is written and the checkpoint is not. Raises OSError.
     """
     final = directory / f"iteration-{iteration:08d}"
     draft = directory / f".draft-{iteration:08d}-{writer}"
@@ -85,6 +88,7 @@ def save(directory: Path, task: str, iteration: int, tree: object, shards: Shard
     shards.all_true(True)
     name = f"shard-{shards.shard}.bin"
     digest, length = _write_shard(draft / name, tree)
+    midway()
     rows = shards.gather(digest + length.to_bytes(_SIZE_BYTES, "little"))
     files = tuple(
         ShardFile(f"shard-{shard}.bin", int.from_bytes(row[_DIGEST_BYTES:], "little"), row[:_DIGEST_BYTES].hex())

@@ -24,9 +24,11 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -151,6 +153,7 @@ class Hook:
             _ledger=Ledger(iteration=0),
             _overlap=overlap,
         )
+        hook._look_for_ordered_faults(models)
         here.channel.send(Ready())
         return hook
 
@@ -191,6 +194,26 @@ class Hook:
             except Superseded:
                 step.agreed = self._regroup(None)
         step.loss = self._settle()
+
+    def _look_for_ordered_faults(self, models: Sequence[torch.nn.Module]) -> None:
+        """Points inside the computation are looked for only where a fault is ordered there."""
+        expects = self._context.injection.expects
+        parameters = [
+            (module, own) for model in models for module in model.modules() for own in module.parameters(False)
+        ]
+        module, parameter = parameters[len(parameters) // 2]
+        if expects("forward"):
+            module.register_forward_hook(lambda *_: self._fire("forward"))
+        if expects("backward"):
+            parameter.register_hook(lambda _: self._fire("backward"))
+        if expects("partly"):
+            self._reduction.started_one = self._partly
+
+    def _partly(self) -> None:
+        if self._context.injection.expects("partly"):
+            with contextlib.suppress(Broken, Superseded):  # it will show again where the rest is waited for
+                self._group().finish()
+                self._fire("partly")
 
     def _fire(self, point: Point) -> None:
         self._context.injection.fire(point, self._ledger.iteration, self._rendezvous.generation, self._ledger.finished)
@@ -321,6 +344,7 @@ class Hook:
         saved = checkpoint.save(
             Path(spec.checkpoint.dir), spec.name, iteration, self._state.capture(iteration, self._loss),
             self._context.replica, str(self._context.launch.replica), spec.checkpoint.keep,
+            midway=partial(self._fire, "saving"),
         )  # fmt: skip
         if self._context.replica.shard == 0:
             self._context.channel.send(

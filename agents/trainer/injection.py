@@ -6,10 +6,11 @@ Each rule is `action@condition,...`. Actions: `kill` (SIGKILL), `stop` (SIGSTOP)
 (exit code 3). Conditions: `worker`, `iteration`, `generation`, `at` (a point below) and `micro_batch` (short for
 `at=micro_batch`, after that many have been finished in the iteration). A rule fires once per process.
 
-Points, in the order of an iteration: `micro_batch` (before each), `computed` (all own micro-batches finished),
+Points, in the order of an iteration: `micro_batch` (before each), `forward` and `backward` (in the middle of one),
+`partly` (one bucket's sum is complete, no other has been started), `computed` (all own micro-batches finished),
 `reducing` (reductions in flight), `reduced` (sums complete), `agreeing` (agreement in flight), `agreed` (before
-the optimizer's step), `committed` (after it). While regrouping: `forming`, `formed`, `exchanged`, `giving` (state is
-being broadcast).
+the optimizer's step), `committed` (after it), `saving` (half a checkpoint is written). While regrouping: `forming`,
+`formed`, `exchanged`, `giving` (state is being broadcast).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 Point: TypeAlias = Literal[
-    "micro_batch", "computed", "reducing", "reduced", "agreeing", "agreed", "committed",
-    "forming", "formed", "exchanged", "giving",
+    "micro_batch", "forward", "backward", "partly", "computed", "reducing", "reduced", "agreeing", "agreed",
+    "committed", "saving", "forming", "formed", "exchanged", "giving",
 ]  # fmt: skip
 POINTS: tuple[Point, ...] = get_args(Point)
 ACTIONS = ("kill", "stop", "raise", "exit")
@@ -67,6 +68,10 @@ class Injection:
     def __init__(self, worker: str, text: str) -> None:
         self._worker = worker
         self._rules = parse(text)
+
+    def expects(self, point: Point) -> bool:
+        """Whether a fault is ordered for such a point: some are looked for only then."""
+        return any(rule.at == point and not rule.fired and rule.worker in (None, self._worker) for rule in self._rules)
 
     def fire(self, point: Point, iteration: int, generation: int, finished: int = 0) -> None:
         """Let the fault happen that was ordered for this moment, if any."""

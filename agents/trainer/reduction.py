@@ -23,11 +23,12 @@ from agents.trainer.group import Group, Operation
 
 
 class Reduction:
-    """An iteration's sums. `started_one` is called after each start, inside a backward or not (for ordered faults)."""
+    """An iteration's sums."""
 
-    def __init__(self, accumulation: Accumulation, started_one: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation = accumulation
-        self._started_one = started_one
+        #: Called after each start, inside a backward or not (for ordered faults).
+        self.started_one: Callable[[], None] = _nothing
         self._group: Group | None = None
         self._final: dict[int, torch.Tensor] = {}
         self._under_way: dict[int, tuple[torch.Tensor, Operation]] = {}
@@ -95,4 +96,8 @@ class Reduction:
             bucket = self._turns.pop(0)
             copy = self._accumulation.copy(bucket)
             self._under_way[bucket] = (copy, self._group.all_reduce(copy))
-            self._started_one()
+            self.started_one()
+
+
+def _nothing() -> None:
+    pass
