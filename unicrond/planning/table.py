@@ -146,10 +146,11 @@ def _change(situation: Situation, problem: Problem) -> _Change:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan and how it came about."""
+    """A plan and how it came about. `rows_reused`: rows of the dynamic programme that stood already."""
 
     solution: Solution
     way: Way
+    rows_reused: int = 0
 
 
 class Planner:
@@ -176,12 +177,12 @@ class Planner:
     def answer(self, problem: Problem) -> Answer:
         """The canonical plan, the quickest way there is. The way never changes the plan."""
         if self.table is not None and (known := self.table.answer(problem)) is not None:
-            return Answer(known, "table")
+            return Answer(known, "table", self.table.effort.rows_reused)
         if (near := self._on_rows(problem)) is not None:
-            return Answer(near, "incremental")
+            return near
         return Answer(solve(problem), "fresh")
 
-    def _on_rows(self, problem: Problem) -> Solution | None:
+    def _on_rows(self, problem: Problem) -> Answer | None:
         """Solve on the rows that stand, if the problem differs from a resting one in the middle only."""
         if self.table is None or not problem.tasks:
             return None
@@ -209,7 +210,8 @@ class Planner:
             if first >= sweep.prefix_valid or last < sweep.suffix_valid:
                 continue
             plan = (_answers(sweep, asked, [_Scenario(first, (_OTHER,) * (last - first))])[0] * flat.grain).tolist()
-            return Solution(problem, tuple(plan[i] for i in places), by.resolution(len(places)))
+            solution = Solution(problem, tuple(plan[i] for i in places), by.resolution(len(places)))
+            return Answer(solution, "incremental", first + len(here) - last)
         return None
 
 

@@ -1,0 +1,112 @@
+"""Foresight: while nothing happens, the plan for everything that may happen next is made in a thread.
+
+Rules
+-----
+* The event loop only looks up: a problem that was foreseen is answered at once. One that was not is solved in a
+  thread, on rows that stand if there are any.
+* The table is made anew when the cluster is at rest and something has changed that plans depend on: nodes, tasks,
+  the plan, or what was learnt. Only the newest state counts; what comes while a table is made makes the next one.
+* With it the healthy cluster's problem is solved, so that no lost node waits for that either.
+* The planner's rows belong to one thread at a time. While they are in use, others are solved from nothing.
+* A small cluster is planned in plain numpy within milliseconds; where that would take longer, the compiled
+  kernel is loaded first, in the thread, never on the loop.
+* The way never changes the plan (`planning/table.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from unicrond.plan_problems import active_tasks, basis, healthy_problem_of, is_fresh, situation_of
+from unicrond.planning import kernel
+from unicrond.planning.problem import Problem, ProblemError
+from unicrond.planning.solver import Solution, solve
+from unicrond.planning.table import Planner, Table
+from unicrond.policy import Policy
+from unicrond.provenance import Answered
+from unicrond.state import ClusterState
+
+log = logging.getLogger("unicrond")
+
+#: Workers times tasks from which on the compiled kernel is worth its loading (a second, 100 MB).
+WARM_FROM = 1000
+
+
+class Foresight:
+    """The next plans of one coordinator. `table`: what is foreseen now, None = nothing yet.
+
+    `monotonic_us`: the clock that times answers.
+    """
+
+    def __init__(self, policy: Policy, monotonic_us: Callable[[], int]) -> None:
+        self.table: Table | None = None
+        self._policy = policy
+        self._monotonic_us = monotonic_us
+        self._planner = Planner()
+        self._healthy: Solution | None = None
+        self._rows = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self._state = ClusterState()
+        self._seen: object = None
+
+    def look_up(self, problem: Problem) -> Answered | None:
+        """The answer, if it was foreseen: quick, on the event loop."""
+        asked_us = self._monotonic_us()
+        if self._healthy is not None and self._healthy.problem == problem:
+            return Answered(self._healthy, "table", self._monotonic_us() - asked_us)
+        known = self.table.answer(problem) if self.table is not None else None
+        if self.table is None or known is None:
+            return None
+        return Answered(known, "table", self._monotonic_us() - asked_us, self.table.effort.rows_reused)
+
+    async def solve(self, problem: Problem) -> Answered:
+        """The answer, from a thread."""
+        asked_us = self._monotonic_us()
+        if self._rows.locked():
+            solution = await asyncio.to_thread(solve, problem)
+            return Answered(solution, "fresh", self._monotonic_us() - asked_us)
+        async with self._rows:
+            answer = await asyncio.to_thread(self._planner.answer, problem)
+        return Answered(answer.solution, answer.way, self._monotonic_us() - asked_us, answer.rows_reused)
+
+    def look_from(self, state: ClusterState) -> None:
+        """The cluster is at rest in this state: foresee from here, if anything has changed."""
+        if not is_fresh(state) or not state.plan.epoch:
+            return
+        learnt = tuple((task.name, tuple(task.measured.items()), task.transition_us) for task in active_tasks(state))
+        seen = (state.plan.epoch, basis(state), state.worker_mtbf_us, learnt)
+        if seen != self._seen:
+            self._seen, self._state = seen, state
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """Make tables as they are wanted, for ever."""
+        while True:
+            await self._wanted.wait()
+            async with self._rows:
+                self._wanted.clear()
+                asked_us = self._monotonic_us()
+                try:
+                    self.table = await asyncio.to_thread(self._foresee, self._state)
+                except ProblemError as error:
+                    log.warning("nothing is foreseen: %s", error)
+                    self.table = None
+            if self.table is not None:
+                effort, took_ms = self.table.effort, (self._monotonic_us() - asked_us) / 1000
+                rows = f"{effort.rows_computed} rows computed, {effort.rows_reused} reused"
+                log.debug("foreseen: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
+
+    def _foresee(self, state: ClusterState) -> Table | None:
+        """In the thread."""
+        situation = situation_of(state, self._policy)
+        if situation is None:
+            return None
+        if situation.workers * len(situation.tasks) >= WARM_FROM:
+            kernel.warm()
+        table = self._planner.refresh(situation)
+        healthy = healthy_problem_of(state)
+        if self._healthy is None or self._healthy.problem != healthy:
+            self._healthy = solve(healthy)
+        return table
