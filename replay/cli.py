@@ -82,9 +82,11 @@ def _parser() -> argparse.ArgumentParser:
 def _look(commands: Any) -> None:
     state = command(commands, "state", state_command, "the cluster's state, as the coordinator believed it")
     add_point(state, "--at", "the point to stop at (default: the end)")
+    _add_from_snapshot(state)
 
     digest = command(commands, "digest", digest_command, "the digest of the state, to compare with the daemon's")
     add_point(digest, "--at", "the point to stop at (default: the end)")
+    _add_from_snapshot(digest)
 
     diff = command(commands, "diff", diff_command, "what changed in the state between two points, or between two logs")
     add_point(diff, "a", "the first point")
@@ -97,6 +99,12 @@ def _look(commands: Any) -> None:
     events.add_argument("--type", metavar="TYPE", type=type_name, action="append", default=[], help="can be repeated")
     events.add_argument("--node", metavar="NODE", type=name_argument, help="events that name this node")
     events.add_argument("--task", metavar="TASK", type=name_argument, help="events that name this task")
+
+
+def _add_from_snapshot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from-snapshot", action="store_true", help="trust the coordinator's snapshot, fold only what came after it"
+    )
 
 
 def _explain(commands: Any) -> None:

@@ -23,6 +23,9 @@ from events.nats_streams import ApiError, api
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
 from replay.point import EPOCH
 from replay.source import CHUNK_ENTRIES, Chunk
+from unicrond.nats_snapshots import NatsSnapshotStore
+from unicrond.snapshots import Snapshots
+from unicrond.state import ClusterState
 
 CONNECT_TIMEOUT_S = 5.0
 STALL_S = 20.0
@@ -59,6 +62,11 @@ class NatsSource:
 
     async def end_us(self) -> int:
         return self._last_us
+
+    async def snapshot(self) -> ClusterState | None:
+        """The state of the coordinator's newest snapshot; None, with a warning, if none fits this log."""
+        found = await Snapshots(NatsSnapshotStore(self._connection)).restore(NatsEventLog(self._connection))
+        return found[0] if found is not None and found[0].seq <= self._last_seq else None
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from replay.point import AtSeq, BeforeEnd, Point
+from replay.point import AtSeq, AtTime, BeforeEnd, Point
 from replay.progress import with_bar
 from replay.replayer import EMPTY, replay
 from replay.source import FileSource, Source, read
@@ -61,14 +61,31 @@ def file_source(path: Path) -> FileSource:
 async def state_at(options: argparse.Namespace, at: Point | BeforeEnd | None) -> ClusterState:
     """The state at a point of the log that the options name. UsageError beyond its end."""
     async with open_source(options) as source:
-        return await fold_to(source, at)
+        start = await _snapshot(source) if options.from_snapshot else EMPTY
+        return await fold_to(source, at, start)
 
 
-async def fold_to(source: Source, at: Point | BeforeEnd | None) -> ClusterState:
-    """The state of `source` at a point. UsageError beyond its end."""
-    state = EMPTY
+async def _snapshot(source: Source) -> ClusterState:
+    """The coordinator's newest snapshot."""
+    from replay.nats_source import NatsSource
+
+    if not isinstance(source, NatsSource):
+        raise UsageError("--from-snapshot: a file has none; give --nats or --state-dir")
+    state = await source.snapshot()
+    if state is None:
+        raise UsageError("--from-snapshot: there is none that fits; leave it out")
+    return state
+
+
+async def fold_to(source: Source, at: Point | BeforeEnd | None, start: ClusterState = EMPTY) -> ClusterState:
+    """The state of `source` at a point, folded from `start`. UsageError beyond its end, or before `start`."""
+    state = start
     until = await resolve(source, at)
-    async with aclosing(with_bar(read(source, until=until), "replaying")) as chunks:
+    if (isinstance(until, AtSeq) and until.seq < start.seq) or (
+        isinstance(until, AtTime) and until.time_us < start.now_us
+    ):
+        raise UsageError(f"--from-snapshot: the snapshot is of entry {start.seq}, after --at; leave it out")
+    async with aclosing(with_bar(read(source, after=AtSeq(start.seq), until=until), "replaying")) as chunks:
         async for chunk in chunks:
             state = replay(chunk.entries, start=state)
     require_reached(at, state.seq)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,9 @@ from events.envelope import Entry, Envelope
 from events.log import LogUnavailable
 from events.memory_log import MemoryBeatLog, MemoryLog
 from events.nats_connection import Connection
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
 from unicrond import snapshots as module
 from unicrond.coordinator import Coordinator
@@ -97,9 +101,12 @@ def test_what_does_not_fit_is_refused_with_the_reason(monkeypatch: pytest.Monkey
         decode_snapshot(body)
 
 
-def test_the_fingerprint_is_that_of_the_folding_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_is_that_of_the_folding_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = module.fingerprint.__wrapped__()
-    monkeypatch.setattr(module, "_FOLDING", module._FOLDING[1:])
+    (tmp_path / "more.py").touch()
+    assert module.fingerprint.__wrapped__() == before
+    (tmp_path / "more.py").write_text("# a change\n")
+    monkeypatch.setattr(module, "_FOLDING", (*module._FOLDING, tmp_path))
     assert module.fingerprint.__wrapped__() != before
 
 
@@ -208,6 +215,25 @@ async def test_a_store_that_is_away_does_not_stop_the_coordinator(caplog: pytest
             await chatter(log, turn * 6 + 1, 6)
             await asyncio.wait_for(store.tried.wait(), 5)
     assert caplog.text.count("no snapshot of entry") == 2
+
+
+async def test_unicron_replay_starts_from_it_when_asked(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    log = NatsEventLog(nats_connection)
+    await fill(log, troubled(5).log)
+    state, mark = ClusterState(), Mark(0, 0, "")
+    async for entry in log.read(until_seq=80):
+        state, mark = fold(state, entry), mark_of(entry)
+    ask = ("digest", "--nats", nats_server.url, "--json")
+    none = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")
+    assert none.returncode == 2 and "there is none that fits" in none.stderr
+    await NatsSnapshotStore(nats_connection).save(encode_snapshot(state, mark))
+    full = await asyncio.to_thread(unicron_replay, *ask)
+    quick = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")
+    assert full.stdout == quick.stdout and quick.returncode == 0, quick.stderr
+    early = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot", "--at", "79")
+    assert early.returncode == 2 and "is of entry 80, after --at" in early.stderr
 
 
 async def test_the_bucket_keeps_the_newest(nats_connection: Connection) -> None:
