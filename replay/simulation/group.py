@@ -71,7 +71,7 @@ class End:
         self.replica = replica
         self.broken = ""
         self._entered = 0
-        self._waiting: Result | None = None
+        self._under_way: list[Result] = []
 
     @property
     def all_keys(self) -> bool:
@@ -94,19 +94,27 @@ class End:
         meeting = group.meetings[number]
         meeting.rows[self.rank] = tuple(row)
         result = Result(self, meeting)
-        self._waiting = result
+        self._under_way.append(result)
+        if group.size == 1:
+            result.rows = [tuple(row)]
+            self._under_way.remove(result)
+            return result
         group.loop.call_later(timeout_s, result.fail, "timed out")
         if self.broken:
             group.loop.call_later(0.002, result.fail, self.broken)
         if len(meeting.rows) == group.size:
             for member in group.present.values():
-                if member._waiting is not None and member._waiting.meeting is meeting:
-                    member._waiting.come()
+                for waiting in member._under_way:
+                    if waiting.meeting is meeting:
+                        waiting.come()
         return result
 
     def leave(self, *, silently: bool = False) -> None:
         """Close the connections. `silently`: nobody is told (the power or the network is gone)."""
         group = self.group
+        under_way, self._under_way = self._under_way, []
+        for result in under_way:
+            result.fail("left")
         if group.present.pop(self.rank, None) is not None and not silently:
             for other in group.present.values():
                 group.loop.call_later(group.drawn.uniform(0.001, 0.02), other.peer_left, self.rank)
@@ -114,9 +122,15 @@ class End:
     def peer_left(self, rank: int) -> None:
         """A connection of this member ended: what is under way breaks, unless it was as good as done."""
         self.broken = f"connection closed by member {rank}"
-        waiting = self._waiting
-        if waiting is not None and not (waiting.complete and self.group.drawn.random() < 0.5):
-            waiting.fail(self.broken)
+        for waiting in list(self._under_way):
+            if not (waiting.complete and self.group.drawn.random() < 0.5):
+                waiting.fail(self.broken)
+
+    def over(self, result: Result) -> None:
+        """It is waited for no longer."""
+        if result in self._under_way:
+            self._under_way.remove(result)
+        self.replica.wake()
 
 
 class Result:
@@ -152,13 +166,11 @@ class Result:
             end.group.loop.call_later(0.3, self._arrive)  # what was lost on the way is sent again
             return
         self.rows = [self.meeting.rows[rank] for rank in range(end.group.size)]
-        end._waiting = None
-        end.replica.wake()
+        end.over(self)
 
     def fail(self, why: str) -> None:
         """It will not come any more."""
         if not self.over:
             self.error = why
             self.end.broken = self.end.broken or why
-            self.end._waiting = None
-            self.end.replica.wake()
+            self.end.over(self)

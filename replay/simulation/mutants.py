@@ -7,6 +7,7 @@ says that a rule or a fault is missing in the simulation, or that a second defen
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from msgspec.structs import replace
 from agents import commit_sums, core
 from agents.state import Memory, TellForkServer
 from agents.trainer import dealing, regrouping
-from agents.trainer.ledger import Account, Total
 from agents.trainer.messages import ExitedAck
 from events import vocabulary as v
 from replay.simulation import replica
@@ -244,9 +244,8 @@ def _commits_are_summed_twice() -> None:
 def _commit_without_agreement() -> None:
     def make(_: Any) -> Any:
         async def hasty(self: Any) -> None:
-            if self._sums is None:
-                rows = await self._gather(self._ledger.account(self._sampling).row())
-                self._sums = Total(self.generation, tuple(Account.from_row(row) for row in rows))
+            if self._total is None:
+                self._total = await self._sum()
             self._target = self._pending()
 
         return hasty
@@ -265,9 +264,23 @@ def _throw_away_complete_sums() -> None:
                 receivers=verdict.receivers,
                 dealt=verdict.dealt,
                 fresh=verdict.fresh,
+                final=verdict.final,
             )
 
         return hasty
+
+    _patch(regrouping, "judge", make)
+
+
+def _keep_any_bucket() -> None:
+    def make(judge: Any) -> Any:
+        def generous(positions: Any, micro_batches: int) -> Any:
+            verdict = judge(positions, micro_batches)
+            anybody = [bucket for position in positions if position.has_state for bucket in position.complete]
+            final = frozenset() if verdict.step_first else frozenset(anybody)
+            return dataclasses.replace(verdict, final=final)
+
+        return generous
 
     _patch(regrouping, "judge", make)
 
@@ -312,6 +325,7 @@ MUTANTS: dict[str, Mutant] = {
     "commits_are_summed_twice": Mutant("a sum is continued by whatever comes", _commits_are_summed_twice),
     "commit_without_agreement": Mutant("a replica steps as soon as it has the sums", _commit_without_agreement),
     "throw_away_complete_sums": Mutant("who is behind does not step before it goes on", _throw_away_complete_sums),
+    "keep_any_bucket": Mutant("a bucket counts as final where one member has its sum", _keep_any_bucket),
     "deal_what_is_held": Mutant("survivors are dealt what they have computed already", _deal_what_is_held),
     "acknowledge_before_the_disk": Mutant("the log acknowledges what a crash can lose", _acknowledge_before_the_disk),
 }

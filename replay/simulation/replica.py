@@ -28,11 +28,18 @@ from agents.trainer.messages import (
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.sampling import Sampling
 from events.vocabulary import ErrorKind, Phase
+from replay.simulation.buckets import BUCKETS, Buckets, from_row, to_row
 from replay.simulation.group import Broken, End, Row, Superseded
 
 if TYPE_CHECKING:
     from replay.simulation.process import Process
     from replay.simulation.training import Training
+
+
+def next_params(params: int, iteration: int, gradient: int) -> int:
+    """The parameters after one more step: a chain, so that order and number of the steps count."""
+    return hash((params, iteration, gradient))
+
 
 Origin = Literal["own", "replica", "checkpoint", "init"]
 _STATE, _NO_STATE = 1, 0
@@ -69,7 +76,8 @@ class Replica:
         self._membership: Membership | None = None
         self._end: End | None = None
         self._ledger = Ledger(iteration=0)
-        self._sums: Total | None = None
+        self._buckets = Buckets(self.spec.micro_batches)
+        self._total: Total | None = None
         self._verdict: Verdict | None = None
         self._next_hand: tuple[int, ...] | None = None
         self._transfer_owed = False
@@ -250,13 +258,8 @@ class Replica:
         while not agreed:
             try:
                 self._look()
-                if self._ledger.todo():
-                    await self._work(self.training.micro_batch_s)
-                    if self._failure is not None:
-                        raise _Failure(self._failure)
-                    self._ledger.finished += 1
-                    self._ledger.loss_sum += 1.0
-                    self._ledger.tokens += self.spec.micro_batch
+                if todo := self._ledger.todo():
+                    await self._compute(todo[0], is_last=len(todo) == 1)
                 else:
                     await self._reduce()
                     agreed = True
@@ -266,6 +269,21 @@ class Replica:
                 agreed = await self._regroup(None)
             except Superseded:
                 agreed = await self._regroup(None)
+
+    async def _compute(self, micro_batch: int, *, is_last: bool) -> None:
+        """One micro-batch. Inside the last backward the reduction of the buckets begins, one after the other."""
+        if is_last and self._end is not None:
+            await self._work(self.training.micro_batch_s * 0.4)
+            self._buckets.add(micro_batch)
+            while self._end is not None and self._buckets.start_next(self._end, self.training.collective_timeout_s):
+                await self._work(self.training.micro_batch_s * 0.2)
+        else:
+            await self._work(self.training.micro_batch_s)
+            self._buckets.add(micro_batch)
+        if self._failure is not None:
+            raise _Failure(self._failure)
+        self._ledger.finished += 1
+        self._ledger.add(1.0, self.spec.micro_batch)
 
     def _look(self) -> None:
         if any(shard.quit_asked for shard in self.shards):
@@ -277,8 +295,6 @@ class Replica:
         """A collective of the present group. Raises Broken, Superseded, QuitAsked."""
         end = self._end
         assert end is not None
-        if end.group.size == 1:
-            return [tuple(row)]
         result = end.gather(row, self.training.collective_timeout_s)
         await self._wait(lambda: result.over or bool(self._newest(self.generation, urgent_only=True)))
         if result.error:
@@ -290,23 +306,36 @@ class Replica:
     async def _reduce(self) -> None:
         """From *computed* to *agreed*."""
         ledger = self._ledger
-        if self._sums is None:
-            rows = await self._gather(ledger.account(self._sampling).row())
-            total = Total(self.generation, tuple(Account.from_row(row) for row in rows))
-            total.check(ledger.iteration, self.spec.micro_batches)
-            self._sums = total
+        if self._total is None:
+            self._total = await self._sum()
         pending = self._pending()
         agreed = await self._gather([ledger.iteration, pending])
         self._target = pending if {row[1] for row in agreed} == {pending} else 0
 
+    async def _sum(self) -> Total:
+        """Complete all sums over the replicas, and gather their accounts."""
+        end, buckets, timeout_s = self._end, self._buckets, self.training.collective_timeout_s
+        assert end is not None
+        while buckets.start_next(end, timeout_s):
+            pass
+        rows = await self._gather(self._ledger.account(self._sampling).row())
+        await self._wait(lambda: buckets.settled or bool(self._newest(self.generation, urgent_only=True)))
+        if buckets.error:
+            raise Broken(buckets.error)
+        if not buckets.settled:
+            raise Superseded
+        total = Total(self.generation, tuple(Account.from_row(row) for row in rows))
+        total.check(self._ledger.iteration, self.spec.micro_batches)
+        return total
+
     # --- between iterations ----------------------------------------------------------------------
 
     async def _commit(self) -> None:
-        total, iteration = self._sums, self._ledger.iteration
+        total, iteration = self._total, self._ledger.iteration
         assert total is not None
-        from replay.simulation.training import next_params
-
-        self._params = next_params(self._params, iteration, total.samples_digest)
+        # Where a micro-batch is missing in a bucket, or twice, the parameters are other ones for ever.
+        gradient = total.samples_digest if self._buckets.are_right() else -1
+        self._params = next_params(self._params, iteration, gradient)
         self.training.witness.step_committed(self, iteration, self._lineage, total, self._params)
         self._committed = Committed(
             generation=total.generation,
@@ -319,10 +348,10 @@ class Replica:
             redone=total.redone,
         )
         self._committed_told = False
-        self._sums = None
+        self._total = None
         self._tell_committed()
         hand, self._next_hand = self._next_hand, None
-        self._ledger = Ledger(iteration=iteration + 1)
+        self._begin(iteration + 1)
         interval = self.spec.checkpoint.interval
         if interval and iteration % interval == 0 and iteration < self.spec.iterations:
             await self._save_if_lead()
@@ -341,6 +370,10 @@ class Replica:
             await self._regroup(target)
         else:
             self._ledger.deal(self._fair_hand() if hand is None else hand, redone=False)
+
+    def _begin(self, iteration: int) -> None:
+        self._buckets.begin()
+        self._ledger = Ledger(iteration=iteration)
 
     def _fair_hand(self) -> range:
         assert self._end is not None
@@ -394,8 +427,9 @@ class Replica:
         return Position(
             has_state=self._has_state,
             iteration=self._ledger.iteration if self._has_state else 0,
-            sums_complete=self._sums is not None,
+            sums_complete=self._total is not None,
             held=tuple(self._ledger.held) if self._has_state else (),
+            complete=tuple(self._buckets.complete()) if self._has_state else (),
         )
 
     async def _regroup(self, target: Membership | None) -> bool:
@@ -474,9 +508,10 @@ class Replica:
         self._end = end
         if group.size > 1:
             await self._meet(membership, end, until_s)
-        rows = await self._gather(self._position().row(self.spec.micro_batches))
+        micro_batches = self.spec.micro_batches
+        rows = await self._gather(self._position().row(micro_batches, BUCKETS))
         assert generation == self.generation
-        return regrouping.judge([Position.from_row(row) for row in rows], self.spec.micro_batches)
+        return regrouping.judge([Position.from_row(row, micro_batches) for row in rows], micro_batches)
 
     async def _meet(self, membership: Membership, end: End, until_s: float | None) -> None:
         loop, store = self.training.loop, membership.store
@@ -509,11 +544,12 @@ class Replica:
         if rank in verdict.step_first:
             self._next_hand = hand
             return True
-        self._sums = None
+        self._total = None
         if rank in verdict.receivers:
-            self._ledger = Ledger(iteration=verdict.iteration)
+            self._begin(verdict.iteration)
             self._ledger.deal(hand, redone=False)
         else:
+            self._buckets.keep(verdict.final)
             self._ledger.deal(hand, redone=bool(self._ledger.held))
         return False
 
@@ -523,16 +559,18 @@ class Replica:
         assert verdict is not None and end is not None
         if end.rank == verdict.source and verdict.fresh:
             self._find_state()
-        told = [0, 0, 0, 0]
+        told = [_NO_STATE, 0, 0, 0]
         if end.rank == verdict.source:
             told = [_STATE, self._ledger.iteration - 1, self._params, self._lineage]
+        told += to_row(self._buckets.final(), self.spec.micro_batches)
         await self._work(self.training.drawn.uniform(0.01, 0.1))
         rows = await self._gather(told)
         if end.rank in verdict.receivers and end.rank != verdict.source:
-            has, iteration, self._params, self._lineage = rows[verdict.source]
+            has, iteration, self._params, self._lineage, *final = rows[verdict.source]
             assert has == _STATE
             hand = list(self._ledger.held)
-            self._ledger = Ledger(iteration=iteration + 1)
+            self._begin(iteration + 1)
+            self._buckets.adopt(from_row(final, self.spec.micro_batches))
             self._ledger.deal(hand, redone=False)
             self._has_state = True
             self._origin = ("checkpoint" if iteration else "init") if verdict.fresh else "replica"
@@ -546,7 +584,7 @@ class Replica:
         self._origin = "checkpoint" if saved is not None else "init"
         self._lineage = self.training.witness.new_lineage(self.task)
         hand = list(self._ledger.held)
-        self._ledger = Ledger(iteration=iteration + 1)
+        self._begin(iteration + 1)
         self._ledger.deal(hand, redone=False)
         self._has_state = True
 

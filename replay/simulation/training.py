@@ -16,7 +16,7 @@ from events.vocabulary import TaskSpec
 from replay.simulation.group import Group
 from replay.simulation.network import Reach
 from replay.simulation.process import Process
-from replay.simulation.replica import Replica
+from replay.simulation.replica import Replica, next_params
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 
 #: Checkpoints that are kept.
 _KEEP = 2
-
-
-def next_params(params: int, iteration: int, digest: int) -> int:
-    """The parameters after one more step: a chain, so that order and number of the steps count."""
-    return hash((params, iteration, digest))
 
 
 class Training:
