@@ -11,13 +11,14 @@ import signal
 from typing import NamedTuple
 
 from agents.trainer.channel import EXIT_NO_AGENT
-from events.vocabulary import ErrorKind
+from agents.trainer.messages import OomKill
+from events.vocabulary import ErrorKind, ExitCause
 
 #: EX_TEMPFAIL: the trainer waited too long for a membership, saved what it had and stopped.
 EXIT_NO_MEMBERSHIP = 75
 
 _SIGNALS: dict[int, tuple[ErrorKind, str]] = {
-    signal.SIGKILL: ("process_exit", "if nobody did that, look for the OOM killer in dmesg"),
+    signal.SIGKILL: ("process_exit", "somebody did that; unicron and the kernel's OOM killer did not"),
     signal.SIGTERM: ("process_exit", "somebody asked the process to end; unicron did not"),
     signal.SIGINT: ("process_exit", "somebody interrupted the process; unicron did not"),
     signal.SIGSEGV: ("process_exit", "invalid memory access in native code; look at the log's last lines"),
@@ -39,25 +40,39 @@ _CODES: dict[int, tuple[ErrorKind, str]] = {
 }
 
 
+_CAUSES: dict[ExitCause, tuple[ErrorKind, str]] = {
+    "oom_killed": (
+        "out_of_memory",
+        "that was the kernel's OOM killer: give the task a smaller micro_batch, or the node fewer slots or more memory",
+    ),
+    "maybe_oom_killed": ("process_exit", "if nobody did that, look for the OOM killer in dmesg"),
+}
+
+
 class Exit(NamedTuple):
     """How a process ended. Exactly one of `exit_code` and `signal` is set."""
 
     exit_code: int | None
     signal: int | None
+    cause: ExitCause = "unknown"
 
     @classmethod
-    def of(cls, status: int) -> Exit:
-        """From the 16-bit status of wait(2)."""
-        if os.WIFSIGNALED(status):
-            return cls(None, os.WTERMSIG(status))
-        return cls(os.WEXITSTATUS(status), None)
+    def of(cls, status: int, oom: OomKill = "no") -> Exit:
+        """From the 16-bit status of wait(2), and what is known of the OOM killer (fork_server.py)."""
+        if not os.WIFSIGNALED(status):
+            return cls(os.WEXITSTATUS(status), None, "exited")
+        cause: ExitCause = "core_dumped" if os.WCOREDUMP(status) else "signalled"
+        if oom != "no":
+            cause = "oom_killed" if oom == "yes" else "maybe_oom_killed"
+        return cls(None, os.WTERMSIG(status), cause)
 
 
 def classify(end: Exit, *, ready: bool) -> tuple[ErrorKind, str]:
     """The kind of error and one plain sentence. `ready`: the worker had built its model."""
     if end.signal is not None:
-        kind, hint = _SIGNALS.get(end.signal, ("process_exit", "see signal(7)"))
-        text = f"killed by {_name(end.signal)}; {hint}"
+        kind, hint = _CAUSES.get(end.cause) or _SIGNALS.get(end.signal, ("process_exit", "see signal(7)"))
+        dump = " with a core dump" if end.cause == "core_dumped" else ""
+        text = f"killed by {_name(end.signal)}{dump}; {hint}"
     else:
         assert end.exit_code is not None
         kind, hint = _CODES.get(end.exit_code, ("process_exit", "see the log's last lines"))

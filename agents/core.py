@@ -11,13 +11,15 @@ Commands
   become free or the fork server is being started; with neither in sight it fails at once.
   Applied = the process exists.
 * StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL; no Quit for a worker that has not
-  connected yet and never was a member. Applied = the process is gone.
+  connected yet and never was a member; with `kill` SIGKILL at once. Applied = the process is gone.
 * SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
   of the task that is or ever was a member (leavers must hear that they leave); who connects later gets it then.
 
 Workers
 * A worker that the fork server neither lists nor reports as ended has ended with its fork server: the kernel
   kills the workers of a dead fork server (so that no worker runs on unattended).
+* A worker whose iteration is late (watch.py) is told of as it stands; who hangs and who waits for it, the coordinator
+  knows, who hears of all members.
 * Exits are acknowledged to the fork server only once the log holds them, so no exit status is ever lost.
 * An exit is *expected* when the worker was told to stop, or was a member and ended with code 0 (a member does
   that only when its task is complete). An unexpected one is told with its cause (ErrorReported, unless the worker
@@ -72,6 +74,7 @@ from agents.state import (
     LogSeen,
     Memory,
     Order,
+    Stalled,
     State,
     TellForkServer,
     TellWorker,
@@ -82,9 +85,11 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
+from agents.trainer.marks import Mark
 from agents.trainer.messages import (
     Committed,
     Completed,
+    Degraded,
     Exited,
     ExitedAck,
     Forked,
@@ -101,13 +106,17 @@ from agents.trainer.messages import (
     Saved,
     Spawn,
     SpawnFailed,
+    Suspected,
     Trouble,
 )
 from events.vocabulary import (
     CheckpointSaved,
     CommandApplied,
     CommandFailed,
+    CorruptionSuspected,
+    DegradationObserved,
     ErrorReported,
+    HangSuspected,
     NodeJoined,
     NodeLeft,
     Observation,
@@ -150,8 +159,10 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:
             turn.worker_said(worker, message)
         case WorkerDisconnected(worker=worker):
             turn.disconnected(worker)
-        case ForkServerSaid(message=said, log_tail=log_tail):
-            turn.fork_server_said(said, log_tail)
+        case ForkServerSaid(message=said, log_tail=log_tail, mark=mark):
+            turn.fork_server_said(said, log_tail, mark)
+        case Stalled():
+            turn.stalled(given)
         case ForkServerDied():
             turn.fork_server_died()
         case TimerFired():
@@ -353,7 +364,9 @@ class _Turn:
             self.answer(order)  # gone, or never here: nothing runs
             return
         record = self.change(record, stop_orders=(*record.stop_orders, order))
-        self.stop(record, command.reason)
+        if command.kill and record.stop != "kill":
+            self.press(self.change(record, stop="kill", stop_reason=command.reason))
+        self.stop(self.memory.workers[command.worker], command.reason)
 
     def stop(self, record: Worker, reason: str) -> None:
         """Begin to end a worker; nothing where that has begun already."""
@@ -510,6 +523,35 @@ class _Turn:
                         detail=message.detail,
                     )
                 )
+            case Degraded():
+                self.append(
+                    DegradationObserved(
+                        node=node,
+                        task=task,
+                        worker=worker,
+                        generation=message.generation,
+                        iteration=message.iteration,
+                        iteration_us=message.iteration_us,
+                        usual_us=message.usual_us,
+                        slowest=message.slowest,
+                        compute_us=message.compute_us,
+                        others_us=message.others_us,
+                    )
+                )
+            case Suspected():
+                self.append(
+                    CorruptionSuspected(
+                        node=node,
+                        task=task,
+                        worker=worker,
+                        generation=message.generation,
+                        iteration=message.iteration,
+                        sign=message.sign,
+                        suspect=message.suspect,
+                        value=message.value,
+                        usual=message.usual,
+                    )
+                )
             case Saved(iteration=iteration, path=path, size_bytes=size_bytes, duration_us=duration_us):
                 if iteration == record.saved:
                     return  # told again to a new agent
@@ -542,6 +584,28 @@ class _Turn:
                 )
             case _ as never:
                 assert_never(never)
+
+    def stalled(self, stalled: Stalled) -> None:
+        record, mark = self.memory.workers.get(stalled.worker), stalled.mark
+        if record is None or record.foreign or record.stop != "no":
+            return
+        self.close_sum(record.task)  # what was committed says that it is not the last iteration which is late
+        self.append(
+            HangSuspected(
+                node=self.config.node,
+                task=record.task,
+                worker=stalled.worker,
+                generation=mark.generation,
+                iteration=mark.iteration,
+                phase=mark.phase,
+                micro_batch=mark.micro_batch,
+                entered=mark.entered,
+                waiting=mark.waiting,
+                stopped=stalled.stopped,
+                still_us=stalled.still_us,
+                limit_us=mark.limit_us,
+            )
+        )
 
     def reached(self, worker: WorkerId, iteration: int) -> None:
         self.link(worker, replace(self.state.links.get(worker, Link()), iteration=iteration))
@@ -583,14 +647,16 @@ class _Turn:
 
     # --- the fork server -------------------------------------------------------------------------
 
-    def fork_server_said(self, said: Forked | SpawnFailed | Exited | Inventory, log_tail: str) -> None:
+    def fork_server_said(
+        self, said: Forked | SpawnFailed | Exited | Inventory, log_tail: str, mark: Mark | None
+    ) -> None:
         match said:
             case Forked(worker=worker, pid=pid):
                 self.started(worker, pid)
             case SpawnFailed(worker=worker, reason=reason):
                 self.spawn_failed(worker, reason)
-            case Exited(worker=worker, pid=pid, status=status):
-                self.exited(worker, pid, Exit.of(status), log_tail)
+            case Exited(worker=worker, pid=pid, status=status, oom=oom):
+                self.exited(worker, pid, Exit.of(status, oom), log_tail, mark)
                 self.after_an_end()
             case Inventory():
                 self.take_inventory(said)
@@ -608,7 +674,7 @@ class _Turn:
             self.answer(order)
         self.after_an_end()
 
-    def exited(self, worker: WorkerId, pid: int, end: Exit, log_tail: str) -> None:
+    def exited(self, worker: WorkerId, pid: int, end: Exit, log_tail: str, mark: Mark | None) -> None:
         if worker in self.state.confirming:
             return
         record = self.memory.workers.get(worker)
@@ -625,7 +691,7 @@ class _Turn:
         self.close_sum(task)
         expected = record.stop != "no" or (end.exit_code == 0 and record.member)
         if not expected and not record.cause_told:
-            self.tell_cause(record, end, log_tail)
+            self.tell_cause(record, end, log_tail, mark)
         self.forget(record, Gone(expected=expected, durable=False))
         self.tell_exit(worker, end, expected, log_tail)
         for order in record.stop_orders:
@@ -641,7 +707,7 @@ class _Turn:
         self.put_gone(worker, Gone(expected=expected, durable=False))
         self.tell_exit(worker, end, expected, log_tail)
 
-    def tell_cause(self, record: Worker, end: Exit, log_tail: str) -> None:
+    def tell_cause(self, record: Worker, end: Exit, log_tail: str, mark: Mark | None) -> None:
         kind, text = classify(end, ready=record.ready)
         link = self.state.links.get(record.worker, Link())
         generation, committed = self.state.summed.get(record.task, (0, 0))
@@ -653,8 +719,8 @@ class _Turn:
                 worker=record.worker,
                 kind=kind,
                 generation=max(record.generation, link.told),
-                iteration=max(link.iteration, at_work),
-                phase="unknown" if record.ready else "start",
+                iteration=mark.iteration if mark else max(link.iteration, at_work),
+                phase=mark.phase if mark else "unknown" if record.ready else "start",
                 message=text,
                 detail=log_tail,
             )
@@ -671,6 +737,7 @@ class _Turn:
                 signal=end.signal,
                 expected=expected,
                 log_tail="" if expected else log_tail,
+                cause=end.cause,
             ),
             confirm=True,
         )
@@ -701,7 +768,7 @@ class _Turn:
         for worker in sorted(self.memory.workers.keys() - listed):
             record = self.memory.workers[worker]
             if record.pid:
-                self.exited(worker, record.pid, Exit(None, signal.SIGKILL), "")
+                self.exited(worker, record.pid, Exit(None, signal.SIGKILL, "signalled"), "", None)
             else:
                 self.requeue(record)
 

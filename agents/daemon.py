@@ -47,6 +47,7 @@ from agents.state import (
     Leave,
     LogSeen,
     Memory,
+    Stalled,
     TellForkServer,
     TellWorker,
     TimerFired,
@@ -54,7 +55,8 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import Exited, FromForkServer
+from agents.trainer.messages import Exited, FromForkServer, Hello
+from agents.watch import Watch
 from agents.worker_sockets import WorkerSockets
 from events.envelope import Envelope
 from events.logs_request import logs_subject
@@ -108,7 +110,7 @@ class Agent:
         self._outbox = Outbox(options.node, self._boot, _wall_clock_us)
         self._sockets = WorkerSockets(
             run_dir.agent_socket,
-            on_connected=lambda hello: self.feed(WorkerConnected(hello=hello)),
+            on_connected=self._worker_connected,
             on_message=lambda worker, message: self.feed(WorkerSaid(worker=worker, message=message)),
             on_disconnected=lambda worker: self.feed(WorkerDisconnected(worker=worker)),
         )
@@ -121,6 +123,12 @@ class Agent:
             ],
             on_message=self._fork_server_said,
             on_death=lambda: self.feed(ForkServerDied()),
+        )
+        self._watch = Watch(
+            run_dir.marks,
+            on_late=lambda worker, mark, still_us, stopped: self.feed(
+                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped)
+            ),
         )
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._has_inventory = asyncio.Event()
@@ -152,6 +160,7 @@ class Agent:
                 task.cancel()
             await asyncio.gather(end, *duties, return_exceptions=True)
             await self._sockets.close()
+            self._watch.close()
             for timer in self._timers.values():
                 timer.cancel()
             loop.remove_signal_handler(signal.SIGTERM)
@@ -205,13 +214,19 @@ class Agent:
         self._timers.pop((fired.name, fired.key), None)
         self.feed(fired)
 
+    def _worker_connected(self, hello: Hello) -> None:
+        self.feed(WorkerConnected(hello=hello))
+        if hello.worker in self._state.memory.workers:
+            self._watch.follow(hello.worker, hello.pid)
+
     def _fork_server_said(self, message: FromForkServer) -> None:
-        log_tail = ""
+        log_tail, mark = "", None
         if isinstance(message, Exited):
+            mark = self._watch.drop(message.worker)
             task = message.worker.rpartition(".")[0]
             path = worker_log(self._run_dir.logs, task, message.worker)
             log_tail = tail(path, LOG_TAIL_BYTES).decode(errors="replace")
-        self.feed(ForkServerSaid(message=message, log_tail=log_tail))
+        self.feed(ForkServerSaid(message=message, log_tail=log_tail, mark=mark))
         if self._state.store_port:
             self._has_inventory.set()
 

@@ -13,6 +13,7 @@ Rules
   have been given its work by then (self-fencing).
 * A worker's stdout and stderr come through a pipe into its log; an exit is reported once what the pipe held is
   written. What a dead worker left in its process group is killed with it.
+* A SIGKILL that was not sent from here may have been the kernel's: the witnesses are asked before the exit is told.
 * The store's listening socket belongs to the fork server: a store that dies is replaced on the same port.
 * A Spawn for a worker that lives is answered again and not done again.
 """
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agents.gpus import visible_gpus
+from agents.oom import OomWitness
 from agents.prctl import adopt_orphans
 from agents.rotated_log import RotatedLog
 from agents.trainer.framing import BadFrame, Unframer, frame
@@ -51,6 +53,7 @@ from agents.trainer.messages import (
     InventoryWorker,
     Kill,
     Launch,
+    OomKill,
     Retire,
     Spawn,
     SpawnFailed,
@@ -89,6 +92,8 @@ class _Worker:
     pid: int
     slot: int
     output: _Output
+    #: A SIGKILL was sent from here.
+    killed: bool = False
 
 
 @dataclass(slots=True)
@@ -121,6 +126,7 @@ class ForkServer:
         self._run = run
         self._serve_store = serve_store
         self._gpus = visible_gpus()
+        self._oom = OomWitness()
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
@@ -317,6 +323,7 @@ class ForkServer:
         output = _Output(read_fd, log)
         self._outputs[read_fd] = output
         self._selector.register(read_fd, selectors.EVENT_READ, lambda _: self._pump(output))
+        self._oom.born(pid)
         self._workers[pid] = _Worker(worker, launch.task, pid, spawn.slot, output)
         self._pids[worker] = pid
         self._say(Forked(worker=worker, pid=pid))
@@ -357,6 +364,7 @@ class ForkServer:
             one.close()
         for fd in (self._lock_fd, *self._outputs):
             os.close(fd)
+        self._oom.close()
         for output in self._outputs.values():
             output.log.close()
 
@@ -364,6 +372,7 @@ class ForkServer:
         pid = self._pids.get(worker)
         if pid is None:
             return  # it has ended, and its pid may be another's by now
+        self._workers[pid].killed |= number == signal.SIGKILL
         try:
             os.killpg(pid, number)
         except ProcessLookupError:  # it has not come to its setsid yet
@@ -413,7 +422,12 @@ class ForkServer:
         if worker.output.fd in self._outputs:
             self._pump(worker.output, _DRAIN_BYTES)
         del self._pids[worker.worker]
-        exited = Exited(worker=worker.worker, pid=worker.pid, status=status)
+        oom: OomKill = "no"
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not worker.killed:
+            oom = self._oom.ended(worker.pid)
+        else:
+            self._oom.forget(worker.pid)
+        exited = Exited(worker=worker.worker, pid=worker.pid, status=status, oom=oom)
         self._exits[worker.worker] = exited
         self._say(exited)
 

@@ -5,6 +5,7 @@
     <run_dir>/agent.memory   what an agent tells the next one (see agents/state.py: Memory)
     <run_dir>/agent.sock     workers connect here
     <run_dir>/fork.sock      the fork server serves the agent here
+    <run_dir>/marks/<worker>         the worker's phase mark (see agents/trainer/marks.py)
     <run_dir>/fork_server.log
     <run_dir>/logs/<task>/<worker>.log, .log.1, ...
 
@@ -54,6 +55,7 @@ class RunDir:
         self.fork_socket = self.path / "fork.sock"
         self.fork_server_log = self.path / "fork_server.log"
         self.logs = self.path / "logs"
+        self.marks = self.path / "marks"
         self._memory = self.path / "agent.memory"
         self._boot = self.path / "agent.boot"
         self._lock_fd = -1
@@ -111,7 +113,7 @@ class RunDir:
             return msgspec.msgpack.decode(self._memory.read_bytes(), type=Memory, strict=True)
         except FileNotFoundError:
             return Memory()
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise BadRunDir(f"run-dir: {self._memory} is damaged ({error}); it is not used") from error
 
 

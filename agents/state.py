@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from agents.commit_sums import CommitSum, Position
+from agents.trainer.marks import Mark
 from agents.trainer.messages import (
     FromForkServer,
     FromWorker,
@@ -196,10 +197,20 @@ class WorkerDisconnected(_Part, frozen=True, kw_only=True):
 
 
 class ForkServerSaid(_Part, frozen=True, kw_only=True):
-    """`log_tail`: with Exited, the last bytes of the worker's log."""
+    """With Exited, `log_tail`: the last bytes of the worker's log; `mark`: its last phase mark."""
 
     message: FromForkServer
     log_tail: str = ""
+    mark: Mark | None = None
+
+
+class Stalled(_Part, frozen=True, kw_only=True):
+    """The worker's iteration is late: `mark`, and for how long it has not changed. `stopped`: the kernel's word."""
+
+    worker: WorkerId
+    mark: Mark
+    still_us: int
+    stopped: bool
 
 
 class ForkServerDied(_Part, frozen=True, kw_only=True):
@@ -239,7 +250,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 
 Input: TypeAlias = (
-    Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied
+    Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
     | TimerFired | LogSeen | Appended | Leave | HandOver
 )  # fmt: skip
 

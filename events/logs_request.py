@@ -77,5 +77,5 @@ def _decode(body: bytes, kind: type[T]) -> T:
         raise BadLogsMessage(f"{len(body)} bytes long, more than the {_MAX_BODY_BYTES} allowed")
     try:
         return msgspec.msgpack.decode(body, type=kind, strict=True)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise BadLogsMessage(" ".join(str(error).split())) from None

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from events.vocabulary import (
+    CorruptionSign,
     Count,
     ErrorKind,
     LongText,
@@ -32,6 +33,7 @@ from events.vocabulary import (
     TaskSpec,
     Text,
     WorkerId,
+    WorkerOrNone,
 )
 
 MAX_FRAME_BYTES = 4 * 1024 * 1024
@@ -103,6 +105,29 @@ class Trouble(Message, frozen=True, kw_only=True):
     phase: Phase
     message: Text
     detail: LongText
+
+
+class Degraded(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.DegradationObserved; sent by the lead alone."""
+
+    generation: Count
+    iteration: Count
+    iteration_us: Count
+    usual_us: Count
+    slowest: WorkerOrNone
+    compute_us: Count
+    others_us: Count
+
+
+class Suspected(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.CorruptionSuspected."""
+
+    generation: Count
+    iteration: Count
+    sign: CorruptionSign
+    suspect: WorkerOrNone
+    value: float
+    usual: float
 
 
 class Saved(Message, frozen=True, kw_only=True):
@@ -188,12 +213,17 @@ class SpawnFailed(Message, frozen=True, kw_only=True):
     reason: Text
 
 
+#: Whether the kernel's OOM killer did it.
+OomKill: TypeAlias = Literal["yes", "no", "maybe"]
+
+
 class Exited(Message, frozen=True, kw_only=True):
     """`status` as os.waitpid gives it. Repeated to a new agent until it is acknowledged."""
 
     worker: WorkerId
     pid: Positive
     status: int
+    oom: OomKill = "no"
 
 
 class ExitedAck(Message, frozen=True, kw_only=True):
@@ -217,7 +247,7 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Parked | Committed | Trouble | Saved | Completed
+    Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Suspected | Saved | Completed
 )  # fmt: skip
 ToWorker: TypeAlias = Membership | Quit
 ToForkServer: TypeAlias = Spawn | Kill | Retire | ExitedAck

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -30,7 +31,16 @@ def serve(listener: socket.socket) -> NoReturn:
 
 def run(launch: Launch) -> None:
     """Behave as told."""
-    behave = {"sleep": sleep, "exit": leave, "print": fill, "describe": describe, "orphan": orphan, "talk": talk}
+    behave = {
+        "sleep": sleep,
+        "exit": leave,
+        "print": fill,
+        "describe": describe,
+        "orphan": orphan,
+        "talk": talk,
+        "eat": eat,
+        "crash": crash,
+    }
     behave[launch.spec.entry](launch)
 
 
@@ -41,6 +51,19 @@ def sleep(_: Launch) -> NoReturn:
 
 def leave(launch: Launch) -> NoReturn:
     sys.exit(int(launch.spec.args[0]))
+
+
+def eat(_: Launch) -> NoReturn:
+    """Take memory until there is no more."""
+    taken = []
+    while True:
+        taken.append(b"x" * 1_000_000)
+
+
+def crash(_: Launch) -> None:
+    """End as native code does that is broken, with a core dump in the working directory."""
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.abort()
 
 
 def fill(launch: Launch) -> None:

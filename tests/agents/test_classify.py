@@ -11,21 +11,36 @@ from agents.classify import Exit, classify
 from agents.gpus import visible_gpus
 from agents.host import load_milli, memory_free_bytes
 from agents.trainer.channel import EXIT_NO_AGENT
+from agents.trainer.messages import OomKill
 
 
 @pytest.mark.parametrize(
     ("status", "expected"),
-    [(0, Exit(0, None)), (3 << 8, Exit(3, None)), (9, Exit(None, 9)), (11 | 0x80, Exit(None, 11))],
+    [
+        (0, Exit(0, None, "exited")),
+        (3 << 8, Exit(3, None, "exited")),
+        (9, Exit(None, 9, "signalled")),
+        (11 | 0x80, Exit(None, 11, "core_dumped")),
+    ],
 )
 def test_status_of_wait(status: int, expected: Exit) -> None:
     assert Exit.of(status) == expected
 
 
+@pytest.mark.parametrize(("oom", "cause"), [("yes", "oom_killed"), ("no", "signalled"), ("maybe", "maybe_oom_killed")])
+def test_what_the_witnesses_say_is_the_cause(oom: OomKill, cause: str) -> None:
+    assert Exit.of(9, oom).cause == cause
+
+
 @pytest.mark.parametrize(
     ("end", "ready", "kind", "words"),
     [
-        (Exit(None, signal.SIGKILL), True, "process_exit", "killed by SIGKILL; if nobody did that, look for the OOM"),
-        (Exit(None, signal.SIGSEGV), True, "process_exit", "killed by SIGSEGV"),
+        (Exit(None, signal.SIGKILL, "signalled"), True, "process_exit", "killed by SIGKILL; somebody did that"),
+        (Exit(None, signal.SIGKILL, "oom_killed"), True, "out_of_memory", "smaller micro_batch"),
+        (Exit(None, signal.SIGKILL, "maybe_oom_killed"), True, "process_exit", "look for the OOM killer in dmesg"),
+        (Exit(None, signal.SIGKILL, "oom_killed"), False, "start_failed", "OOM killer"),
+        (Exit(None, signal.SIGSEGV), True, "process_exit", "killed by SIGSEGV;"),
+        (Exit(None, signal.SIGSEGV, "core_dumped"), True, "process_exit", "killed by SIGSEGV with a core dump;"),
         (Exit(None, signal.SIGRTMIN + 3), True, "process_exit", "killed by signal"),
         (Exit(1, None), True, "exception", "traceback"),
         (Exit(EXIT_NO_AGENT, None), True, "process_exit", "no agent"),

@@ -32,12 +32,12 @@ def members(cluster: MiniCluster) -> list[str]:
     return [member.worker for member in membership.members]
 
 
-def suspicion(cluster: MiniCluster, worker: str, **changes: object) -> v.HangSuspected:
+def suspicion(cluster: MiniCluster, member: str, **changes: object) -> v.HangSuspected:
     """A victim's, unless changed: it waits in collective 9 of iteration 4."""
     told = v.HangSuspected(
-        node=cluster.state.tasks["big"].workers[worker].node,
+        node=cluster.state.tasks["big"].workers[member].node,
         task="big",
-        worker=worker,
+        worker=member,
         generation=cluster.state.tasks["big"].generation,
         iteration=4,
         phase="reduce",

@@ -1,0 +1,159 @@
+"""A worker's phase mark: where it is, in a few bytes of shared memory that its agent can read without its help.
+
+    <run dir>/marks/<worker>
+
+Rules
+-----
+* The worker maps the file and overwrites one record; no system call, no lock, about a microsecond. Nobody else writes.
+* The record begins and ends with the same number, which grows with every mark: whoever reads two different ones has
+  read in the middle of a mark, and reads again.
+* Times are of CLOCK_MONOTONIC, which all processes of a machine share.
+* `entered` counts the collectives across replicas in this generation. All members make the same ones in the same
+  order, so the one that has entered fewer is behind; it does not matter what the collectives are.
+* A mark outlives its worker until the agent has read it: it says where a worker was when it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+from events.vocabulary import Phase
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_RECORD = struct.Struct("=12Q")
+_MAGIC = 0x756E69636D61726B
+_TRIES = 16
+
+
+class Mark(NamedTuple):
+    """What one reading says. `boundary_us`: when the iteration began; `limit_us`: how long it may last, 0 = any time.
+
+    `changed_us`: when this mark was made.
+    """
+
+    phase: Phase
+    generation: int
+    iteration: int
+    micro_batch: int
+    entered: int
+    left: int
+    boundary_us: int
+    limit_us: int
+    changed_us: int
+
+    @property
+    def waiting(self) -> bool:
+        """It has entered a collective and not left it."""
+        return self.entered > self.left
+
+    @property
+    def due_us(self) -> int:
+        """When the iteration is late; 0: never."""
+        return self.boundary_us + self.limit_us if self.limit_us else 0
+
+
+def path_of(agent_socket: str, worker: str) -> Path:
+    """Where the worker's mark is: beside the socket of its agent."""
+    return Path(agent_socket).parent / "marks" / worker
+
+
+def read(path: Path) -> Mark | None:
+    """The newest mark; None where there is none, or none that is whole."""
+    for _ in range(_TRIES):
+        try:
+            record = path.read_bytes()
+        except OSError:
+            return None
+        if len(record) < _RECORD.size:
+            return None
+        number, *fields, again = _RECORD.unpack_from(record)
+        magic, phase, *rest = fields
+        if magic != _MAGIC or phase >= len(PHASES):
+            return None
+        if number == again:
+            return Mark(PHASES[phase], *rest)
+    return None
+
+
+class Marker:
+    """The worker's side. Without a directory to write to, marks are made nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._number = 0
+        self._phase: Phase = "start"
+        self._generation = self._iteration = self._micro_batch = self._entered = self._left = 0
+        self._boundary_us = self._limit_us = 0
+        self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
+        if path is not None:
+            with contextlib.suppress(OSError):
+                self._memory = _mapped(path)
+        self._mark()
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self._mark()
+
+    def working(self, micro_batch: int) -> None:
+        """The iteration's `micro_batch`-th micro-batch begins here (from 0)."""
+        self._micro_batch = micro_batch
+        self._phase = "forward"
+        self._mark()
+
+    def begun(self, iteration: int, limit_us: int) -> None:
+        """An iteration begins now and may last `limit_us`."""
+        self._iteration = iteration
+        self._micro_batch = 0
+        self._boundary_us = now_us()
+        self._limit_us = limit_us
+        self._mark()
+
+    def moved(self, generation: int) -> None:
+        """The worker is on its way to `generation`'s group: no iteration runs."""
+        self._generation = generation
+        self._entered = self._left = self._limit_us = 0
+        self._mark()
+
+    def entering(self) -> None:
+        """A collective across replicas begins."""
+        self._entered += 1
+        self._mark()
+
+    def leaving(self) -> None:
+        """It is over."""
+        self._left = self._entered
+        self._mark()
+
+    def _mark(self) -> None:
+        self._number += 1
+        _RECORD.pack_into(
+            self._memory, 0, self._number, _MAGIC, _NUMBER[self._phase], self._generation, self._iteration,
+            self._micro_batch, self._entered, self._left, self._boundary_us, self._limit_us, now_us(), self._number,
+        )  # fmt: skip
+
+
+def now_us() -> int:
+    """Microseconds of CLOCK_MONOTONIC."""
+    return time.monotonic_ns() // 1000
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, _RECORD.size)
+        return mmap.mmap(fd, _RECORD.size)
+    finally:
+        os.close(fd)

@@ -1,0 +1,105 @@
+"""Watches this node's workers for late iterations, through their phase marks (trainer/marks.py), without their help.
+
+Rules
+-----
+* A worker says in its mark when its iteration began and how long it may last (trainer/baseline.py). The watch looks
+  when that time is over and not before: once in several iterations. Between iterations there is no limit; then it
+  looks again after IDLE_S.
+* Late is told once, and again when it has lasted two, four, eight ... limits: what is slow moves on meanwhile.
+* A look that comes late itself proves nothing: this process, or the machine, stood still as well. It is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents.trainer import marks
+from agents.trainer.marks import Mark
+from events.vocabulary import WorkerId
+
+IDLE_S = 0.5
+#: A look that comes so much later than it was to is not believed.
+_HELD_UP_US = 250_000
+_MIN_US = 1_000
+
+
+@dataclass(slots=True)
+class _Watched:
+    pid: int
+    timer: asyncio.TimerHandle | None = None
+    looked_for_us: int = 0
+    #: The iteration that was told to be late, and how often.
+    late: tuple[int, int] = (0, 0)
+    times: int = 0
+
+
+class Watch:
+    """`on_late(worker, mark, still_us, stopped)` is called in the loop. `directory`: where the marks are."""
+
+    def __init__(self, directory: Path, on_late: Callable[[WorkerId, Mark, int, bool], None]) -> None:
+        self._directory = directory
+        self._on_late = on_late
+        self._watched: dict[WorkerId, _Watched] = {}
+
+    def follow(self, worker: WorkerId, pid: int) -> None:
+        """Watch a worker; again is no harm."""
+        if worker not in self._watched:
+            self._watched[worker] = _Watched(pid)
+            self._look_in(worker, int(IDLE_S * 1e6))
+
+    def drop(self, worker: WorkerId) -> Mark | None:
+        """The worker has ended: its last mark, which is taken away."""
+        watched = self._watched.pop(worker, None)
+        if watched is not None and watched.timer is not None:
+            watched.timer.cancel()
+        path = self._directory / worker
+        mark = marks.read(path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return mark
+
+    def close(self) -> None:
+        """Stop watching; the marks stay, for the next agent."""
+        for watched in self._watched.values():
+            if watched.timer is not None:
+                watched.timer.cancel()
+        self._watched.clear()
+
+    def _look_in(self, worker: WorkerId, after_us: int) -> None:
+        watched = self._watched[worker]
+        after_us = max(after_us, _MIN_US)
+        watched.looked_for_us = marks.now_us() + after_us
+        watched.timer = asyncio.get_running_loop().call_later(after_us / 1e6, self._look, worker)
+
+    def _look(self, worker: WorkerId) -> None:
+        watched, now_us = self._watched[worker], marks.now_us()
+        mark = marks.read(self._directory / worker)
+        if mark is None or not mark.limit_us:
+            self._look_in(worker, int(IDLE_S * 1e6))
+            return
+        here = (mark.generation, mark.iteration)
+        if here != watched.late:
+            watched.late, watched.times = here, 0
+        due_us = mark.boundary_us + mark.limit_us * 2**watched.times
+        if now_us < due_us:
+            self._look_in(worker, due_us - now_us)
+        elif now_us - watched.looked_for_us > _HELD_UP_US:
+            self._look_in(worker, int(IDLE_S * 1e6))
+        else:
+            watched.times += 1
+            self._on_late(worker, mark, max(0, now_us - mark.changed_us), _is_stopped(watched.pid))
+            if worker in self._watched:
+                self._look_in(worker, mark.boundary_us + mark.limit_us * 2**watched.times - now_us)
+
+
+def _is_stopped(pid: int) -> bool:
+    """The kernel shows the process as stopped by a signal or a debugger."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")

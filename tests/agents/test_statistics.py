@@ -1,0 +1,105 @@
+"""What the agent's core makes of late iterations, of what the trainer's statistics tell, and of forced stops."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from msgspec.structs import replace
+
+from agents.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
+from agents.trainer.marks import Mark
+from agents.trainer.messages import Degraded, Exited, Kill, Quit, Suspected
+from events.vocabulary import (
+    CorruptionSuspected,
+    DegradationObserved,
+    ErrorReported,
+    HangSuspected,
+    StepCommitted,
+    WorkerExited,
+)
+from tests.agents.node import Node, committed, stop
+from tests.agents.test_core import member
+
+MARK = Mark("backward", 1, 8, 2, 15, 15, 1_000_000, 300_000, 1_100_000)
+
+
+@pytest.fixture
+def node() -> Node:
+    """A node with one worker that is its task's only member, and has committed iterations 1 to 7."""
+    node = Node()
+    node.boot()
+    member(node, "a.1", 1)
+    for iteration in range(1, 8):
+        node.say("a.1", committed(1, iteration))
+    return node
+
+
+def stalled(worker: str = "a.1") -> Stalled:
+    return Stalled(worker=worker, mark=MARK, still_us=290_000, stopped=False)
+
+
+def test_a_late_iteration_is_told_as_the_mark_says_after_all_that_was_committed(node: Node) -> None:
+    node.feed(stalled())
+    steps, told = node.appended[-2:]
+    assert isinstance(steps, StepCommitted) and steps.last == 7
+    assert isinstance(told, HangSuspected)
+    assert (told.task, told.worker, told.generation, told.iteration) == ("a", "a.1", 1, 8)
+    assert (told.phase, told.micro_batch, told.entered, told.waiting) == ("backward", 2, 15, False)
+    assert (told.still_us, told.limit_us) == (290_000, 300_000)
+
+
+def test_who_is_unknown_or_being_stopped_is_not_told_of(node: Node) -> None:
+    node.feed(stalled("a.9"))
+    node.command(stop("a.1", 9))
+    node.feed(stalled())
+    assert not node.of(HangSuspected)
+
+
+def test_statistics_become_events(node: Node) -> None:
+    node.say(
+        "a.1",
+        Degraded(
+            generation=1, iteration=7, iteration_us=23, usual_us=20, slowest="a.4", compute_us=12, others_us=10
+        ),
+    )  # fmt: skip
+    (slow,) = node.of(DegradationObserved)
+    assert (slow.slowest, slow.iteration_us, slow.usual_us, slow.compute_us, slow.others_us) == ("a.4", 23, 20, 12, 10)
+    node.say("a.1", Suspected(generation=1, iteration=7, sign="loss", suspect="a.4", value=9.0, usual=2.0))
+    (odd,) = node.of(CorruptionSuspected)
+    assert (odd.worker, odd.suspect, odd.sign, odd.value, odd.usual) == ("a.1", "a.4", "loss", 9.0, 2.0)
+
+
+def test_a_forced_stop_is_sigkill_at_once_and_applied_when_it_is_gone(node: Node) -> None:
+    order = replace(stop("a.1", 9), kill=True)
+    actions = node.command(order)
+    kills = [a.message for a in actions if isinstance(a, TellForkServer) and isinstance(a.message, Kill)]
+    assert [kill.signal for kill in kills] == [signal.SIGKILL]
+    assert not any(isinstance(a, TellWorker) and isinstance(a.message, Quit) for a in actions)
+    assert not node.answers(order.command_id)
+    node.die("a.1", 9)
+    assert node.answers(order.command_id) == [""]
+
+
+def test_a_forced_stop_overtakes_one_in_good_order(node: Node) -> None:
+    node.command(stop("a.1", 8))
+    actions = node.command(replace(stop("a.1", 9), kill=True))
+    assert any(isinstance(a, TellForkServer) and a.message == Kill(worker="a.1", signal=9) for a in actions)
+
+
+@pytest.mark.parametrize(
+    ("status", "oom", "cause", "kind"),
+    [
+        (9, "yes", "oom_killed", "out_of_memory"),
+        (9, "no", "signalled", "process_exit"),
+        (11 | 0x80, "no", "core_dumped", "process_exit"),
+        (3 << 8, "no", "exited", "process_exit"),
+    ],
+)
+def test_the_cause_and_the_place_of_a_death_are_told(node: Node, status: int, oom: str, cause: str, kind: str) -> None:
+    pid = node.processes.pop("a.1").pid
+    exited = Exited(worker="a.1", pid=pid, status=status, oom=oom)  # type: ignore[arg-type]
+    node.feed(ForkServerSaid(message=exited, mark=MARK))
+    (ended,), (error,) = node.of(WorkerExited), node.of(ErrorReported)
+    assert (ended.cause, ended.expected) == (cause, False)
+    assert (error.kind, error.iteration, error.phase) == (kind, 8, "backward")

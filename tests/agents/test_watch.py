@@ -1,0 +1,118 @@
+"""The watch over phase marks: it looks when an iteration could be late, and tells only of those that are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agents import watch
+from agents.trainer import marks
+from agents.trainer.marks import Mark, Marker
+from agents.watch import Watch
+
+WORKER = "big.1"
+LIMIT_US = 60_000
+
+
+class Told:
+    """What the watch has told, and when it tells next."""
+
+    def __init__(self, directory: Path) -> None:
+        self.queue: asyncio.Queue[tuple[Mark, int, bool]] = asyncio.Queue()
+        self.watch = Watch(
+            directory, lambda _, mark, still_us, stopped: self.queue.put_nowait((mark, still_us, stopped))
+        )
+
+    async def next(self, within_s: float = 5.0) -> tuple[Mark, int, bool]:
+        async with asyncio.timeout(within_s):
+            return await self.queue.get()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "IDLE_S", 0.02)
+
+
+@contextmanager
+def stopped_process() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def marker(directory: Path) -> Marker:
+    made = Marker(directory / WORKER)
+    made.moved(3)
+    made.phase = "forward"
+    return made
+
+
+async def test_a_late_iteration_is_told_when_it_is_late_and_again_when_twice_as_late(tmp_path: Path) -> None:
+    told, mark = Told(tmp_path), marker(tmp_path)
+    told.watch.follow(WORKER, os.getpid())
+    mark.begun(7, LIMIT_US)
+    mark.working(2)
+    began_us = marks.now_us()
+    first, still_us, stopped = await told.next()
+    assert 0 <= marks.now_us() - began_us - LIMIT_US < 200_000
+    assert (first.iteration, first.generation, first.phase, first.micro_batch) == (7, 3, "forward", 2)
+    assert still_us >= LIMIT_US - 10_000 and not stopped
+    _, again_us, _ = await told.next()
+    assert again_us >= 2 * LIMIT_US - 10_000
+    told.watch.close()
+
+
+async def test_steps_in_time_are_never_told(tmp_path: Path) -> None:
+    told, mark = Told(tmp_path), marker(tmp_path)
+    told.watch.follow(WORKER, os.getpid())
+    for iteration in range(1, 31):
+        mark.begun(iteration, 2_000_000)
+        await asyncio.sleep(0.01)
+    mark.begun(31, 0)  # without a limit
+    await asyncio.sleep(0.1)
+    assert told.queue.empty()
+    told.watch.close()
+
+
+async def test_a_stopped_process_is_seen_to_be_stopped(tmp_path: Path) -> None:
+    told, mark = Told(tmp_path), marker(tmp_path)
+    with stopped_process() as pid:
+        mark.begun(1, LIMIT_US)
+        told.watch.follow(WORKER, pid)
+        assert (await told.next())[2]
+    told.watch.close()
+
+
+async def test_a_look_that_is_late_itself_is_not_believed(tmp_path: Path) -> None:
+    told, mark = Told(tmp_path), marker(tmp_path)
+    mark.begun(1, LIMIT_US)
+    told.watch.follow(WORKER, os.getpid())
+    await asyncio.sleep(0.03)
+    time.sleep(0.4)  # noqa: ASYNC251 (this is the fault: the agent is held up, and so might the worker be)
+    mark.begun(2, 10_000_000)
+    await asyncio.sleep(0.1)
+    assert told.queue.empty()
+    told.watch.close()
+
+
+async def test_the_last_mark_is_handed_out_once(tmp_path: Path) -> None:
+    told, mark = Told(tmp_path), marker(tmp_path)
+    told.watch.follow(WORKER, os.getpid())
+    mark.begun(9, LIMIT_US)
+    last = told.watch.drop(WORKER)
+    assert last is not None and last.iteration == 9
+    assert told.watch.drop(WORKER) is None
+    await asyncio.sleep(0.15)
+    assert told.queue.empty()
