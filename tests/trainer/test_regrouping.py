@@ -4,6 +4,7 @@ who live, each micro-batch exactly once."""
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.trainer.dealing import deal
-from agents.trainer.regrouping import Position, PositionsContradict, judge
+from agents.trainer.regrouping import Position, PositionsContradict, Verdict, judge
 
 positions = st.builds(
     Position,
@@ -54,6 +55,14 @@ def test_who_is_behind_a_commit_steps_first() -> None:
     assert verdict.dealt == ((0, 2, 4), (5,))
 
 
+def test_buckets_that_are_complete_everywhere_are_final() -> None:
+    one = Position(True, 7, False, (0, 3), complete=(2, 1))
+    other = Position(True, 7, True, (1, 4), complete=(2, 1, 0))
+    assert judge([one, other, JOINER], 6).final == {1, 2}
+    assert judge([one, at(7)], 6).final == frozenset()
+    assert judge([other, at(8)], 6).final == frozenset(), "the buckets of an iteration that is over"
+
+
 def test_joiners_receive_from_the_lowest_with_state() -> None:
     verdict = judge([JOINER, at(7), at(7)], 6)
     assert (verdict.source, verdict.receivers, verdict.fresh) == (1, frozenset({0}), False)
@@ -71,79 +80,142 @@ def test_positions_that_no_training_leads_to(behind: Position) -> None:
         judge([behind, at(8)], 6)
 
 
-@dataclass
+ACCOUNTS = -1
+BUCKETS = 3
+
+
+@dataclass(eq=False)
 class Member:
-    """A member of the model: `stage` counts how far it is in its iteration (see Model.advance)."""
+    """A member of the model. A sum is written as what it is made of: micro-batch -> how often.
+
+    `share`: what is accumulated per bucket (and in the accounts); `started`: copies of it, on their way through the
+    group; `complete`: sums that have arrived.
+    """
 
     iteration: int = 1
     held: tuple[int, ...] = ()
-    sums: bool = False
+    share: dict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    started: dict[int, Counter[int]] = field(default_factory=dict)
+    complete: dict[int, Counter[int]] = field(default_factory=dict)
+    final: frozenset[int] = frozenset()
     entered: bool = False
     agreed: bool = False
-    contributions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def compute(self, hand: tuple[int, ...]) -> None:
+        self.held += hand
+        for part in {ACCOUNTS, *range(BUCKETS)} - self.final:
+            self.share[part].update(hand)
+
+    def sums(self) -> bool:
+        return len(self.complete) == BUCKETS + 1
+
+    def begin(self, iteration: int, hand: tuple[int, ...]) -> None:
+        self.iteration, self.held, self.final = iteration, (), frozenset()
+        self.entered = self.agreed = False
+        self.share.clear()
+        self.started.clear()
+        self.complete.clear()
+        self.compute(hand)
 
 
 class Model:
     """Members that advance one small step at a time, in any order, under the rules of the real hook's collectives:
-    sums are complete for one only if all have entered with all work done, likewise the agreement."""
+    a sum arrives only where all of the group have started it, likewise the agreement."""
 
     def __init__(self, draw: random.Random, members: int, micro_batches: int) -> None:
         self.draw, self.micro_batches = draw, micro_batches
-        hands = deal([()] * members, micro_batches)
-        self.members = [Member(held=hand) for hand in hands]
+        self.members = [Member() for _ in range(members)]
         self.group = list(self.members)
-        self.committed: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
+        for member, hand in zip(self.members, deal([()] * members, micro_batches), strict=True):
+            member.begin(1, hand)
+        self.kept = 0
 
     def advance(self, member: Member) -> None:
-        """Reduce (all in the group have entered the same iteration, or moved on), agree, or commit."""
+        """Start a bucket, receive a sum, enter the agreement, leave it, or commit."""
+        parts = [part for part in [*reversed(range(BUCKETS)), ACCOUNTS] if part not in member.final]
+        unstarted = [part for part in parts if part not in member.started]
         if member.agreed:
             self.commit(member)
-        elif not member.sums:
-            if all(other.iteration == member.iteration for other in self.group if other in self.members):
-                lost = [other for other in self.group if other not in self.members]
-                if not lost:
-                    member.sums = True
-                    member.contributions[member.iteration] = ()
+        elif unstarted and self.draw.random() < 0.7:
+            member.started[unstarted[0]] = Counter(member.share[unstarted[0]])
+        elif not member.sums():
+            self.receive(member)
         elif not member.entered:
             member.entered = True
         elif all(other.entered or other.iteration > member.iteration for other in self.group):
             member.agreed = True
 
+    def receive(self, member: Member) -> None:
+        for part in member.started:
+            here = [other.started.get(part) for other in self.group if other.iteration == member.iteration]
+            if len(here) == len(self.group) and None not in here and part not in member.complete:
+                member.complete[part] = sum((share for share in here if share is not None), Counter())
+                return
+
     def commit(self, member: Member) -> None:
-        member.iteration += 1
-        member.sums = member.entered = member.agreed = False
-        member.held = deal([()] * len(self.group), self.micro_batches)[self.group.index(member)]
+        once = Counter(range(self.micro_batches))
+        assert all(total == once for total in member.complete.values()), member.complete
+        hands = deal([()] * len(self.group), self.micro_batches)
+        member.begin(member.iteration + 1, hands[self.group.index(member)])
 
     def die(self, member: Member) -> None:
         self.members.remove(member)
 
     def regroup(self) -> None:
+        """Exchange and judge. Now and then a member dies before all have heard the verdict: then once more."""
         for member in self.members:
             if member.agreed:  # the optimizer's step is not interrupted
                 self.commit(member)
-        told = [Position(True, m.iteration, m.sums, m.held) for m in self.members]
+        told = [
+            Position(True, m.iteration, m.sums(), m.held, tuple(part for part in m.complete if part != ACCOUNTS))
+            for m in self.members
+        ]
         verdict = judge(told, self.micro_batches)
         self.group = list(self.members)
-        for rank, member in enumerate(self.members):
-            hand = verdict.dealt[rank]
-            if rank in verdict.step_first:
-                assert member.sums, "it steps with sums that it does not have"
-                member.iteration, member.held = verdict.iteration, hand
-            else:
-                assert member.iteration == verdict.iteration
-                member.held += hand
-            member.sums = member.entered = member.agreed = False
+        again = len(self.members) > 1 and self.draw.random() < 0.3
+        deaf = (
+            set(self.draw.sample(range(len(self.members)), self.draw.randrange(1, len(self.members)))) if again else ()
+        )
+        for rank, member in enumerate(self.group):
+            if rank not in deaf:
+                self.hear(member, rank, verdict)
+        if again:
+            self.die(self.draw.choice(self.members))
+            self.regroup()
         assert sorted(m for member in self.members for m in member.held) == list(range(self.micro_batches))
+
+    def hear(self, member: Member, rank: int, verdict: Verdict) -> None:
+        if rank in verdict.step_first:
+            assert member.sums(), "it steps with sums that it does not have"
+            self.commit(member)
+            member.begin(verdict.iteration, verdict.dealt[rank])
+            return
+        assert member.iteration == verdict.iteration
+        member.complete = {part: member.complete[part] for part in verdict.final}
+        member.final = verdict.final
+        member.started.clear()
+        member.entered = False
+        member.compute(verdict.dealt[rank])
+        self.kept += len(verdict.final)
 
 
 @given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 14))
 def test_whoever_dies_whenever_the_survivors_agree(seed: int, members: int, micro_batches: int) -> None:
+    weather(seed, members, micro_batches)
+
+
+def test_final_buckets_do_occur_in_the_model() -> None:
+    assert sum(weather(seed, 3, 6).kept for seed in range(50)) > 50
+
+
+def weather(seed: int, members: int, micro_batches: int) -> Model:
     draw = random.Random(seed)
     model = Model(draw, members, micro_batches)
-    for _ in range(draw.randrange(60)):
+    for _ in range(draw.randrange(150)):
         model.advance(draw.choice(model.members))
-        if len(model.members) > 1 and draw.random() < 0.1:
+        if len(model.members) > 1 and draw.random() < 0.05:
             model.die(draw.choice(model.members))
             for _ in range(draw.randrange(6)):  # some go on for a while before they notice
                 model.advance(draw.choice(model.members))
             model.regroup()
+    return model
