@@ -10,7 +10,6 @@ Rules
   optimizers) is the mean gradient of the whole global batch, in fp32, until `clear`.
 * What may be reduced during a backward is counted: `expect` says how many gradients each parameter will still get,
   and is told of each bucket whose parameters have had theirs. A gradient beyond that is a `surplus`.
-* A *closed* bucket's sum is final already: its gradients are let go (`regrouping.py` says when that is right).
 
 Float mode sums in fp32, in the order of computation: the last bits depend on who computed what.
 
@@ -29,7 +28,7 @@ fixed: a scale taken from the data would depend on the deal. What that costs and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -54,7 +53,6 @@ class Accumulation:
         for group in _groups(self._parameters, bucket_bytes // 4):
             self._add_bucket(group)
         self._peaks = [torch.zeros((), dtype=torch.float64, device=place.device) for place in self._places]
-        self._closed: frozenset[int] = frozenset()
         self._awaited: list[int] | None = None
         self._unready: list[int] = []
         self._ready: Callable[[int], None] | None = None
@@ -79,10 +77,6 @@ class Accumulation:
         self._awaited = None if ready is None else [gradients] * len(self._parameters)
         self._unready = list(self._members)
 
-    def close(self, buckets: Collection[int]) -> None:
-        """Let go of gradients to these buckets from now on, until `clear`."""
-        self._closed = frozenset(buckets)
-
     def peak(self) -> float:
         """Exact mode: no element has come to more than this; not finite if a gradient was not. Float mode: 0."""
         return max(map(float, self._peaks), default=0.0) if self._exact else 0.0
@@ -105,10 +99,9 @@ class Accumulation:
                 parameter.grad = parameter.main_grad
 
     def clear(self) -> None:
-        """Begin an iteration: nothing accumulated or expected, no bucket closed, no `grad` that aliases a bucket."""
+        """Begin an iteration: nothing accumulated or expected, no `grad` that aliases a bucket."""
         self.expect(0, None)
         self.surplus = False
-        self._closed = frozenset()
         for tensor in (*self._buckets, *self._peaks):
             tensor.zero_()
         for parameter in self._parameters:
@@ -132,28 +125,26 @@ class Accumulation:
     def _arrived(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient is finished, in the middle of a backward."""
         gradient, parameter.grad = parameter.grad, None
-        bucket = self._bucket_of[index]
         if self._exact:
-            self._add_exactly(index, gradient, add=bucket not in self._closed)
-        elif bucket not in self._closed:
+            self._add_exactly(index, gradient)
+        else:
             self._places[index].add_(gradient)
         if self._awaited is None or self._ready is None:
             return
         self._awaited[index] -= 1
         self.surplus |= self._awaited[index] < 0
         if self._awaited[index] == 0:
+            bucket = self._bucket_of[index]
             self._unready[bucket] -= 1
             if self._unready[bucket] == 0:
                 self._ready(bucket)
 
-    def _add_exactly(self, index: int, gradient: torch.Tensor, add: bool) -> None:
+    def _add_exactly(self, index: int, gradient: torch.Tensor) -> None:
         # fp32 times a power of two, rounded, is exact in fp32; what overflows there is infinite, and shows in the peak.
-        # A closed bucket's peak counts on: its sum holds this gradient, computed by a replica that was lost.
         units = gradient.float().mul(UNITS).round_()
         if units.numel():
             self._peaks[index].add_(units.abs().amax().double() / UNITS)
-        if add:
-            self._places[index].add_(units.to(torch.int64))
+        self._places[index].add_(units.to(torch.int64))
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], numel_max: int) -> list[list[torch.nn.Parameter]]:

@@ -460,11 +460,7 @@ class Hook:
         if rank == verdict.source:
             if verdict.fresh:
                 self._find_state()
-            tree = {
-                "origin": self._origin,
-                "state": self._state.capture(self._ledger.iteration - 1, self._loss),
-                "sums": self._reduction.final(),
-            }
+            tree = {"origin": self._origin, "state": self._state.capture(self._ledger.iteration - 1, self._loss)}
             self._rendezvous.together(lambda: transfer.give(group, tree))
         else:
             keep = rank in verdict.receivers
@@ -473,7 +469,6 @@ class Hook:
                 hand = list(self._ledger.held)
                 iteration, self._loss = self._state.restore(told["state"])
                 self._begin(iteration + 1)
-                self._reduction.adopt(told["sums"])
                 self._ledger.deal(hand, redone=False)
                 self._has_state = True
                 self._origin = told["origin"] if verdict.fresh else "replica"

@@ -3,8 +3,8 @@
 Rules
 -----
 * A bucket is *started* when a copy of this replica's share is on its way through the group, *complete* here when the
-  sum has arrived, and *final* when it is complete on every member that is left (`regrouping.py`): then the sum stands,
-  whoever is lost, and whatever is computed again is not added to it.
+  sum has arrived, and *final* when it is complete on every member that is left (`regrouping.py`): then it is not
+  reduced again, whoever is lost.
 * Buckets are started from the last to the first, the order in which a backward finishes them, and never otherwise: a
   collective must be every member's n-th. One that is ready before its turn waits for it.
 * `overlap` starts buckets inside the backward of the last micro-batches, each as soon as its gradients are there;
@@ -14,7 +14,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -58,24 +58,15 @@ class Reduction:
         arrived = {bucket: copy for bucket, (copy, operation) in self._under_way.items() if operation.succeeded}
         return self._final | arrived
 
-    def final(self) -> dict[int, torch.Tensor]:
-        """The sums that are complete on every member."""
-        return dict(self._final)
-
     def sums(self) -> list[torch.Tensor]:
         """All sums in the buckets' order. Raises KeyError unless all are complete."""
         complete = self.complete()
         return [complete[bucket] for bucket in range(len(self._accumulation))]
 
     def keep(self, final: Collection[int]) -> None:
-        """These buckets are final, all others are to be reduced again, once more gradients have been added to them."""
+        """These buckets are final, all others are to be reduced again."""
         complete = self.complete()
         self._final = {bucket: complete[bucket] for bucket in final}
-        self._again()
-
-    def adopt(self, final: Mapping[int, torch.Tensor]) -> None:
-        """Take the final sums from another member: this one has just received its state."""
-        self._final = dict(final)
         self._again()
 
     def _again(self) -> None:
@@ -84,7 +75,6 @@ class Reduction:
         self._waiting = set()
         self._group = None
         self._accumulation.expect(0, None)
-        self._accumulation.close(self._final)
 
     def _ready(self, bucket: int) -> None:
         self._waiting.add(bucket)

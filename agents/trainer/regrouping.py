@@ -21,14 +21,14 @@ Rules (buckets that are final)
   holds (all of its hand, for that bucket), so a sum that is complete anywhere holds every micro-batch once: also
   those of a member that is lost since.
 * A position names the buckets whose sums are complete at that member. Those that are complete at *every* member with
-  state are *final*: they stand, whatever happens until the step. All others are thrown away, also where they were
-  complete, and reduced again.
-* Work that is dealt anew was the lost member's, and is in every final sum already. So its gradients are added to the
-  buckets that are not final, and to no other. Each bucket has every micro-batch exactly once: a final one through
-  the lost member's own share, the others through those that computed it again.
-* From then on the accumulation of a final bucket lacks that work: a final sum can never be given up, and a receiver
-  of state in the middle of an iteration is given the final sums with it. They are lost only with the last member
-  that has state, and the iteration with them.
+  state are *final*: they are used as they are. All others are thrown away, also where they were complete, and reduced
+  again.
+* Work that is dealt anew was the lost member's. A final sum has it through the lost member's own share, so what comes
+  of the new computation must not reach it; the other sums have lost it, and get it from those who compute it again.
+  Both follow from one rule: an accumulation always takes the gradients of all that its member holds, in every bucket,
+  and a final bucket's is not looked at again. So each bucket has every micro-batch exactly once.
+* It follows too that a final sum may be given up at any time and made again from the accumulations. That is done where
+  a member joins in the middle of an iteration: it has no sums, and reducing costs less than sending them.
 * After a verdict every member's complete buckets are exactly the final ones. A member that left a verdict's exchange
   without hearing it (a second fault) has the old, larger set; the next exchange is again an intersection, at least
   one of whose members has heard the verdict or none has. A bucket completes in a generation only if all its members
@@ -114,7 +114,7 @@ class Verdict:
     `iteration`: where all go on; 0 where nobody has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
-    `fresh`: nobody has state. `final`: the buckets whose sums of `iteration` stand; what is dealt is not added to them.
+    `fresh`: nobody has state. `final`: the buckets whose sums of `iteration` stand.
     """
 
     iteration: int
@@ -160,5 +160,5 @@ def judge(positions: Sequence[Position], micro_batches: int) -> Verdict:
         receivers=receivers,
         dealt=deal(held, micro_batches),
         fresh=False,
-        final=frozenset() if step_first else frozenset.intersection(*complete),
+        final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
     )
