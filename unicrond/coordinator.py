@@ -6,6 +6,8 @@ Rules
 * Hold: after an append, nothing is decided until the own events have been read back; after a start,
   nothing until everything up to the own CoordinatorStarted has been folded.
 * Solving is not deciding: plan problems are solved in a thread; the loop goes on folding meanwhile.
+* Nodes that are lost within one window are one decision: while others are late as well, a plan waits for
+  them, at most as long as a node may be silent. Survivors do not wait for the plan.
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
 * A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
 * Fenced means that another coordinator has taken over: stop at once.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
@@ -26,8 +28,11 @@ from events.vocabulary import (
     AnyEvent,
     CoordinatorStarted,
     DeadlinePassed,
+    ErrorKind,
     Heartbeat,
     NodeJoined,
+    NodeLost,
+    SeverityLevel,
     StepCommitted,
 )
 from unicrond import VERSION
@@ -35,7 +40,7 @@ from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
 from unicrond.invariants import check
-from unicrond.liveness import OWN_NAME, Liveness
+from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution, solve
 from unicrond.policy import Policy, Settings
@@ -72,8 +77,10 @@ class Coordinator:
         policy: Policy,
         heartbeat_s: float,
         clock: Clock = _CLOCK,
+        severity: Mapping[ErrorKind, SeverityLevel] | None = None,
         snapshots: Snapshots | None = None,
     ) -> None:
+        """`severity`: what the configuration sets beside severity.py's table."""
         self.state = ClusterState()
         self._clock = clock
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
@@ -89,6 +96,9 @@ class Coordinator:
         self._solving: set[Problem] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._joined_us: dict[str, int] = {}
+        self._severity = dict(severity or {})
+        self._lost_us: int | None = None
+        self._gathering = False
         self._snapshots = snapshots
         self._mark: Mark | None = None
         self._fence: Fence | None = None
@@ -102,7 +112,12 @@ class Coordinator:
         await self._catch_up(await self._event_log.last_seq())
         term = self.state.term + 1
         started = self._wrap(
-            CoordinatorStarted(term=term, version=VERSION, policy=Settings(self._policy, self._heartbeat_s).numbers()),
+            CoordinatorStarted(
+                term=term,
+                version=VERSION,
+                policy=Settings(self._policy, self._heartbeat_s).numbers(),
+                severity=self._severity,
+            ),
             term,
         )
         self._fence = await self._event_log.claim_term(started)
@@ -152,6 +167,8 @@ class Coordinator:
             self._cause = entry.envelope.event_id
             if isinstance(entry.envelope.event, NodeJoined):
                 self._joined_us[entry.envelope.event.node] = self._clock.monotonic_us()
+            elif isinstance(entry.envelope.event, NodeLost) and self.live.is_set():
+                self._lost_us = self._clock.monotonic_us()
             if self.live.is_set():
                 level = logging.DEBUG if isinstance(entry.envelope.event, StepCommitted) else logging.INFO
                 log.log(level, "%d %s", entry.seq, summary(entry.envelope.event))
@@ -194,7 +211,8 @@ class Coordinator:
             if problem not in self._solutions and problem not in self._solving:
                 self._solving.add(problem)
                 self._group.create_task(self._solve(problem))
-        decisions = decide(self.state, self._solutions, self._policy)
+        self._gathering = self._gathers_losses()
+        decisions = decide(self.state, {} if self._gathering else self._solutions, self._policy)
         self.decide_us_max = max(self.decide_us_max, self._clock.monotonic_us() - started_us)
         if decisions:
             await self._append(decisions)
@@ -264,7 +282,7 @@ class Coordinator:
                 event=beat,
             )
             await self._beat_log.publish(envelope)
-            await asyncio.sleep(self._heartbeat_s / 2)
+            await asyncio.sleep(self._heartbeat_s / OWN_BEATS)
 
     async def _listen(self) -> None:
         async with aclosing(self._beat_log.subscribe()) as entries:
@@ -279,13 +297,22 @@ class Coordinator:
         await self.live.wait()
         judged: dict[str, int] = {}
         while True:
-            await asyncio.sleep(self._heartbeat_s / 8)
+            await asyncio.sleep(self._heartbeat_s / JUDGEMENTS)
+            now_us = self._clock.monotonic_us()
+            verdicts = self.liveness.verdicts(self.state.nodes, self._joined_us, now_us)
             if self.state.seq < self._hold_seq:
                 continue
-            now_us = self._clock.monotonic_us()
-            for verdict in self.liveness.verdicts(self.state.nodes, self._joined_us, now_us):
+            if self._gathering and not self._gathers_losses() and self._inbox.empty():
+                self._inbox.put_nowait(None)
+            for verdict in verdicts:
                 name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
                 # Said once; again only if the fold has not taken it a second later.
                 if now_us - judged.get(name, -1_000_000) >= 1_000_000:
                     judged[name] = now_us
                     self._post(verdict)
+
+    def _gathers_losses(self) -> bool:
+        now_us = self._clock.monotonic_us()
+        if self._lost_us is None or now_us - self._lost_us > self.liveness.limit_us:
+            return False
+        return bool(self.liveness.suspects(self.state.nodes, self._joined_us, now_us))

@@ -3,12 +3,16 @@
 Rules
 -----
 * A node that has been silent for two heartbeats and half a second is lost.
-* Silence says something only while the bus is known to work: the coordinator sends beats of its own
-  through the same stream, twice as often, and while they do not come back no node is judged. Once they
-  do, every node has a fresh grace period. So has every node when a coordinator takes over.
+* Silence says something only while the bus is known to work: the coordinator sends numbered beats of its
+  own through the same stream, four times as often. While they do not come back, no node is judged; once
+  they do, or if one is missing in between (an outage too short for silence to show it), every node has a
+  fresh grace period, and time to connect again before it. So has every node when a coordinator takes over.
+* Silence says something only while we listen: a pause of this process (a slow disk, a stopped machine)
+  is not counted in anybody's silence, for what was said meanwhile may not have been read yet.
 * When most of three or more nodes fall silent together, the network is the likelier culprit: they are
   given three times as long.
 * A lost node whose beats are heard again has returned.
+* Whoever is late when another is lost is a suspect: they may have gone together (`suspects`).
 
 Verdicts are appended to the log as NodeLost and NodeReturned with the last beat as evidence; the log's
 fold, not this module, is what the cluster believes.
@@ -16,6 +20,7 @@ fold, not this module, is what the cluster believes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import msgspec
@@ -27,6 +32,12 @@ from unicrond.state import Node, NodeStatus
 #: The name under which the coordinator's own beats go round; no node may have it.
 OWN_NAME = "coordinator"
 GRACE_US = 500_000
+#: How long a client takes to connect again: its back-off (at most 1 s), and the connecting.
+RECONNECT_US = 2_000_000
+#: Own beats per heartbeat.
+OWN_BEATS = 4
+#: Judgements are made this often per heartbeat; a gap of more than two of these is a pause.
+JUDGEMENTS = 8
 MOST_SILENT_FACTOR = 3
 
 
@@ -47,7 +58,11 @@ class Liveness:
         self.beats: dict[str, Beat] = {}
         self.bus_works = True
         self._own_heard_us = now_us
+        self._own_last = (0, 0)
         self._grace_from_us = now_us
+        self._reconnected_us = now_us
+        self._judged_us = now_us
+        self._pauses: deque[tuple[int, int]] = deque(maxlen=64)
 
     @property
     def limit_us(self) -> int:
@@ -59,14 +74,18 @@ class Liveness:
         if beat.node != OWN_NAME:
             self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
             return
-        self._own_heard_us = now_us
-        if not self.bus_works:
+        term, number = self._own_last
+        is_one_missing = beat.agent_boot == term and beat.beat > number + 1
+        if is_one_missing or not self.bus_works:
             self.bus_works = True
-            self._grace_from_us = now_us
+            self.grace(now_us)
+        self._own_heard_us = now_us
+        self._own_last = (beat.agent_boot, beat.beat)
 
     def grace(self, now_us: int) -> None:
-        """Silence before now says nothing (the bus was away, or we were)."""
+        """Silence before now says nothing (the bus was away, or we were); nodes may have to connect again."""
         self._grace_from_us = now_us
+        self._reconnected_us = now_us + RECONNECT_US
         self._own_heard_us = now_us
 
     def verdicts(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> list[v.AnyEvent]:
@@ -74,12 +93,15 @@ class Liveness:
 
         `joined_us`: when (monotonic) this coordinator saw each node's last NodeJoined.
         """
-        if now_us - self._own_heard_us > self.heartbeat_us:
+        if now_us - self._judged_us > 2 * self.heartbeat_us // JUDGEMENTS:
+            self._pauses.append((now_us, now_us - self._judged_us))
+        self._judged_us = now_us
+        if self._attended_us(self._own_heard_us, now_us) > self.heartbeat_us:
             self.bus_works = False
         if not self.bus_works:
             return []
-        up = [node.name for node in nodes.values() if node.status is NodeStatus.UP]
-        silence = {name: now_us - self._heard(name, joined_us) for name in up}
+        silence = self._silence(nodes, joined_us, now_us)
+        up = list(silence)
         late = [name for name in up if silence[name] > self.limit_us]
         limit_us = self.limit_us
         if len(up) >= 3 and 2 * len(late) > len(up):
@@ -100,9 +122,28 @@ class Liveness:
         ]
         return verdicts
 
+    def suspects(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> list[str]:
+        """Nodes that are late, by more than half a heartbeat: another moment will tell whether they are lost."""
+        if not self.bus_works:
+            return []
+        late_us = self.heartbeat_us * 3 // 2
+        return [name for name, silent_us in self._silence(nodes, joined_us, now_us).items() if silent_us > late_us]
+
+    def _silence(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> dict[str, int]:
+        up = [node.name for node in nodes.values() if node.status is NodeStatus.UP]
+        return {name: self._attended_us(self._heard(name, joined_us), now_us) for name in up}
+
+    def _attended_us(self, since_us: int, now_us: int) -> int:
+        """The time since then, without our pauses."""
+        return (
+            now_us
+            - since_us
+            - sum(min(length_us, ended_us - since_us) for ended_us, length_us in self._pauses if ended_us > since_us)
+        )
+
     def _heard(self, name: str, joined_us: Mapping[str, int]) -> int:
         beat = self.beats.get(name)
-        return max(self._grace_from_us, joined_us.get(name, 0), beat.heard_us if beat else 0)
+        return max(self._reconnected_us, joined_us.get(name, 0), beat.heard_us if beat else 0)
 
     def _beats_again(self, node: Node, now_us: int) -> bool:
         beat = self.beats.get(node.name)

@@ -172,8 +172,8 @@ def test_decisions_of_an_old_term_are_not_compared() -> None:
 # --- node losses from heartbeats -----------------------------------------------------------------
 
 
-def beat(node: str, seq: int, at_us: int, boot: int = 1) -> Recorded:
-    said = v.Heartbeat(node=node, agent_boot=boot, beat=seq, workers=0, load_milli=0, memory_free_bytes=0)
+def beat(node: str, seq: int, at_us: int, boot: int = 1, number: int = 0) -> Recorded:
+    said = v.Heartbeat(node=node, agent_boot=boot, beat=number or seq, workers=0, load_milli=0, memory_free_bytes=0)
     envelope = Envelope(producer=node, boot=boot, number=seq, observed_at_us=at_us, event=said)
     return Recorded(seq, at_us, envelope)
 
@@ -192,7 +192,7 @@ def silent_node(silence_us: int) -> tuple[list[Recorded], list[Recorded]]:
         for name in ("coordinator", "n1", "n2"):
             if name == "n2" and at_us > start_us + 10 * SECOND_US:
                 continue
-            beats.append(beat(name, len(beats) + 1, at_us))
+            beats.append(beat(name, len(beats) + 1, at_us, number=tick + 1))
     last = [each for each in beats if each.envelope.producer == "n2"][-1]
     cluster.now_us = lost_us
     evidence = v.Evidence(beat_seq=last.seq, beat_at_us=last.recorded_at_us)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -143,3 +144,55 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
         async for entry in log.read(until_seq=coordinator.state.seq):
             state = fold(state, entry)
         assert digest(state) == digest(coordinator.state)
+
+
+async def test_nodes_lost_one_after_the_other_are_one_decision() -> None:
+    log, beats = MemoryLog(), MemoryBeatLog()
+    names = [f"n{number}" for number in range(1, 6)]
+    silent: set[str] = set()
+
+    async def beat_on() -> None:
+        for number in itertools.count(1):
+            for name in names:
+                if name not in silent:
+                    beat = v.Heartbeat(
+                        node=name, agent_boot=1, beat=number, workers=0, load_milli=0, memory_free_bytes=0
+                    )
+                    await beats.publish(observation(beat, number, name))
+            await asyncio.sleep(0.1)
+
+    async with running(log, beats) as coordinator, asyncio.TaskGroup() as group:
+        for name in names:
+            await log.append([observation(joined(name), 1, name)])
+        await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a", max_workers=5)), 1, "api"))
+        beating = group.create_task(beat_on())
+        await entries_until(log, lambda e: isinstance(e, v.PlanAdopted) and len(e.assignments[0].replicas) == 5)
+        silent.add("n1")
+        await asyncio.sleep(0.35)
+        silent.add("n2")
+        lost: set[str] = set()
+        async with asyncio.timeout(20):
+            async for entry in log.read():
+                assert isinstance(entry, Recorded)
+                event = entry.envelope.event
+                if isinstance(event, v.NodeLost):
+                    lost.add(event.node)
+                if isinstance(event, v.PlanAdopted) and lost:
+                    assert lost == {"n1", "n2"}, "one plan for both"
+                    assert event.assignments[0].workers == 3
+                    break
+        beating.cancel()
+
+
+async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
+    log = MemoryLog()
+    coordinator = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2, severity={"nan_loss": 1})
+    task = asyncio.create_task(coordinator.run())
+    read = await entries_until(log, lambda e: isinstance(e, v.CoordinatorStarted))
+    await asyncio.wait_for(coordinator.live.wait(), 5)
+    started = read[0].envelope.event
+    assert isinstance(started, v.CoordinatorStarted) and started.severity == {"nan_loss": 1}
+    assert coordinator.state.severity == {"nan_loss": 1}
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

@@ -28,6 +28,7 @@ class Bus:
         self.own = True
         self.verdicts: list[v.AnyEvent] = []
         self._seq = 0
+        self._numbers: dict[str, int] = {}
 
     def run(self, seconds: float, alive: list[str]) -> list[v.AnyEvent]:
         """Time passes; `alive` nodes beat each second, the coordinator twice as often."""
@@ -48,7 +49,8 @@ class Bus:
 
     def beat(self, name: str) -> None:
         self._seq += 1
-        beat = v.Heartbeat(node=name, agent_boot=7, beat=self._seq, workers=1, load_milli=0, memory_free_bytes=0)
+        number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        beat = v.Heartbeat(node=name, agent_boot=7, beat=number, workers=1, load_milli=0, memory_free_bytes=0)
         self.liveness.heard(beat, self._seq, self.now_us, self.now_us)
 
 
@@ -89,8 +91,37 @@ def test_after_an_outage_a_node_that_stays_away_is_lost() -> None:
     bus.own = False
     bus.run(10, [])
     bus.own = True
-    lost = bus.run(5, NAMES[1:])
+    lost = bus.run(6, NAMES[1:])
     assert [verdict.node for verdict in lost] == ["a"]  # type: ignore[union-attr]
+
+
+def test_an_outage_that_swallows_one_own_beat_gives_everybody_time_to_connect_again() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    bus._numbers[OWN_NAME] += 1
+    assert bus.run(4, NAMES[1:]) == [], "a is only a little late to connect again"
+    assert bus.run(1, NAMES) == []
+
+
+def test_a_pause_of_ours_is_nobodys_silence() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    bus.now_us += 4_000_000  # nothing was read, nothing was judged
+    assert bus.liveness.verdicts(bus.nodes, {}, bus.now_us) == []
+    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == []
+    assert len(bus.run(3, NAMES[1:])) == 1
+
+
+def test_who_is_late_is_a_suspect_before_it_is_lost() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    bus.run(1.4, NAMES[1:])
+    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == []
+    bus.run(0.2, NAMES[1:])
+    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == ["a"]
+    bus.own = False
+    bus.run(1.2, [])
+    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == [], "now it is the bus"
 
 
 def test_when_most_fall_silent_they_are_given_longer() -> None:
