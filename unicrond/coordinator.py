@@ -5,7 +5,8 @@ Rules
 * Its one effect is to append. It never calls an agent.
 * Hold: after an append, nothing is decided until the own events have been read back; after a start,
   nothing until everything up to the own CoordinatorStarted has been folded.
-* Solving is not deciding: plan problems are solved in a thread; the loop goes on folding meanwhile.
+* Solving is not deciding: a plan problem that was foreseen is looked up (foresight.py), any other is solved in a
+  thread; the loop goes on folding meanwhile.
 * Nodes that are lost within one window are one decision: while others are late as well, a plan waits for
   them, at most as long as a node may be silent. Survivors do not wait for the plan.
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
@@ -39,11 +40,13 @@ from unicrond import VERSION
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
+from unicrond.foresight import Foresight
 from unicrond.invariants import check
 from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness
 from unicrond.planning.problem import Problem
-from unicrond.planning.solver import Solution, solve
+from unicrond.planning.solver import Solution
 from unicrond.policy import Policy, Settings
+from unicrond.provenance import Answered, stamped
 from unicrond.snapshots import Mark, Snapshots, mark_of
 from unicrond.state import ClusterState
 
@@ -92,7 +95,9 @@ class Coordinator:
         self._heartbeat_s = heartbeat_s
         self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=20_000)
         self._pending: list[AnyEvent] = []
+        self.foresight = Foresight(policy, clock.monotonic_us)
         self._solutions: dict[Problem, Solution] = {}
+        self._answered: dict[Problem, Answered] = {}
         self._solving: set[Problem] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._joined_us: dict[str, int] = {}
@@ -129,6 +134,7 @@ class Coordinator:
             group.create_task(self._beat())
             group.create_task(self._listen())
             group.create_task(self._judge())
+            group.create_task(self.foresight.run())
             group.create_task(self._coordinate())
 
     async def submit(self, envelope: Envelope) -> int:
@@ -207,15 +213,18 @@ class Coordinator:
             await self._append(pending)
             return
         started_us = self._clock.monotonic_us()
-        for problem in needed_solves(self.state, self._policy):
+        needed = needed_solves(self.state, self._policy)
+        for problem in needed:
             if problem not in self._solutions and problem not in self._solving:
-                self._solving.add(problem)
-                self._group.create_task(self._solve(problem))
+                self._ask(problem)
         self._gathering = self._gathers_losses()
         decisions = decide(self.state, {} if self._gathering else self._solutions, self._policy)
         self.decide_us_max = max(self.decide_us_max, self._clock.monotonic_us() - started_us)
         if decisions:
-            await self._append(decisions)
+            how = self._answered.get(needed[0]) if needed else None
+            await self._append([stamped(event, how) for event in decisions] if how else decisions)
+        elif not needed:
+            self.foresight.look_from(self.state)
 
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
@@ -237,13 +246,25 @@ class Coordinator:
             event=event,
         )
 
+    def _ask(self, problem: Problem) -> None:
+        known = self.foresight.look_up(problem)
+        if known is not None:
+            self._keep(problem, known)
+        else:
+            self._solving.add(problem)
+            self._group.create_task(self._solve(problem))
+
     async def _solve(self, problem: Problem) -> None:
-        solution = await asyncio.to_thread(solve, problem)
-        while len(self._solutions) >= _SOLUTIONS_MAX:
-            del self._solutions[next(iter(self._solutions))]
-        self._solutions[problem] = solution
+        answered = await self.foresight.solve(problem)
+        self._keep(problem, answered)
         self._solving.discard(problem)
         await self._inbox.put(None)
+
+    def _keep(self, problem: Problem, answered: Answered) -> None:
+        while len(self._solutions) >= _SOLUTIONS_MAX:
+            oldest = next(iter(self._solutions))
+            del self._solutions[oldest], self._answered[oldest]
+        self._solutions[problem], self._answered[problem] = answered.solution, answered
 
     def _arm_deadlines(self) -> None:
         standing = deadlines(self.state, self._policy)
