@@ -1,0 +1,76 @@
+"""What may befall a MiniCluster, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from events.envelope import Entry
+from tests.unicrond.cluster import MiniCluster
+from unicrond.fold import fold
+from unicrond.state import ClusterState
+
+
+def trained(seed: int, nodes: int = 4, slots: int = 1) -> MiniCluster:
+    """Two tasks that have everything the plan gives them."""
+    cluster = MiniCluster(seed)
+    for number in range(nodes):
+        cluster.add_host(f"n{number}", slots)
+    cluster.submit("big", weight=2.0, max_workers=3)
+    cluster.submit("small", max_workers=3)
+    cluster.run()
+    return cluster
+
+
+def states_of(entries: Sequence[Entry]) -> list[ClusterState]:
+    """The state after each entry."""
+    states, state = [], ClusterState()
+    for entry in entries:
+        state = fold(state, entry)
+        states.append(state)
+    return states
+
+
+def random_life(cluster: MiniCluster, seed: int, blows: int = 12) -> Iterator[None]:
+    """Workers and nodes die, come back, are cordoned; a coordinator restarts; between blows some of it heals."""
+    draw = random.Random(seed)
+    for _ in range(blows):
+        match draw.randrange(8):
+            case 0 | 1:
+                alive = [(h, w) for h in cluster.hosts.values() if h.up for w in h.processes]
+                if alive:
+                    cluster.kill_worker(*draw.choice(alive))
+            case 2:
+                up = [h for h in cluster.hosts.values() if h.up]
+                if len(up) > 1:
+                    host = draw.choice(up)
+                    cluster.kill_host(host)
+                    cluster.lose(host)
+            case 3:
+                down = [h for h in cluster.hosts.values() if not h.up]
+                if down:
+                    cluster.add_host(draw.choice(down).name)
+            case 4:
+                cluster.take_over()
+            case 5:
+                cluster.add_host(draw.choice([h.name for h in cluster.hosts.values() if h.up]))  # agent restart
+            case 6:
+                cluster.now_us += draw.randrange(3_000_000)  # time passes
+            case 7:
+                node = draw.choice(list(cluster.hosts))
+                if cluster.state.nodes[node].cordoned:
+                    cluster.uncordon(node)
+                else:
+                    cluster.cordon(node, drain=draw.random() < 0.5)
+        yield
+        for _ in range(draw.randrange(6)):
+            moves = cluster.moves()
+            draw.choice(moves)()
+            yield
+        for task in ("big", "small"):
+            for _ in range(draw.choice((1, 1, 12))):
+                cluster.train(task)
+        yield
+        if draw.random() < 0.4:
+            cluster.run()
+            yield

@@ -1,0 +1,217 @@
+"""The table's questions are the coordinator's: what an event does is stated once, and learning moves nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+from tests.unicrond.stories import random_life, states_of, trained
+from unicrond.decide import decide
+from unicrond.estimates import REPORTS_MIN
+from unicrond.plan_problems import healthy_problem_of, is_fresh, problem_of, situation_of, worker_mtbf_us
+from unicrond.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished
+from unicrond.planning.solver import solve
+from unicrond.planning.table import Planner
+from unicrond.policy import Policy
+from unicrond.state import WARM_UP, ClusterState, NodeStatus, TaskStatus
+from unicrond.waf import linear_flops, throughput
+from unicrond.work import LINEAR_FLOPS, iteration_flop
+
+
+def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None:
+    """What has happened in the planner's words, if it is one thing that the table foresees."""
+
+    def usable(state: ClusterState) -> dict[str, int]:
+        return {node.name: node.slots for node in state.nodes.values() if node.schedulable}
+
+    def active(state: ClusterState) -> list[str]:
+        return [task.name for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
+
+    if any(node.cordoned for state in (before, after) for node in state.nodes.values()):
+        return None  # a cordoned node is used less and less: nobody foresees that
+    was, now, tasks = usable(before), usable(after), active(after)
+    gone = [name for name in was if name not in now]
+    come = [name for name in now if name not in was]
+    ended = [name for name in active(before) if name not in tasks]
+    if len(gone) + len(come) + len(ended) != 1 or len(tasks) + len(ended) != len(active(before)):
+        return None
+    if gone:
+        return NodeLost(gone[0])
+    return NodeJoined(now[come[0]]) if come else TaskFinished(ended[0])
+
+
+def test_what_was_foreseen_is_what_is_asked() -> None:
+    """Random lives: wherever one foreseen event happens, the coordinator's problem is the table's, and its plan too."""
+    seen: Counter[str] = Counter()
+    for seed in range(80):
+        cluster = trained(seed, nodes=5, slots=seed % 2 + 1)
+        cluster.submit("late", max_workers=2, throughput={"1": 3 * 10**9, "2": 5 * 10**9})
+        cluster.run()
+        for _ in random_life(cluster, seed):
+            if cluster.random.random() < 0.1 and cluster.state.tasks["late"].status is TaskStatus.ACTIVE:
+                cluster.append(v.TaskCancelled(task="late", reason="test"), "api", cluster.state.term)
+        for before, after in pairwise(states_of(list(cluster.log))):
+            event = event_between(before, after)
+            situation = situation_of(before, cluster.policy) if event is not None and not is_fresh(after) else None
+            if situation is not None and event is not None:
+                problem = problem_of(after, cluster.policy)
+                assert situation.after(event) == problem, (seed, event)
+                if event not in situation.expected():
+                    continue  # the first node of its size
+                answer = Planner().refresh(situation).answer(problem)
+                assert answer is not None and answer.workers == solve(problem).workers
+                seen[type(event).__name__] += 1
+    assert min(seen["NodeLost"], seen["NodeJoined"], seen["TaskFinished"]) >= 10, seen
+
+
+def test_nothing_is_foreseen_before_the_last_event_is_planned_for() -> None:
+    cluster = trained(1)
+    assert situation_of(cluster.state, cluster.policy) is not None
+    cluster.kill_host(cluster.hosts["n0"])
+    cluster.lose(cluster.hosts["n0"])
+    assert situation_of(cluster.state, cluster.policy) is None
+
+
+def test_a_lost_node_asks_nothing_new_of_the_healthy_cluster() -> None:
+    cluster = trained(1)
+    healthy = healthy_problem_of(cluster.state)
+    assert healthy.workers == 4
+    cluster.kill_host(cluster.hosts["n0"])
+    cluster.lose(cluster.hosts["n0"])
+    assert healthy_problem_of(cluster.state) == healthy
+    cluster.run()
+    assert healthy_problem_of(cluster.state) == healthy
+    assert cluster.state.plan.healthy_waf == solve(healthy).waf > cluster.state.plan.waf
+    cluster.say(cluster.hosts["n1"], v.NodeLeft(node="n1", reason="for good"))
+    assert healthy_problem_of(cluster.state).workers == 3
+
+
+# --- what is learnt ------------------------------------------------------------------------------
+
+
+def steps(cluster: MiniCluster, task: str, count: int, step_us: int) -> None:
+    """The group commits, each step in so much time."""
+    membership = cluster.state.tasks[task].membership
+    assert membership is not None
+    lead = membership.members[0]
+    for _ in range(count):
+        at = cluster.iterations[task] = cluster.iterations.get(task, 0) + 1
+        step = v.StepCommitted(
+            node=lead.node, task=task, worker=lead.worker, generation=membership.generation, first=at, last=at,
+            samples=8, samples_digest=0, loss=1.0, duration_us=step_us, micro_batches_by_rank=(1,),
+        )  # fmt: skip
+        cluster.say(cluster.hosts[lead.node], step)
+
+
+def told(cluster: MiniCluster, kind: type) -> list:
+    return [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, kind)]
+
+
+def test_measured_times_correct_the_throughput_and_move_nobody() -> None:
+    cluster = trained(1)
+    epoch = cluster.state.plan.epoch
+    task = cluster.state.tasks["big"]
+    assert throughput(task, linear_flops(cluster.state))(3) == 3 * LINEAR_FLOPS
+    steps(cluster, "big", WARM_UP + REPORTS_MIN - 1, 2000)
+    cluster.run()
+    assert not told(cluster, v.ThroughputCorrected), "too few reports to believe"
+    steps(cluster, "big", 1, 2_000_000)  # one straggler does not count
+    cluster.run()
+    (correction,) = told(cluster, v.ThroughputCorrected)
+    assert correction.workers == 3 and correction.flops == iteration_flop(task.spec) * 500
+    task = cluster.state.tasks["big"]
+    assert throughput(task)(3) == correction.flops
+    assert throughput(task)(1) == pytest.approx(correction.flops / 3, abs=1), "the shape stays a line, now in FLOP/s"
+    assert cluster.state.plan.epoch == epoch
+    assert cluster.state.ledger.accounts["big"].rate == 2 * correction.flops
+    # Nothing is known of the other task: its workers are worth what one of big's is, not 10**9.
+    assert throughput(cluster.state.tasks["small"], linear_flops(cluster.state))(1) == correction.flops // 3
+    steps(cluster, "big", 20, 2060)
+    cluster.run()
+    assert len(told(cluster, v.ThroughputCorrected)) == 1, "3 % are not worth a word"
+    steps(cluster, "big", 20, 2500)
+    cluster.run()
+    assert told(cluster, v.ThroughputCorrected)[-1].flops == iteration_flop(task.spec) * 400
+
+
+def test_the_next_plan_uses_what_was_measured() -> None:
+    """Ten times faster than a table says: on the next event the workers go there."""
+    cluster = MiniCluster(1)
+    for number in range(4):
+        cluster.add_host(f"n{number}")
+    table = {str(workers): workers * 10**9 for workers in (1, 2, 3)}
+    cluster.submit("first", weight=1.1, max_workers=3, throughput=table)
+    cluster.submit("second", max_workers=3, throughput=table)
+    cluster.run()
+    assert [a.workers for a in cluster.state.plan.assignments.values()] == [3, 1]
+    fast_us = iteration_flop(cluster.state.tasks["second"].spec) * 1_000_000 // (10 * 10**9)
+    steps(cluster, "second", 20, fast_us)
+    cluster.run()
+    assert [a.workers for a in cluster.state.plan.assignments.values()] == [3, 1]
+    cluster.add_host("n4")
+    cluster.run()
+    assert [a.workers for a in cluster.state.plan.assignments.values()] == [2, 3]
+
+
+def test_between_two_measured_sizes_the_correction_lies_between() -> None:
+    spec = v.TaskSpec(name="a", max_workers=8, throughput={str(w): w * 1000 for w in range(1, 9)})
+    cluster = trained(1)
+    task = cluster.state.tasks["big"]
+    task = replace(task, spec=spec, measured={"2": 4000, "6": 6000})  # twice as fast, then as expected
+    known = {workers: throughput(task)(workers) for workers in range(1, 9)}
+    assert known == {1: 2000, 2: 4000, 3: 5250, 4: 6000, 5: 6250, 6: 6000, 7: 7000, 8: 8000}
+
+
+def test_the_failure_rate_is_learnt_from_the_log() -> None:
+    cluster = trained(1)
+    configured_us = int(Policy().worker_mtbf_s * SECOND_US)
+    assert worker_mtbf_us(cluster.state, cluster.policy) == configured_us
+    victim = cluster.state.tasks["big"].membership.members[1]  # type: ignore[union-attr]
+    cluster.now_us += 3600 * SECOND_US
+    cluster.kill_worker(cluster.hosts[victim.node], victim.worker)
+    cluster.run()
+    (estimate,) = told(cluster, v.FailureRateEstimated)
+    assert estimate.failures == 1
+    # Four workers for an hour, and the configured time as if it had been seen.
+    assert estimate.worker_mtbf_us == pytest.approx((configured_us + 4 * 3600 * SECOND_US) / 2, rel=1e-4)
+    assert worker_mtbf_us(cluster.state, cluster.policy) == estimate.worker_mtbf_us
+    workers = sum(node.slots for node in cluster.state.nodes.values() if node.status is NodeStatus.UP)
+    assert problem_of(cluster.state, cluster.policy).d_running_us == estimate.worker_mtbf_us // workers
+
+
+def test_a_task_has_its_own_transition_time_once_it_has_had_one() -> None:
+    cluster = trained(1)
+    assert {t.d_transition_us for t in problem_of(cluster.state, cluster.policy).tasks} == {None}
+    times = []
+    for seconds in (4, 8):
+        victim = cluster.state.tasks["big"].membership.members[1]  # type: ignore[union-attr]
+        cluster.kill_worker(cluster.hosts[victim.node], victim.worker)
+        cluster.now_us += seconds * SECOND_US
+        cluster.run()
+        cluster.train("big")
+        times.append(cluster.state.closed[-1].transition_us)
+    big, small = problem_of(cluster.state, cluster.policy).tasks
+    assert big.d_transition_us == (3 * times[0] + times[1]) // 4
+    assert small.d_transition_us is None
+
+
+def test_churn_is_a_named_term_that_is_off_unless_given() -> None:
+    assert problem_of(ClusterState(), Policy()).churn_us == 0
+    cluster = trained(1)
+    policy = Policy(churn_s=2.5)
+    situation = situation_of(cluster.state, policy)
+    assert problem_of(cluster.state, policy).churn_us == 2_500_000 and situation is not None
+    assert situation.churn_us == 2_500_000
+
+
+def test_learning_is_quiet_once_it_is_folded() -> None:
+    cluster = trained(1)
+    steps(cluster, "big", 20, 5000)
+    cluster.run()
+    assert told(cluster, v.ThroughputCorrected)
+    assert decide(cluster.state, {}, cluster.policy) == []
