@@ -56,6 +56,8 @@ class Accumulation:
         self._awaited: list[int] | None = None
         self._unready: list[int] = []
         self._ready: Callable[[int], None] | None = None
+        #: Called with each finished gradient: this is a backward.
+        self.arriving: Callable[[], None] = _nothing
         #: Whether a parameter got more gradients than were expected.
         self.surplus = False
         for index, parameter in enumerate(self._parameters):
@@ -124,6 +126,7 @@ class Accumulation:
 
     def _arrived(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient is finished, in the middle of a backward."""
+        self.arriving()
         gradient, parameter.grad = parameter.grad, None
         if self._exact:
             self._add_exactly(index, gradient)
@@ -145,6 +148,10 @@ class Accumulation:
         if units.numel():
             self._peaks[index].add_(units.abs().amax().double() / UNITS)
         self._places[index].add_(units.to(torch.int64))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _groups(parameters: Sequence[torch.nn.Parameter], numel_max: int) -> list[list[torch.nn.Parameter]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agents.trainer.channel import AgentChannel
 from agents.trainer.injection import Injection
+from agents.trainer.marks import Marker
 from agents.trainer.messages import Launch
 from events.vocabulary import Phase
 
@@ -17,24 +18,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a worker waits: for a membership after a fault, for an agent, for a silent collective; and how many
-    bytes of gradients it reduces at a time."""
+    """How long a worker waits: for a membership after a fault, for an agent, for a silent collective (at most: see
+    baseline.py); and how many bytes of gradients it reduces at a time.
+
+    `hang_floor_s`: no iteration is late before that. `start_s`: as long as nothing is known of its iterations.
+    `checksum_every`: iterations from one comparison of the replicas' parameters to the next, 0: never.
+    """
 
     fault_wait_s: float
     lease_s: float
     collective_timeout_s: float
     bucket_bytes: int = 32 * 1024 * 1024
+    hang_floor_s: float = 1.0
+    start_s: float = 600.0
+    checksum_every: int = 50
 
     @staticmethod
     def from_environment() -> Patience:
-        """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (1800), UNICRON_BUCKET_BYTES
-        (32 MiB; the same for all workers of a task)."""
+        """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600), UNICRON_HANG_FLOOR_S
+        (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB) and UNICRON_CHECKSUM_EVERY (50), which must be the
+        same for all workers of a task."""
         return Patience(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
-            collective_timeout_s=_seconds("UNICRON_COLLECTIVE_TIMEOUT_S", 1800.0),
+            collective_timeout_s=_seconds("UNICRON_COLLECTIVE_TIMEOUT_S", 600.0),
             bucket_bytes=_bytes("UNICRON_BUCKET_BYTES", 32 * 1024 * 1024),
+            hang_floor_s=_seconds("UNICRON_HANG_FLOOR_S", 1.0),
+            start_s=_seconds("UNICRON_START_S", 600.0),
+            checksum_every=_iterations("UNICRON_CHECKSUM_EVERY", 50),
         )
+
+
+def _iterations(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ValueError(f"{name}: {text!r} is no number of iterations; give a whole one, 0 for never, or leave it out")
+    return int(text) if text else default
 
 
 def _bytes(name: str, default: int) -> int:
@@ -66,7 +85,16 @@ class Context:
     injection: Injection
     generation: int = 0
     iteration: int = 0
-    phase: Phase = "start"
+    mark: Marker = field(default_factory=lambda: Marker(None))
+
+    @property
+    def phase(self) -> Phase:
+        """What the worker is doing; its mark says the same to whoever looks."""
+        return self.mark.phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self.mark.phase = phase
 
 
 _current: Context | None = None

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from agents.trainer.channel import AgentChannel
+from agents.trainer.marks import Marker
 from events.vocabulary import StoreAddress
 
 _MEET_TIMEOUT = timedelta(seconds=10)
@@ -66,6 +67,16 @@ class Group:
         self._sockets = sockets
         self._channel = channel
         self._in_flight = _InFlight(channel)
+        self._timeout_s = 0.0
+        #: Where it is noted that the worker waits here for its peers.
+        self.mark = Marker(None)
+
+    def limit(self, timeout_s: float) -> None:
+        """Have collectives from now on time out after about so long (the library's own time-out, the last resort)."""
+        if self._process_group is None or abs(timeout_s - self._timeout_s) < 0.25 * self._timeout_s:
+            return
+        self._timeout_s = timeout_s
+        self._process_group._set_default_timeout(timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
 
     def all_gather(self, row: Sequence[int]) -> _Rows:
         """Start gathering every member's row of signed 64-bit integers (all of one length)."""
@@ -93,6 +104,7 @@ class Group:
     def finish(self) -> None:
         """Wait for everything started. Raises Broken, Superseded (an urgent membership came) or QuitAsked."""
         flight = self._in_flight
+        self.mark.entering()
 
         def settled() -> bool:
             return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
@@ -107,6 +119,7 @@ class Group:
         if not flight.settled():
             raise Superseded(f"generation {self.generation} is superseded")
         flight.forget()
+        self.mark.leaving()
 
     def close(self) -> None:
         """Leave at once; operations in flight fail. Never raises, blocks for at most _CLOSE_TIMEOUT_S."""

@@ -38,6 +38,7 @@ from agents.trainer import checkpoint, context, transfer
 from agents.trainer.accumulation import Accumulation
 from agents.trainer.channel import QuitAsked
 from agents.trainer.context import Context
+from agents.trainer.detection import Detection
 from agents.trainer.faults import NanLoss
 from agents.trainer.group import Broken, Group, Superseded
 from agents.trainer.injection import Point
@@ -91,6 +92,14 @@ class Step:
         """The indices of the micro-batch's samples in the data set."""
         return self._hook._sampling.samples(self.iteration, micro_batch)
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """`with step.loading():` around what reads data: an exception, a hang there is told as one of the data."""
+        here = self._hook._context
+        phase, here.phase = here.phase, "data"
+        yield
+        here.phase = phase
+
     def seed(self, micro_batch: int) -> None:
         """Seed every random number drawn for the micro-batch; call it first in the forward step."""
         seed_all(work_seed(self._hook._context.launch.spec.seed, self.iteration, micro_batch))
@@ -107,6 +116,7 @@ class Hook:
     _reduction: Reduction
     _rendezvous: Rendezvous
     _ledger: Ledger
+    _detection: Detection
     _overlap: bool
     _membership: Membership | None = None
     _turn: _Turn | None = None
@@ -151,8 +161,10 @@ class Hook:
             _reduction=Reduction(accumulation),
             _rendezvous=Rendezvous(here),
             _ledger=Ledger(iteration=0),
+            _detection=Detection(here, (parameter for module in models for parameter in module.parameters())),
             _overlap=overlap,
         )
+        accumulation.arriving = partial(setattr, here.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
         here.channel.send(Ready())
         return hook
@@ -179,7 +191,7 @@ class Hook:
                 todo = self._ledger.todo()[:at_most]
                 if todo:
                     self._fire("micro_batch")
-                    self._context.phase = "forward"
+                    self._context.mark.working(self._ledger.finished)
                     if self._overlap and len(todo) == len(self._ledger.todo()):
                         self._reduction.overlap(self._group(), len(todo))
                     yield todo
@@ -226,6 +238,7 @@ class Hook:
     def _reduce(self) -> None:
         """Bring this iteration from *computed* to *agreed*. Raises Broken or Superseded."""
         self._context.phase = "reduce"
+        self._detection.computed()
         self._fire("computed")
         group, ledger, replica = self._group(), self._ledger, self._context.replica
         loss_sum, tokens = replica.from_last_stage(ledger.loss_sum, ledger.tokens)
@@ -235,8 +248,10 @@ class Hook:
         self._fire("reduced")
         pending = self._rendezvous.pending()
 
+        sighting = self._detection.sighting(ledger.iteration, ledger.finished, self._reduction.norm())
+
         def agree() -> list[list[int]]:
-            rows = group.all_gather([ledger.iteration, pending])
+            rows = group.all_gather([ledger.iteration, pending, *sighting.row()])
             self._fire("agreeing")
             group.finish()
             return rows.read()
@@ -244,6 +259,7 @@ class Hook:
         rows = self._rendezvous.together(agree)
         held_by_all = {row[1] for row in rows} == {pending}
         self._target = pending if held_by_all else 0
+        self._detection.agreed([row[2:] for row in rows])
 
     def _sum(self, group: Group) -> Total:
         """Complete all sums over the replicas, and gather their accounts."""
@@ -287,9 +303,11 @@ class Hook:
         self._boundary_at = now
         self._total = None
         self._tell_committed()
+        self._observe(iteration, total, self._committed.duration_us)
         turn, self._turn = self._turn, None
         hand = turn.next_hand if turn is not None else None
         self._begin(iteration + 1)
+        self._detection.begun(iteration + 1)
         self._fire("committed")
         if spec.checkpoint.interval and iteration % spec.checkpoint.interval == 0 and iteration < spec.iterations:
             self._save_if_lead()
@@ -308,6 +326,12 @@ class Hook:
             self._regroup(target)
         else:
             self._ledger.deal(self._fair_hand() if hand is None else hand, redone=False)
+
+    def _observe(self, iteration: int, total: Total, duration_us: int) -> None:
+        membership, group = self._membership, self._group()
+        assert membership is not None
+        self._detection.committed(iteration, duration_us, group)
+        self._detection.judge(iteration, total, membership, self._context.launch.shard, group.rank)
 
     def _begin(self, iteration: int) -> None:
         self._accumulation.clear()
@@ -360,6 +384,7 @@ class Hook:
         """Let the lead save and say that the task is complete; leave together."""
         told = False
         while True:
+            self._context.mark.idle()
             try:
                 if self._context.launch.spec.checkpoint.dir and self._in_lead_replica() and not told:
                     self._save()
@@ -406,6 +431,7 @@ class Hook:
         """Take a seat in the next group, state included. True: step first, with the sums that are complete."""
         while True:
             self._context.phase = "regroup"
+            self._context.mark.idle()
             self._turn = None
             self._target = 0
             try:
@@ -417,6 +443,7 @@ class Hook:
                 self._give_up(stranded)
             target = None
             self._membership = seat.membership
+            self._detection.regrouped(self._group())
             self._context.channel.forget(seat.membership.generation)
             self._turn, step_first = self._apply(seat.verdict)
             if step_first:
@@ -492,6 +519,7 @@ class Hook:
 
     def _tell_regrouped(self, seat: Seat, source: Origin) -> None:
         self._boundary_at = self._boundary_at if source == "own" else time.monotonic()
+        self._detection.begun(self._ledger.iteration)
         self._context.channel.send(
             Regrouped(
                 generation=seat.membership.generation,

@@ -120,8 +120,13 @@ class Marker:
         self._limit_us = limit_us
         self._mark()
 
+    def idle(self) -> None:
+        """No iteration runs: nothing is late."""
+        self._limit_us = 0
+        self._mark()
+
     def moved(self, generation: int) -> None:
-        """The worker is on its way to `generation`'s group: no iteration runs."""
+        """The worker is in the group of `generation`, whose collectives are counted from here on."""
         self._generation = generation
         self._entered = self._left = self._limit_us = 0
         self._mark()

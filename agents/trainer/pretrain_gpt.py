@@ -124,7 +124,8 @@ def forward_backward(
 def _forward_step(text: Corpus, step: Step, micro_batches: Iterator[int], model: GPTModel) -> tuple[Any, Any]:
     micro_batch = next(micro_batches)
     step.seed(micro_batch)
-    window = torch.stack([text.sample(sample) for sample in step.samples(micro_batch)])
+    with step.loading():
+        window = torch.stack([text.sample(sample) for sample in step.samples(micro_batch)])
     device = next(model.parameters()).device
     tokens, labels = window[:, :-1].to(device), window[:, 1:].contiguous().to(device)
     length = tokens.shape[1]

@@ -32,6 +32,7 @@ class Reduction:
         self._group: Group | None = None
         self._final: dict[int, torch.Tensor] = {}
         self._under_way: dict[int, tuple[torch.Tensor, Operation]] = {}
+        self._norms: dict[int, torch.Tensor] = {}
         self._turns: list[int] = []
         self._waiting: set[int] = set()
         self.begin()
@@ -39,6 +40,7 @@ class Reduction:
     def begin(self) -> None:
         """A new iteration."""
         self._final = {}
+        self._norms = {}
         self._again()
 
     def overlap(self, group: Group, gradients: int) -> None:
@@ -63,6 +65,10 @@ class Reduction:
         complete = self.complete()
         return [complete[bucket] for bucket in range(len(self._accumulation))]
 
+    def norm(self) -> float:
+        """The norm of this replica's own share, as it was when each bucket was started first; 0 in exact mode."""
+        return float(torch.linalg.vector_norm(torch.stack([*self._norms.values()]))) if self._norms else 0.0
+
     def keep(self, final: Collection[int]) -> None:
         """These buckets are final, all others are to be reduced again."""
         complete = self.complete()
@@ -85,6 +91,8 @@ class Reduction:
         while self._turns and self._turns[0] in self._waiting:
             bucket = self._turns.pop(0)
             copy = self._accumulation.copy(bucket)
+            if copy.is_floating_point() and bucket not in self._norms:
+                self._norms[bucket] = torch.linalg.vector_norm(copy)
             self._under_way[bucket] = (copy, self._group.all_reduce(copy))
             self.started_one()
 

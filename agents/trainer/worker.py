@@ -19,6 +19,7 @@ from agents.trainer.channel import AgentChannel, QuitAsked
 from agents.trainer.context import Context, Patience
 from agents.trainer.faults import trouble
 from agents.trainer.injection import Injection
+from agents.trainer.marks import Marker, path_of
 from agents.trainer.messages import Launch
 from events.vocabulary import TaskSpec
 
@@ -70,7 +71,8 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
         raise RuntimeError("backend: nccl needs a GPU, and torch sees none; use auto or gloo")
     backend = "nccl" if torch.cuda.is_available() and spec.backend != "gloo" else "gloo"
     injection = Injection(launch.worker, os.environ.get("UNICRON_FAULT", ""))
-    context.enter(Context(launch, channel, Replica(launch, backend), patience, injection))
+    mark = Marker(path_of(launch.agent_socket, launch.worker))
+    context.enter(Context(launch, channel, Replica(launch, backend), patience, injection, mark=mark))
     if spec.entry == "gpt":
         from agents.trainer import pretrain_gpt
 

@@ -1,0 +1,111 @@
+"""How long an iteration of a task usually lasts, and what follows: when one is late, when all have become slow.
+
+Rules
+-----
+* Only plain iterations count: not the first WARM_UP ones of a generation, not one in which a checkpoint was written,
+  not one in which the group changed. A new generation begins a new baseline: other replicas, other times.
+* The usual time is the median of the last WINDOW plain iterations: a few long ones do not move it.
+* Late (a hang): longer than HANG times the usual, and longer than twice the longest of the window, so that a noisy
+  machine makes itself patient; never less than `floor_us`. An iteration with a checkpoint is given three times the
+  longest such one in addition.
+* Before the usual time is known: ten times the last generation's, or `start_us` where there was none.
+* Slow (a degradation): the median of the last RECENT iterations is above SLOW times the best such median since the
+  generation began, and by more than its three median deviations. Told once; told again after it was over.
+
+Pure: durations come in, limits go out. Durations in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+WARM_UP = 3
+WINDOW = 32
+#: Fewer plain iterations say nothing yet.
+ENOUGH = 5
+RECENT = 12
+HANG = 3
+SLOW = 1.1
+_OVER = 1.05
+_NOISE = 3
+_CHECKPOINT = 3
+_UNKNOWN = 10
+
+
+class Baseline:
+    """One task's, as one of its workers sees it; all members see nearly the same."""
+
+    def __init__(self, *, floor_us: int, start_us: int) -> None:
+        self._floor_us = floor_us
+        self._start_us = start_us
+        self._durations: deque[int] = deque(maxlen=WINDOW)
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._seen = 0
+        self._before_us = 0
+        self._checkpoint_us = 0
+        self._best_us = 0.0
+        self._noise_us = 0.0
+        self._is_slow = False
+
+    @property
+    def usual_us(self) -> int:
+        """The usual duration; 0: not known yet."""
+        return int(median(self._durations)) if len(self._durations) >= ENOUGH else 0
+
+    @property
+    def best_us(self) -> int:
+        """What a degradation is measured against; 0: not known yet."""
+        return int(self._best_us)
+
+    def reset(self) -> None:
+        """The group has changed."""
+        self._before_us = self.usual_us or self._before_us
+        self._durations.clear()
+        self._recent.clear()
+        self._seen = 0
+        self._best_us = 0.0
+        self._is_slow = False
+
+    def add(self, duration_us: int, *, checkpoint: bool = False) -> None:
+        """An iteration of this generation has ended. `checkpoint`: one was written in it."""
+        if checkpoint:
+            self._checkpoint_us = max(self._checkpoint_us, duration_us)
+            return
+        self._seen += 1
+        if self._seen <= WARM_UP:
+            return
+        self._durations.append(duration_us)
+        self._recent.append(duration_us)
+
+    def limit_us(self, *, checkpoint: bool = False) -> int:
+        """How long the next iteration may last before it is late."""
+        usual_us = self.usual_us
+        if usual_us:
+            limit_us = max(HANG * usual_us, 2 * max(self._durations), self._floor_us)
+        elif self._before_us:
+            limit_us = max(_UNKNOWN * self._before_us, self._floor_us)
+        else:
+            return self._start_us
+        if not checkpoint:
+            return limit_us
+        return limit_us + (_CHECKPOINT * self._checkpoint_us or self._start_us)
+
+    def collective_timeout_us(self) -> int:
+        """For a collective library's own time-out, the last resort: well above every limit, far below half an hour."""
+        return max(10 * self.limit_us(), 30_000_000) if self.usual_us or self._before_us else self._start_us
+
+    def slow(self) -> int:
+        """The recent duration, once, when the iterations have become slow; else 0."""
+        if len(self._recent) < RECENT:
+            return 0
+        recent_us = median(self._recent)
+        if not self._best_us or recent_us < self._best_us:
+            self._best_us = recent_us
+            self._noise_us = median(abs(duration - recent_us) for duration in self._recent)
+        if self._is_slow:
+            self._is_slow = recent_us > _OVER * self._best_us
+        elif recent_us > SLOW * self._best_us and recent_us > self._best_us + _NOISE * self._noise_us:
+            self._is_slow = True
+            return int(recent_us)
+        return 0

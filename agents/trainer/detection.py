@@ -1,0 +1,186 @@
+"""What a worker observes of its task's course: iteration times, compute times, losses, norms, checksums.
+
+Rules
+-----
+* It observes and tells; what is to be done is the coordinator's.
+* What all replicas need to know travels with the agreement that ends an iteration (`Sighting`, one row per replica):
+  no collective of its own. The lead judges it; a checksum is judged by the lowest rank of the majority.
+* Compute time is the time that a replica keeps others waiting: from the end of one agreement to the beginning of the
+  next reduction, checkpoints included. Slow replicas are compared by micro-batch.
+* Per iteration it costs a few microseconds and one pass over the gradients; every `checksum_every` iterations one pass
+  over the parameters.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from agents.trainer.baseline import RECENT, SLOW, Baseline
+from agents.trainer.channel import AgentChannel
+from agents.trainer.checksum import checksum, odd_ones
+from agents.trainer.context import Context, Patience
+from agents.trainer.group import Group
+from agents.trainer.ledger import Total
+from agents.trainer.marks import Marker, now_us
+from agents.trainer.messages import Degraded, Membership, Suspected
+from agents.trainer.spikes import Spikes
+from events.vocabulary import CorruptionSign
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What one replica's shard saw of an iteration. Travels as a row of signed 64-bit integers.
+
+    `compute_us`: see the rules. `norm`: of the gradient sums of its own micro-batches. `checksum` of the parameters,
+    0: none was made.
+    """
+
+    compute_us: int
+    micro_batches: int
+    norm: float
+    checksum: int
+
+    def row(self) -> list[int]:
+        (norm_bits,) = struct.unpack("<q", struct.pack("<d", self.norm))
+        return [self.compute_us, self.micro_batches, norm_bits, self.checksum]
+
+    @staticmethod
+    def from_row(row: Sequence[int]) -> Sighting:
+        compute_us, micro_batches, norm_bits, checksum = row
+        (norm,) = struct.unpack("<d", struct.pack("<q", norm_bits))
+        return Sighting(compute_us, micro_batches, norm, checksum)
+
+
+class Detection:
+    """One worker's. `parameters` are this shard's."""
+
+    def __init__(self, context: Context, parameters: Iterable[torch.nn.Parameter]) -> None:
+        patience, spec = context.patience, context.launch.spec
+        self._mark: Marker = context.mark
+        self._channel: AgentChannel = context.channel
+        self._patience: Patience = patience
+        self._interval = spec.checkpoint.interval if spec.checkpoint.dir else 0
+        self._parameters = list(parameters)
+        self._baseline = Baseline(floor_us=int(patience.hang_floor_s * 1e6), start_us=int(patience.start_s * 1e6))
+        self._spikes: dict[CorruptionSign, Spikes] = {"loss": Spikes(), "gradient_norm": Spikes()}
+        self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
+        self._free_us = now_us()
+        self._compute_us = 0
+        self._sightings: list[Sighting] = []
+
+    # --- where the iteration stands --------------------------------------------------------------
+
+    def regrouped(self, group: Group) -> None:
+        """The worker is in another group."""
+        self._mark.moved(group.generation)
+        group.mark = self._mark
+        self._baseline.reset()
+        self._recent.clear()
+        self._sightings = []
+        self._free_us = now_us()
+        self._limit_collectives(group)
+
+    def begun(self, iteration: int) -> None:
+        """An iteration begins, or goes on in another group."""
+        self._mark.begun(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
+
+    def computed(self) -> None:
+        """All own micro-batches are done; from here on the worker waits for others."""
+        self._compute_us = now_us() - self._free_us
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """All have agreed; `rows` are the sightings of all replicas, in rank order."""
+        self._free_us = now_us()
+        self._sightings = [Sighting.from_row(row) for row in rows]
+
+    def committed(self, iteration: int, duration_us: int, group: Group) -> None:
+        """The iteration is over, after `duration_us`."""
+        self._baseline.add(duration_us, checkpoint=self._is_saving(iteration))
+        self._limit_collectives(group)
+
+    def _is_saving(self, iteration: int) -> bool:
+        """The iteration's time holds the checkpoint of the one before."""
+        return bool(self._interval) and iteration > 1 and (iteration - 1) % self._interval == 0
+
+    def _limit_collectives(self, group: Group) -> None:
+        group.limit(min(self._baseline.collective_timeout_us() / 1e6, self._patience.collective_timeout_s))
+
+    # --- what is told to the others --------------------------------------------------------------
+
+    def sighting(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
+        """This shard's row for the agreement on `iteration`."""
+        every = self._patience.checksum_every
+        made = checksum(self._parameters) if every and iteration % every == 0 else 0
+        return Sighting(self._compute_us, micro_batches, norm, made)
+
+    # --- what is told to the agent ---------------------------------------------------------------
+
+    def judge(self, iteration: int, total: Total, membership: Membership, shard: int, rank: int) -> None:
+        """Look at an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's."""
+        if len(self._sightings) != len(total.accounts):
+            return  # agreed on in another group: its rows are gone
+        workers = [member.worker for member in membership.members if member.shard == shard]
+        self._judge_checksums(iteration, membership.generation, workers, rank)
+        if rank:
+            return
+        if shard == 0:
+            self._judge_pace(iteration, membership.generation, workers)
+            losses = [account.loss_sum / max(1, account.tokens) for account in total.accounts]
+            self._judge_values("loss", losses, iteration, membership.generation, workers)
+        norms = [
+            sighting.norm / max(1, account.tokens)
+            for sighting, account in zip(self._sightings, total.accounts, strict=True)
+        ]
+        self._judge_values("gradient_norm", norms, iteration, membership.generation, workers)
+
+    def _judge_checksums(self, iteration: int, generation: int, workers: list[str], rank: int) -> None:
+        checksums = [sighting.checksum for sighting in self._sightings]
+        if len(set(checksums)) == 1 or 0 in checksums:
+            return
+        odd = odd_ones(checksums)
+        teller = 0 if odd is None else min(set(range(len(workers))).difference(odd))
+        if rank == teller:
+            for suspect in [""] if odd is None else [workers[one] for one in odd]:
+                self._suspect("checksum", suspect, 0.0, 0.0, iteration, generation)
+
+    def _judge_values(
+        self, sign: CorruptionSign, values: list[float], iteration: int, generation: int, workers: list[str]
+    ) -> None:
+        for spike in self._spikes[sign].look(values):
+            suspect = "" if spike.rank is None else workers[spike.rank]
+            self._suspect(sign, suspect, spike.value, spike.usual, iteration, generation)
+
+    def _suspect(
+        self, sign: CorruptionSign, suspect: str, value: float, usual: float, iteration: int, generation: int
+    ) -> None:
+        self._channel.send(
+            Suspected(generation=generation, iteration=iteration, sign=sign, suspect=suspect, value=value, usual=usual)
+        )
+
+    def _judge_pace(self, iteration: int, generation: int, workers: list[str]) -> None:
+        self._recent.append(tuple(one.compute_us / max(1, one.micro_batches) for one in self._sightings))
+        slow_us = self._baseline.slow()
+        if not slow_us:
+            return
+        by_rank = [median(row[rank] for row in self._recent) for rank in range(len(workers))]
+        slowest = max(range(len(workers)), key=by_rank.__getitem__)
+        others = [one for rank, one in enumerate(by_rank) if rank != slowest]
+        others_us = median(others) if others else 0.0
+        stands_out = by_rank[slowest] > SLOW * others_us
+        self._channel.send(
+            Degraded(
+                generation=generation,
+                iteration=iteration,
+                iteration_us=slow_us,
+                usual_us=self._baseline.best_us,
+                slowest=workers[slowest] if stands_out else "",
+                compute_us=int(by_rank[slowest]) if stands_out else 0,
+                others_us=int(others_us) if stands_out else 0,
+            )
+        )

@@ -1,0 +1,65 @@
+"""Numbers that stand out: a replica's loss or gradient norm, against all replicas' of the last iterations.
+
+Rules
+-----
+* Usual is the median of the window, over all replicas; the noise is the median distance from it.
+* A value spikes that is no finite number, or above the usual by more than NOISE times the noise and by more than the
+  usual itself. Values far below are no news.
+* If some replicas spike and others do not, those are told of. If all do, it is the data or the optimisation: nobody
+  is blamed, unless there is but one.
+* The same is told again only after QUIET iterations. Spikes do not enter the window.
+
+Pure: values come in, suspicions go out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+WINDOW = 64
+ENOUGH = 20
+NOISE = 10.0
+QUIET = 50
+
+
+class Spike(NamedTuple):
+    """`rank` None: all have it. `usual`: what such values usually are."""
+
+    rank: int | None
+    value: float
+    usual: float
+
+
+class Spikes:
+    """Of one kind of value."""
+
+    def __init__(self) -> None:
+        self._window: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
+        self._told: dict[int | None, int] = {}
+        self._iteration = 0
+
+    def look(self, values: Sequence[float]) -> list[Spike]:
+        """One iteration's values, in rank order; what is to be told of them."""
+        self._iteration += 1
+        seen = [value for row in self._window for value in row]
+        if len(self._window) < ENOUGH:
+            if all(math.isfinite(value) for value in values):
+                self._window.append(tuple(values))
+            return []
+        usual = median(seen)
+        limit = usual + max(NOISE * median(abs(value - usual) for value in seen), abs(usual))
+        high = [rank for rank, value in enumerate(values) if not value <= limit]
+        if not high:
+            self._window.append(tuple(values))
+            return []
+        ranks: list[int | None] = [None] if 1 < len(high) == len(values) else [*high]
+        spikes = []
+        for rank in ranks:
+            if self._iteration - self._told.get(rank, -QUIET) >= QUIET:
+                self._told[rank] = self._iteration
+                spikes.append(Spike(rank, values[high[0] if rank is None else rank], usual))
+        return spikes
