@@ -9,8 +9,8 @@ Rules
   machine makes itself patient; never less than `floor_us`. An iteration with a checkpoint is given three times the
   longest such one in addition.
 * Before the usual time is known: ten times the last generation's, or `start_us` where there was none.
-* Slow (a degradation): the median of the last RECENT iterations is above SLOW times the best such median since the
-  generation began, and by more than its three median deviations. Told once; told again after it was over.
+* Slow (a degradation): the median of the last RECENT iterations is above SLOW times the lowest median of a whole
+  window since the generation began, and by more than three median deviations. Told once; again after it was over.
 
 Pure: durations come in, limits go out. Durations in microseconds.
 """
@@ -97,12 +97,12 @@ class Baseline:
 
     def slow(self) -> int:
         """The recent duration, once, when the iterations have become slow; else 0."""
-        if len(self._recent) < RECENT:
+        if len(self._durations) < WINDOW:
             return 0
-        recent_us = median(self._recent)
-        if not self._best_us or recent_us < self._best_us:
-            self._best_us = recent_us
-            self._noise_us = median(abs(duration - recent_us) for duration in self._recent)
+        recent_us, window_us = median(self._recent), median(self._durations)
+        if not self._best_us or window_us < self._best_us:
+            self._best_us = window_us
+            self._noise_us = median(abs(duration - window_us) for duration in self._durations)
         if self._is_slow:
             self._is_slow = recent_us > _OVER * self._best_us
         elif recent_us > SLOW * self._best_us and recent_us > self._best_us + _NOISE * self._noise_us:

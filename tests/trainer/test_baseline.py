@@ -1,0 +1,121 @@
+"""When an iteration is late, and when all have become slow."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.trainer.baseline import ENOUGH, HANG, RECENT, WARM_UP, WINDOW, Baseline
+
+START_US = 600_000_000
+FLOOR_US = 10_000
+USUAL_US = 100_000
+
+
+def trained(durations: list[int], floor_us: int = FLOOR_US) -> Baseline:
+    baseline = Baseline(floor_us=floor_us, start_us=START_US)
+    for duration in durations:
+        baseline.add(duration)
+    return baseline
+
+
+def steady(count: int = WARM_UP + WINDOW, usual_us: int = USUAL_US, noise: float = 0.02) -> list[int]:
+    draw = random.Random(1)
+    return [round(usual_us * (1 + draw.uniform(-noise, noise))) for _ in range(count)]
+
+
+def slow_at(baseline: Baseline, durations: list[int]) -> list[int]:
+    """After how many of the durations it was told, each time."""
+    told = []
+    for number, duration in enumerate(durations, 1):
+        baseline.add(duration)
+        if baseline.slow():
+            told.append(number)
+    return told
+
+
+def test_nothing_is_late_before_anything_is_known() -> None:
+    assert Baseline(floor_us=FLOOR_US, start_us=START_US).limit_us() == START_US
+    assert trained([USUAL_US] * (WARM_UP + ENOUGH - 1)).limit_us() == START_US
+
+
+def test_late_is_three_times_the_usual() -> None:
+    assert trained([USUAL_US] * (WARM_UP + ENOUGH)).limit_us() == HANG * USUAL_US
+
+
+def test_the_floor_holds_for_quick_iterations() -> None:
+    assert trained([100] * 20, floor_us=1_000_000).limit_us() == 1_000_000
+
+
+def test_warm_up_and_checkpoints_do_not_count() -> None:
+    baseline = trained([5_000_000] * WARM_UP + [USUAL_US] * ENOUGH)
+    baseline.add(2_000_000, checkpoint=True)
+    assert baseline.usual_us == USUAL_US
+    assert baseline.limit_us() == HANG * USUAL_US
+    assert baseline.limit_us(checkpoint=True) == HANG * USUAL_US + 3 * 2_000_000
+
+
+def test_an_iteration_with_the_first_checkpoint_has_the_time_of_the_unknown() -> None:
+    baseline = trained([USUAL_US] * 10)
+    assert baseline.limit_us(checkpoint=True) == HANG * USUAL_US + START_US
+
+
+def test_a_noisy_machine_makes_itself_patient() -> None:
+    baseline = trained([USUAL_US] * 10 + [450_000])
+    assert baseline.usual_us == USUAL_US
+    assert baseline.limit_us() == 900_000
+    for _ in range(WINDOW):
+        baseline.add(USUAL_US)
+    assert baseline.limit_us() == HANG * USUAL_US, "one long iteration is forgotten with its window"
+
+
+def test_a_new_generation_begins_anew_but_remembers_the_scale() -> None:
+    baseline = trained([USUAL_US] * 10)
+    baseline.reset()
+    assert baseline.usual_us == 0
+    assert baseline.limit_us() == 10 * USUAL_US
+    assert baseline.collective_timeout_us() == 30_000_000
+    baseline.reset()
+    assert baseline.limit_us() == 10 * USUAL_US, "a second change before anything was learnt forgets nothing"
+
+
+def test_collectives_time_out_well_above_the_limit_and_far_below_half_an_hour() -> None:
+    assert trained([USUAL_US] * 10).collective_timeout_us() == 30_000_000
+    assert trained([4_000_000] * 10).collective_timeout_us() == 10 * HANG * 4_000_000
+    assert Baseline(floor_us=FLOOR_US, start_us=START_US).collective_timeout_us() == START_US
+
+
+@given(st.lists(st.integers(1, 10**9), max_size=100), st.booleans())
+def test_a_limit_is_never_below_three_times_the_usual_nor_the_floor(durations: list[int], checkpoint: bool) -> None:
+    baseline = trained(durations)
+    limit_us = baseline.limit_us(checkpoint=checkpoint)
+    assert limit_us >= max(FLOOR_US, HANG * baseline.usual_us)
+    assert baseline.collective_timeout_us() >= limit_us or baseline.collective_timeout_us() >= START_US or checkpoint
+
+
+def test_slow_for_a_while_is_told_once_and_again_after_it_was_over() -> None:
+    baseline = trained(steady())
+    assert baseline.slow() == 0
+    told = slow_at(baseline, steady(40, round(USUAL_US * 1.3)))
+    assert len(told) == 1 and RECENT // 2 <= told[0] <= RECENT
+    assert slow_at(baseline, steady(40)) == []
+    assert len(slow_at(baseline, steady(40, round(USUAL_US * 1.3)))) == 1
+
+
+def test_single_long_iterations_are_no_degradation() -> None:
+    durations = steady(200)
+    durations[50::10] = [USUAL_US * 2] * len(durations[50::10])
+    assert slow_at(trained([]), durations) == []
+
+
+def test_five_percent_are_no_degradation() -> None:
+    baseline = trained(steady())
+    assert slow_at(baseline, steady(60, round(USUAL_US * 1.05))) == []
+
+
+def test_noise_alone_is_no_degradation() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        assert slow_at(trained([]), [round(USUAL_US * draw.uniform(0.8, 1.2)) for _ in range(300)]) == []

@@ -1,0 +1,91 @@
+"""Phase marks: what is written is what is read, from another process, at any moment."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from agents.trainer import marks
+from agents.trainer.marks import Marker, path_of, read
+
+
+def test_a_mark_says_where_the_worker_is(tmp_path: Path) -> None:
+    path = path_of(str(tmp_path / "agent.sock"), "big.3")
+    assert path == tmp_path / "marks" / "big.3" and read(path) is None
+    marker = Marker(path)
+    mark = read(path)
+    assert mark is not None and (mark.phase, mark.limit_us, mark.due_us) == ("start", 0, 0)
+    marker.moved(4)
+    before_us = marks.now_us()
+    marker.begun(17, 5_000)
+    marker.working(2)
+    mark = read(path)
+    assert mark is not None
+    assert (mark.phase, mark.generation, mark.iteration, mark.micro_batch) == ("forward", 4, 17, 2)
+    assert before_us <= mark.boundary_us <= mark.changed_us <= marks.now_us()
+    assert mark.due_us == mark.boundary_us + 5_000
+
+
+def test_collectives_are_counted_in_each_generation(tmp_path: Path) -> None:
+    marker = Marker(tmp_path / "m")
+    marker.moved(1)
+    marker.entering()
+    marker.leaving()
+    marker.entering()
+    mark = read(tmp_path / "m")
+    assert mark is not None and (mark.entered, mark.left, mark.waiting) == (2, 1, True)
+    marker.moved(2)
+    mark = read(tmp_path / "m")
+    assert mark is not None and (mark.entered, mark.waiting) == (0, False)
+
+
+def test_an_idle_worker_is_never_late(tmp_path: Path) -> None:
+    marker = Marker(tmp_path / "m")
+    marker.begun(1, 5_000)
+    marker.idle()
+    mark = read(tmp_path / "m")
+    assert mark is not None and mark.due_us == 0
+
+
+def test_an_unchanged_phase_is_no_new_mark(tmp_path: Path) -> None:
+    marker = Marker(tmp_path / "m")
+    marker.phase = "backward"
+    before = read(tmp_path / "m")
+    marker.phase = "backward"
+    assert read(tmp_path / "m") == before
+
+
+def test_where_nothing_can_be_written_marks_are_made_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    marker = Marker(tmp_path / "file" / "m")
+    marker.phase = "backward"
+    assert marker.phase == "backward"
+
+
+def test_what_is_no_mark_is_none(tmp_path: Path) -> None:
+    for content in (b"", b"short", os.urandom(96), bytes(96), b"\xff" * 200):
+        (tmp_path / "m").write_bytes(content)
+        assert read(tmp_path / "m") is None
+
+
+def test_a_reading_is_never_torn(tmp_path: Path) -> None:
+    """Iteration and micro-batch always belong together, while another thread marks as fast as it can."""
+    marker, over = Marker(tmp_path / "m"), threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            marker._iteration = marker._micro_batch = marker._entered = number
+            marker._mark()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        readings = [mark for _ in range(2000) if (mark := read(tmp_path / "m")) is not None]
+    finally:
+        over.set()
+        writer.join()
+    assert len(readings) > 1000
+    assert all(mark.iteration == mark.micro_batch == mark.entered for mark in readings)

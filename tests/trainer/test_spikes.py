@@ -1,0 +1,109 @@
+"""Losses and gradient norms that stand out, and parameters that differ."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.trainer.checksum import checksum, odd_ones
+from agents.trainer.spikes import ENOUGH, QUIET, Spike, Spikes
+
+
+def seasoned(ranks: int = 3, usual: float = 2.0, noise: float = 0.05) -> Spikes:
+    spikes, draw = Spikes(), random.Random(7)
+    for _ in range(ENOUGH + 5):
+        assert spikes.look([usual * (1 + draw.uniform(-noise, noise)) for _ in range(ranks)]) == []
+    return spikes
+
+
+@pytest.mark.parametrize("value", [9.0, math.inf, math.nan, 1e30])
+def test_the_rank_that_stands_out_is_named(value: float) -> None:
+    (spike,) = seasoned().look([2.0, value, 2.1])
+    assert spike.rank == 1 and spike.usual == pytest.approx(2.0, rel=0.05)
+    assert spike.value == value or math.isnan(value)
+
+
+def test_two_of_three_are_named_each() -> None:
+    assert [spike.rank for spike in seasoned().look([9.0, 2.0, 9.5])] == [0, 2]
+
+
+def test_a_spike_of_all_names_nobody() -> None:
+    assert [spike.rank for spike in seasoned().look([9.0, 9.1, 9.2])] == [None]
+
+
+def test_the_only_replica_is_named() -> None:
+    assert [spike.rank for spike in seasoned(ranks=1).look([9.0])] == [0]
+
+
+def test_the_same_is_told_again_only_after_a_while() -> None:
+    spikes = seasoned()
+    told = [bool(spikes.look([2.0, 9.0, 2.0])) for _ in range(2 * QUIET)]
+    assert [number for number, one in enumerate(told) if one] == [0, QUIET]
+
+
+def test_a_value_below_the_usual_is_no_news() -> None:
+    assert seasoned().look([0.01, 2.0, 2.0]) == []
+
+
+def test_before_enough_was_seen_nothing_is_judged() -> None:
+    spikes = Spikes()
+    assert all(spikes.look([float(number)]) == [] for number in range(ENOUGH))
+
+
+def test_a_falling_loss_with_its_noise_never_spikes() -> None:
+    for seed in range(20):
+        spikes, draw = Spikes(), random.Random(seed)
+        for iteration in range(400):
+            mean = 2 + 4 * math.exp(-iteration / 60)
+            assert spikes.look([mean * draw.uniform(0.8, 1.25) for _ in range(3)]) == [], (seed, iteration)
+
+
+@given(st.lists(st.lists(st.floats(), min_size=2, max_size=2), max_size=60))
+def test_any_numbers_are_looked_at(rows: list[list[float]]) -> None:
+    spikes = Spikes()
+    for row in rows:
+        assert all(isinstance(spike, Spike) for spike in spikes.look(row))
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+def test_a_checksum_sees_a_single_bit_anywhere(dtype: torch.dtype) -> None:
+    parameters = [torch.randn(17, 5).to(dtype), torch.randn(3).to(dtype)]
+    before = checksum(parameters)
+    assert before == checksum([parameter.clone() for parameter in parameters])
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameters[0].element_size()]
+    for place in (0, 84):
+        parameters[0].view(integers).view(-1)[place] ^= 1
+        assert checksum(parameters) != before
+        parameters[0].view(integers).view(-1)[place] ^= 1
+    assert checksum(parameters) == before
+    assert checksum([parameters[0]]) != checksum([parameters[0], parameters[1]])
+
+
+def test_a_checksum_is_a_row_value_and_never_0() -> None:
+    ones = torch.full((64,), -1, dtype=torch.int64).view(torch.float64)
+    for parameters in ([], [torch.zeros(0)], [torch.zeros(4)], [ones]):
+        assert 0 < checksum(parameters) < 2**62
+
+
+@pytest.mark.parametrize(
+    ("checksums", "odd"),
+    [
+        ([5, 5, 5], ()),
+        ([5, 7, 5], (1,)),
+        ([7, 5, 5, 8, 5], (0, 3)),
+        ([5, 7], None),
+        ([5, 7, 8], None),
+        ([5, 5, 7, 7], None),
+        ([5], ()),
+    ],
+)
+def test_the_majority_is_right(checksums: list[int], odd: tuple[int, ...] | None) -> None:
+    assert odd_ones(checksums) == odd
