@@ -24,7 +24,7 @@ WARM_UP = 3
 WINDOW = 32
 #: Fewer plain iterations say nothing yet.
 ENOUGH = 5
-RECENT = 12
+RECENT = 16
 HANG = 3
 SLOW = 1.1
 _OVER = 1.05
@@ -64,7 +64,7 @@ class Baseline:
         self._durations.clear()
         self._recent.clear()
         self._seen = 0
-        self._best_us = 0.0
+        self._best_us = self._noise_us = 0.0
         self._is_slow = False
 
     def add(self, duration_us: int, *, checkpoint: bool = False) -> None:
@@ -102,7 +102,8 @@ class Baseline:
         recent_us, window_us = median(self._recent), median(self._durations)
         if not self._best_us or window_us < self._best_us:
             self._best_us = window_us
-            self._noise_us = median(abs(duration - window_us) for duration in self._durations)
+            noise_us = median(abs(duration - window_us) for duration in self._durations)
+            self._noise_us = max(self._noise_us, noise_us)
         if self._is_slow:
             self._is_slow = recent_us > _OVER * self._best_us
         elif recent_us > SLOW * self._best_us and recent_us > self._best_us + _NOISE * self._noise_us:
