@@ -10,6 +10,7 @@ Rules
   server checks before it writes (on the first message of a batch, which holds for all of it). The
   server checks it before the message id, so after a refusal we look whether an earlier attempt of ours
   was written after all.
+* A server that has no room refuses, and nothing is lost: an append waits, and `trouble` says why meanwhile.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 WRONG_LAST_SEQUENCE = 10071
 BATCH_REPEATS_ID = 10201
 NO_MESSAGE_FOUND = 10037
+NO_ROOM = 10023
 #: A part of the batch did not arrive (a session was lost in the middle).
 BATCH_INCOMPLETE = 10176
 
@@ -54,6 +56,8 @@ class NatsEventLog:
     def __init__(self, connection: Connection, *, give_up_s: float | None = None) -> None:
         self._connection = connection
         self._give_up_s = give_up_s
+        #: Why an append waits at this moment, in one line; empty where none does.
+        self.trouble = ""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
         bodies = encode_batch(envelopes)
@@ -100,6 +104,8 @@ class NatsEventLog:
                 yield
         except TimeoutError:
             raise LogUnavailable(f"no answer from NATS at {self._connection.urls} for {self._give_up_s} s") from None
+        finally:
+            self.trouble = ""
 
     async def _append(self, messages: Sequence[_Message], fence: Fence | None) -> dict[str, int]:
         conditions = _expect(fence.seq) if fence is not None else {}
@@ -110,13 +116,13 @@ class NatsEventLog:
                 seqs |= await self._write(fresh, conditions)
                 continue
             except Unanswered as error:
-                await patience.lose(error)
+                await self._wait(patience, error)
                 continue
             except ApiError as error:
                 if error.code not in (WRONG_LAST_SEQUENCE, BATCH_REPEATS_ID):
                     if not error.is_passing and error.code != BATCH_INCOMPLETE:
                         raise
-                    await patience.lose(error)
+                    await self._wait(patience, error)
                     continue
                 refusal = error
             found = await self._find(fresh)
@@ -143,13 +149,21 @@ class NatsEventLog:
             try:
                 seqs = await self._write([message], _expect(held))
             except Unanswered as error:
-                await patience.lose(error)
+                await self._wait(patience, error)
             except ApiError as error:
                 if error.code != WRONG_LAST_SEQUENCE and not error.is_passing:
                     raise
-                await patience.lose(error)
+                await self._wait(patience, error)
             else:
                 return Fence(term, seqs[message.event_id])
+
+    async def _wait(self, patience: Patience, error: Unanswered | ApiError) -> None:
+        """Before the next attempt; `trouble` says what the last one met."""
+        if isinstance(error, ApiError) and error.code == NO_ROOM:
+            self.trouble = "NATS has no room for the log: free disk space there, or raise jetstream max_file_store"
+        else:
+            self.trouble = f"NATS does not store: {error}"
+        await patience.lose(error)
 
     async def _write(self, messages: Sequence[_Message], conditions: dict[str, str]) -> dict[str, int]:
         """One attempt. Sequence numbers by event id; Unanswered or ApiError."""

@@ -1,0 +1,172 @@
+"""A full store: said clearly, nothing lost, and over as soon as there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from events.nats_connection import Connection, connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import create_streams
+from tests.unicrond.test_coordinator import joined, observation
+from unicrond.coordinator import Coordinator
+from unicrond.log_keeper import SILENT_BUS, LogKeeper
+from unicrond.policy import Policy
+
+
+class SmallServer(EmbeddedServer):
+    """A server whose store holds `limit`."""
+
+    limit = "300KB"
+
+    def _write_config(self) -> None:
+        super()._write_config()
+        path = self._config_path
+        path.write_text(path.read_text().replace("sync_interval:", f"max_file_store: {self.limit}, sync_interval:"))
+
+
+class Bus:
+    bus_works = True
+
+
+async def fill_up(log: NatsEventLog) -> tuple[list[str], asyncio.Task[list[int]], Envelope]:
+    """Append until there is no room: the ids that were acknowledged, the append that waits, and what it holds."""
+    acknowledged: list[str] = []
+    for number in range(1, 2000):
+        event = v.CommandFailed(node="n1", command_id="x", reason="r" * 1000)
+        envelope = observation(event, number)
+        appending = asyncio.create_task(log.append([envelope]))
+        while not appending.done() and not log.trouble:
+            await asyncio.wait([appending], timeout=0.02)
+        if log.trouble:
+            return acknowledged, appending, envelope
+        acknowledged.append(envelope.event_id)
+    raise AssertionError("it never got full")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15):
+        while not holds():  # noqa: ASYNC110 - what is watched offers no event
+            await asyncio.sleep(0.02)
+
+
+async def stored_ids(log: NatsEventLog) -> list[str]:
+    last = await log.last_seq()
+    entries = [entry async for entry in log.read(until_seq=last)]
+    return [entry.envelope.event_id for entry in entries if isinstance(entry, Recorded)]
+
+
+async def test_nothing_is_lost_and_an_append_that_waited_goes_through(tmp_path: Path) -> None:
+    server = SmallServer(tmp_path / "nats")
+    await server.start()
+    connection: Connection | None = None
+    try:
+        connection = await connect(server.url, name="test", timeout_s=10)
+        await create_streams(connection)
+        log = NatsEventLog(connection)
+        acknowledged, waiting, envelope = await fill_up(log)
+        assert len(acknowledged) > 50
+        assert log.trouble == "NATS has no room for the log: free disk space there, or raise jetstream max_file_store"
+        assert await stored_ids(log) == acknowledged, "what was stored can still be read"
+        assert not waiting.done()
+
+        server.limit = "10MB"
+        keeper = LogKeeper(log, Bus(), server, restart_after_s=0.05, look_every_s=0.02, room_bytes=1)
+        watching = asyncio.create_task(keeper.run())
+        try:
+            await asyncio.wait_for(server.ended(), 10)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        await server.start()  # as the daemon does with one that has ended
+        await asyncio.wait_for(waiting, 15)
+        assert log.trouble == ""
+        assert await stored_ids(log) == [*acknowledged, envelope.event_id]
+    finally:
+        if connection is not None:
+            await connection.close()
+        await server.kill()
+
+
+async def test_a_coordinator_says_so_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    server = SmallServer(tmp_path / "nats")
+    await server.start()
+    connection = await connect(server.url, name="test", timeout_s=10)
+    running: asyncio.Task[None] | None = None
+    try:
+        await create_streams(connection)
+        log = NatsEventLog(connection)
+        coordinator = Coordinator(log, NatsBeatLog(connection), Policy(), heartbeat_s=0.2)
+        running = asyncio.create_task(coordinator.run())
+        await asyncio.wait_for(coordinator.live.wait(), 10)
+        other = NatsEventLog(connection)
+        acknowledged, waiting, _ = await fill_up(other)
+        keeper = LogKeeper(log, coordinator.liveness, None)
+        await until(lambda: bool(keeper.trouble))
+        assert keeper.trouble == SILENT_BUS or "has no room" in keeper.trouble
+        assert not running.done(), "a full store stops nobody"
+        server.limit = "10MB"
+        await server.restart()
+        await asyncio.wait_for(waiting, 15)
+        await other.append([observation(joined("n2"), 1, "n2")])
+        await until(lambda: "n2" in coordinator.state.nodes and not keeper.trouble)
+        assert set(acknowledged) <= set(await stored_ids(other))
+        assert not running.done()
+    finally:
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        await connection.close()
+        await server.kill()
+
+
+class Stuck:
+    """A server that runs, and what was done to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.stopped = asyncio.Event()
+
+    def is_running(self) -> bool:
+        return not self.stopped.is_set()
+
+    async def stop(self) -> None:
+        self.stopped.set()
+
+
+class Log:
+    trouble = ""
+
+
+async def test_a_server_is_only_ended_when_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log, server = Log(), Stuck(tmp_path)
+    for room, ended in ((2**62, False), (1, True)):
+        keeper = LogKeeper(log, Bus(), server, restart_after_s=0.02, look_every_s=0.01, room_bytes=room)
+        log.trouble = "full"
+        with caplog.at_level(logging.WARNING, logger="unicrond"):
+            watching = asyncio.create_task(keeper.run())
+            try:
+                await asyncio.wait_for(server.stopped.wait(), 0.3 if not ended else 5)
+            except TimeoutError:
+                assert not ended
+            finally:
+                watching.cancel()
+        assert server.stopped.is_set() is ended
+    assert caplog.text.count("nothing can be decided: full; appends wait, nothing is lost") == 2
+
+
+async def test_a_bus_that_is_silent_is_trouble_too(tmp_path: Path) -> None:
+    bus, log = Bus(), Log()
+    keeper = LogKeeper(log, bus, None)
+    assert keeper.trouble == ""
+    bus.bus_works = False
+    assert keeper.trouble == SILENT_BUS
+    log.trouble = "full"
+    assert keeper.trouble == "full"
