@@ -4,21 +4,24 @@
     GET  /v1/state
     GET  /v1/events?after=SEQ[&follow=1]   server-sent events
     POST /v1/tasks                         a task file's content as JSON
-    POST /v1/tasks/NAME/cancel
+    POST /v1/tasks/NAME/cancel             {"reason"}
+    POST /v1/nodes/NAME/cordon             {"drain", "reason"}
+    POST /v1/nodes/NAME/uncordon           {"reason"}
+    POST /v1/faults                        see ordering.py; 409 unless the configuration allows it
     GET  /v1/logs/TASK?rank=R&tail_bytes=N&offset=O
     GET  /metrics                          Prometheus
 
 What people ask for becomes an observation in the log; nothing is changed from here in any other way.
+JSON knows no NaN, which a loss may be: null stands in its place.
 """
 
 from __future__ import annotations
 
 import hmac
-import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -28,16 +31,19 @@ from events.codec import API_PRODUCER, BadEvent
 from events.envelope import Entry, Envelope, Quarantined
 from events.log import EventLog
 from events.prose import summary
-from events.vocabulary import AnyEvent, TaskCancelled, TaskSpec, TaskSubmitted
+from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancelled, TaskSpec, TaskSubmitted, Text
 from unicrond.config import Config, is_loopback
 from unicrond.coordinator import Coordinator
 from unicrond.faults import faults
 from unicrond.log_reading import LogReader, LogsUnavailable
 from unicrond.metrics import exposition
+from unicrond.ordering import FaultOrder, Refused, ordered
 from unicrond.state import TaskStatus, digest, to_json
 from unicrond.task_file import problems
 from unicrond.work import achieved_waf, delivered_flop
 
+T = TypeVar("T", bound=msgspec.Struct)
+_ASKED = "asked by a person"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -57,21 +63,13 @@ class Api:
     """The routes, over one coordinator."""
 
     def __init__(
-        self,
-        config: Config,
-        coordinator: Coordinator,
-        event_log: EventLog,
-        logs: LogReader,
-        token: str = "",
-        trouble: Callable[[], str] = str,
+        self, config: Config, coordinator: Coordinator, event_log: EventLog, logs: LogReader, token: str = ""
     ) -> None:
-        """`trouble`: why the log takes nothing at this moment; empty where it does."""
         self._config = config
         self._coordinator = coordinator
         self._event_log = event_log
         self._logs = logs
         self._token = token
-        self._trouble = trouble
         self._number = 0
         self._metrics = exposition(lambda: coordinator.state)
 
@@ -84,6 +82,9 @@ class Api:
         app.router.add_get("/v1/events", self.events)
         app.router.add_post("/v1/tasks", self.submit)
         app.router.add_post("/v1/tasks/{task}/cancel", self.cancel)
+        app.router.add_post("/v1/nodes/{node}/cordon", self.cordon)
+        app.router.add_post("/v1/nodes/{node}/uncordon", self.uncordon)
+        app.router.add_post("/v1/faults", self.inject)
         app.router.add_get("/v1/logs/{task}", self.logs)
         return app
 
@@ -93,25 +94,25 @@ class Api:
         host = request.host.rsplit(":", 1)[0].strip("[]")
         if not self._token and not is_loopback(host):
             return _error(403, f"host: {host} is not loopback; call 127.0.0.1, or set api.token_file")
+        # It could send us a form, though; browsers say where such a thing comes from.
+        if request.method == "POST" and "Origin" in request.headers:
+            return _error(403, "origin: pages in browsers may not steer a cluster; use unicronctl")
         if self._token and request.path != "/healthz":
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self._token.encode()):
                 return _error(401, "token: missing or wrong; give --token-file")
         if request.method == "POST" and not self._coordinator.live.is_set():
             return _error(503, "coordinator: still folding its log; try again in a moment")
-        if request.method == "POST" and (trouble := self._trouble()):
-            return _error(503, f"log: {trouble}; try again when it does")
-        return await handler(request)
+        try:
+            return await handler(request)
+        except Refused as refusal:
+            return _error(refusal.status, str(refusal))
 
     async def health(self, _: web.Request) -> web.Response:
-        """Whether the coordinator decides ("live"), still folds its log, or cannot because the log takes nothing.
-
-        Always 200: a coordinator that waits for its log is not helped by being killed.
-        """
-        coordinator, trouble = self._coordinator, self._trouble()
-        status = "log takes nothing" if trouble else "live" if coordinator.live.is_set() else "catching up"
-        seq = coordinator.state.seq
-        return web.json_response({"status": status, "trouble": trouble, "term": coordinator.state.term, "seq": seq})
+        """Whether the coordinator decides ("live") or still folds its log."""
+        coordinator = self._coordinator
+        status = "live" if coordinator.live.is_set() else "catching up"
+        return _json({"status": status, "term": coordinator.state.term, "seq": coordinator.state.seq})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus text format."""
@@ -124,7 +125,7 @@ class Api:
             "waf": {task.name: achieved_waf(task, state.now_us) for task in state.tasks.values()},
             "delivered_flop": {task.name: delivered_flop(task) for task in state.tasks.values()},
         }
-        return web.json_response({"digest": digest(state), "state": to_json(state), "derived": derived})
+        return _json({"digest": digest(state), "state": to_json(state), "derived": derived})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events from the log itself: history after `after`, then live where `follow` is set."""
@@ -140,19 +141,13 @@ class Api:
         async with aclosing(self._event_log.read(int(after), until_seq=until)) as entries:
             async for entry in entries:
                 kind = "Quarantined" if isinstance(entry, Quarantined) else type(entry.envelope.event).__name__
-                data = json.dumps(entry_json(entry), separators=(",", ":"))
+                data = msgspec.json.encode(entry_json(entry)).decode()
                 await response.write(f"id: {entry.seq}\nevent: {kind}\ndata: {data}\n\n".encode())
         return response
 
     async def submit(self, request: web.Request) -> web.Response:
         """Take a task on. 400 says which field is wrong; 409 that the name is in use."""
-        try:
-            value = msgspec.json.decode(await request.read())
-        except msgspec.DecodeError as error:
-            return _error(400, f"body: not valid JSON: {error}")
-        for fault in faults(value, TaskSpec):
-            return _error(400, str(fault))
-        spec = msgspec.convert(value, TaskSpec, strict=True)
+        spec = await _body(request, TaskSpec)
         wrong = problems(spec)
         if wrong:
             return _error(400, wrong[0])
@@ -162,7 +157,7 @@ class Api:
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
-        return await self._append(TaskSubmitted(spec=spec), spec.name, 201)
+        return await self._append(TaskSubmitted(spec=spec), {"task": spec.name}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a task; its workers stop, its checkpoints stay."""
@@ -170,12 +165,33 @@ class Api:
         task = self._coordinator.state.tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
             return _error(404, f"task: {name} is not active; see `unicronctl tasks`")
-        try:
-            body = await request.json() if request.can_read_body else {}
-            reason = str(body.get("reason", "")) or "asked by a person"
-        except (ValueError, AttributeError):
-            return _error(400, 'body: give {"reason": "..."} or nothing')
-        return await self._append(TaskCancelled(task=name, reason=reason[:1024]), name, 202)
+        reason = (await _body(request, _Reason)).reason or _ASKED
+        return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
+
+    async def cordon(self, request: web.Request) -> web.Response:
+        """No new workers for a node; with drain, those that it has move away at an iteration boundary."""
+        node = self._node(request)
+        asked = await _body(request, _Cordon)
+        event = NodeCordoned(node=node, drain=asked.drain, reason=asked.reason or _ASKED)
+        return await self._append(event, {"node": node}, 202)
+
+    async def uncordon(self, request: web.Request) -> web.Response:
+        """The node may have workers again."""
+        node = self._node(request)
+        reason = (await _body(request, _Reason)).reason or _ASKED
+        return await self._append(NodeUncordoned(node=node, reason=reason), {"node": node}, 202)
+
+    async def inject(self, asked: web.Request) -> web.Response:
+        """Order a fault; the answer names whom it was for."""
+        order = await _body(asked, FaultOrder)
+        event = ordered(order, self._coordinator.state, allowed=self._config.injection)
+        return await self._append(event, {"node": event.node, "worker": event.fault.worker}, 202)
+
+    def _node(self, asked: web.Request) -> str:
+        name = asked.match_info["node"]
+        if name not in self._coordinator.state.nodes:
+            raise Refused(404, f"node: no node {name}; see `unicronctl nodes`")
+        return name
 
     async def logs(self, request: web.Request) -> web.Response:
         """A piece of a worker's log, from the node that has it."""
@@ -194,9 +210,9 @@ class Api:
             return _error(404, str(error.args[0]))
         except LogsUnavailable as error:
             return _error(503, str(error))
-        return web.json_response(piece)
+        return _json(piece)
 
-    async def _append(self, event: AnyEvent, task: str, status: int) -> web.Response:
+    async def _append(self, event: AnyEvent, about: dict[str, str], status: int) -> web.Response:
         self._number += 1
         envelope = Envelope(
             producer=API_PRODUCER,
@@ -209,8 +225,32 @@ class Api:
             seq = await self._coordinator.submit(envelope)
         except BadEvent as error:
             return _error(400, error.reason)
-        return web.json_response({"task": task, "seq": seq}, status=status)
+        return _json({**about, "seq": seq}, status)
+
+
+class _Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reason: Text = ""
+
+
+class _Cordon(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    drain: bool = False
+    reason: Text = ""
+
+
+async def _body(asked: web.Request, kind: type[T]) -> T:
+    """The request's JSON as a `kind`; no body is an empty object. Raises Refused with what is wrong first."""
+    try:
+        value = msgspec.json.decode(await asked.read() or b"{}")
+    except msgspec.DecodeError as error:
+        raise Refused(400, f"body: not valid JSON: {error}") from None
+    for fault in faults(value, kind):
+        raise Refused(400, str(fault))
+    return msgspec.convert(value, kind, strict=True)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def _error(status: int, text: str) -> web.Response:
-    return web.json_response({"error": text}, status=status)
+    return _json({"error": text}, status)

@@ -48,6 +48,7 @@ def _parser() -> Parser:
     )
     run.add_argument("--config", type=Path, metavar="FILE", help="YAML, see docs/configuration.md (default: defaults)")
     run.add_argument("--nats", metavar="URL", help="an existing NATS server instead of the embedded one")
+    run.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
     run.add_argument("--verbose", action="store_true", help="log committed steps as well")
 
     for name, text in (
@@ -65,6 +66,7 @@ def _parser() -> Parser:
         small.add_argument("--slots", type=_count, default=1, metavar="N", help="workers per node (default 1)")
         small.add_argument("--dir", type=Path, metavar="DIR", help="state, logs, checkpoints (default: a new one)")
         small.add_argument("--keep", action="store_true", help="keep the new directory")
+        small.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
         small.add_argument("--api-port", type=_port, default=7470 if name == "dev" else 0, metavar="PORT")
         if name == "demo":
             small.add_argument("--iterations", type=_count, default=0, metavar="N", help="of each task (default: fit)")
@@ -115,6 +117,8 @@ def _run(arguments: argparse.Namespace) -> int:
         config = load(arguments.config) if arguments.config else Config()
         if arguments.nats:
             config = replace(config, nats=replace(config.nats, url=arguments.nats))
+        if arguments.allow_injection:
+            config = replace(config, injection=True)
         check(config, str(arguments.config or "unicrond"))
     except ConfigError as error:
         print(f"unicrond: {error}", file=sys.stderr)

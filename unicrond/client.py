@@ -60,7 +60,7 @@ class Client:
         self._timeout_s = timeout_s
 
     def health(self) -> dict[str, Any]:
-        """{"status": "live", "catching up" or "log takes nothing", "trouble", "term", "seq"}."""
+        """{"status": "live" or "catching up", "term", "seq"}."""
         return self._object("GET", "/healthz")
 
     def snapshot(self) -> Snapshot:
@@ -80,6 +80,18 @@ class Client:
     def cancel(self, task: str, reason: str) -> dict[str, Any]:
         """Cancel a task; {"task", "seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
+
+    def cordon(self, node: str, *, drain: bool, reason: str) -> dict[str, Any]:
+        """No new workers for the node (drain: nor those that it has); {"node", "seq"}."""
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/cordon", body={"drain": drain, "reason": reason})
+
+    def uncordon(self, node: str, reason: str) -> dict[str, Any]:
+        """The node may have workers again; {"node", "seq"}."""
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/uncordon", body={"reason": reason})
+
+    def inject(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Order a fault (unicrond.ordering.FaultOrder); {"node", "worker", "seq"}."""
+        return self._object("POST", "/v1/faults", body=order)
 
     def logs(
         self, task: str, *, rank: int | None = None, tail_bytes: int | None = None, offset: int | None = None

@@ -37,8 +37,12 @@ def milliseconds(duration_us: int) -> str:
 
 
 def node_status(node: Node) -> str:
-    """up, isolated (up, but gets no workers), lost or left."""
-    return "isolated" if node.isolated and node.status is NodeStatus.UP else node.status.value
+    """up, lost or left; of those up, what keeps workers away: isolated, drained or cordoned."""
+    if node.status is not NodeStatus.UP:
+        return node.status.value
+    if node.isolated:
+        return "isolated"
+    return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
 
 
 def nodes_table(state: ClusterState, rows_max: int | None = None) -> Table:
@@ -57,10 +61,10 @@ def nodes_table(state: ClusterState, rows_max: int | None = None) -> Table:
     rows = [
         (
             node.name,
-            node_status(node),
+            "draining" if node_status(node) == "drained" and used.get(node.name) else node_status(node),
             f"{used.get(node.name, 0)}/{node.slots}",
             ", ".join(workers.get(node.name, ())) or "-",
-            node.reason or "-",
+            node.reason or node.cordon_reason or "-",
         )
         for node in nodes
     ]

@@ -10,8 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from events.nats_connection import Login
+from events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.faults import faults
 from unicrond.policy import Policy
+from unicrond.severity import IMPOSSIBLE
 from unicrond.strict_yaml import BadYaml, parse
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
@@ -47,7 +49,10 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of it. `checkpoint_dir`: where tasks that name none keep theirs; every node must see it."""
+    """All of it. `checkpoint_dir`: where tasks that name none keep theirs; every node must see it.
+
+    `severity`: error kind -> 1, 2 or 3, in place of severity.py's. `injection`: people may order faults.
+    """
 
     state_dir: str = "unicron-state"
     checkpoint_dir: str = ""
@@ -55,6 +60,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     nats: NatsConfig = NatsConfig()
     api: ApiConfig = ApiConfig()
     policy: Policy = Policy()
+    severity: dict[ErrorKind, SeverityLevel] = {}
+    injection: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -90,6 +97,13 @@ def check(config: Config, where: str) -> None:
             f"{where}: api.host: {config.api.host} is open to others, and to submit a task is to run code; "
             "set api.token_file, or use 127.0.0.1"
         )
+    for kind, level in config.severity.items():
+        impossible = [severity.value for severity in IMPOSSIBLE.get(kind, ())]
+        if level in impossible:
+            possible = " or ".join(str(other) for other in (1, 2, 3) if other not in impossible)
+            raise ConfigError(
+                f"{where}: severity.{kind}: {level} cannot be, what is gone is not mended; use {possible}"
+            )
     if (
         not config.nats.url
         and not is_loopback(config.nats.host)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 if TYPE_CHECKING:
     import argparse
@@ -84,6 +84,8 @@ def parser() -> argparse.ArgumentParser:
     """All commands that talk to a coordinator."""
     import argparse
 
+    from events.vocabulary import FaultKind, FaultPhase
+
     class Parser(argparse.ArgumentParser):
         """Bad usage is one line and exit code 2."""
 
@@ -142,6 +144,34 @@ def parser() -> argparse.ArgumentParser:
     cancel = add(commands, "cancel", "end a task; its checkpoints stay", "cancel big --reason 'wrong data'")
     cancel.add_argument("task", metavar="TASK")
     cancel.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
+
+    for name, text in (
+        ("cordon", "no new workers for a node; those that it has stay"),
+        ("drain", "empty a node: its workers move at an iteration boundary, and nothing is lost"),
+        ("uncordon", "a cordoned or drained node may have workers again"),
+    ):
+        control = add(commands, name, text, f"{name} node3 --reason 'new fan'")
+        control.add_argument("node", metavar="NODE")
+        control.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
+
+    inject = add(
+        commands,
+        "inject",
+        "order a fault, where the coordinator runs with --allow-injection (docs/detection.md)",
+        "inject kill --task big --rank 1 --at-iteration 20 --phase reduce",
+        "inject slow --task big --rank 0 --seconds 0.5",
+        "inject drop-network --node node3 --seconds 10",
+    )
+    kinds = [kind.replace("_", "-") for kind in get_args(FaultKind)]
+    inject.add_argument("kind", metavar="KIND", choices=kinds, help=", ".join(kinds))
+    inject.add_argument("--task", metavar="TASK", help="a worker of this task")
+    inject.add_argument("--rank", type=_count, metavar="R", help="its rank (default: 0, or the first on --node)")
+    inject.add_argument("--node", metavar="NODE", help="this node, or with --task the worker there")
+    inject.add_argument("--at-iteration", type=_count, default=0, metavar="N", help="in iteration N (default: at once)")
+    phases = [phase for phase in get_args(FaultPhase) if phase]
+    inject.add_argument("--phase", choices=phases, default="", metavar="P", help=", ".join(phases))
+    inject.add_argument("--seconds", type=float, default=0.0, metavar="S", help="how slow; or how long (drop-network)")
+    inject.add_argument("--xid", type=_count, default=0, metavar="CODE", help="the code that an xid fault reports")
 
     logs = add(commands, "logs", "what a worker of a task wrote", "logs big", "logs big --rank 1 -f")
     logs.add_argument("task", metavar="TASK")

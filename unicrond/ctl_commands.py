@@ -108,7 +108,6 @@ def status(options: argparse.Namespace) -> None:
     achieved = si(sum(achieved_waf(task, state.now_us) for task in _active(state)), "FLOP/s")
     lines = {
         "coordinator": f"{health.get('status')}, term {state.term}, sequence {state.seq}, at {client.url}",
-        **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
@@ -196,6 +195,34 @@ def cancel(options: argparse.Namespace) -> None:
     """End a task."""
     answer = _client(options).cancel(options.task, options.reason)
     _say(options, answer, f"task {options.task} is cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
+
+
+def cordon(options: argparse.Namespace) -> None:
+    """No new workers for a node."""
+    answer = _client(options).cordon(options.node, drain=False, reason=options.reason)
+    _say(options, answer, f"node {options.node} gets no new workers, from sequence {answer.get('seq')} on")
+
+
+def drain(options: argparse.Namespace) -> None:
+    """No workers at all for a node."""
+    answer = _client(options).cordon(options.node, drain=True, reason=options.reason)
+    text = f"node {options.node} is being emptied, from sequence {answer.get('seq')} on; see `unicronctl nodes`"
+    _say(options, answer, text)
+
+
+def uncordon(options: argparse.Namespace) -> None:
+    """Workers again for a node."""
+    answer = _client(options).uncordon(options.node, options.reason)
+    _say(options, answer, f"node {options.node} may have workers again, from sequence {answer.get('seq')} on")
+
+
+def inject(options: argparse.Namespace) -> None:
+    """Order a fault."""
+    fields = ("task", "rank", "node", "at_iteration", "phase", "seconds", "xid")
+    order = {"kind": options.kind.replace("-", "_")} | {name: getattr(options, name) for name in fields}
+    answer = _client(options).inject(order)
+    whom = f"{answer.get('worker')} on {answer.get('node')}" if answer.get("worker") else f"node {answer.get('node')}"
+    _say(options, answer, f"{options.kind} is ordered for {whom}, at sequence {answer.get('seq')}")
 
 
 def _say(options: argparse.Namespace, data: Any, text: str) -> None:
@@ -332,6 +359,10 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "plan": plan,
     "submit": submit,
     "cancel": cancel,
+    "cordon": cordon,
+    "drain": drain,
+    "uncordon": uncordon,
+    "inject": inject,
     "events": events,
     "logs": logs,
     "watch": watch,

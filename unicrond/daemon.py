@@ -4,8 +4,7 @@ Rules
 -----
 * The API answers before the log is folded; it says "catching up" until the coordinator is live.
 * SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too.
-* An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
-  its disk was full (log_keeper.py).
+* An embedded nats-server that dies is started again on its port and store.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from events.nats_streams import create_streams
 from unicrond.api import Api
 from unicrond.config import Config, login, read_secret
 from unicrond.coordinator import Coordinator
-from unicrond.log_keeper import LogKeeper
 from unicrond.log_reading import LogReader
 from unicrond.nats_snapshots import NatsSnapshotStore
 from unicrond.snapshots import Snapshots
@@ -81,11 +79,17 @@ async def _serve_until_stopped(
     event_log = NatsEventLog(connection)
     snapshots = Snapshots(NatsSnapshotStore(connection, replicas=config.nats.replicas))
     coordinator = Coordinator(
-        event_log, NatsBeatLog(connection), config.policy, config.heartbeat_s, snapshots=snapshots
+        event_log,
+        NatsBeatLog(connection),
+        config.policy,
+        config.heartbeat_s,
+        severity=config.severity,
+        snapshots=snapshots,
     )
+    if config.injection:
+        log.warning("injection is on: whoever reaches the API may order faults")
     token = read_secret(config.api.token_file) if config.api.token_file else ""
-    keeper = LogKeeper(event_log, coordinator.liveness, server)
-    api = Api(config, coordinator, event_log, LogReader(connection), token, lambda: keeper.trouble)
+    api = Api(config, coordinator, event_log, LogReader(connection), token)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -95,10 +99,7 @@ async def _serve_until_stopped(
             where = f"{config.api.host}:{config.api.port}"
             raise Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port") from None
         log.info("API at http://%s:%d", config.api.host, config.api.port)
-        work = [
-            asyncio.create_task(coordinator.run(), name="coordinator"),
-            asyncio.create_task(keeper.run(), name="log-keeper"),
-        ]
+        work = [asyncio.create_task(coordinator.run(), name="coordinator")]
         if server is not None:
             work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
         stopped = asyncio.create_task(stop.get(), name="stop")

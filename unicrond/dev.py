@@ -113,7 +113,16 @@ class Part:
 class DevCluster:
     """The running small cluster. Made by `small_cluster`."""
 
-    def __init__(self, directory: Path, nodes: int, slots: int, api_port: int, heartbeat_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        nodes: int,
+        slots: int,
+        api_port: int,
+        heartbeat_s: float = 0.5,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """`settings`: further fields of the coordinator's configuration."""
         self.directory = directory
         self.api_port = api_port or free_port()
         self.nats_port = free_port()
@@ -127,6 +136,7 @@ class DevCluster:
             "heartbeat_s": heartbeat_s,
             "nats": {"port": self.nats_port},
             "api": {"port": self.api_port},
+            **(settings or {}),
         }
         config_path = directory / "unicron.yaml"
         config_path.write_text(yaml.safe_dump(config))
@@ -233,10 +243,16 @@ class DevCluster:
 
 @asynccontextmanager
 async def small_cluster(
-    directory: Path, *, nodes: int = 4, slots: int = 1, api_port: int = 0, heartbeat_s: float = 0.5
+    directory: Path,
+    *,
+    nodes: int = 4,
+    slots: int = 1,
+    api_port: int = 0,
+    heartbeat_s: float = 0.5,
+    settings: dict[str, Any] | None = None,
 ) -> AsyncIterator[DevCluster]:
     """A DevCluster that has started and will have ended."""
-    cluster = DevCluster(directory, nodes, slots, api_port, heartbeat_s)
+    cluster = DevCluster(directory, nodes, slots, api_port, heartbeat_s, settings)
     try:
         await cluster.start()
         yield cluster
@@ -290,7 +306,11 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     async with small_cluster(
-        directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.api_port
+        directory,
+        nodes=arguments.nodes,
+        slots=arguments.slots,
+        api_port=arguments.api_port,
+        settings={"injection": arguments.allow_injection},
     ) as cluster:
         print(f"API {cluster.url}   NATS {cluster.nats_url}   files {directory}")
         print(f"submit a task:  UNICRON_URL={cluster.url} unicronctl submit examples/big.yaml   (Ctrl-C ends all)")

@@ -58,11 +58,12 @@ class Audible(Coordinator):
 class Served:
     """One coordinator and its API. `log` outlives both; `stop` and `start` are a restart on the same port."""
 
-    def __init__(self, logs: Path, token: str = "") -> None:
+    def __init__(self, logs: Path, token: str = "", config: Config | None = None) -> None:
         self.log = MemoryLog()
         self.files = Files(logs)
         self.port = 0
         self._token = token
+        self._config = config or Config()
         self._beats = MemoryBeatLog()
 
     @property
@@ -74,7 +75,7 @@ class Served:
         self.coordinator = Audible(self.log, self._beats, Policy(), heartbeat_s=60)
         self._task = asyncio.create_task(self.coordinator.run())
         await asyncio.wait_for(self.coordinator.live.wait(), 10)
-        api = Api(Config(), self.coordinator, self.log, self.files, self._token)  # type: ignore[arg-type]
+        api = Api(self._config, self.coordinator, self.log, self.files, self._token)  # type: ignore[arg-type]
         self._runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -125,9 +126,11 @@ def healed_cluster() -> MiniCluster:
 
 
 @asynccontextmanager
-async def serving(logs: Path, story: list[Recorded] | None = None, token: str = "") -> AsyncIterator[Served]:
+async def serving(
+    logs: Path, story: list[Recorded] | None = None, token: str = "", config: Config | None = None
+) -> AsyncIterator[Served]:
     """A Served that has started and will have stopped."""
-    served = Served(logs, token)
+    served = Served(logs, token, config)
     await served.tell(healed_cluster().log if story is None else story)
     await served.start()
     try:

@@ -1,0 +1,287 @@
+"""The HTTP API over a real socket: what it takes, what it refuses, and that its JSON is JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Recorded
+from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.serving import Served, healed_cluster, serving
+from unicrond.config import Config
+
+
+@asynccontextmanager
+async def api(
+    tmp_path: Path, *, token: str = "", story: list[Recorded] | None = None, config: Config | None = None
+) -> AsyncIterator[tuple[Served, aiohttp.ClientSession]]:
+    async with serving(tmp_path, story, token, config) as served, aiohttp.ClientSession(served.url) as session:
+        yield served, session
+
+
+async def refused(response: aiohttp.ClientResponse, status: int, *words: str) -> None:
+    """One clear line with these words."""
+    text = await response.text()
+    assert response.status == status, text
+    error = json.loads(text)["error"]
+    assert "\n" not in error and all(word in error for word in words), error
+
+
+def strictly(text: str) -> Any:
+    """JSON as everybody else reads it: no NaN, no Infinity."""
+
+    def no(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=no)
+
+
+TASK = {"name": "new", "max_workers": 2, "iterations": 5}
+
+
+async def test_submit_and_cancel(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        async with http.post("/v1/tasks", json=TASK) as response:
+            assert response.status == 201
+            answer = await response.json()
+        assert answer["task"] == "new"
+        assert await served.until(v.TaskSubmitted, after=answer["seq"] - 1) == answer["seq"]
+        spec = served.coordinator.state.tasks["new"].spec
+        assert spec.checkpoint.dir.endswith("checkpoints/new"), "a task that names no directory is given one"
+        async with http.post("/v1/tasks", json=TASK) as response:
+            await refused(response, 409, "name:", "new", "cancel it first")
+        async with http.post("/v1/tasks/new/cancel", json={"reason": "a slip"}) as response:
+            assert response.status == 202
+        await served.until(v.TaskCancelled)
+        assert served.coordinator.state.tasks["new"].reason == "a slip"
+        async with http.post("/v1/tasks/new/cancel") as response:
+            await refused(response, 404, "new", "not active")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("{", ["body", "not valid JSON"]),
+        ("[]", ["expected fields"]),
+        ('{"nam": "a"}', ["nam", "name"]),
+        ('{"name": "a b"}', ["name", "is no name"]),
+        ('{"name": "a", "min_workers": 3, "max_workers": 1}', ["min_workers"]),
+        ('{"name": "a", "weight": "2"}', ["weight"]),
+    ],
+)
+async def test_a_bad_task_is_refused_by_field(tmp_path: Path, body: str, words: list[str]) -> None:
+    async with api(tmp_path) as (_, http), http.post("/v1/tasks", data=body) as response:
+        await refused(response, 400, *words)
+
+
+async def test_a_reason_must_be_text_and_not_too_long(tmp_path: Path) -> None:
+    async with api(tmp_path) as (_, http):
+        for body, word in (({"reason": 5}, "reason"), ({"reason": "x" * 2000}, "1024"), ({"why": ""}, "why")):
+            async with http.post("/v1/tasks/big/cancel", json=body) as response:
+                await refused(response, 400, word)
+
+
+# --- who may ask ---------------------------------------------------------------------------------
+
+
+async def test_without_the_token_only_health_is_told(tmp_path: Path) -> None:
+    async with api(tmp_path, token="s3cret") as (_, http):
+        for path in ("/v1/state", "/v1/events", "/metrics", "/v1/logs/big"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \u00e9"}):
+                async with http.get(path, headers=headers) as response:
+                    await refused(response, 401, "token")
+        async with http.get("/healthz") as response:
+            assert response.status == 200
+        async with http.get("/v1/state", headers={"Authorization": "Bearer s3cret"}) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7470", "10.0.0.7", "127.0.0.1.evil.example"])
+async def test_a_name_that_was_rebound_to_loopback_is_refused(tmp_path: Path, host: str) -> None:
+    async with api(tmp_path) as (_, http), http.get("/v1/state", headers={"Host": host}) as response:
+        await refused(response, 403, "host", "not loopback")
+
+
+async def test_a_page_in_a_browser_cannot_submit_a_form(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+        async with http.post("/v1/tasks", data=json.dumps(TASK), headers=headers) as response:
+            await refused(response, 403, "origin")
+        assert "new" not in served.coordinator.state.tasks
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def with_nan() -> MiniCluster:
+    """A healed cluster whose last step's loss is no number."""
+    cluster = healed_cluster()
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None
+    lead = task.membership.members[0]
+    iteration = task.iteration + 1
+    step = v.StepCommitted(
+        node=lead.node,
+        task="big",
+        worker=lead.worker,
+        generation=task.generation,
+        first=iteration,
+        last=iteration,
+        samples=8,
+        samples_digest=0,
+        loss=math.nan,
+        duration_us=1000,
+        micro_batches_by_rank=(1,),
+    )
+    cluster.say(cluster.hosts[lead.node], step)
+    return cluster
+
+
+async def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    async with api(tmp_path, story=with_nan().log) as (_, http):
+        async with http.get("/v1/state") as response:
+            assert response.content_type == "application/json"
+            state = strictly(await response.text())["state"]
+        assert state["tasks"]["big"]["loss"] is None
+        assert state["tasks"]["small"]["loss"] == 1.0
+        async with http.get("/v1/events") as response:
+            data = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: ")]
+        steps = [strictly(line)["envelope"]["event"] for line in data if '"StepCommitted"' in line]
+        assert steps[-1]["loss"] is None
+
+
+async def test_events_are_the_log_from_a_number_on(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        async with http.get("/v1/events", params={"after": "3"}) as response:
+            assert response.content_type == "text/event-stream"
+            text = await response.text()
+        ids = [int(line[4:]) for line in text.splitlines() if line.startswith("id: ")]
+        assert ids == list(range(4, await served.log.last_seq() + 1))
+        async with http.get("/v1/events", params={"after": str(ids[-1])}) as response:
+            assert await response.text() == ""
+        async with http.get("/v1/events", params={"after": "-1"}) as response:
+            await refused(response, 400, "after")
+
+
+async def test_events_follow_what_is_yet_to_happen(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        last = await served.log.last_seq()
+        async with http.get("/v1/events", params={"after": str(last), "follow": "1"}) as response:
+            async with http.post("/v1/tasks/small/cancel"):
+                pass
+            assert (await response.content.readline()).decode() == f"id: {last + 1}\n"
+            assert (await response.content.readline()).decode() == "event: TaskCancelled\n"
+
+
+async def test_logs(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("hello from rank 1\n")
+    async with api(tmp_path) as (_, http):
+        async with http.get("/v1/logs/big", params={"rank": "1", "tail_bytes": "7"}) as response:
+            assert (await response.json())["text"] == "rank 1\n"
+        async with http.get("/v1/logs/big", params={"rank": "one"}) as response:
+            await refused(response, 400, "rank")
+        async with http.get("/v1/logs/nobody") as response:
+            await refused(response, 404, "nobody")
+
+
+# --- nodes ---------------------------------------------------------------------------------------
+
+
+async def test_cordon_drain_uncordon(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        async with http.post("/v1/nodes/n1/cordon", json={"drain": True, "reason": "new fan"}) as response:
+            assert response.status == 202
+            seq = (await response.json())["seq"]
+        await served.until(v.NodeCordoned, after=seq - 1)
+        node = served.coordinator.state.nodes["n1"]
+        assert (node.cordoned, node.draining, node.cordon_reason) == (True, True, "new fan")
+        await served.until(v.PlanAdopted, after=seq)
+        assert all(
+            "n1" not in nodes for a in served.coordinator.state.plan.assignments.values() for nodes in a.replicas
+        )
+        async with http.post("/v1/nodes/n1/uncordon") as response:
+            assert response.status == 202
+        await served.until(v.NodeUncordoned)
+        assert served.coordinator.state.nodes["n1"].schedulable
+        async with http.post("/v1/nodes/n9/cordon") as response:
+            await refused(response, 404, "n9")
+        async with http.post("/v1/nodes/n1/cordon", json={"drain": "yes"}) as response:
+            await refused(response, 400, "drain")
+
+
+# --- ordered faults ------------------------------------------------------------------------------
+
+ALLOWED = Config(injection=True)
+
+
+async def test_no_fault_can_be_ordered_unless_the_coordinator_was_started_for_it(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        before = await served.log.last_seq()
+        async with http.post("/v1/faults", json={"kind": "kill", "task": "big"}) as response:
+            await refused(response, 409, "--allow-injection")
+        assert await served.log.last_seq() == before
+
+
+async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: Path) -> None:
+    async with api(tmp_path, config=ALLOWED) as (served, http):
+        task = served.coordinator.state.tasks["big"]
+        assert task.membership is not None
+        member = task.membership.members[1]
+        order = {"kind": "nan", "task": "big", "rank": 1, "at_iteration": 99, "phase": "forward"}
+        async with http.post("/v1/faults", json=order) as response:
+            assert response.status == 202
+            answer = await response.json()
+        assert (answer["worker"], answer["node"]) == (member.worker, member.node)
+        seq = await served.until(v.InjectFault)
+        (entry,) = [e async for e in served.log.read(seq - 1, until_seq=seq)]
+        assert isinstance(entry, Recorded)
+        command = entry.envelope.event
+        assert isinstance(command, v.InjectFault) and command.injection == f"f{answer['seq']}"
+        assert command.node == member.node
+        assert command.fault == v.Fault(kind="nan", worker=member.worker, at_iteration=99, phase="forward")
+        assert not served.coordinator.state.injections, "passed on once"
+
+
+@pytest.mark.parametrize(
+    ("order", "status", "words"),
+    [
+        ({"kind": "melt"}, 400, ["kind", "melt"]),
+        ({"kind": "kill"}, 400, ["node", "--task or --node"]),
+        ({"kind": "hang", "node": "n1"}, 400, ["task", "worker's fault"]),
+        ({"kind": "hang", "task": "nobody"}, 404, ["nobody"]),
+        ({"kind": "hang", "task": "big", "rank": 7}, 404, ["rank 7", "has 3"]),
+        ({"kind": "hang", "task": "big", "at_iteration": 2}, 409, ["at_iteration", "past"]),
+        ({"kind": "kill", "node": "n1", "rank": 0}, 400, ["rank"]),
+        ({"kind": "kill", "node": "n9"}, 404, ["n9"]),
+        ({"kind": "drop_network", "node": "n1", "at_iteration": 99}, 400, ["at_iteration"]),
+        ({"kind": "slow", "task": "big"}, 400, ["seconds"]),
+        ({"kind": "slow", "task": "big", "seconds": -1.0}, 400, ["seconds"]),
+        ({"kind": "exit", "task": "big", "seconds": 1.0}, 400, ["seconds"]),
+        ({"kind": "xid", "node": "n1"}, 400, ["xid"]),
+        ({"kind": "kill", "task": "big", "xid": 79}, 400, ["xid"]),
+    ],
+)
+async def test_a_fault_that_cannot_be_is_refused(
+    tmp_path: Path, order: dict[str, Any], status: int, words: list[str]
+) -> None:
+    async with api(tmp_path, config=ALLOWED) as (_, http), http.post("/v1/faults", json=order) as response:
+        await refused(response, status, *words)
+
+
+async def test_a_node_that_is_away_takes_no_orders(tmp_path: Path) -> None:
+    cluster = healed_cluster()
+    cluster.kill_host(cluster.hosts["n4"])
+    cluster.lose(cluster.hosts["n4"])
+    async with (
+        api(tmp_path, story=cluster.log, config=ALLOWED) as (_, http),
+        http.post("/v1/faults", json={"kind": "kill", "node": "n4"}) as response,
+    ):
+        await refused(response, 409, "n4 is lost")
