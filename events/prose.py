@@ -13,6 +13,7 @@ from events.vocabulary import (
     CorruptionSuspected,
     DeadlinePassed,
     DegradationObserved,
+    DropState,
     ErrorReported,
     ExitCause,
     FailureRateEstimated,
@@ -34,6 +35,9 @@ from events.vocabulary import (
     PlanAdopted,
     SetMembership,
     StartWorker,
+    StateKept,
+    StateSource,
+    StateTaken,
     StepCommitted,
     StopWorker,
     TaskAssignment,
@@ -118,6 +122,21 @@ def summary(event: AnyEvent) -> str:
                 f"{who} has a {event.sign.replace('_', ' ')} of {event.value:.4g} in iteration {event.iteration},"
                 f" usual is {event.usual:.4g}"
             )
+        case StateKept():
+            copied = f", a copy from {event.origin}" if event.origin != event.node else ""
+            return (
+                f"node {event.node} keeps the state of task {event.task} after iteration {event.iteration} in memory"
+                f" ({event.size_bytes} bytes{copied}, {_seconds(event.duration_us)})"
+            )
+        case StateTaken():
+            tried = f", after {_count(len(event.tried), 'source')} that failed" if event.tried else ""
+            saved = (
+                f"; storage has {event.storage_iteration}, {_seconds(event.saved_us)} saved" if event.saved_us else ""
+            )
+            return (
+                f"worker {event.worker} on {event.node} took the state after iteration {event.iteration} from"
+                f" {_SOURCES[event.source]} ({event.size_bytes} bytes in {_seconds(event.duration_us)}){tried}{saved}"
+            )
         case CommandApplied():
             return f"node {event.node} applied command {event.command_id}"
         case CommandFailed():
@@ -192,6 +211,8 @@ def summary(event: AnyEvent) -> str:
         case SetMembership():
             members = _count(len(event.members), "member")
             return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
+        case DropState():
+            return f"forget the state of task {event.task} on {event.node}"
         case InjectFault():
             return f"inject {_fault(event.fault, event.node)}, as {event.injection} asks"
         case _:
@@ -205,6 +226,16 @@ _CAUSES: dict[ExitCause, str] = {
     "core_dumped": ", with a core dump",
     "oom_killed": ", from the kernel's OOM killer",
     "maybe_oom_killed": ", maybe from the kernel's OOM killer",
+}
+
+
+_SOURCES: dict[StateSource, str] = {
+    "own": "itself",
+    "replica": "a live replica",
+    "memory": "its node's memory",
+    "peer": "another node's memory",
+    "checkpoint": "storage",
+    "init": "the seed",
 }
 
 

@@ -77,6 +77,9 @@ SeverityLevel: TypeAlias = Literal[1, 2, 3]
 PlanWay: TypeAlias = Literal["table", "incremental", "fresh"]
 #: A fault that a person may order. The last two concern a node, the others a worker; kill either.
 FaultKind: TypeAlias = Literal["kill", "stop", "exception", "nan", "slow", "hang", "exit", "oom", "xid", "drop_network"]
+#: Where a worker's state came from, nearest first: its own, a live replica, the memory of a member's node, the memory
+#: of another node, storage; "init": from the seed.
+StateSource: TypeAlias = Literal["own", "replica", "memory", "peer", "checkpoint", "init"]
 #: Where in an iteration an ordered fault happens; "": at the first chance.
 FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
 
@@ -135,11 +138,14 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):
-    """Where and how often the task's state is written. `interval` in iterations, 0 = only at the end."""
+    """Where and how often the task's state is written, in iterations; None: from the measured cost and the failure
+    rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
+    """
 
     dir: Text = ""
-    interval: Count = 50
+    interval: Count | None = None
     keep: Positive = 2
+    memory_interval: Count | None = None
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):
@@ -202,6 +208,15 @@ class StoreAddress(Value, frozen=True, kw_only=True):
     port: Port
 
 
+class MemoryService(Value, frozen=True, kw_only=True):
+    """Where a node's agent takes and gives states of training. `token`: what who asks must name."""
+
+    node: Name
+    host: Text
+    port: Port
+    token: Text
+
+
 class RunningWorker(Value, frozen=True, kw_only=True):
     """A worker that an agent found alive when it started (adoption)."""
 
@@ -243,6 +258,7 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     agent_boot: Count
     version: Text
     workers: tuple[RunningWorker, ...] = ()
+    memory: MemoryService | None = None
 
 
 class NodeLeft(Observation, frozen=True, kw_only=True):
@@ -274,7 +290,7 @@ class WorkerRegrouped(Observation, frozen=True, kw_only=True):
 
     `dealt`: micro-batches of lost replicas that fell to this worker in that iteration.
     `duration_us`: from receiving the membership to being in the group.
-    `source`: where its state came from ("own", "replica", "checkpoint", "init").
+    `source`: where its state came from.
     """
 
     node: Name
@@ -284,7 +300,7 @@ class WorkerRegrouped(Observation, frozen=True, kw_only=True):
     iteration: Count
     dealt: Count
     duration_us: Micros
-    source: Literal["own", "replica", "checkpoint", "init"]
+    source: StateSource
 
 
 class WorkerParked(Observation, frozen=True, kw_only=True):
@@ -433,6 +449,43 @@ class CorruptionSuspected(Observation, frozen=True, kw_only=True):
     suspect: WorkerOrNone
     value: float
     usual: float
+
+
+class StateKept(Observation, frozen=True, kw_only=True):
+    """The node's memory holds shard `shard` of the task's state after `iteration`. Told now and then, not each time.
+
+    `origin`: the node whose worker captured it; another one's is a copy. `duration_us`: for how long training
+    stood still for it; of a copy, how long it took to come.
+    """
+
+    node: Name
+    task: Name
+    shard: Count
+    iteration: Count
+    generation: Count
+    origin: Name
+    size_bytes: Count
+    duration_us: Micros
+
+
+class StateTaken(Observation, frozen=True, kw_only=True):
+    """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
+
+    `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
+    source; `saved_us`: what training again from there would have taken, at the pace last measured.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    source: StateSource
+    iteration: Count
+    size_bytes: Count
+    duration_us: Micros
+    tried: tuple[Text, ...] = ()
+    storage_iteration: Count = 0
+    saved_us: Micros = 0
 
 
 class CommandApplied(Observation, frozen=True, kw_only=True):
@@ -674,7 +727,11 @@ class StopWorker(Command, frozen=True, kw_only=True):
 
 
 class SetMembership(Command, frozen=True, kw_only=True):
-    """Tell the node's workers of the task the membership of `generation` (see MembershipDecided)."""
+    """Tell the node's workers of the task the membership of `generation` (see MembershipDecided).
+
+    `peers`: nodes that hold the task's state in memory, or are to: copies go to the first that is not the
+    node itself. `mtbf_us`: expected time to the task's next failure, 0 = not known.
+    """
 
     task: Name
     generation: Positive
@@ -682,6 +739,14 @@ class SetMembership(Command, frozen=True, kw_only=True):
     joiners: tuple[WorkerId, ...]
     urgent: bool
     store: StoreAddress
+    peers: tuple[MemoryService, ...] = ()
+    mtbf_us: Micros = 0
+
+
+class DropState(Command, frozen=True, kw_only=True):
+    """Forget the task's state in the node's memory: the task has ended."""
+
+    task: Name
 
 
 class InjectFault(Command, frozen=True, kw_only=True):
@@ -695,11 +760,11 @@ AnyEvent: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
-    | HangSuspected | DegradationObserved | CorruptionSuspected | CommandApplied
+    | HangSuspected | DegradationObserved | CorruptionSuspected | StateKept | StateTaken | CommandApplied
     | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
     | InjectionRequested | Heartbeat
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
     | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
-    | StartWorker | StopWorker | SetMembership | InjectFault
+    | StartWorker | StopWorker | SetMembership | DropState | InjectFault
 )  # fmt: skip

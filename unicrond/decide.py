@@ -32,7 +32,7 @@ from fractions import Fraction
 from typing import cast
 
 from events import vocabulary as v
-from unicrond import reconcile
+from unicrond import memory_places, reconcile
 from unicrond.costs import charge_of, sub_health_flops
 from unicrond.estimates import corrections, failure_rate
 from unicrond.plan_problems import (
@@ -42,6 +42,7 @@ from unicrond.plan_problems import (
     is_fresh,
     present_replicas,
     problem_of,
+    worker_mtbf_us,
 )
 from unicrond.planning.placement import Shape, place
 from unicrond.planning.problem import Problem
@@ -74,6 +75,7 @@ class Batch:
         self.events: list[v.AnyEvent] = []
         self._numbers: dict[str, int] = {}
         self._started: dict[str, int] = {}
+        self.worker_mtbf_us = 0
         self.occupied = reconcile.occupied(state)
 
     def add(self, event: v.AnyEvent) -> None:
@@ -110,6 +112,7 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
     `solutions`: answers to `needed_solves(state, policy)`, as far as they are known.
     """
     batch = Batch(state)
+    batch.worker_mtbf_us = worker_mtbf_us(state, policy)
     for incident in state.incidents.values():
         _escalate(batch, incident, policy)
     for task in active_tasks(state):
@@ -127,6 +130,7 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
             _staff(batch, task)
     for task in state.tasks.values():
         _end_unwanted(batch, task)
+        _drop_state(batch, task)
     for incident in state.incidents.values():
         _close_incident(batch, incident, fresh)
     _inject(batch)
@@ -324,8 +328,7 @@ def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
     wanted = reconcile.members_of(staff.kept)
     if not with_state:
         if wanted and not staff.missing and not task.leavers and _places(wanted) != _places(living):
-            where = f"the checkpoint of iteration {task.checkpoint_iteration}, if it is valid"
-            source = "the seed" if not task.best_iteration else where
+            source = memory_places.nearest(batch.state, task)
             _set_membership(batch, task, wanted, urgent=True, reason=f"nobody has state: start from {source}")
         return
     if not task.confirmed or task.leavers or _places(wanted) == _places(current):
@@ -362,6 +365,8 @@ def _set_membership(batch: Batch, task: Task, members: tuple[v.Member, ...], *, 
     joiners = tuple(m.worker for m in members if task.workers[m.worker].status is not WorkerStatus.MEMBER)
     told = [state.nodes[name] for name in _nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
     store = state.nodes[members[0].node].store if members else told[0].store
+    peers = memory_places.peers(state, task)
+    mtbf_us = batch.worker_mtbf_us // max(1, len(members))
     incidents = [incident.id for incident in state.incidents.values() if task.name in incident.generations]
     batch.add(
         v.MembershipDecided(
@@ -387,6 +392,8 @@ def _set_membership(batch: Batch, task: Task, members: tuple[v.Member, ...], *, 
                 joiners=joiners,
                 urgent=urgent,
                 store=store,
+                peers=peers,
+                mtbf_us=mtbf_us,
             )
         )
 
@@ -492,6 +499,21 @@ def _healed(state: ClusterState, task: Task, broken: int) -> bool:
     return task.membership is not None and _places(wanted) == _places(task.membership.members)
 
 
+def _drop_state(batch: Batch, task: Task) -> None:
+    """The memory that a task's state takes is free again once the task has ended and no process writes to it."""
+    if task.status is TaskStatus.ACTIVE or not task.at_rest:
+        return
+    for node in memory_places.to_drop(batch.state, task):
+        batch.add(
+            v.DropState(
+                command_id=batch.command_id(node.name),
+                node=node.name,
+                epoch=batch.state.plan.epoch,
+                task=task.name,
+            )
+        )
+
+
 def _outcome(state: ClusterState, incident: Incident) -> str:
     parts = []
     for name in incident.tasks:
@@ -501,7 +523,18 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
         else:
             members = len(task.membership.members) if task.membership else 0
             parts.append(f"{name} goes on with {members} workers in generation {task.generation}")
+    if incident.iterations_lost:
+        source = _SOURCES.get(incident.state_from, incident.state_from)
+        parts.append(f"no replica was left: {incident.iterations_lost} iterations lost, state from {source}")
     return "; ".join(parts)[:1024] or "no task was hit"
+
+
+_SOURCES = {
+    "memory": "a member's node's memory",
+    "peer": "another node's memory",
+    "checkpoint": "storage",
+    "init": "the seed",
+}
 
 
 # --- what the log teaches ------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from unicrond.state import (
     ClusterState,
     Incident,
     Injection,
+    KeptState,
     Membership,
     Node,
     NodeStatus,
@@ -288,10 +289,11 @@ def _node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -
         returns_us=old.returns_us if old else (),
         reason=old.reason if old and old.isolated else "",
         commands=old.commands if old else 0,
+        memory=event.memory,
     )
     if old is not None and old.status is NodeStatus.LOST:
         node = _came_back(state, node)
-    state = _with_node(state, node)
+    state = _forget_kept(_with_node(state, node), event.node)  # what it still holds it tells next
     return _reconcile_workers(state, event, envelope)
 
 
@@ -347,6 +349,7 @@ def _node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSt
         return state
     state = _forget_injections(state, event.node)
     state = _with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason))
+    state = _forget_kept(state, event.node)
     for task in state.tasks.values():
         ended = [w.worker for w in task.workers.values() if w.node == event.node]
         if ended:
@@ -471,6 +474,9 @@ def _worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope
         if broken is None or broken >= event.generation or incident.resumed_us:
             continue
         incident = replace(incident, redone=incident.redone + event.dealt)
+        if event.source not in ("own", "replica") and event.iteration <= task.iteration:
+            lost = task.iteration - event.iteration + 1
+            incident = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=event.source)
         if all(_regrouped(state.tasks.get(name), since) for name, since in incident.generations.items()):
             incident = replace(incident, resumed_us=state.now_us)
         state = _with_incident(state, incident)
@@ -721,6 +727,30 @@ def _checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope
     return _with_task(state, replace(task, checkpoint_iteration=event.iteration)) if task else state
 
 
+def _state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or event.node not in state.nodes:
+        return state
+    kept = KeptState(
+        node=event.node,
+        shard=event.shard,
+        iteration=event.iteration,
+        generation=event.generation,
+        origin=event.origin,
+        size_bytes=event.size_bytes,
+    )
+    return _with_task(state, replace(task, kept=task.kept | {f"{event.node}/{event.shard}": kept}))
+
+
+def _forget_kept(state: ClusterState, node: str, tasks: tuple[str, ...] | None = None) -> ClusterState:
+    """The node keeps nothing more of these tasks, or of any."""
+    for task in state.tasks.values():
+        if (tasks is None or task.name in tasks) and any(kept.node == node for kept in task.kept.values()):
+            kept = {place: kept for place, kept in task.kept.items() if kept.node != node}
+            state = _with_task(state, replace(task, kept=kept))
+    return state
+
+
 def _task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE or event.worker not in task.workers:
@@ -953,6 +983,10 @@ def _stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> Clust
     return _with_task(state, _with_worker(task, stopping))
 
 
+def _drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:
+    return _forget_kept(_count_command(state, event.node), event.node, (event.task,))
+
+
 def _set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
     return _count_command(state, event.node)
 
@@ -1001,6 +1035,8 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.HangSuspected: _hang_suspected,
     v.DegradationObserved: _nothing,  # news for people
     v.CorruptionSuspected: _corruption_suspected,
+    v.StateKept: _state_kept,
+    v.StateTaken: _nothing,  # the regrouping that follows says what the fold must know
     v.CommandApplied: _command_applied,
     v.CommandFailed: _command_failed,
     v.TaskSubmitted: _task_submitted,
@@ -1018,5 +1054,6 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StartWorker: _start_worker,
     v.StopWorker: _stop_worker,
     v.SetMembership: _set_membership,
+    v.DropState: _drop_state,
     v.InjectFault: _inject_fault,
 }

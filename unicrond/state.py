@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from events.vocabulary import Fault, HangSuspected, Member, StoreAddress, TaskAssignment, TaskSpec
+from events.vocabulary import Fault, HangSuspected, Member, MemoryService, StoreAddress, TaskAssignment, TaskSpec
 from unicrond.ledger import Ledger
 
 
@@ -81,6 +81,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     returns_us: tuple[int, ...] = ()
     reason: str = ""
     commands: int = 0
+    memory: MemoryService | None = None
 
     @property
     def schedulable(self) -> bool:
@@ -122,6 +123,17 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     decided_us: int
 
 
+class KeptState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has last told of the task's state in its memory (see events.vocabulary.StateKept)."""
+
+    node: str
+    shard: int
+    iteration: int
+    generation: int
+    origin: str
+    size_bytes: int
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A training job.
 
@@ -131,6 +143,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `stuck`: blows anywhere since the task last committed a new iteration.
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
     `reattempts`: generations of the same members, one after the other, without a step in the newest.
+    `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
     `timings`: microseconds per iteration by the last TIMINGS_MAX reports of the present generation, its first
     WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were measured (waf.py).
@@ -163,6 +176,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     warm: int = 0
     measured: dict[str, int] = {}
     transition_us: int = 0
+    kept: dict[str, KeptState] = {}
     params_digest: str = ""
     reason: str = ""
 
@@ -219,6 +233,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
     `place`: where in the training it happened, in words.
     `occurred_us` is by the observer's clock; the other times are by the log's.
+    `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
+    where the state came from then.
     `resumed_us`: when the last task hit went on training, 0 = not yet.
     """
 
@@ -238,6 +254,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     response: str = ""
     resumed_us: int = 0
     redone: int = 0
+    iterations_lost: int = 0
+    state_from: str = ""
     closed_us: int = 0
     detection_us: int = 0
     transition_us: int = 0

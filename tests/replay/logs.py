@@ -80,6 +80,32 @@ def eventful(seed: int) -> list[Entry]:
         host,
         v.CheckpointSaved(**about, iteration=iteration, path="/ckpt/7", size_bytes=12345, duration_us=2500),
     )
+    cluster.say(
+        host,
+        v.StateKept(
+            node="n0",
+            task="big",
+            shard=0,
+            iteration=iteration,
+            generation=1,
+            origin="n0",
+            size_bytes=5,
+            duration_us=7,
+        ),
+    )
+    cluster.say(
+        host,
+        v.StateTaken(
+            node="n0",
+            task=task,
+            worker=member.worker,
+            generation=1,
+            source="replica",
+            iteration=iteration,
+            size_bytes=5,
+            duration_us=7,
+        ),
+    )
     cluster.say(host, v.CommandApplied(node="n0", command_id=f"{term}.1.n0.1"))
     cluster.say(host, v.CommandFailed(node="n0", command_id=f"{term}.1.n0.2", reason="unknown worker"))
     cluster.append(v.NodeReturned(node="n0", evidence=v.Evidence(beat_seq=9, beat_at_us=1)), "coordinator", term)
