@@ -31,8 +31,19 @@ def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
     A table in the task file counts as given; between its entries the next smaller one holds.
     `linear`: FLOP/s of one worker where there is no table.
     """
-    table = tuple(spec.throughput.items())
-    return _modelled(spec.max_workers, spec.replica_workers, table, 0 if table else linear)
+    known = _curves.get((id(spec), linear))
+    if known is None or known[0] is not spec:
+        if len(_curves) >= _CURVES_MAX:
+            _curves.clear()
+        table = tuple(spec.throughput.items())
+        curve = _modelled(spec.max_workers, spec.replica_workers, table, 0 if table else linear)
+        _curves[id(spec), linear] = known = (spec, curve)
+    return known[1]
+
+
+#: What was asked for last: a spec never changes, and the fold asks for its curve at every event.
+_curves: dict[tuple[int, int], tuple[TaskSpec, Curve]] = {}
+_CURVES_MAX = 4096
 
 
 def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
@@ -46,7 +57,9 @@ def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
 
 
 def linear_flops(state: ClusterState) -> int:
-    """FLOP/s of one worker of a task of which nothing is known."""
+    """FLOP/s of one worker of a task of which nothing is known; where there is no such task, nobody looks at it."""
+    if all(task.measured or task.spec.throughput for task in state.tasks.values()):
+        return LINEAR_FLOPS
     known = [flops // workers for task in state.tasks.values() for workers, flops in _known(task)]
     return max(1, median_low(known)) if known else LINEAR_FLOPS
 
