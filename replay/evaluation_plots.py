@@ -30,20 +30,23 @@ PARTS = (
 )
 
 
-def waf_over_time(made: Comparison, path: Path) -> None:
-    """WAF delivered over time, first seed, as a share of failure-free; one line per policy."""
+def loss_over_time(made: Comparison, path: Path) -> None:
+    """Accumulated WAF lost so far, first seed, in % of the whole trace's failure-free; one line per policy."""
     figure, axes = _canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, seed {made.seeds[0]}")
-    failure_free = sum(made.workload.failure_free.values())
+    worth = sum(made.workload.failure_free.values())
     for row in made.rows:
-        outcome = row.outcomes[0]
         if row.ratio != 1.0 and any(other.policy == row.policy and other.ratio == 1.0 for other in made.rows):
             continue  # its curve at 1.0 shows the mechanism
-        start_us = outcome.rates[0][0]
-        days = [(at_us - start_us) / 8.64e10 for at_us, _ in outcome.rates] + [outcome.trace.length_us / 8.64e10]
-        shares = [rate / failure_free for _, rate in outcome.rates]
-        axes.step(days, [*shares, shares[-1]], where="post", linewidth=1.0, **_line(row.policy))
-    axes.set(xlabel="days", ylabel="WAF / failure-free", ylim=(0, 1.02))
-    axes.legend(fontsize=7, ncols=3, loc="lower center")
+        outcome = row.outcomes[0]
+        start_us, length_us = outcome.rates[0][0], outcome.trace.length_us
+        days, lost = [0.0], [0.0]
+        ends = [at_us for at_us, _ in outcome.rates[1:]] + [start_us + length_us]
+        for (at_us, rate), end_us in zip(outcome.rates, ends, strict=True):
+            days.append((end_us - start_us) / 8.64e10)
+            lost.append(lost[-1] + 100 * (1 - rate / worth) * (end_us - at_us) / length_us)
+        axes.plot(days, lost, linewidth=1.2, **_line(row.policy))
+    axes.set(xlabel="days", ylabel="WAF lost so far, % of failure-free")
+    axes.legend(fontsize=7)
     _save(figure, path)
 
 

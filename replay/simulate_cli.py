@@ -175,7 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--parameters", action="store_true", help="list the assumptions and stop")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw WAF over time, first seed (matplotlib)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw the WAF lost over time, first seed (matplotlib)"
+    )
     return parser
 
 
@@ -227,10 +229,10 @@ def _require_matplotlib() -> None:
 
 
 def _plot(made: Comparison, path: Path) -> None:
-    from replay.evaluation_plots import waf_over_time
+    from replay.evaluation_plots import loss_over_time
 
     try:
-        waf_over_time(made, path)
+        loss_over_time(made, path)
     except (OSError, ValueError) as problem:
         raise ValueError(f"--plot: cannot write {path}: {problem}") from problem
 

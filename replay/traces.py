@@ -111,11 +111,16 @@ def _settings(name: str, text: str, known: dict[str, tuple[float, str]]) -> dict
     return values
 
 
+def _draw(name: str, nodes: int, seed: int) -> random.Random:
+    """By the kind of the trace: another repair time leaves the times of the faults as they are."""
+    return random.Random(f"{name.partition(':')[0]}/{nodes}/{seed}")
+
+
 def _counted(
     name: str, nodes: int, seed: int, length_us: int, node_faults: int, others: int, repair_h: tuple[float, float]
 ) -> Trace:
     """So many faults of each kind, at uniform times."""
-    draw = random.Random(f"{name}/{nodes}/{seed}")
+    draw = _draw(name, nodes, seed)
     times = sorted(
         [(draw.randrange(length_us), 1) for _ in range(node_faults)]
         + [(draw.randrange(length_us), draw.choice((2, 3))) for _ in range(others)]
@@ -125,7 +130,7 @@ def _counted(
 
 def _poisson(name: str, nodes: int, seed: int, settings: dict[str, float]) -> Trace:
     """Independent exponential gaps on the whole cluster. The rate does not fall while nodes are away."""
-    draw = random.Random(f"{name}/{nodes}/{seed}")
+    draw = _draw(name, nodes, seed)
     length_us = round(settings["days"] * DAY_US)
     times: list[tuple[int, int]] = []
     for mtbf_d, is_node in ((settings["mtbf_d"], True), (settings["other_mtbf_d"], False)):
