@@ -21,9 +21,10 @@ class NanLoss(ArithmeticError):
 class Symptom:
     """A row: the exception's type name and text (regular expressions, searched), and what they mean.
 
-    `phase` None: the phase in which the worker was.
+    `name` is the row's own. `phase` None: the phase in which the worker was.
     """
 
+    name: str
     type_name: str
     text: str
     kind: ErrorKind
@@ -31,34 +32,87 @@ class Symptom:
 
 
 SYMPTOMS: tuple[Symptom, ...] = (
-    Symptom(r"^NanLoss$", r"", "nan_loss"),
-    Symptom(r"OutOfMemoryError", r"", "out_of_memory"),
-    Symptom(r"^MemoryError$", r"", "out_of_memory"),
-    Symptom(r"", r"DefaultCPUAllocator: can't allocate|CUDA out of memory|Cannot allocate memory", "out_of_memory"),
-    Symptom(r"", r"uncorrectable ECC|CUDA error: uncorrectable|\bECC error", "ecc_error"),
-    Symptom(r"", r"\bNVLink\b", "nvlink_error"),
-    Symptom(r"", r"CUDA driver|driver version|no CUDA-capable device|GPU is lost", "driver_error"),
-    Symptom(r"AcceleratorError", r"", "cuda_error"),
-    Symptom(r"", r"CUDA error|cuBLAS|CUBLAS_STATUS|cuDNN error|device-side assert", "cuda_error"),
-    Symptom(r"^DistStoreError$", r"", "store_error"),
-    Symptom(r"^DistNetworkError$", r"", "store_error"),
-    Symptom(r"", r"TCPStore|recvValue failed", "store_error"),
-    Symptom(r"", r"Timed out waiting|collective operation timeout|[Ww]atchdog caught collective", "collective_timeout"),
+    Symptom("loss is no number", r"^NanLoss$", r"", "nan_loss"),
     Symptom(
+        "gradient is no number", r"", r"[Ff]ound (NaN|Inf) in local|Unexpected result (nan|inf)", "nan_loss", "backward"
+    ),
+    Symptom("memory of the device", r"OutOfMemoryError", r"", "out_of_memory"),
+    Symptom("memory of the host", r"^MemoryError$", r"", "out_of_memory"),
+    Symptom(
+        "memory, by text",
+        r"",
+        r"can't allocate memory|CUDA out of memory|CUDA error: out of memory|Cannot allocate memory"
+        r"|CUBLAS_STATUS_ALLOC_FAILED",
+        "out_of_memory",
+    ),
+    Symptom("ECC", r"", r"uncorrectable ECC|\bECC error", "ecc_error"),
+    Symptom("NVLink", r"", r"\bNVLink\b|\bNVSwitch\b", "nvlink_error"),
+    Symptom("DMA mapping", r"", r"\bDMA map", "dma_error"),
+    Symptom(
+        "driver",
+        r"",
+        r"CUDA driver|driver version|driver shutting down|no CUDA-capable device|GPU is lost|device\(s\) is/are busy"
+        r"|system not yet initialized",
+        "driver_error",
+    ),
+    Symptom(
+        "illegal memory access",
+        r"",
+        r"illegal memory access|misaligned address|invalid program counter|illegal instruction was encountered"
+        r"|unspecified launch failure",
+        "illegal_memory_access",
+    ),
+    Symptom(
+        "NCCL itself",
+        r"",
+        r"NCCL error.*(unhandled cuda error|internal error|invalid (usage|argument))"
+        r"|nccl(UnhandledCudaError|InternalError|InvalidUsage|InvalidArgument)",
+        "nccl_error",
+    ),
+    Symptom("CUDA, by type", r"AcceleratorError", r"", "cuda_error"),
+    Symptom("CUDA, by text", r"", r"CUDA error|cuBLAS|CUBLAS_STATUS|cuDNN error|device-side assert", "cuda_error"),
+    Symptom("rendezvous store", r"^Dist(Store|Network)Error$", r"", "store_error"),
+    Symptom("rendezvous store, by text", r"", r"TCPStore|recvValue failed", "store_error"),
+    Symptom(
+        "collective timed out",
+        r"",
+        r"Timed out waiting|collective operation timeout|[Ww]atchdog caught collective",
+        "collective_timeout",
+    ),
+    Symptom(
+        "network",
         r"",
         r"Connection (closed|reset) by peer|gloo.*(EnforceNotMet|IoException)|Broken pipe|NCCL error|ncclRemoteError"
-        r"|ncclSystemError|Connection refused|Socket closed",
+        r"|ncclSystemError|Connection refused|Socket closed|Network is unreachable|No route to host",
         "connection_broken",
     ),
-    Symptom(r"^(DataError|UnicodeDecodeError|EOFError)$", r"", "data_error", "data"),
-    Symptom(r"^(FileNotFoundError|IsADirectoryError|PermissionError)$", r"\.(bin|idx)\b", "data_error", "data"),
+    Symptom("data, by type", r"^(DataError|UnicodeDecodeError|EOFError)$", r"", "data_error", "data"),
+    Symptom(
+        "data files", r"^(FileNotFoundError|IsADirectoryError|PermissionError)$", r"\.(bin|idx)\b", "data_error", "data"
+    ),
+    Symptom("data loader", r"", r"DataLoader worker", "data_error", "data"),
 )
+#: What no row describes: the user's own code, most likely. It keeps its text and its traceback.
+DEFAULT: ErrorKind = "exception"
+
+
+def row_of(error: BaseException) -> Symptom | None:
+    """The row that describes the exception, or else what it was raised from."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        symptom = _symptom(type(link).__name__, str(link))
+        if symptom is not None:
+            return symptom
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return None
 
 
 def classify(error: BaseException) -> tuple[ErrorKind, Phase | None]:
     """The kind of `error`, and the phase where the table knows it better than the worker."""
-    symptom = _symptom(type(error).__name__, str(error))
-    return ("exception", None) if symptom is None else (symptom.kind, symptom.phase)
+    symptom = row_of(error)
+    return (DEFAULT, None) if symptom is None else (symptom.kind, symptom.phase)
 
 
 def classify_broken(text: str) -> ErrorKind:

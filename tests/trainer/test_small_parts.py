@@ -1,4 +1,4 @@
-"""Faults' table, ordered faults, the ledger, frames, the corpus, the preload."""
+"""Ordered faults, the ledger, frames, the corpus, the preload."""
 
 from __future__ import annotations
 
@@ -8,60 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer import corpus, faults, injection
+from agents.trainer import corpus, injection
 from agents.trainer.framing import BadFrame, Unframer, frame
 from agents.trainer.ledger import Account, Ledger, Total
 from agents.trainer.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
 from agents.trainer.sampling import Sampling
-
-
-class DistNetworkError(RuntimeError):
-    """As torch names it."""
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (faults.NanLoss("the loss is nan"), "nan_loss"),
-        (RuntimeError("[/p/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"), "connection_broken"),
-        (RuntimeError("Connection reset by peer"), "connection_broken"),
-        (RuntimeError("NCCL error: unhandled system error, ncclSystemError"), "connection_broken"),
-        (RuntimeError("[pair.cc] Timed out waiting 1800000ms for recv operation to complete"), "collective_timeout"),
-        (DistNetworkError("The client socket has failed to connect to any network address"), "store_error"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "out_of_memory"),
-        (MemoryError(), "out_of_memory"),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "ecc_error"),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), "cuda_error"),
-        (corpus.DataError("data: no x.idx"), "data_error"),
-        (ValueError("anything else"), "exception"),
-    ],
-)  # fmt: skip
-def test_exceptions_are_classified(error: BaseException, kind: str) -> None:
-    assert faults.classify(error)[0] == kind
-    told = faults.trouble(error, 3, 7, "forward")
-    assert told.kind == kind and type(error).__name__ in told.message
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("[/p/pair.cc:553] Connection closed by peer [127.0.0.1]:5. This is typically a crash", "connection_broken"),
-        ("[/p/unbound_buffer.cc:84] Timed out waiting 100ms for recv operation to complete", "collective_timeout"),
-        ("DistNetworkError: The client socket has timed out", "store_error"),
-        ("not all members of generation 3 came within 120 s", "connection_broken"),
-    ],
-)
-def test_broken_groups_are_classified(text: str, kind: str) -> None:
-    assert faults.classify_broken(text) == kind
-
-
-def test_trouble_fits_its_message() -> None:
-    told = faults.trouble(ValueError("x" * 100_000), 1, 1, "step")
-    assert len(told.message) == 1024 and len(told.detail) <= 32768
 
 
 def test_ordered_faults_are_parsed() -> None:
