@@ -13,6 +13,7 @@ help:
 	@echo "make chaos    20 random SIGKILLs of worker, node, coordinator and nats-server; all must heal"
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
+	@echo "make matrix   a fault at every point of an iteration, of every kind (many minutes)"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
 	@echo "make lint     ruff, mypy, import-linter"
 
@@ -35,6 +36,9 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/pytest
+
+matrix: $(STAMP)
+	$(BIN)/pytest -m matrix tests/integration/test_kill_matrix.py
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.integration.chaos --faults 20

@@ -231,6 +231,7 @@ class Hook:
         self._context.injection.fire(point, self._ledger.iteration, self._rendezvous.generation, self._ledger.finished)
 
     def _add(self, loss_sum: float, tokens: int) -> None:
+        loss_sum = self._context.injection.spoilt(loss_sum)
         if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
             raise NanLoss(f"the loss of a micro-batch of iteration {self._ledger.iteration} is {loss_sum}")
         self._ledger.add(loss_sum, tokens)
@@ -476,6 +477,9 @@ class Hook:
             self._ledger.deal(hand, redone=False)
         else:
             self._reduction.keep(verdict.final)
+            if verdict.final:
+                kept = f"{len(verdict.final)} of {len(self._accumulation)} buckets are final"
+                print(f"{self._context.launch.worker}: iteration {verdict.iteration} goes on, {kept}", flush=True)
             self._ledger.deal(hand, redone=bool(self._ledger.held))
         return turn, False
 

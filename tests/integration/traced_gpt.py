@@ -1,0 +1,75 @@
+"""The built-in entry `gpt`, as a script that writes down what it does: the tests' independent witness.
+
+One line in `<first argument>/<worker>.trace` for each micro-batch whose forward begins ("computed ITERATION
+MICRO_BATCH") and for each step ("stepped ITERATION DIGEST", the digest of all parameters of this shard). Further
+arguments: `--recompute` (activation checkpointing), `--bf16` (a Float16Module and Megatron's optimizer for it).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.module import Float16Module
+
+from agents.trainer import context, pretrain_gpt
+from agents.trainer.corpus import Corpus
+from agents.trainer.hook import Hook
+from agents.trainer.randomness import seed_all
+
+
+def digest(model: torch.nn.Module) -> str:
+    """blake2b over the bytes of all parameters in name order."""
+    found = blake2b(digest_size=16)
+    for _, parameter in sorted(model.named_parameters()):
+        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    launch = context.current().launch
+    spec = launch.spec
+    with (Path(sys.argv[1]) / f"{launch.worker}.trace").open("a", buffering=1) as trace:
+        plain_step = pretrain_gpt._forward_step
+
+        def told_step(text: Corpus, step: Any, micro_batches: Iterator[int], model: Any) -> Any:
+            micro_batch = next(micro_batches)
+            print("computed", step.iteration, micro_batch, file=trace)
+            return plain_step(text, step, iter([micro_batch]), model)
+
+        pretrain_gpt._forward_step = told_step
+        train(spec, trace)
+
+
+def train(spec: Any, trace: TextIO) -> None:
+    """`pretrain_gpt.main`, with the variants that the arguments ask for."""
+    text = Corpus(Path(spec.data), spec.model.seq)
+    seed_all(spec.seed)
+    model: Any = pretrain_gpt.build_model(spec)
+    if "--recompute" in sys.argv:
+        model.config.recompute_granularity, model.config.recompute_method = "full", "uniform"
+        model.config.recompute_num_layers = 1
+    if "--bf16" in sys.argv:
+        model.config.bf16, model.config.params_dtype = True, torch.bfloat16
+        model.config.pipeline_dtype = torch.bfloat16
+        ddp_config, model = model.ddp_config, Float16Module(model.config, model)
+        model.ddp_config = ddp_config
+        pretrain_gpt.OptimizerConfig = partial(OptimizerConfig, bf16=True, params_dtype=torch.bfloat16)
+    optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
+    hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text), overlap=True)
+    for step in hook.steps():
+        for micro_batches in step.lists(at_most=1 if spec.pp == 1 else None):
+            step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))
+        optimizer.step()
+        scheduler.step(increment=spec.global_batch)
+        print("stepped", step.iteration, digest(model), file=trace)
+
+
+if __name__ == "__main__":
+    main()
