@@ -29,7 +29,7 @@ from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
 from events.nats_connection import Connection, Patience, Unanswered
 from events.nats_reader import read_stream
-from events.nats_streams import DUPLICATE_WINDOW_S, ApiError, answer, api
+from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, ApiError, answer, api
 from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, TERM_SUBJECT, entry, headers, subject
 from events.vocabulary import CoordinatorStarted, Heartbeat
 
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 WRONG_LAST_SEQUENCE = 10071
 BATCH_REPEATS_ID = 10201
-NO_MESSAGE_FOUND = 10037
 NO_ROOM = 10023
 #: A part of the batch did not arrive (a session was lost in the middle).
 BATCH_INCOMPLETE = 10176

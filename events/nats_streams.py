@@ -18,8 +18,11 @@ BEAT_MAX_AGE_S = 600
 HEADER_BYTES = 8 * 1024
 
 STREAM_EXISTS_WITH_OTHER_CONFIG = 10058
+NO_MESSAGE_FOUND = 10037
 #: Mark of an event stream that was imported for looking at it; its commands are old, so nobody may work on it.
 IMPORTED = "unicron.imported"
+#: Mark of an age limit that stands only while the stream is trimmed (`archive.py`).
+TRIMMING = "unicron.trimming"
 
 
 class ApiError(LogError):
@@ -83,6 +86,14 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
             if IMPORTED in (info["config"].get("metadata") or {}):
                 raise LogError(f"stream {name}: was imported, for replay alone; use another NATS server") from None
             _require_same(name, config, info["config"])
+            if TRIMMING in (info["config"].get("metadata") or {}):
+                await end_trim(connection, name, info["config"])
+
+
+async def end_trim(connection: Connection, name: str, config: dict[str, Any]) -> None:
+    """Take away the age limit of a trim that did not come to its end."""
+    metadata = {key: value for key, value in config["metadata"].items() if key != TRIMMING}
+    await api(connection, f"STREAM.UPDATE.{name}", {**config, "max_age": 0, "metadata": metadata})
 
 
 def _require_same(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
