@@ -63,13 +63,21 @@ class Api:
     """The routes, over one coordinator."""
 
     def __init__(
-        self, config: Config, coordinator: Coordinator, event_log: EventLog, logs: LogReader, token: str = ""
+        self,
+        config: Config,
+        coordinator: Coordinator,
+        event_log: EventLog,
+        logs: LogReader,
+        token: str = "",
+        trouble: Callable[[], str] = str,
     ) -> None:
+        """`trouble`: why the log takes nothing at this moment; empty where it does."""
         self._config = config
         self._coordinator = coordinator
         self._event_log = event_log
         self._logs = logs
         self._token = token
+        self._trouble = trouble
         self._number = 0
         self._metrics = exposition(lambda: coordinator.state)
 
@@ -103,16 +111,22 @@ class Api:
                 return _error(401, "token: missing or wrong; give --token-file")
         if request.method == "POST" and not self._coordinator.live.is_set():
             return _error(503, "coordinator: still folding its log; try again in a moment")
+        if request.method == "POST" and (trouble := self._trouble()):
+            return _error(503, f"log: {trouble}; try again when it does")
         try:
             return await handler(request)
         except Refused as refusal:
             return _error(refusal.status, str(refusal))
 
     async def health(self, _: web.Request) -> web.Response:
-        """Whether the coordinator decides ("live") or still folds its log."""
-        coordinator = self._coordinator
-        status = "live" if coordinator.live.is_set() else "catching up"
-        return _json({"status": status, "term": coordinator.state.term, "seq": coordinator.state.seq})
+        """Whether the coordinator decides ("live"), still folds its log, or cannot because the log takes nothing.
+
+        Always 200: a coordinator that waits for its log is not helped by being killed.
+        """
+        coordinator, trouble = self._coordinator, self._trouble()
+        status = "log takes nothing" if trouble else "live" if coordinator.live.is_set() else "catching up"
+        seq = coordinator.state.seq
+        return _json({"status": status, "trouble": trouble, "term": coordinator.state.term, "seq": seq})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus text format."""

@@ -108,6 +108,7 @@ def status(options: argparse.Namespace) -> None:
     achieved = si(sum(achieved_waf(task, state.now_us) for task in _active(state)), "FLOP/s")
     lines = {
         "coordinator": f"{health.get('status')}, term {state.term}, sequence {state.seq}, at {client.url}",
+        **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),

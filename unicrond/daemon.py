@@ -4,7 +4,8 @@ Rules
 -----
 * The API answers before the log is folded; it says "catching up" until the coordinator is live.
 * SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too.
-* An embedded nats-server that dies is started again on its port and store.
+* An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
+  its disk was full (log_keeper.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from events.nats_streams import create_streams
 from unicrond.api import Api
 from unicrond.config import Config, login, read_secret
 from unicrond.coordinator import Coordinator
+from unicrond.log_keeper import LogKeeper
 from unicrond.log_reading import LogReader
 from unicrond.nats_snapshots import NatsSnapshotStore
 from unicrond.snapshots import Snapshots
@@ -89,7 +91,8 @@ async def _serve_until_stopped(
     if config.injection:
         log.warning("injection is on: whoever reaches the API may order faults")
     token = read_secret(config.api.token_file) if config.api.token_file else ""
-    api = Api(config, coordinator, event_log, LogReader(connection), token)
+    keeper = LogKeeper(event_log, coordinator.liveness, server)
+    api = Api(config, coordinator, event_log, LogReader(connection), token, lambda: keeper.trouble)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -99,7 +102,10 @@ async def _serve_until_stopped(
             where = f"{config.api.host}:{config.api.port}"
             raise Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port") from None
         log.info("API at http://%s:%d", config.api.host, config.api.port)
-        work = [asyncio.create_task(coordinator.run(), name="coordinator")]
+        work = [
+            asyncio.create_task(coordinator.run(), name="coordinator"),
+            asyncio.create_task(keeper.run(), name="log-keeper"),
+        ]
         if server is not None:
             work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
         stopped = asyncio.create_task(stop.get(), name="stop")
