@@ -42,11 +42,11 @@ def run(launch: Launch) -> NoReturn:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException as error:
-        traceback.print_exc()
         if channel is not None:
             code = 0 if channel.quit_asked() else 1
             if code:
-                _tell(channel, error)
+                _tell(channel, error)  # before anything that may block
+        traceback.print_exc()
     finally:
         if channel is not None:
             channel.flush(_FLUSH_TIMEOUT_S)
