@@ -84,7 +84,9 @@ class NatsEventLog:
                 seq += 1
                 if stored.seq != seq:
                     # The reader has checked the deliveries: they are not in the stream.
-                    raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing")
+                    first = int((await self._info())["state"]["first_seq"])
+                    why = " (they were trimmed and stand in the archive)" if stored.seq == first else ""
+                    raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing{why}")
                 yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
                 if seq == until_seq:
                     return

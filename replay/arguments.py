@@ -36,6 +36,12 @@ def command(commands: Any, name: str, run: Any, what: str) -> argparse.ArgumentP
     one.add_argument("--file", metavar="PATH", type=Path, help="an exported log, or a directory of segments")
     one.add_argument("--nats", metavar="URL", type=nats_urls, help="a NATS server; of a cluster several, with commas")
     one.add_argument("--state-dir", metavar="DIR", type=Path, help="a coordinator's, whose embedded NATS server runs")
+    source.add_argument(
+        "--archive",
+        metavar="DIR",
+        type=Path,
+        help="the log's older part (default: that of --state-dir, if it has one)",
+    )
     add_login(parser)
     return parser
 

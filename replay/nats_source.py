@@ -13,8 +13,9 @@ from contextlib import aclosing, asynccontextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from events.archived_log import ArchivedLog
 from events.envelope import Entry, Recorded
-from events.log import LogError, LogUnavailable
+from events.log import EventLog, LogError, LogUnavailable
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog
 from events.nats_reader import read_stream
@@ -35,15 +36,16 @@ STREAM_NOT_FOUND = 10059
 class NatsSource:
     """The event stream of a NATS server, up to the entry that was the last when it was opened."""
 
-    def __init__(self, connection: Connection, last_seq: int, last_us: int) -> None:
+    def __init__(self, connection: Connection, last_seq: int, last_us: int, archive: Path | None = None) -> None:
         self._connection = connection
+        stream = NatsEventLog(connection)
+        self._log: EventLog = stream if archive is None else ArchivedLog(stream, archive)
         self._last_seq = last_seq
         self._last_us = last_us
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
-        log = NatsEventLog(self._connection)
         seq = after_seq
-        async with aclosing(log.read(after_seq, until_seq=self._last_seq)) as entries:
+        async with aclosing(self._log.read(after_seq, until_seq=self._last_seq)) as entries:
             while seq < self._last_seq:
                 chunk: list[Entry] = []
                 try:
@@ -65,7 +67,7 @@ class NatsSource:
 
     async def snapshot(self) -> ClusterState | None:
         """The state of the coordinator's newest snapshot; None, with a warning, if none fits this log."""
-        found = await Snapshots(NatsSnapshotStore(self._connection)).restore(NatsEventLog(self._connection))
+        found = await Snapshots(NatsSnapshotStore(self._connection)).restore(self._log)
         return found[0] if found is not None and found[0].seq <= self._last_seq else None
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
@@ -97,8 +99,10 @@ class NatsSource:
 
 
 @asynccontextmanager
-async def open_nats(urls: Sequence[str], login: Login | None = None) -> AsyncIterator[NatsSource]:
-    """The log of a NATS server or cluster. LogError in one line if there is none."""
+async def open_nats(
+    urls: Sequence[str], login: Login | None = None, *, archive: Path | None = None
+) -> AsyncIterator[NatsSource]:
+    """The log of a NATS server or cluster. LogError in one line if there is none. `archive`: its older part."""
     connection = await connect(urls, name="unicron-replay", login=login, timeout_s=CONNECT_TIMEOUT_S)
     try:
         try:
@@ -117,7 +121,7 @@ async def open_nats(urls: Sequence[str], login: Login | None = None) -> AsyncIte
             ) from None
         last_seq = int(info["state"]["last_seq"])
         last_us = (datetime.fromisoformat(info["state"]["last_ts"]) - EPOCH) // timedelta(microseconds=1)
-        yield NatsSource(connection, last_seq, last_us if last_seq else 0)
+        yield NatsSource(connection, last_seq, last_us if last_seq else 0, archive)
     finally:
         await connection.close()
 

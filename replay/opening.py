@@ -31,12 +31,17 @@ class UsageError(Exception):
 async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
     """The log that the options name."""
     if options.file is not None:
+        if options.archive is not None:
+            raise UsageError("--archive: is the older part of a log on NATS; with --file leave it out")
         yield file_source(options.file)
         return
     from replay.nats_source import embedded_url, open_nats  # the NATS client takes 100 ms to import
 
     urls = options.nats if options.nats is not None else [await embedded_url(options.state_dir)]
-    async with open_nats(urls, login_of(options)) as source:
+    archive: Path | None = options.archive
+    if archive is None and options.state_dir is not None and (options.state_dir / "archive").is_dir():
+        archive = options.state_dir / "archive"
+    async with open_nats(urls, login_of(options), archive=archive) as source:
         yield source
 
 

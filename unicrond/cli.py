@@ -15,6 +15,7 @@ from unicrond import VERSION
 EXAMPLES = """examples:
   unicrond run --config unicron.yaml          the coordinator on the head node
   unicrond run --nats nats://10.0.0.5:4222    with an existing NATS server or cluster
+  unicrond archive --keep 30d                 the log's older part to files; see docs/retention.md
   unicrond dev                                nats-server, coordinator and 4 agents on this machine
   unicrond demo                               the same, with two tasks, three faults and the story of their healing
 """
@@ -37,7 +38,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=VERSION)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run|dev|demo", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run|archive|dev|demo", parser_class=Parser)
 
     run = commands.add_parser(
         "run",
@@ -50,6 +51,18 @@ def _parser() -> Parser:
     run.add_argument("--nats", metavar="URL", help="an existing NATS server instead of the embedded one")
     run.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
     run.add_argument("--verbose", action="store_true", help="log committed steps as well")
+
+    archive = commands.add_parser(
+        "archive",
+        help="copy the log's older part to files",
+        description="Copy the event log to <state_dir>/archive, from where it was left the last time; with --keep, "
+        "remove what is older from NATS then. The coordinator goes on meanwhile.",
+        epilog="example:\n  unicrond archive --config /etc/unicron.yaml --keep 30d\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    archive.add_argument("--config", type=Path, metavar="FILE", help="that of the coordinator")
+    archive.add_argument("--nats", metavar="URL", help="an existing NATS server instead of the embedded one")
+    archive.add_argument("--keep", metavar="SPAN", help="like 12h or 30d: what is younger stays in NATS")
 
     for name, text in (
         ("dev", "a small cluster on this machine"),
@@ -101,9 +114,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if arguments.command == "run":
         return _run(arguments)
+    if arguments.command == "archive":
+        return _archive(arguments)
     from unicrond import demo, dev
 
     return dev.main(arguments) if arguments.command == "dev" else demo.main(arguments)
+
+
+def _archive(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from msgspec.structs import replace
+
+    from events.log import LogError
+    from unicrond.archive_command import keep_argument, run
+    from unicrond.config import Config, ConfigError, load
+
+    try:
+        config = load(arguments.config) if arguments.config else Config()
+        if arguments.nats:
+            config = replace(config, nats=replace(config.nats, url=arguments.nats))
+        keep_s = keep_argument(arguments.keep) if arguments.keep else None
+    except ConfigError as error:
+        print(f"unicrond: {error}", file=sys.stderr)
+        return 2
+    except argparse.ArgumentTypeError as error:
+        print(f"unicrond archive: --keep: {error}", file=sys.stderr)
+        return 2
+    try:
+        print(asyncio.run(run(config, keep_s)))
+    except (LogError, OSError) as error:
+        print(f"unicrond archive: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -19,12 +19,14 @@ from typing import Any
 
 from aiohttp import web
 
+from events.archived_log import ArchivedLog
 from events.log import Fenced, LogError
 from events.nats_connection import Connection, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from unicrond.api import Api
+from unicrond.archive_command import archive_directory
 from unicrond.config import Config, login, read_secret
 from unicrond.coordinator import Coordinator
 from unicrond.log_keeper import LogKeeper
@@ -78,7 +80,8 @@ async def _embedded(config: Config) -> EmbeddedServer:
 async def _serve_until_stopped(
     config: Config, connection: Connection, server: EmbeddedServer | None, stop: asyncio.Queue[signal.Signals]
 ) -> signal.Signals:
-    event_log = NatsEventLog(connection)
+    stream = NatsEventLog(connection)
+    event_log = ArchivedLog(stream, archive_directory(config))
     snapshots = Snapshots(NatsSnapshotStore(connection, replicas=config.nats.replicas))
     coordinator = Coordinator(
         event_log,
@@ -91,7 +94,7 @@ async def _serve_until_stopped(
     if config.injection:
         log.warning("injection is on: whoever reaches the API may order faults")
     token = read_secret(config.api.token_file) if config.api.token_file else ""
-    keeper = LogKeeper(event_log, coordinator.liveness, server)
+    keeper = LogKeeper(stream, coordinator.liveness, server)
     api = Api(config, coordinator, event_log, LogReader(connection), token, lambda: keeper.trouble)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
