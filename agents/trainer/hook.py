@@ -231,7 +231,6 @@ class Hook:
         self._context.injection.fire(point, self._ledger.iteration, self._rendezvous.generation, self._ledger.finished)
 
     def _add(self, loss_sum: float, tokens: int) -> None:
-        loss_sum = self._context.injection.spoilt(loss_sum)
         if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
             raise NanLoss(f"the loss of a micro-batch of iteration {self._ledger.iteration} is {loss_sum}")
         self._ledger.add(loss_sum, tokens)
