@@ -12,6 +12,8 @@ Commands
   Applied = the process exists.
 * StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL; no Quit for a worker that has not
   connected yet and never was a member; with `kill` SIGKILL at once. Applied = the process is gone.
+* InjectFault (ordered_faults.py): never by an old command. What ends this agent is answered before it happens, or it
+  would happen to the next agent again; all else once it is done.
 * SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
   of the task that is or ever was a member (leavers must hear that they leave); who connects later gets it then.
 
@@ -49,7 +51,7 @@ from typing import Any, TypeVar, assert_never
 
 from msgspec.structs import replace
 
-from agents import commit_sums
+from agents import commit_sums, ordered_faults
 from agents.classify import Exit, classify
 from agents.log_layout import worker_log
 from agents.state import (
@@ -76,6 +78,7 @@ from agents.state import (
     Order,
     Stalled,
     State,
+    Struck,
     TellForkServer,
     TellWorker,
     TimerFired,
@@ -116,7 +119,9 @@ from events.vocabulary import (
     CorruptionSuspected,
     DegradationObserved,
     ErrorReported,
+    Fault,
     HangSuspected,
+    InjectFault,
     NodeJoined,
     NodeLeft,
     Observation,
@@ -171,6 +176,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:
             turn.log_seen(identity)
         case Appended(event=event):
             turn.appended(event)
+        case Struck(command_id=command_id, reason=reason):
+            turn.struck(command_id, reason)
         case Leave(reason=reason):
             turn.leave(reason)
         case HandOver():
@@ -247,10 +254,10 @@ class _Turn:
         if fence > self.memory.fence:
             self.remember(fence=fence)
         match command:
-            case StartWorker() if given.age_s > self.config.start_max_age_s:
+            case StartWorker() | InjectFault() if given.age_s > self.config.start_max_age_s:
                 self.answer(
                     order,
-                    f"stale: commanded {given.age_s:.0f} s ago, a start acts within {self.config.start_max_age_s:g} s "
+                    f"stale: commanded {given.age_s:.0f} s ago, it acts within {self.config.start_max_age_s:g} s "
                     "(if it is not that old, the clocks of this node and of the log differ)",
                 )
             case StartWorker():
@@ -259,6 +266,8 @@ class _Turn:
                 self.stop_commanded(command, order)
             case SetMembership():
                 self.set_membership(command, order)
+            case InjectFault(fault=fault):
+                self.inject(fault, order)
             case _:
                 self.answer(order, f"unknown command {type(command).__name__}: the agent is too old")
 
@@ -266,7 +275,31 @@ class _Turn:
         starts = [w.order for w in self.memory.waiting]
         starts += [w.starting.order for w in self.memory.workers.values() if w.starting]
         stops = [o for w in self.memory.workers.values() for o in w.stop_orders]
-        return any(order.command_id == command_id for order in starts + stops)
+        return command_id in self.state.striking or any(order.command_id == command_id for order in starts + stops)
+
+    # --- ordered faults --------------------------------------------------------------------------
+
+    def inject(self, fault: Fault, order: Order) -> None:
+        if ordered_faults.is_of_node(fault):
+            if fault.kind == "kill":
+                self.answer(order)
+            else:
+                self.state = replace(self.state, striking={**self.state.striking, order.command_id: order})
+            self.actions.append(ordered_faults.on_node(fault, order.command_id))
+            return
+        record = self.memory.workers.get(fault.worker)
+        done = ordered_faults.on_worker(fault, record, is_connected=self.is_connected(fault.worker))
+        if isinstance(done, str):
+            self.answer(order, done)
+        else:
+            self.actions.append(done)
+            self.answer(order)
+
+    def struck(self, command_id: str, reason: str) -> None:
+        order = self.state.striking.get(command_id)
+        if order is not None:
+            self.state = replace(self.state, striking={c: o for c, o in self.state.striking.items() if c != command_id})
+            self.answer(order, reason)
 
     # --- starting --------------------------------------------------------------------------------
 

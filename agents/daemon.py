@@ -28,6 +28,7 @@ from agents.fork_link import ForkLink
 from agents.log_identity import log_identity
 from agents.log_layout import worker_log
 from agents.log_service import answer
+from agents.node_faults import NodeFaults
 from agents.outbox import Outbox
 from agents.rotated_log import tail
 from agents.run_dir import BadRunDir, RunDir
@@ -48,6 +49,8 @@ from agents.state import (
     LogSeen,
     Memory,
     Stalled,
+    StrikeNode,
+    Struck,
     TellForkServer,
     TellWorker,
     TimerFired,
@@ -130,6 +133,7 @@ class Agent:
                 Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped)
             ),
         )
+        self._node_faults = NodeFaults(self._link.kill)
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._has_inventory = asyncio.Event()
         self._has_joined = asyncio.Event()
@@ -201,6 +205,8 @@ class Agent:
                     running.cancel()
                 fired = TimerFired(name=name, key=key)
                 self._timers[name, key] = asyncio.get_running_loop().call_later(after_s, self._fire, fired)
+            case StrikeNode(fault=fault, command_id=command_id):
+                self.feed(Struck(command_id=command_id, reason=self._node_faults.strike(fault)))
             case Disconnect(worker=worker, why=why):
                 logger.error("%s: connection refused, %s", worker, why)
                 self._sockets.disconnect(worker)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -69,6 +70,11 @@ class ForkLink:
         """Send on the present connection; without one it is lost, and the next inventory settles it."""
         if self._writer is not None and self._is_usable and not self._writer.is_closing():
             self._writer.write(frame(message))
+
+    def kill(self) -> None:
+        """SIGKILL for the fork server: its workers and the store die with it."""
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def retire(self) -> None:
         """Have the fork server kill its workers and end; `run` returns once it has."""

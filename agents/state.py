@@ -20,7 +20,7 @@ from agents.trainer.messages import (
     ToForkServer,
     ToWorker,
 )
-from events.vocabulary import Command, Name, Observation, StartWorker, WorkerId
+from events.vocabulary import Command, Fault, Name, Observation, StartWorker, WorkerId
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +165,8 @@ class State(_Part, frozen=True, kw_only=True):
     #: Tasks whose commit timer runs.
     paced: frozenset[Name] = frozenset()
     leave_reason: str = ""
+    #: Commands whose fault the shell is about to let happen.
+    striking: dict[str, Order] = {}
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -239,6 +241,13 @@ class Appended(_Part, frozen=True, kw_only=True):
     event: Observation
 
 
+class Struck(_Part, frozen=True, kw_only=True):
+    """A StrikeNode was done, or (`reason`) could not be."""
+
+    command_id: str
+    reason: str
+
+
 class Leave(_Part, frozen=True, kw_only=True):
     """Stop everything: the node is to leave the cluster."""
 
@@ -251,7 +260,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
-    | TimerFired | LogSeen | Appended | Leave | HandOver
+    | TimerFired | LogSeen | Appended | Struck | Leave | HandOver
 )  # fmt: skip
 
 
@@ -283,6 +292,13 @@ class ArmTimer(_Part, frozen=True, kw_only=True):
     after_s: float
 
 
+class StrikeNode(_Part, frozen=True, kw_only=True):
+    """Let an ordered fault strike this node (node_faults.py), and feed Struck."""
+
+    fault: Fault
+    command_id: str
+
+
 class Disconnect(_Part, frozen=True, kw_only=True):
     """Close a worker's connection: nobody here started it. `why` is for the log of the agent."""
 
@@ -294,4 +310,4 @@ class Finish(_Part, frozen=True, kw_only=True):
     """The node has left: send what the outbox holds, retire the fork server, end the agent."""
 
 
-Action: TypeAlias = Append | TellWorker | TellForkServer | ArmTimer | Disconnect | Finish
+Action: TypeAlias = Append | TellWorker | TellForkServer | ArmTimer | StrikeNode | Disconnect | Finish

@@ -33,6 +33,7 @@ from agents.trainer.messages import (
     Completed,
     FromWorker,
     Hello,
+    Inject,
     Launch,
     Membership,
     Quit,
@@ -41,6 +42,7 @@ from agents.trainer.messages import (
     Saved,
     ToWorker,
 )
+from events.vocabulary import Fault
 
 EXIT_NO_AGENT = 69
 QUIT_GRACE_S = 2.0
@@ -58,6 +60,8 @@ class AgentChannel:
     """See the module's rules. `start` it in the process that uses it (threads do not survive a fork)."""
 
     def __init__(self, launch: Launch, lease_s: float) -> None:
+        #: Faults that somebody ordered, for injection.py to take.
+        self.ordered: deque[Fault] = deque()
         self._launch = launch
         self._lease_s = lease_s
         self._condition = threading.Condition()
@@ -237,6 +241,8 @@ class AgentChannel:
                 if isinstance(message, Membership):
                     self._memberships.setdefault(message.generation, message)
                     self._received.setdefault(message.generation, time.monotonic())
+                elif isinstance(message, Inject):
+                    self.ordered.append(message.fault)
                 elif isinstance(message, Quit) and self._quit_reason is None:
                     self._quit_reason = message.reason
                     self._quit_at = time.monotonic()

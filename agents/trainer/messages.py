@@ -23,6 +23,7 @@ from events.vocabulary import (
     CorruptionSign,
     Count,
     ErrorKind,
+    Fault,
     LongText,
     Member,
     Name,
@@ -164,6 +165,12 @@ class Quit(Message, frozen=True, kw_only=True):
     reason: Text
 
 
+class Inject(Message, frozen=True, kw_only=True):
+    """Let the ordered fault happen in this process (injection.py)."""
+
+    fault: Fault
+
+
 # --- agent -> fork server ------------------------------------------------------------------------
 
 
@@ -249,6 +256,6 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 FromWorker: TypeAlias = (
     Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Suspected | Saved | Completed
 )  # fmt: skip
-ToWorker: TypeAlias = Membership | Quit
+ToWorker: TypeAlias = Membership | Quit | Inject
 ToForkServer: TypeAlias = Spawn | Kill | Retire | ExitedAck
 FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | Inventory

@@ -70,7 +70,7 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
     if spec.backend == "nccl" and not torch.cuda.is_available():
         raise RuntimeError("backend: nccl needs a GPU, and torch sees none; use auto or gloo")
     backend = "nccl" if torch.cuda.is_available() and spec.backend != "gloo" else "gloo"
-    injection = Injection(launch.worker, os.environ.get("UNICRON_FAULT", ""))
+    injection = Injection(launch.worker, os.environ.get("UNICRON_FAULT", ""), channel.ordered)
     mark = Marker(path_of(launch.agent_socket, launch.worker))
     context.enter(Context(launch, channel, Replica(launch, backend), patience, injection, mark=mark))
     if spec.entry == "gpt":

@@ -1,0 +1,60 @@
+"""Faults that arrive while a process trains: each happens once, where it was ordered, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import get_args
+
+import pytest
+
+from agents.trainer.injection import PHASES, POINTS, Injection
+from events.vocabulary import Fault, FaultPhase
+
+
+def ordered(**fault: object) -> tuple[Injection, deque[Fault]]:
+    orders: deque[Fault] = deque()
+    injection = Injection("t.1", "", orders)
+    orders.append(Fault(worker="t.1", **fault))  # type: ignore[arg-type]
+    return injection, orders
+
+
+@pytest.mark.parametrize(("kind", "error"), [("exception", RuntimeError), ("oom", MemoryError)])
+def test_an_error_is_raised_once_in_its_iteration(kind: str, error: type[Exception]) -> None:
+    injection, _ = ordered(kind=kind, at_iteration=3)
+    injection.fire("micro_batch", 2, 1)
+    with pytest.raises(error, match="iteration 3"):
+        injection.fire("micro_batch", 3, 1)
+    injection.fire("micro_batch", 3, 1)
+
+
+def test_without_an_iteration_it_happens_at_the_next_chance() -> None:
+    injection, orders = ordered(kind="exception", phase="step")
+    injection.fire("reducing", 8, 1)
+    assert not orders, "it has been taken"
+    with pytest.raises(RuntimeError):
+        injection.fire("agreed", 8, 1)
+
+
+def test_one_loss_is_spoilt() -> None:
+    injection, _ = ordered(kind="nan", at_iteration=2)
+    injection.fire("micro_batch", 1, 1)
+    assert injection.spoilt(1.5) == 1.5
+    injection.fire("micro_batch", 2, 1)
+    assert math.isnan(injection.spoilt(1.5))
+    assert injection.spoilt(1.5) == 1.5
+
+
+def test_a_slow_worker_stays_slow_once_per_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[tuple[int, float]] = []
+    injection, _ = ordered(kind="slow", at_iteration=2, seconds=0.5)
+    for iteration in (1, 2, 3):
+        monkeypatch.setattr("time.sleep", lambda seconds, now=iteration: slept.append((now, seconds)))
+        for _ in range(4):
+            injection.fire("micro_batch", iteration, 1)
+    assert slept == [(2, 0.5), (3, 0.5)]
+
+
+def test_every_phase_that_people_may_name_is_a_point() -> None:
+    assert set(PHASES) == set(get_args(FaultPhase))
+    assert set(PHASES.values()) <= set(POINTS)
