@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+
+from agents.trainer import checkpoint, context, transfer
 from agents.trainer.accumulation import Accumulation
 from agents.trainer.channel import QuitAsked
 from agents.trainer.context import Context
@@ -41,15 +43,13 @@ from agents.trainer.faults import NanLoss
 from agents.trainer.group import Broken, Group, Superseded
 from agents.trainer.injection import Point
 from agents.trainer.ledger import Account, Ledger, Total
+from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Saved
 from agents.trainer.randomness import seed_all
 from agents.trainer.reduction import Reduction
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.rendezvous import LeftOut, Rendezvous, Seat, Stranded
 from agents.trainer.sampling import Sampling, work_seed
 from agents.trainer.state import TrainingState
-
-from agents.trainer import checkpoint, context, transfer
-from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Saved
 
 EXIT_STRANDED = 75
 Origin = Literal["own", "replica", "checkpoint", "init"]
@@ -231,7 +231,6 @@ class Hook:
         self._context.injection.fire(point, self._ledger.iteration, self._rendezvous.generation, self._ledger.finished)
 
     def _add(self, loss_sum: float, tokens: int) -> None:
-        loss_sum = self._context.injection.spoilt(loss_sum)
         loss_sum = self._context.injection.spoilt(loss_sum)
         if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
             raise NanLoss(f"the loss of a micro-batch of iteration {self._ledger.iteration} is {loss_sum}")
