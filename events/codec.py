@@ -7,6 +7,7 @@ Rules
   is never written.
 * Types, unknown and missing fields, ranges and patterns are msgspec's; what concerns two fields at
   once, or a float's finiteness, is in `check`.
+* What was written under an older schema is raised to today's (`upcast.py`).
 * Encoding is canonical: equal envelopes have equal bytes (fields in declared order, dict keys sorted).
 """
 
@@ -16,7 +17,8 @@ import math
 
 import msgspec
 
-from events.envelope import Envelope
+from events.envelope import SCHEMA, Envelope
+from events.upcast import upcast
 from events.vocabulary import (
     Command,
     CoordinatorStarted,
@@ -61,9 +63,23 @@ def decode(body: bytes) -> Envelope:
     try:
         envelope = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise BadEvent(_one_line(error)) from None
+        envelope = _decode_older(body, error)
+    else:
+        if envelope.schema != SCHEMA:
+            envelope = _decode_older(body, BadEvent(f"$.schema: {envelope.schema} is not {SCHEMA}"))
     check(envelope)
     return envelope
+
+
+def _decode_older(body: bytes, error: Exception) -> Envelope:
+    """The envelope in a body of an older schema; BadEvent with `error` where it is none."""
+    try:
+        raised = upcast(body)
+        if raised is not None:
+            return _decoder.decode(raised)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as worse:
+        error = worse
+    raise BadEvent(_one_line(error)) from None
 
 
 def check(envelope: Envelope) -> None:
