@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,67 +32,85 @@ def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
     A table in the task file counts as given; between its entries the next smaller one holds.
     `linear`: FLOP/s of one worker where there is no table.
     """
-    known = _curves.get((id(spec), linear))
-    if known is None or known[0] is not spec:
-        if len(_curves) >= _CURVES_MAX:
-            _curves.clear()
-        table = tuple(spec.throughput.items())
-        curve = _modelled(spec.max_workers, spec.replica_workers, table, 0 if table else linear)
-        _curves[id(spec), linear] = known = (spec, curve)
-    return known[1]
-
-
-#: What was asked for last: a spec never changes, and the fold asks for its curve at every event.
-_curves: dict[tuple[int, int], tuple[TaskSpec, Curve]] = {}
-_CURVES_MAX = 4096
+    return _facts(spec).tabled or _line(spec.max_workers, spec.replica_workers, linear)
 
 
 def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
     """T(0..max_workers) as far as it is known today, FLOP/s."""
     if not task.measured:
         return modelled(task.spec, linear)
-    spec = task.spec
-    table = tuple(spec.throughput.items())
-    measured = tuple((int(workers), flops) for workers, flops in task.measured.items())
-    return _corrected(spec.max_workers, spec.replica_workers, table, tuple(sorted(measured)))
+    measured = tuple(sorted((int(workers), flops) for workers, flops in task.measured.items()))
+    return _corrected(modelled(task.spec), measured)
 
 
 def linear_flops(state: ClusterState) -> int:
-    """FLOP/s of one worker of a task of which nothing is known; where there is no such task, nobody looks at it."""
-    if all(task.measured or task.spec.throughput for task in state.tasks.values()):
-        return LINEAR_FLOPS
-    known = [flops // workers for task in state.tasks.values() for workers, flops in _known(task)]
+    """FLOP/s of one worker of a task of which nothing is known."""
+    known = [flops for task in state.tasks.values() if (flops := _per_worker(task))]
     return max(1, median_low(known)) if known else LINEAR_FLOPS
 
 
-def _known(task: Task) -> list[tuple[int, int]]:
-    """The task's best known point, if there is one: measured before tabled, more workers before fewer."""
-    table = task.measured or task.spec.throughput
-    if not table:
-        return []
-    workers = max(int(workers) for workers in table)
-    return [(workers, table[str(workers)])]
+def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
+    """F(t, workers), weighted FLOP/s."""
+    if workers < task.spec.min_workers or workers > task.spec.max_workers:
+        return 0
+    return int(task.spec.weight * throughput(task, linear)(workers))
 
 
-@lru_cache(maxsize=4096)
-def _modelled(max_workers: int, unit: int, table: tuple[tuple[str, int], ...], linear: int) -> Curve:
-    known = sorted((int(workers), flops) for workers, flops in table)
+def _per_worker(task: Task) -> int:
+    """FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is known."""
+    if not task.measured:
+        return _facts(task.spec).per_worker
+    workers = max(int(workers) for workers in task.measured)
+    return task.measured[str(workers)] // workers
+
+
+# --- kept, because they are asked for at every event ----------------------------------------------
+
+
+class _Facts(NamedTuple):
+    """What a spec says. `tabled`: None without a table. `per_worker`: FLOP/s at the table's end, 0 without one."""
+
+    spec: TaskSpec
+    tabled: Curve | None
+    per_worker: int
+
+
+#: By the spec's identity: to hash a table of thousands of points would take longer than to plan.
+_known: dict[int, _Facts] = {}
+_KNOWN_MAX = 4096
+
+
+def _facts(spec: TaskSpec) -> _Facts:
+    facts = _known.get(id(spec))
+    if facts is None or facts.spec is not spec:
+        if len(_known) >= _KNOWN_MAX:
+            _known.clear()
+        facts = _known[id(spec)] = _read(spec)
+    return facts
+
+
+def _read(spec: TaskSpec) -> _Facts:
+    if not spec.throughput:
+        return _Facts(spec, None, 0)
+    table = sorted((int(workers), flops) for workers, flops in spec.throughput.items())
     points: dict[int, int] = {}
     below, flops = 0, 0
-    for workers in range(unit, max_workers + 1, unit):
-        while below < len(known) and known[below][0] <= workers:
-            flops = known[below][1]
+    for workers in range(spec.replica_workers, spec.max_workers + 1, spec.replica_workers):
+        while below < len(table) and table[below][0] <= workers:
+            flops = table[below][1]
             below += 1
-        points[workers] = flops if table else workers * linear
-    return Curve(points)
+        points[workers] = flops
+    return _Facts(spec, Curve(points), table[-1][1] // table[-1][0])
 
 
-@lru_cache(maxsize=4096)
-def _corrected(
-    max_workers: int, unit: int, table: tuple[tuple[str, int], ...], measured: tuple[tuple[int, int], ...]
-) -> Curve:
+@lru_cache(maxsize=1024)
+def _line(max_workers: int, unit: int, linear: int) -> Curve:
+    return Curve({workers: workers * linear for workers in range(unit, max_workers + 1, unit)})
+
+
+@lru_cache(maxsize=1024)
+def _corrected(curve: Curve, measured: tuple[tuple[int, int], ...]) -> Curve:
     # Additions, products and quotients of float64, one at a time: the same bits on every machine.
-    curve = _modelled(max_workers, unit, table, 0 if table else LINEAR_FLOPS)
     anchors = [(workers, flops) for workers, flops in measured if curve(workers)]
     if not anchors:
         return curve
@@ -105,10 +124,3 @@ def _corrected(
     scaled = np.rint(curve.flops * (ratio[left] + (ratio[right] - ratio[left]) * share))
     points = dict(zip(curve.workers.tolist(), (int(flops) for flops in scaled.tolist()), strict=True))
     return Curve(points | dict(anchors))
-
-
-def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
-    """F(t, workers), weighted FLOP/s."""
-    if workers < task.spec.min_workers or workers > task.spec.max_workers:
-        return 0
-    return int(task.spec.weight * throughput(task, linear)(workers))
