@@ -118,7 +118,8 @@ class Chaos(Story):
 
 async def run(faults: int, seed: int, directory: Path) -> None:
     """The whole of it, in `directory`. Raises NotHealed or AssertionError."""
-    async with small_cluster(directory) as cluster:
+    # Nodes are killed again and again on purpose: that is no flapping.
+    async with small_cluster(directory, settings={"policy": {"flaps_max": 16}}) as cluster:
         chaos = Chaos(cluster, directory, seed)
         await chaos.begin()
         kinds = [KINDS[number % len(KINDS)] for number in range(faults)]

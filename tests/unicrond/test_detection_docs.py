@@ -1,0 +1,95 @@
+"""docs/detection.md and docs/configuration.md say what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from events.vocabulary import ErrorKind, FaultKind, FaultPhase
+from unicrond.config import Config, ConfigError, load
+from unicrond.policy import Policy
+from unicrond.severity import RESPONSE, SEVERITY
+from unicrond.strict_yaml import parse
+
+DOCS = Path(__file__).parents[2] / "docs"
+DETECTION = (DOCS / "detection.md").read_text()
+CONFIGURATION = (DOCS / "configuration.md").read_text()
+
+
+def rows(columns: int) -> list[tuple[str, ...]]:
+    """The rows of the document's tables of so many columns that begin with `code`."""
+    cell = r"([^|]*)\|"
+    found = re.findall(r"^\|" + cell * columns + "$", DETECTION, re.MULTILINE)
+    return [tuple(text.strip() for text in row) for row in found if row[0].strip().startswith("`")]
+
+
+def test_the_severity_table_is_the_codes() -> None:
+    table = {kind.strip("`"): (severity, response) for kind, severity, response in rows(3)}
+    assert table == {kind: (severity.name, RESPONSE[severity]) for kind, severity in SEVERITY.items()}
+
+
+def test_every_error_kind_has_a_severity() -> None:
+    assert set(SEVERITY) == set(get_args(ErrorKind))
+
+
+def test_every_fault_and_phase_is_told() -> None:
+    assert [kind.strip("`") for kind, _ in rows(2)] == [kind.replace("_", "-") for kind in get_args(FaultKind)]
+    for phase in filter(None, get_args(FaultPhase)):
+        assert f"`{phase}` (" in DETECTION
+
+
+def test_every_field_of_the_policy_that_it_names_exists() -> None:
+    named = set(re.findall(r"`(\w+_(?:s|max))`", DETECTION))
+    assert named <= set(Policy.__struct_fields__) and len(named) > 6
+
+
+def test_the_example_configuration_is_the_default_one_field_by_field() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", CONFIGURATION, re.DOTALL)
+    value = parse(block).value
+
+    def fields(defaults: Any) -> Any:
+        return {
+            name: fields(getattr(defaults, name)) if isinstance(getattr(defaults, name), msgspec.Struct) else ...
+            for name in defaults.__struct_fields__
+        }
+
+    def names(given: Any, like: Any) -> Any:
+        return {name: names(item, like[name]) if like.get(name) is not ... else ... for name, item in given.items()}
+
+    assert names(value, fields(Config())) == fields(Config())
+    assert msgspec.convert(value, Config) == Config()
+
+
+# --- severities in the configuration -------------------------------------------------------------
+
+
+def config(tmp_path: Path, text: str) -> Config:
+    path = tmp_path / "unicron.yaml"
+    path.write_text(text)
+    return load(path)
+
+
+def test_severities_are_read(tmp_path: Path) -> None:
+    assert config(tmp_path, "severity: {nan_loss: 1, store_error: 2}").severity == {"nan_loss": 1, "store_error": 2}
+    assert config(tmp_path, "injection: true").injection
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("severity: {nan_los: 1}", ["nan_los", "nan_loss"]),
+        ("severity: {nan_loss: 4}", ["nan_loss", "4"]),
+        ("severity: {node_lost: 2}", ["severity.node_lost", "use 1"]),
+        ("severity: {process_exit: 3}", ["severity.process_exit", "use 1 or 2"]),
+        ("injection: yes", ["injection", "true or false"]),
+        ("policy: {flaps_max: 99}", ["flaps_max"]),
+    ],
+)
+def test_a_bad_one_is_refused_in_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, text)
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
