@@ -123,7 +123,9 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
         return batch.events  # who may work has changed: plan with that
     fresh = is_fresh(state)
     if not fresh:
-        _adopt_plan(batch, solutions, policy)
+        plan = planned(state, solutions, policy)
+        if plan is not None:
+            batch.add(plan)
     for task in active_tasks(state):
         _regroup(batch, task, fresh)
         if fresh:
@@ -233,11 +235,11 @@ def needed_solves(state: ClusterState, policy: Policy) -> list[Problem]:
     return [] if is_fresh(state) else [problem_of(state, policy), healthy_problem_of(state)]
 
 
-def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Policy) -> None:
-    state = batch.state
+def planned(state: ClusterState, solutions: Mapping[Problem, Solution], policy: Policy) -> v.PlanAdopted | None:
+    """The plan for the present nodes and tasks, whether it is needed or not; None without its `solutions`."""
     solution, healthy = solutions.get(problem_of(state, policy)), solutions.get(healthy_problem_of(state))
     if solution is None or healthy is None:
-        return
+        return None
     linear = linear_flops(state)
     active = active_tasks(state)
     shapes = {task.name: Shape(task.spec.tp, task.spec.pp) for task in active}
@@ -257,18 +259,16 @@ def _adopt_plan(batch: Batch, solutions: Mapping[Problem, Solution], policy: Pol
             v.TaskAssignment(task=task.name, workers=workers, replicas=replicas, waf=waf(task, workers, linear))
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
-    batch.add(
-        v.PlanAdopted(
-            epoch=state.plan.epoch + 1,
-            assignments=tuple(assignments),
-            waf=min(sum(assignment.waf for assignment in assignments), FLOPS_MAX),
-            basis=basis(state),
-            trigger=_trigger(state),
-            reason=(solution.reason + short)[:1024],
-            healthy={task.name: workers for task, workers in healthy},
-            healthy_waf=min(healthy.waf, FLOPS_MAX),
-            transition_flop=_transition_flop(solution),
-        )
+    return v.PlanAdopted(
+        epoch=state.plan.epoch + 1,
+        assignments=tuple(assignments),
+        waf=min(sum(assignment.waf for assignment in assignments), FLOPS_MAX),
+        basis=basis(state),
+        trigger=_trigger(state),
+        reason=(solution.reason + short)[:1024],
+        healthy={task.name: workers for task, workers in healthy},
+        healthy_waf=min(healthy.waf, FLOPS_MAX),
+        transition_flop=_transition_flop(solution),
     )
 
 
