@@ -40,6 +40,8 @@ def apply() -> None:
         module.torch = _CpuTorch(torch)
     for module in (optimizer, clip_grads):
         module.clip_grad_by_total_norm_fp32 = _with_cuda_names(module.clip_grad_by_total_norm_fp32)
+    mixed_precision = optimizer.Float16OptimizerWithFloat16Params
+    mixed_precision.__init__ = _with_cuda_names(mixed_precision.__init__)
 
 
 def _current_device() -> torch.device:
@@ -86,7 +88,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CudaNames(TorchFunctionMode):  # type: ignore[misc]
-    """Within it, `tensor.type()` names the CUDA type, which the gradient clipping asserts."""
+    """Within it, `tensor.type()` names the CUDA type, which gradient clipping and mixed precision assert."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -95,10 +97,10 @@ class _CudaNames(TorchFunctionMode):  # type: ignore[misc]
         return result
 
 
-def _with_cuda_names(clip: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clip)
-    def clipped(*arguments: Any, **options: Any) -> Any:
+def _with_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def deceived(*arguments: Any, **options: Any) -> Any:
         with _CudaNames():
-            return clip(*arguments, **options)
+            return function(*arguments, **options)
 
-    return clipped
+    return deceived

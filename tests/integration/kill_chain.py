@@ -203,7 +203,7 @@ class Run:
         found: dict[int, set[str]] = defaultdict(set)
         for replica in range(self.chain.born):
             for line in self.trace(self.workers(replica)[shard]):
-                if line[0] == "stepped" and len(line) == 3:
+                if line[0] == "stepped" and len(line) == 6:
                     found[int(line[1])].add(line[2])
         return found
 

@@ -202,6 +202,28 @@ def test_in_floating_point(
         check_samples(run)
 
 
+# --- variants of training --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["--recompute", "--bf16"])
+def test_variants_are_healed(server: ForkServer, data: Path, tmp_path: Path, variant: str) -> None:
+    """Activations computed again, and mixed precision, with joiners that receive the fp32 masters as well."""
+    spec = matrix_task(data, "dp", args=(variant,), checkpoint=CheckpointSpec(interval=0))
+    cells = [Cell("kill", "micro_batch=1", "first"), Cell("kill", "backward", "last")]
+    run = Run(server, tmp_path, spec, cells)
+    run.carry_out()
+    run.check_work(spec.micro_batches)
+    found = run.digests(0)
+    directory = tmp_path / "alone"
+    directory.mkdir()
+    alone = Run(server, directory, replace(spec, iterations=max(found)), ())
+    with alone.rig as rig:
+        begin(rig, "t.1")
+        complete(rig)
+    alone.chain.born = 1
+    assert found == alone.digests(0)
+
+
 # --- what is saved, exactly ----------------------------------------------------------------------
 
 

@@ -1,13 +1,15 @@
 """The built-in entry `gpt`, as a script that writes down what it does: the tests' independent witness.
 
 One line in `<first argument>/<worker>.trace` for each micro-batch whose forward begins ("computed ITERATION
-MICRO_BATCH") and for each step ("stepped ITERATION DIGEST", the digest of all parameters of this shard). Further
-arguments: `--recompute` (activation checkpointing), `--bf16` (a Float16Module and Megatron's optimizer for it).
+MICRO_BATCH") and for each step ("stepped ITERATION DIGEST LOSS TIME CPU", the digest of all parameters of this shard,
+seconds). Further arguments: `--recompute` (activation checkpointing), `--bf16` (a Float16Module and Megatron's
+optimizer for it), `--untraced` (steps alone, and no digests: for measuring).
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from hashlib import blake2b
@@ -22,19 +24,37 @@ from agents.trainer import context, pretrain_gpt
 from agents.trainer.corpus import Corpus
 from agents.trainer.hook import Hook
 from agents.trainer.randomness import seed_all
+from events.vocabulary import TaskSpec
 
 
 def digest(model: torch.nn.Module) -> str:
     """blake2b over the bytes of all parameters in name order."""
     found = blake2b(digest_size=16)
-    for _, parameter in sorted(model.named_parameters()):
+    for _, parameter in sorted(model.named_parameters(), key=lambda named: named[0]):
         found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def build(spec: TaskSpec) -> torch.nn.Module:
+    """The task's GPT, with the variants that the arguments ask for."""
+    model: Any = pretrain_gpt.build_model(spec)
+    config = model.config
+    if "--recompute" in sys.argv:
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+    if "--bf16" in sys.argv:
+        config.bf16, config.params_dtype = True, torch.bfloat16
+        config.pipeline_dtype = config.autocast_dtype = torch.bfloat16
+        wrapped = Float16Module(config, model)
+        wrapped.ddp_config = model.ddp_config
+        pretrain_gpt.OptimizerConfig = partial(OptimizerConfig, bf16=True, params_dtype=torch.bfloat16)
+        return wrapped
+    return model
 
 
 def main() -> None:
     launch = context.current().launch
     spec = launch.spec
+    traced = "--untraced" not in sys.argv
     with (Path(sys.argv[1]) / f"{launch.worker}.trace").open("a", buffering=1) as trace:
         plain_step = pretrain_gpt._forward_step
 
@@ -43,24 +63,16 @@ def main() -> None:
             print("computed", step.iteration, micro_batch, file=trace)
             return plain_step(text, step, iter([micro_batch]), model)
 
-        pretrain_gpt._forward_step = told_step
-        train(spec, trace)
+        if traced:
+            pretrain_gpt._forward_step = told_step
+        train(spec, trace, traced)
 
 
-def train(spec: Any, trace: TextIO) -> None:
-    """`pretrain_gpt.main`, with the variants that the arguments ask for."""
+def train(spec: TaskSpec, trace: TextIO, traced: bool) -> None:
+    """As `pretrain_gpt.main` does."""
     text = Corpus(Path(spec.data), spec.model.seq)
     seed_all(spec.seed)
-    model: Any = pretrain_gpt.build_model(spec)
-    if "--recompute" in sys.argv:
-        model.config.recompute_granularity, model.config.recompute_method = "full", "uniform"
-        model.config.recompute_num_layers = 1
-    if "--bf16" in sys.argv:
-        model.config.bf16, model.config.params_dtype = True, torch.bfloat16
-        model.config.pipeline_dtype = torch.bfloat16
-        ddp_config, model = model.ddp_config, Float16Module(model.config, model)
-        model.ddp_config = ddp_config
-        pretrain_gpt.OptimizerConfig = partial(OptimizerConfig, bf16=True, params_dtype=torch.bfloat16)
+    model: Any = build(spec)
     optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
     hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text), overlap=True)
     for step in hook.steps():
@@ -68,7 +80,8 @@ def train(spec: Any, trace: TextIO) -> None:
             step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))
         optimizer.step()
         scheduler.step(increment=spec.global_batch)
-        print("stepped", step.iteration, digest(model), file=trace)
+        told = digest(model) if traced else "-"
+        print("stepped", step.iteration, told, step.loss, time.monotonic(), time.process_time(), file=trace)
 
 
 if __name__ == "__main__":
