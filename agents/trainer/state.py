@@ -138,9 +138,10 @@ class TrainingState:
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(theirs[name])
-        self.optimizer.load_state_dict(tree["optimizer"])
+        # First from the parameters, then from the state: where it has fp32 masters of its own, those are the truth.
         if hasattr(self.optimizer, "reload_model_params"):
             self.optimizer.reload_model_params()
+        self.optimizer.load_state_dict(tree["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(tree["scheduler"])
         return int(tree["iteration"]), float(tree["loss"])
