@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test demo matrix chaos fuzz mutants bench lint clean help
+.PHONY: install test demo matrix chaos fuzz mutants evaluation bench lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make chaos    20 random SIGKILLs of worker, node, coordinator and nats-server; all must heal"
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
+	@echo "make evaluation  run every study of docs/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
 	@echo "make matrix   a fault at every point of an iteration, of every kind (many minutes)"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
 	@echo "make lint     ruff, mypy, import-linter"
@@ -48,6 +49,9 @@ fuzz: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python -m replay.simulation.mutants
+
+evaluation: $(STAMP)
+	$(BIN)/python -m replay.evaluation
 
 bench: $(STAMP)
 	$(BIN)/pytest tests/benchmarks --benchmark-columns=median,iqr,min,max,rounds

@@ -45,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     logging.basicConfig(format=f"{PROGRAM}: %(message)s", level=logging.WARNING)
     logging.getLogger("events").setLevel(logging.CRITICAL)  # what it retries is no news; what fails is raised
-    options = _parser().parse_args(with_spans_marked(sys.argv[1:] if arguments is None else arguments))
+    given = sys.argv[1:] if arguments is None else arguments
+    if list(given[:1]) == ["simulate"]:  # reads no log: its options are its own
+        from replay.simulate_cli import main as simulate
+
+        return simulate(given[1:])
+    options = _parser().parse_args(with_spans_marked(given))
     try:
         code = asyncio.run(options.run(options))
         sys.stdout.flush()
@@ -153,6 +158,7 @@ def _simulate(commands: Any) -> None:
     fuzz = bare_command(
         commands, "fuzz", _fuzz, "simulate the whole control plane under seeded faults, and check rules"
     )
+    commands.add_parser("simulate", help="compare policies on a failure trace in virtual time", add_help=False)
     fuzz.add_argument("--seeds", metavar="N", type=count_argument, default=1000, help="default: 1000")
     fuzz.add_argument("--first-seed", metavar="K", type=count_argument, default=0, help="default: 0")
     fuzz.add_argument("--processes", metavar="P", type=count_argument, default=0, help="default: one per core")

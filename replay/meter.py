@@ -83,26 +83,21 @@ class Meter:
 
     def begin(self) -> None:
         """Whatever was before now does not count."""
-        for account in self._accounts.values():
-            account.since_us = self.clock.now_us
+        self.total()
         self.costs = Costs()
         self.rates = [(self.clock.now_us, self._total_rate)]
 
     def run(self, task: str, rate: int, nodes: Iterable[int]) -> None:
         """The task trains on `nodes`, worth `rate` weighted FLOP/s."""
-        account = self._close(task)
-        now_on = frozenset(nodes)
-        self.costs.moves += len(now_on - account.nodes)
-        account.rate, account.nodes = rate, now_on
-        self._enter(account, Phase.RUNNING)
+        self._change(task, Phase.RUNNING, rate, frozenset(nodes))
 
     def stall(self, task: str, phase: Phase) -> None:
         """The task stands still: DETECTION or TRANSITION."""
-        self._enter(self._close(task), phase)
+        self._change(task, phase)
 
     def idle(self, task: str) -> None:
         """The task has no nodes to run on."""
-        self._enter(self._close(task), Phase.IDLE)
+        self._change(task, Phase.IDLE)
 
     def phase(self, task: str) -> Phase:
         """What the task is doing."""
@@ -110,31 +105,43 @@ class Meter:
 
     def total(self) -> Costs:
         """The sums up to now."""
-        for task in self._accounts:
-            self._close(task)
+        for account in self._accounts.values():
+            self._book(account)
         return self.costs
 
-    def _enter(self, account: _Account, phase: Phase) -> None:
+    def _change(self, task: str, phase: Phase, rate: int | None = None, nodes: frozenset[int] | None = None) -> None:
+        account = self._accounts[task]
+        self._book(account)
+        delivered_before = account.rate if account.phase is Phase.RUNNING else 0
+        if nodes is not None:
+            self.costs.moves += len(nodes - account.nodes)
+            account.nodes = nodes
+        account.rate = account.rate if rate is None else rate
         account.phase = phase
-        self._total_rate += account.rate if phase is Phase.RUNNING else 0
+        self._note_rate((account.rate if phase is Phase.RUNNING else 0) - delivered_before)
+
+    def _note_rate(self, change: int) -> None:
+        self._total_rate += change
         if self.rates and self.rates[-1][0] == self.clock.now_us:
             self.rates.pop()
-        self.rates.append((self.clock.now_us, self._total_rate))
+        if not self.rates or self.rates[-1][1] != self._total_rate:
+            self.rates.append((self.clock.now_us, self._total_rate))
 
-    def _close(self, task: str) -> _Account:
-        """Books the time since the task's last change; the caller may change it now."""
-        account, costs = self._accounts[task], self.costs
+    def _book(self, account: _Account) -> None:
+        """The time since the account was booked last."""
+        costs = self.costs
         length_us, account.since_us = self.clock.now_us - account.since_us, self.clock.now_us
         costs.failure_free += account.failure_free * length_us
         priced = 0 if account.phase is Phase.IDLE else account.rate
         costs.sub_healthy += (account.failure_free - priced) * length_us
-        if account.phase is Phase.RUNNING:
-            costs.delivered += priced * length_us
-            self._total_rate -= account.rate
-        else:
+        if account.phase is not Phase.RUNNING:
             costs.stalled_us += length_us
-        if account.phase is Phase.DETECTION:
-            costs.detection += priced * length_us
-        if account.phase is Phase.TRANSITION:
-            costs.transition += priced * length_us
-        return account
+        match account.phase:
+            case Phase.RUNNING:
+                costs.delivered += priced * length_us
+            case Phase.DETECTION:
+                costs.detection += priced * length_us
+            case Phase.TRANSITION:
+                costs.transition += priced * length_us
+            case Phase.IDLE:
+                pass

@@ -1,0 +1,259 @@
+"""The simulator: its accounts balance, its real core heals, the compared systems do what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from replay.assumptions import DEFAULTS, assume
+from replay.core_driver import CoreDriver
+from replay.meter import Meter, Phase
+from replay.simulator import POLICIES, Outcome, simulate
+from replay.traces import Fault, Trace, trace
+from replay.trainer_model import Activity
+from replay.virtual_time import DAY_US, SECOND_US, Clock, to_us
+from replay.workload import Cluster, TrainingTask, Workload, six, workload
+from replay.world import World
+from unicrond.costs import costs_at
+from unicrond.invariants import check
+
+HOUR_S = 3600
+
+
+@pytest.fixture(scope="module")
+def sixteen() -> Workload:
+    return workload(Cluster("a800-80g", 16), six())
+
+
+def one_task(nodes: int, **changes: Any) -> Workload:
+    """One 7B task on all nodes: whatever is lost is its loss."""
+    return workload(Cluster("a800-80g", nodes), (TrainingTask(name="gpt", model="gpt3-7b", **changes),))
+
+
+def made_trace(nodes: int, *faults: Fault, days: float = 1.0) -> Trace:
+    return Trace("made", nodes, round(days * DAY_US), faults)
+
+
+def lost_s(outcome: Outcome, part: str) -> float:
+    """One of Costs' parts as seconds of the failure-free rate."""
+    return getattr(outcome.costs, part) / outcome.costs.failure_free * outcome.trace.length_us / 1e6
+
+
+# --- the identity --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "hot-spare:3"])
+@pytest.mark.parametrize("spec", ["trace-a", "trace-b:repair_h=30", "poisson:mtbf_d=3,repair_h=40,days=4"])
+def test_delivered_and_lost_are_the_failure_free(sixteen: Workload, policy: str, spec: str) -> None:
+    costs = simulate(sixteen, trace(spec, 16, 5), policy).costs
+    assert costs.balanced
+    assert costs.failure_free == sum(sixteen.failure_free.values()) * trace(spec, 16, 5).length_us
+    assert min(costs.delivered, costs.detection, costs.transition, costs.sub_healthy) >= 0
+
+
+@pytest.mark.parametrize(
+    "policy", ["unicron", "megatron-wait", "megatron-shrink", "oobleck", "varuna", "bamboo", "ideal"]
+)
+def test_without_faults_everything_is_delivered(sixteen: Workload, policy: str) -> None:
+    outcome = simulate(sixteen, made_trace(16), policy, ratio=1.0)
+    assert outcome.costs.delivered == outcome.costs.failure_free
+    assert outcome.costs.stalled_us == outcome.costs.moves == 0
+
+
+def test_the_meter_counts_every_moment_once() -> None:
+    clock = Clock()
+    meter = Meter(clock, {"a": 100})
+    meter.run("a", 60, [1, 2])
+    meter.begin()
+    for length_us, change in (
+        (10, lambda: meter.stall("a", Phase.DETECTION)),
+        (7, lambda: meter.stall("a", Phase.TRANSITION)),
+        (5, lambda: meter.idle("a")),
+        (3, lambda: meter.run("a", 90, [2, 3, 4])),
+    ):
+        clock.run(clock.now_us + length_us)
+        change()
+    clock.run(clock.now_us + 2)
+    costs = meter.total()
+    assert (costs.delivered, costs.detection, costs.transition) == (10 * 60 + 2 * 90, 7 * 60, 5 * 60)
+    assert costs.sub_healthy == (10 + 7 + 5) * 40 + 3 * 100 + 2 * 10
+    assert costs.balanced
+    assert (costs.stalled_us, costs.moves) == (15, 2)
+    assert meter.rates == [(0, 60), (10, 0), (25, 90)]
+
+
+# --- the real core -------------------------------------------------------------------------------
+
+
+def driven(work: Workload, on: Trace, **assumed: float) -> tuple[CoreDriver, Outcome]:
+    world = World(work, on, msgspec.structs.replace(DEFAULTS, **assumed))
+    driver = CoreDriver(world)
+    world.play(driver)
+    return driver, Outcome("unicron", 1.0, on, world.meter.total(), tuple(world.meter.rates), driver.work)
+
+
+def test_a_node_loss_costs_what_its_times_say() -> None:
+    driver, outcome = driven(one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 1, 1, 10 * HOUR_S * SECOND_US)))
+    assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.node_detect_s, abs=0.01)
+    # The loss: regroup, transfer, redeal. The return: the others train while it starts; regroup, transfer.
+    stops_s = 2 * (DEFAULTS.regroup_s + DEFAULTS.transfer_s + 2 * DEFAULTS.command_s) + DEFAULTS.redeal_s
+    assert 0 < lost_s(outcome, "transition") <= stops_s
+    assert outcome.costs.moves == 1
+    assert not driver.state.incidents
+    assert driver.groups["gpt"].activity is Activity.TRAINING
+
+
+def test_a_process_fault_restarts_the_process_on_its_node() -> None:
+    driver, outcome = driven(one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 1, 2)))
+    assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.process_detect_s, abs=0.01)
+    assert outcome.core is not None
+    assert (outcome.core.plans, outcome.core.incidents) == (0, 1)
+    assert sorted(worker.node for worker in driver.state.tasks["gpt"].workers.values()) == ["n0", "n1", "n2", "n3"]
+
+
+def test_a_broken_connection_is_tried_again_in_place() -> None:
+    driver, outcome = driven(one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 1, 3)))
+    workers = sorted(driver.state.tasks["gpt"].workers)
+    assert workers == ["gpt.1", "gpt.2", "gpt.3", "gpt.4"], "no process was replaced"
+    assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.error_detect_s, abs=0.01)
+    waited_s = driver.policy.symptom_window_s + DEFAULTS.command_s + DEFAULTS.regroup_s
+    assert lost_s(outcome, "transition") == pytest.approx(waited_s, abs=0.1)
+
+
+def test_who_loses_its_last_node_does_its_work_again() -> None:
+    on = made_trace(1, Fault(HOUR_S * SECOND_US, 0, 1, HOUR_S * SECOND_US))
+    _, outcome = driven(one_task(1), on)
+    _, without = driven(one_task(1), on, recompute_s=0.0)
+    assert lost_s(outcome, "transition") - lost_s(without, "transition") == pytest.approx(DEFAULTS.recompute_s, abs=1)
+    assert lost_s(outcome, "sub_healthy") == pytest.approx(HOUR_S - DEFAULTS.node_detect_s, abs=60)
+
+
+def test_a_replica_of_several_nodes_falls_as_a_whole() -> None:
+    on = made_trace(8, Fault(HOUR_S * SECOND_US, 1, 1, 30 * DAY_US))
+    driver, outcome = driven(one_task(8, layout="8x4"), on)
+    assert outcome.costs.balanced
+    membership = driver.state.tasks["gpt"].membership
+    assert membership is not None
+    assert len(membership.members) == 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_heals_whatever_the_order_of_the_faults(sixteen: Workload, seed: int) -> None:
+    """Faults for five days at many times the usual rate, then none: everybody trains on what the plan gives it."""
+    on = trace("poisson:mtbf_d=2,other_mtbf_d=0.5,repair_h=10,days=5", 16, seed)
+    driver, outcome = driven(sixteen, replace(on, length_us=on.length_us + DAY_US))
+    check(driver.state)
+    assert not driver.state.incidents
+    for name, group in driver.groups.items():
+        given = driver.state.plan.assignments[name].workers
+        assert group.activity is (Activity.TRAINING if given else Activity.STANDING), name
+        assert len(group.formed.members if group.formed else ()) == given, name
+    assert outcome.rates[-1][1] == pytest.approx(sum(sixteen.failure_free.values()), rel=0.2)
+
+
+def test_its_own_ledger_says_what_the_meter_says(sixteen: Workload) -> None:
+    """The core counts its costs from the log alone; the meter sees what trains. They meet within a percent."""
+    on = trace("trace-b", 16, 2)
+    world = World(sixteen, on, DEFAULTS)
+    driver = CoreDriver(world)
+    driver.start()
+    start_us = world.clock.now_us
+    before = costs_at(driver.state, start_us)
+    world.meter.begin()
+    driver.start = lambda: None  # type: ignore[method-assign]  # it has started
+    world.play(driver)
+    after = costs_at(driver.state, world.clock.now_us)
+    free = after.failure_free_flop - before.failure_free_flop
+    assert free == pytest.approx(world.meter.total().failure_free / 1e6, rel=0.001)
+    delivered = (after.delivered_flop - before.delivered_flop) / free
+    assert delivered == pytest.approx(world.meter.costs.delivered / world.meter.costs.failure_free, abs=0.01)
+
+
+def test_a_seed_gives_one_outcome(sixteen: Workload) -> None:
+    first, second = (simulate(sixteen, trace("trace-b", 16, 4), "unicron") for _ in range(2))
+    assert (first.costs, first.rates) == (second.costs, second.rates)
+
+
+def test_slower_transitions_cost_more(sixteen: Workload) -> None:
+    slow = assume({"regroup_s": "300", "transfer_s": "300"})
+    quick, slower = (simulate(sixteen, trace("trace-b", 16, 1), "unicron", each) for each in (DEFAULTS, slow))
+    assert slower.costs.transition > 3 * quick.costs.transition
+    assert slower.costs.delivered < quick.costs.delivered
+
+
+@pytest.mark.parametrize("policy", ["unicron", "unicron-equal", "unicron-weighted", "unicron-sized"])
+def test_no_plan_that_keeps_the_floors_beats_the_bound(sixteen: Workload, policy: str) -> None:
+    on = trace("trace-b", 16, 1)
+    assert simulate(sixteen, on, policy).costs.delivered <= simulate(sixteen, on, "ideal").costs.delivered
+
+
+# --- the compared systems ------------------------------------------------------------------------
+
+
+def test_wait_waits_for_the_node() -> None:
+    outcome = simulate(
+        one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-wait"
+    )
+    restart_s = DEFAULTS.requeue_s + DEFAULTS.setup_s + DEFAULTS.recompute_s
+    assert lost_s(outcome, "detection") == pytest.approx(DEFAULTS.timeout_s)
+    assert lost_s(outcome, "transition") == pytest.approx(restart_s)
+    assert lost_s(outcome, "sub_healthy") == pytest.approx(5 * HOUR_S - DEFAULTS.timeout_s)
+
+
+def test_shrink_goes_on_and_grows_again() -> None:
+    work = one_task(4)
+    outcome = simulate(work, made_trace(4, Fault(HOUR_S * SECOND_US, 2, 1, 5 * HOUR_S * SECOND_US)), "megatron-shrink")
+    curve = work.worth["gpt"]
+    assert [rate for _, rate in outcome.rates] == [curve[4], 0, curve[3], 0, curve[4]]
+
+
+def test_a_spare_takes_the_place_and_the_next_one_waits() -> None:
+    hour_us = HOUR_S * SECOND_US
+    faults = (Fault(hour_us, 0, 1, 12 * hour_us), Fault(6 * hour_us, 1, 1, 20 * hour_us))
+    work = one_task(4)
+    outcome = simulate(work, made_trace(4, *faults), "hot-spare")
+    three = work.worth["gpt"][3]
+    # The spare serves the first fault; the second waits for the first node's repair.
+    times = [at_us for at_us, rate in outcome.rates if rate == three]
+    restart_us = to_us(DEFAULTS.requeue_s + DEFAULTS.setup_s + DEFAULTS.recompute_s)
+    assert times == [0, hour_us + to_us(DEFAULTS.timeout_s) + restart_us, 13 * hour_us + restart_us]
+
+
+def test_oobleck_needs_a_checkpoint_only_without_replicas() -> None:
+    fault = Fault(HOUR_S * SECOND_US, 0, 1, 30 * SECOND_US)
+    again_s = DEFAULTS.checkpoint_load_s + DEFAULTS.recompute_s
+    alone = simulate(one_task(1), made_trace(1, fault), "oobleck", ratio=1.0)
+    replicated = simulate(one_task(4), made_trace(4, fault), "oobleck", ratio=1.0)
+    assert lost_s(alone, "transition") == pytest.approx(DEFAULTS.oobleck_reinstantiate_s + again_s)
+    assert lost_s(replicated, "transition") < 3 * DEFAULTS.oobleck_reinstantiate_s
+
+
+def test_bamboo_loses_a_stage_with_two_neighbours() -> None:
+    def transition_s(*nodes: int) -> float:
+        faults = [Fault((1 + nth) * HOUR_S * SECOND_US, node, 1, 30 * DAY_US) for nth, node in enumerate(nodes)]
+        return lost_s(simulate(one_task(8), made_trace(8, *faults), "bamboo", ratio=1.0), "transition")
+
+    assert transition_s(2, 5) < 2 * DEFAULTS.bamboo_failover_s + 1
+    assert transition_s(2, 3) > DEFAULTS.recompute_s / 2
+
+
+def test_varuna_goes_back_to_its_checkpoint_every_time() -> None:
+    outcome = simulate(one_task(4), made_trace(4, Fault(HOUR_S * SECOND_US, 0, 3)), "varuna", ratio=1.0)
+    assert lost_s(outcome, "transition") == pytest.approx(DEFAULTS.varuna_morph_s + DEFAULTS.varuna_recompute_s)
+
+
+def test_a_node_that_comes_back_during_a_restart_is_used_after_it() -> None:
+    hour_us = HOUR_S * SECOND_US
+    back_us = to_us(DEFAULTS.timeout_s + 600)
+    work = one_task(4)
+    outcome = simulate(work, made_trace(4, Fault(hour_us, 0, 1, back_us)), "megatron-shrink")
+    assert outcome.rates[-1][1] == work.worth["gpt"][4]
+
+
+def test_a_slower_system_is_slower_by_its_ratio() -> None:
+    work, on = one_task(4), made_trace(4)
+    assert simulate(work, on, "oobleck").share == pytest.approx(DEFAULTS.oobleck_ratio)
+    assert simulate(work, on, "oobleck", ratio=1.0).share == 1.0
