@@ -308,7 +308,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the studies that `argv` names, all without; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m replay.evaluation", description="Redo docs/evaluation.md.")
     parser.add_argument("--only", default=",".join(STUDIES), help="studies, with commas (default: all)")
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--trace", type=Path, help=f"the real trace's file (default: ${TRACE_FILE_VARIABLE})")
     options = parser.parse_args(argv)
     named = options.trace or os.environ.get(TRACE_FILE_VARIABLE)
