@@ -74,6 +74,16 @@ async def test_a_late_iteration_is_told_when_it_is_late_and_again_when_twice_as_
     told.watch.close()
 
 
+async def test_a_limit_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
+    told, mark = Told(tmp_path), marker(tmp_path)
+    mark.begun(1, 600_000_000)
+    told.watch.follow(WORKER, os.getpid())
+    await asyncio.sleep(0.1)
+    mark.begun(2, LIMIT_US)
+    assert (await told.next())[0].iteration == 2
+    told.watch.close()
+
+
 async def test_steps_in_time_are_never_told(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
