@@ -8,6 +8,8 @@
     POST /v1/nodes/NAME/cordon             {"drain", "reason"}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/faults                        see ordering.py; 409 unless the configuration allows it
+    GET  /v1/plan/table                    what would be planned after each event that may come next
+    POST /v1/plan/whatif                   what would be planned if; changes nothing
     GET  /v1/logs/TASK?rank=R&tail_bytes=N&offset=O
     GET  /metrics                          Prometheus
 
@@ -17,6 +19,7 @@ JSON knows no NaN, which a loss may be: null stands in its place.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -34,12 +37,16 @@ from events.prose import summary
 from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancelled, TaskSpec, TaskSubmitted, Text
 from unicrond.config import Config, is_loopback
 from unicrond.coordinator import Coordinator
+from unicrond.costs import costs_at
 from unicrond.faults import faults
 from unicrond.log_reading import LogReader, LogsUnavailable
 from unicrond.metrics import exposition
 from unicrond.ordering import FaultOrder, Refused, ordered
+from unicrond.plan_problems import worker_mtbf_us
+from unicrond.planning.problem import ProblemError
 from unicrond.state import TaskStatus, digest, to_json
 from unicrond.task_file import problems
+from unicrond.what_if import BadChange, Changes, foreseen, what_if
 from unicrond.work import achieved_waf, delivered_flop
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -93,6 +100,8 @@ class Api:
         app.router.add_post("/v1/nodes/{node}/cordon", self.cordon)
         app.router.add_post("/v1/nodes/{node}/uncordon", self.uncordon)
         app.router.add_post("/v1/faults", self.inject)
+        app.router.add_get("/v1/plan/table", self.plan_table)
+        app.router.add_post("/v1/plan/whatif", self.plan_whatif)
         app.router.add_get("/v1/logs/{task}", self.logs)
         return app
 
@@ -134,12 +143,34 @@ class Api:
 
     async def state(self, _: web.Request) -> web.Response:
         """The whole folded state, its digest, and what follows from it."""
-        state = self._coordinator.state
+        state, now_us = self._coordinator.state, time.time_ns() // 1000
         derived = {
             "waf": {task.name: achieved_waf(task, state.now_us) for task in state.tasks.values()},
             "delivered_flop": {task.name: delivered_flop(task) for task in state.tasks.values()},
         }
-        return _json({"digest": digest(state), "state": to_json(state), "derived": derived})
+        # As floats: JSON's integers end long before a large cluster's work does.
+        costs = {name: float(flop) for name, flop in costs_at(state, now_us)._asdict().items()}
+        mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
+        body = {"digest": digest(state), "state": to_json(state), "derived": derived}
+        return _json({**body, "costs": costs, "worker_mtbf_s": mtbf_s})
+
+    async def plan_table(self, _: web.Request) -> web.Response:
+        """The one-step table as it stands: a row per event that may come next. 503 while there is none."""
+        foresight, epoch = self._coordinator.foresight, self._coordinator.state.plan.epoch
+        table = foresight.table
+        if table is None or foresight.epoch != epoch:
+            return _error(503, f"table: plan {epoch} is not looked ahead from yet; try again in a moment")
+        return _json({"epoch": epoch, "rows": await asyncio.to_thread(foreseen, table)})
+
+    async def plan_whatif(self, request: web.Request) -> web.Response:
+        """The plan that would be adopted, were the cluster as the body says (`what_if.Changes`); nothing changes."""
+        changes = await _body(request, Changes)
+        state, policy = self._coordinator.state, self._config.policy
+        try:
+            plan = await asyncio.to_thread(what_if, state, policy, changes)
+        except (BadChange, ProblemError) as error:
+            return _error(400, str(error))
+        return _json({"now": state.plan, "then": plan})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events from the log itself: history after `after`, then live where `follow` is set."""

@@ -77,6 +77,14 @@ class Client:
         """Submit a task; {"task", "seq"}."""
         return self._object("POST", "/v1/tasks", body=spec)
 
+    def plan_table(self) -> dict[str, Any]:
+        """What each next event would lead to: {"epoch", "rows": [what_if.Row]}."""
+        return self._object("GET", "/v1/plan/table")
+
+    def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """The plan now, and the one that would be adopted were it so: {"now": Plan, "then": PlanAdopted}."""
+        return self._object("POST", "/v1/plan/whatif", body=changes)
+
     def cancel(self, task: str, reason: str) -> dict[str, Any]:
         """Cancel a task; {"task", "seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from unicrond.reconcile import occupied
 from unicrond.severity import RESPONSE
@@ -23,10 +23,14 @@ def si(value: float, unit: str = "") -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def planned_waf(state: ClusterState, waf: int, tasks: Iterable[str]) -> str:
-    """What a plan gives these tasks. Where none of them has a table T(x), it is in weighted workers, not FLOP/s."""
-    known = [state.tasks[name] for name in tasks if name in state.tasks]
-    if known and not any(task.spec.throughput for task in known):
+def planned_waf(state: ClusterState, waf: int, workers: Mapping[str, int]) -> str:
+    """What a plan that gives these tasks these `workers` is worth.
+
+    In weighted workers, not FLOP/s, where the plan was made before any T(x) was known.
+    """
+    tasks = [(state.tasks[name].spec, count) for name, count in workers.items() if name in state.tasks]
+    nominal = sum(int(spec.weight * count * LINEAR_FLOPS) for spec, count in tasks)
+    if waf and waf == nominal and not any(spec.throughput for spec, _ in tasks):
         return f"{waf / LINEAR_FLOPS:.3g} weighted workers"
     return si(waf, "FLOP/s")
 
@@ -120,7 +124,7 @@ def plan_table(state: ClusterState) -> Table:
                 name,
                 str(assignment.workers),
                 str(len(assignment.replicas)),
-                planned_waf(state, assignment.waf, [name]),
+                planned_waf(state, assignment.waf, {name: assignment.workers}),
                 si(achieved_waf(task, state.now_us), "FLOP/s") if task else "-",
                 where or "waits for workers",
             )
@@ -128,6 +132,16 @@ def plan_table(state: ClusterState) -> Table:
     headers = ("task", "workers", "replicas", "planned WAF", "achieved WAF", "nodes")
     right = frozenset({"workers", "replicas", "planned WAF", "achieved WAF"})
     return Table(headers, tuple(rows), right, "no task is planned")
+
+
+def costs_table(costs: Mapping[str, float]) -> Table:
+    """What the cluster's failure-free work has become, in weighted FLOP (costs.py)."""
+    free = costs["failure_free_flop"]
+    rows = [
+        (name.removesuffix("_flop").replace("_", " "), si(flop, "FLOP"), f"{100 * flop / free:.2f} %" if free else "-")
+        for name, flop in costs.items()
+    ]
+    return Table(("weighted work", "amount", "share"), tuple(rows), frozenset({"amount", "share"}))
 
 
 def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:

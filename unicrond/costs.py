@@ -24,8 +24,8 @@ What does not live here: where F and the healthy plan come from (`waf.py`, `plan
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from unicrond.ledger import Account, Charge, Ledger
@@ -35,7 +35,7 @@ from unicrond.waf import linear_flops, waf
 _SECOND_US = 1_000_000
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
+class Costs(NamedTuple):
     """Totals in whole weighted FLOP. `sub_health_flop` is the rest, so that the sum holds in these as well."""
 
     failure_free_flop: int

@@ -196,9 +196,35 @@ def parser() -> argparse.ArgumentParser:
 
     add(commands, "watch", "the live view: nodes, tasks, plan, incidents, last events", "watch")
 
-    plan = add(commands, "plan", "the adopted plan (show), or a plan problem's exact solution (solve)", "plan show")
-    plans = plan.add_subparsers(dest="plan_command", required=True, metavar="show|solve", parser_class=Parser)
-    add(plans, "show", "who has what, what it is worth, and why", "plan show")
+    plan = add(commands, "plan", "the plan: adopted, foreseen, or of another cluster", "plan show", "plan table")
+    plans = plan.add_subparsers(
+        dest="plan_command", required=True, metavar="show|table|whatif|solve", parser_class=Parser
+    )
+    add(plans, "show", "who has what, what it is worth, why, how it was come by, what all has cost", "plan show")
+    add(
+        plans,
+        "table",
+        "what would happen if: the plan for each event that may come next",
+        "plan table",
+        "plan table --json",
+    )
+    whatif = add(
+        plans,
+        "whatif",
+        "the plan that would be adopted, were the cluster otherwise; nothing changes",
+        "plan whatif --lose node3",
+        "plan whatif --add-nodes 4 --slots 8 --task big:weight=3",
+    )
+    whatif.add_argument("--lose", action="append", default=[], metavar="NODE", help="without this node; repeatable")
+    whatif.add_argument("--add-nodes", type=_count, default=0, metavar="N", help="with N nodes more")
+    whatif.add_argument("--slots", type=_count, default=0, metavar="N", help="workers on each (default: as most have)")
+    whatif.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        metavar="NAME:FIELD=N",
+        help="a task with another weight, min_workers or max_workers; repeatable",
+    )
     add(plans, "solve", "solve a plan problem exactly, without a coordinator", "plan solve PROBLEM.json --json")
 
     add(commands, "throughput", "what the throughput model says", "throughput --model gpt3-7b --gpu a100-80g --gpus 8")

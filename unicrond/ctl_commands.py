@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from events.vocabulary import AnyEvent
 from unicrond.client import DEFAULT_URL, ApiError, Client, Refused, Unreachable
-from unicrond.cluster_tables import incidents_table, node_status, nodes_table, plan_table, planned_waf, si, tasks_table
+from unicrond.cluster_tables import incidents_table, node_status, nodes_table, planned_waf, si, tasks_table
 from unicrond.event_lines import EventLine
 from unicrond.faults import guess
 from unicrond.state import ClusterState, TaskStatus
@@ -55,7 +55,8 @@ def _complain(error: Exception, code: int) -> int:
     return code
 
 
-def _client(options: argparse.Namespace) -> Client:
+def client_of(options: argparse.Namespace) -> Client:
+    """The client that the flags ask for. Raises BadUsage."""
     url, source = options.url, "--url"
     if url is None:
         url, source = os.environ.get("UNICRON_URL") or DEFAULT_URL, "UNICRON_URL"
@@ -79,7 +80,8 @@ def _token(path: str | None) -> str:
     return token
 
 
-def _print_json(value: Any, *, indent: int | None = 2) -> None:
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """One JSON value on stdout."""
     print(json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False))
 
 
@@ -97,20 +99,21 @@ def _finite(value: Any) -> Any:
 
 def status(options: argparse.Namespace) -> None:
     """The cluster at a glance."""
-    client = _client(options)
+    client = client_of(options)
     health, snapshot = client.health(), client.snapshot()
     state = snapshot.state
     if options.json:
-        _print_json({"health": health, **snapshot.body})
+        print_json({"health": health, **snapshot.body})
         return
     workers = sum(assignment.workers for assignment in state.plan.assignments.values())
-    planned = planned_waf(state, state.plan.waf, state.plan.assignments)
+    planned = planned_waf(state, state.plan.waf, state.plan.workers)
     achieved = si(sum(achieved_waf(task, state.now_us) for task in _active(state)), "FLOP/s")
     lines = {
         "coordinator": f"{health.get('status')}, term {state.term}, sequence {state.seq}, at {client.url}",
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
+        "costs": costs_line(snapshot.body.get("costs")),
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
         "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
@@ -129,6 +132,17 @@ def _active(state: ClusterState) -> list[Any]:
     return [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
 
 
+def costs_line(costs: dict[str, float] | None) -> str:
+    """What the failure-free work has become."""
+    if not costs or not costs["failure_free_flop"]:
+        return "nothing planned yet"
+    free = costs["failure_free_flop"]
+    parts = [("delivered", "delivered"), ("detection", "detection"), ("transition", "transition")]
+    parts.append(("sub_health", "sub-health"))
+    shares = ", ".join(f"{100 * costs[f'{name}_flop'] / free:.1f} % {text}" for name, text in parts)
+    return f"{shares} of {si(free, 'FLOP')}"
+
+
 def _tally(words: list[str]) -> str:
     counts = {word: words.count(word) for word in dict.fromkeys(words)}
     return ", ".join(f"{count} {word}" for word, count in counts.items()) or "none"
@@ -136,36 +150,32 @@ def _tally(words: list[str]) -> str:
 
 def nodes(options: argparse.Namespace) -> None:
     """The nodes, and what runs on them."""
-    snapshot = _client(options).snapshot()
-    _answer(options, snapshot.body["state"]["nodes"], nodes_table(snapshot.state))
+    snapshot = client_of(options).snapshot()
+    show_or_json(options, snapshot.body["state"]["nodes"], nodes_table(snapshot.state))
 
 
 def tasks(options: argparse.Namespace) -> None:
     """The tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
-    snapshot = _client(options).snapshot()
+    snapshot = client_of(options).snapshot()
     derived = snapshot.body.get("derived", {})
     data = {
         name: task | {key: values.get(name) for key, values in derived.items()}
         for name, task in snapshot.body["state"]["tasks"].items()
     }
-    _answer(options, data, tasks_table(snapshot.state))
+    show_or_json(options, data, tasks_table(snapshot.state))
 
 
 def plan(options: argparse.Namespace) -> None:
-    """The adopted plan: who has what, and why."""
-    snapshot = _client(options).snapshot()
-    adopted = snapshot.state.plan
-    if not options.json:
-        print(f"epoch {adopted.epoch}, WAF {planned_waf(snapshot.state, adopted.waf, adopted.assignments)} planned")
-        if adopted.epoch:
-            print(f"because of: {adopted.trigger}\nreason: {adopted.reason}")
-        print()
-    _answer(options, snapshot.body["state"]["plan"], plan_table(snapshot.state))
+    """The adopted plan, the foreseen ones, and those of other clusters: see ctl_plan.py."""
+    from unicrond import ctl_plan
+
+    ctl_plan.COMMANDS[options.plan_command](options)
 
 
-def _answer(options: argparse.Namespace, data: Any, table: Table) -> None:
+def show_or_json(options: argparse.Namespace, data: Any, table: Table) -> None:
+    """The answer, the way the flags ask for."""
     if options.json:
-        _print_json(data)
+        print_json(data)
     else:
         show(table)
 
@@ -188,32 +198,32 @@ def submit(options: argparse.Namespace) -> None:
     if options.check:
         _say(options, {"task": spec.name, "ok": True}, f"{options.file}: task {spec.name} is well described")
         return
-    answer = _client(options).submit(msgspec.to_builtins(spec))
+    answer = client_of(options).submit(msgspec.to_builtins(spec))
     _say(options, answer, f"task {spec.name} is submitted, at sequence {answer.get('seq')}")
 
 
 def cancel(options: argparse.Namespace) -> None:
     """End a task."""
-    answer = _client(options).cancel(options.task, options.reason)
+    answer = client_of(options).cancel(options.task, options.reason)
     _say(options, answer, f"task {options.task} is cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
 
 
 def cordon(options: argparse.Namespace) -> None:
     """No new workers for a node."""
-    answer = _client(options).cordon(options.node, drain=False, reason=options.reason)
+    answer = client_of(options).cordon(options.node, drain=False, reason=options.reason)
     _say(options, answer, f"node {options.node} gets no new workers, from sequence {answer.get('seq')} on")
 
 
 def drain(options: argparse.Namespace) -> None:
     """No workers at all for a node."""
-    answer = _client(options).cordon(options.node, drain=True, reason=options.reason)
+    answer = client_of(options).cordon(options.node, drain=True, reason=options.reason)
     text = f"node {options.node} is being emptied, from sequence {answer.get('seq')} on; see `unicronctl nodes`"
     _say(options, answer, text)
 
 
 def uncordon(options: argparse.Namespace) -> None:
     """Workers again for a node."""
-    answer = _client(options).uncordon(options.node, options.reason)
+    answer = client_of(options).uncordon(options.node, options.reason)
     _say(options, answer, f"node {options.node} may have workers again, from sequence {answer.get('seq')} on")
 
 
@@ -221,14 +231,14 @@ def inject(options: argparse.Namespace) -> None:
     """Order a fault."""
     fields = ("task", "rank", "node", "at_iteration", "phase", "seconds", "xid")
     order = {"kind": options.kind.replace("-", "_")} | {name: getattr(options, name) for name in fields}
-    answer = _client(options).inject(order)
+    answer = client_of(options).inject(order)
     whom = f"{answer.get('worker')} on {answer.get('node')}" if answer.get("worker") else f"node {answer.get('node')}"
     _say(options, answer, f"{options.kind} is ordered for {whom}, at sequence {answer.get('seq')}")
 
 
 def _say(options: argparse.Namespace, data: Any, text: str) -> None:
     if options.json:
-        _print_json(data)
+        print_json(data)
     else:
         print(text)
 
@@ -247,13 +257,13 @@ def events(options: argparse.Namespace) -> None:
         if options.type and event.type not in options.type:
             return
         if options.json:
-            _print_json({name: getattr(event, name) for name in event.__struct_fields__}, indent=None)
+            print_json({name: getattr(event, name) for name in event.__struct_fields__}, indent=None)
         else:
             print(f"{event.seq:>7}  {event.clock('milliseconds')}  {event.type:<19}  {event.text}")
         if options.follow:
             sys.stdout.flush()
 
-    client = _client(options)
+    client = client_of(options)
     if not options.follow:
         for event in client.events(options.after):
             tell(event)
@@ -296,10 +306,10 @@ class Away:
 
 def logs(options: argparse.Namespace) -> None:
     """A worker's output; following it goes on with the worker that takes its place."""
-    client = _client(options)
+    client = client_of(options)
     piece = client.logs(options.task, rank=options.rank, tail_bytes=options.tail_bytes)
     if options.json and not options.follow:
-        _print_json(piece)
+        print_json(piece)
         return
     _write_piece(options, piece)
     away = Away()
@@ -325,7 +335,7 @@ def _write_piece(options: argparse.Namespace, piece: dict[str, Any]) -> None:
     if missing:
         raise Unreachable(f"the answer lacks {missing[0]}; is it another version of unicrond?")
     if options.json:
-        _print_json(piece, indent=None)
+        print_json(piece, indent=None)
     else:
         sys.stdout.write(piece["text"])
     sys.stdout.flush()
@@ -337,7 +347,7 @@ def watch(options: argparse.Namespace) -> None:
 
     from unicrond import view
 
-    client = _client(options)
+    client = client_of(options)
     client.health()  # nobody there: say so now
 
     async def get_state() -> tuple[ClusterState, str]:

@@ -35,13 +35,14 @@ WARM_FROM = 1000
 
 
 class Foresight:
-    """The next plans of one coordinator. `table`: what is foreseen now, None = nothing yet.
+    """The next plans of one coordinator. `table`: what is foreseen from plan `epoch` on, None = nothing yet.
 
     `monotonic_us`: the clock that times answers.
     """
 
     def __init__(self, policy: Policy, monotonic_us: Callable[[], int]) -> None:
         self.table: Table | None = None
+        self.epoch = 0
         self._policy = policy
         self._monotonic_us = monotonic_us
         self._planner = Planner()
@@ -87,9 +88,10 @@ class Foresight:
             await self._wanted.wait()
             async with self._rows:
                 self._wanted.clear()
-                asked_us = self._monotonic_us()
+                asked_us, state = self._monotonic_us(), self._state
                 try:
-                    self.table = await asyncio.to_thread(self._foresee, self._state)
+                    self.table = await asyncio.to_thread(self._foresee, state)
+                    self.epoch = state.plan.epoch
                 except ProblemError as error:
                     log.warning("nothing is foreseen: %s", error)
                     self.table = None

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from unicrond.costs import costs_at
 from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.work import achieved_waf, delivered_flop
 
@@ -26,6 +27,9 @@ class StateCollector(Collector):
         yield _gauge("unicron_term", "Term of the active coordinator", state.term)
         yield _gauge("unicron_plan_epoch", "Epoch of the adopted plan", state.plan.epoch)
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
+        yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.healthy_waf)
+        yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
+        yield self._costs(state)
         yield _counter("unicron_quarantined", "Messages in the log that are no valid events", state.quarantined)
         yield _counter("unicron_duplicates", "Events delivered again and ignored", state.duplicates)
         yield _counter("unicron_inert_decisions", "Decisions of an old term, ignored", state.inert)
@@ -37,6 +41,13 @@ class StateCollector(Collector):
         yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
         yield from self._tasks(state)
         yield from self._last_incident(state)
+
+    def _costs(self, state: ClusterState) -> Metric:
+        text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/planning.md)"
+        family = GaugeMetricFamily("unicron_work_flop", text, labels=["kind"])
+        for name, flop in costs_at(state, state.now_us)._asdict().items():
+            family.add_metric([name.removesuffix("_flop")], float(flop))
+        return family
 
     def _tasks(self, state: ClusterState) -> Iterator[Metric]:
         families: dict[str, tuple[str, Callable[[Task], float]]] = {

@@ -286,6 +286,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     took_us: int = 0
     rows_reused: int = 0
 
+    @property
+    def workers(self) -> dict[str, int]:
+        """Per task."""
+        return {name: assignment.workers for name, assignment in self.assignments.items()}
+
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
     """A fault that somebody ordered, and that no command carries yet."""

@@ -182,7 +182,7 @@ def _plan(state: ClusterState) -> Text:
     )
     return Text.assemble(
         (f"plan {plan.epoch}", "bold"),
-        f"  {shares}  WAF {planned_waf(state, plan.waf, plan.assignments)}\n",
+        f"  {shares}  WAF {planned_waf(state, plan.waf, plan.workers)}\n",
         (clean(f"{plan.trigger}; {plan.reason}"), "dim"),
     )
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from events.vocabulary import Name, PlanAdopted, StoreAddress
-from unicrond.decide import planned
+from unicrond.decide import FLOPS_MAX, planned
 from unicrond.faults import guess
 from unicrond.plan_problems import active_tasks, healthy_problem_of, problem_of
 from unicrond.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished, TaskLaunched, WorkerLost
@@ -90,7 +90,7 @@ def foreseen(table: Table) -> list[Row]:
                 event=_WORDS[type(event)],
                 subject=_subject(event),
                 workers={task.name: workers for task, workers in solution},
-                waf=solution.waf,
+                waf=min(solution.waf, FLOPS_MAX),
                 reason=solution.reason,
                 nodes=others,
             )

@@ -1,0 +1,113 @@
+"""`unicronctl plan show|table|whatif` against a served coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from events.vocabulary import Evidence, NodeLost, PlanAdopted
+from tests.unicrond.serving import Served, serving
+from tests.unicrond.test_ctl import ctl, one_line
+from unicrond.what_if import foreseen
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(tmp_path) as served:
+        async with asyncio.timeout(10):
+            while served.coordinator.foresight.table is None:  # noqa: ASYNC110 - made in a thread, told to nobody
+                await asyncio.sleep(0.01)
+        yield served
+
+
+async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Served) -> None:
+    text, data = await asyncio.gather(*(ctl("plan", "show", *more, url=served.url) for more in ([], ["--json"])))
+    plan = served.coordinator.state.plan
+    assert (text.code, data.code) == (0, 0), (text, data)
+    assert f"epoch {plan.epoch}, WAF 7 weighted workers of 7 weighted workers in health" in text.out
+    assert plan.reason in text.out and plan.trigger in text.out and "solved afresh in" in text.out
+    told = json.loads(data.out)
+    costs = told["costs"]
+    parts = ("delivered", "detection", "transition", "sub_health")
+    assert sum(costs[f"{part}_flop"] for part in parts) == pytest.approx(costs["failure_free_flop"])
+    assert costs["transition_flop"] > 0, "the worker that died cost something"
+    for word in ("failure free", "delivered", "detection", "transition", "sub health"):
+        assert word in text.out
+    assert told["way"] == "fresh" and told["healthy"] == {"big": 3, "small": 1}
+    status = await ctl("status", url=served.url)
+    assert "delivered" in status.out and "sub-health" in status.out
+
+
+async def test_the_table_says_what_each_next_event_leads_to(served: Served) -> None:
+    text, data = await asyncio.gather(*(ctl("plan", "table", *more, url=served.url) for more in ([], ["--json"])))
+    assert (text.code, data.code) == (0, 0), (text, data)
+    told = json.loads(data.out)
+    assert told["epoch"] == served.coordinator.state.plan.epoch
+    table = served.coordinator.foresight.table
+    assert table is not None
+    assert [row["workers"] for row in told["rows"]] == [row.workers for row in foreseen(table)]
+    by_event = {(row["event"], row["subject"]): row for row in told["rows"]}
+    assert by_event["task ends", "small"]["workers"] == {"big": 3}
+    assert by_event["node joins", "1 slot"]["workers"] == {"big": 3, "small": 2}
+    lost = [row for row in told["rows"] if row["event"] == "node lost"]
+    assert sum(1 + len(row["nodes"]) for row in lost) == 4, "every node, those alike together"
+    assert "small 1 -> 2" in text.out and "and 2 alike" in text.out
+
+
+async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
+    before = await served.log.last_seq()
+    lose, add, weigh = await asyncio.gather(
+        ctl("plan", "whatif", "--lose", "n1", "--lose", "n2", "--json", url=served.url),
+        ctl("plan", "whatif", "--add-nodes", "1", "--slots", "2", url=served.url),
+        ctl("plan", "whatif", "--task", "small:weight=3", "--task", "small:max_workers=2", "--json", url=served.url),
+    )
+    assert [outcome.code for outcome in (lose, add, weigh)] == [0, 0, 0], (lose, add, weigh)
+    assert {a["task"]: a["workers"] for a in json.loads(lose.out)["then"]["assignments"]} == {"big": 1, "small": 1}
+    assert json.loads(lose.out)["then"]["transition_flop"] > 0
+    assert "small" in add.out and "3*" in add.out and "WAF 7 weighted workers now, 9 weighted workers then" in add.out
+    assert {a["task"]: a["workers"] for a in json.loads(weigh.out)["then"]["assignments"]} == {"big": 2, "small": 2}
+    assert await served.log.last_seq() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--lose", "n9"], "unicronctl: --lose: n9 is no node that is up; choose from n1, n2, n3, n4"),
+        (["--task", "bgi:weight=2"], "unicronctl: --task: bgi is not active; did you mean big?"),
+        (["--task", "big:weight=-1"], "unicronctl: --task: 'big:weight=-1': '-1' is no number; give one like 3 or 0.5"),
+        (["--task", "big:weight=0"], "unicronctl: --task: big:weight: "),
+        (["--task", "big:max_workers=99"], "unicronctl: --task: big:max_workers: "),
+        (
+            ["--task", "big:color=3"],
+            "unicronctl: --task: 'big:color=3'; give NAME:weight=3",
+        ),
+        (["--add-nodes", "x"], "unicronctl plan whatif: --add-nodes: 'x' is no whole number; give 0 or more"),
+    ],
+)
+async def test_a_wrong_question_gets_one_line_and_exit_code_2(served: Served, words: list[str], told: str) -> None:
+    outcome = await ctl("plan", "whatif", *words, url=served.url)
+    assert one_line(outcome, 2).startswith(told)
+
+
+async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:
+    """The whole way: foreseen in a thread, looked up when it happens, told in the log, and the next one foreseen."""
+    async with serving(tmp_path) as served:
+        foresight = served.coordinator.foresight
+        async with asyncio.timeout(10):
+            while foresight.table is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        seq = await served.log.last_seq()
+        served.coordinator._post(
+            NodeLost(node="n1", evidence=Evidence(beat_seq=1, beat_at_us=1), reason="the test says so")
+        )
+        await served.until(PlanAdopted, seq)
+        plan = served.coordinator.state.plan
+        assert plan.way == "table" and plan.took_us < 50_000
+        assert plan.healthy_waf > plan.waf, "one node of four is missing"
+        async with asyncio.timeout(10):
+            while foresight.epoch != plan.epoch:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
