@@ -34,6 +34,9 @@ MAX_EVENT_BYTES = 256 * 1024
 #: The producer of what people ask for; no node may have this name.
 API_PRODUCER = "api"
 
+# Tuples, for `isinstance` with a union makes a new one for each event.
+_RULED = (Decision, Command)
+_WITH_SPEC = (TaskSubmitted, StartWorker)
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
 
@@ -85,7 +88,7 @@ def _decode_older(body: bytes, error: Exception) -> Envelope:
 def check(envelope: Envelope) -> None:
     """Raise BadEvent where fields that are valid one by one contradict each other."""
     event = envelope.event
-    if isinstance(event, Decision | Command):
+    if isinstance(event, _RULED):
         if envelope.term < 1:
             raise BadEvent("$.term: a decision or command needs the coordinator's term, got 0")
         if isinstance(event, CoordinatorStarted) and event.term != envelope.term:
@@ -107,7 +110,7 @@ def check(envelope: Envelope) -> None:
             raise BadEvent(f"$.event.node: {API_PRODUCER!r} is not a node's name; name the node otherwise")
     if isinstance(event, WorkerExited) and (event.exit_code is None) == (event.signal is None):
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
-    if isinstance(event, TaskSubmitted | StartWorker):
+    if isinstance(event, _WITH_SPEC):
         _check_finite(event.spec)
 
 

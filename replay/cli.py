@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from replay.simulate_cli import main as simulate
 
         return simulate(given[1:])
+    gc.disable()  # a short life, no cycles: the collector would only walk millions of entries
     options = _parser().parse_args(with_spans_marked(given))
     try:
         code = asyncio.run(options.run(options))

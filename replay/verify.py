@@ -50,14 +50,25 @@ _NO_WAY: dict[str, Any] = {
 
 
 class Divergence(Exception):
-    """The first decision that cannot be made again. `recorded` and `decided_again` are sentences."""
+    """The first decision that cannot be made again. `recorded` and `decided_again` are sentences.
 
-    def __init__(self, seq: int, based_on: int, recorded: Sequence[str], decided_again: Sequence[str]) -> None:
+    `differing`: fields of the first event that differs, as "PlanAdopted.waf: 3 -> 4"; empty where a whole event does.
+    """
+
+    def __init__(
+        self,
+        seq: int,
+        based_on: int,
+        recorded: Sequence[str],
+        decided_again: Sequence[str],
+        differing: Sequence[str] = (),
+    ) -> None:
         super().__init__(f"entry {seq} (based on entry {based_on}) is not what is decided today")
         self.seq = seq
         self.based_on = based_on
         self.recorded = list(recorded)
         self.decided_again = list(decided_again)
+        self.differing = list(differing)
 
 
 @dataclass
@@ -195,8 +206,10 @@ class Verifier:
             )
         again = self._decide(state, answered=any(isinstance(event, v.PlanAdopted) for event in batch.events))
         cut = at_end and len(batch.events) % MAX_BATCH == 0
-        if _answers(batch.events) != _answers(again[: len(batch.events)] if cut else again):
-            raise Divergence(batch.seq, batch.based_on, _sentences(batch.events), _sentences(again))
+        recorded, decided = _answers(batch.events), _answers(again[: len(batch.events)] if cut else again)
+        if recorded != decided:
+            sentences = _sentences(batch.events), _sentences(again)
+            raise Divergence(batch.seq, batch.based_on, *sentences, _differing(recorded, decided))
         self.findings.batches += 1
         self.findings.decisions += len(batch.events)
 
@@ -250,6 +263,20 @@ class Verifier:
     def _keep_state(self) -> None:
         if self._state.seq in self._needed:
             self._states[self._state.seq] = self._state
+
+
+def _differing(recorded: Sequence[v.AnyEvent], decided: Sequence[v.AnyEvent]) -> list[str]:
+    """The fields in which the first two events of the same type that differ do so."""
+    for one, other in zip(recorded, decided, strict=False):
+        if type(one) is not type(other):
+            return []
+        if one != other:
+            return [
+                f"{type(one).__name__}.{name}: {getattr(one, name)!r} -> {getattr(other, name)!r}"
+                for name in one.__struct_fields__
+                if getattr(one, name) != getattr(other, name)
+            ]
+    return []
 
 
 def _answers(events: Sequence[v.AnyEvent]) -> list[v.AnyEvent]:

@@ -52,6 +52,7 @@ def _json(findings: Findings, divergence: Divergence | None) -> dict[str, Any]:
             "based_on": divergence.based_on,
             "recorded": divergence.recorded,
             "decided_again": divergence.decided_again,
+            "differing": divergence.differing,
         }
         if divergence
         else None
@@ -75,4 +76,6 @@ def _page(findings: Findings, divergence: Divergence | None) -> str:
     else:
         lines += [f"NOT VERIFIED: {divergence}", "  recorded:", *(f"    {text}" for text in divergence.recorded)]
         lines += ["  decided again:", *(f"    {text}" for text in divergence.decided_again or ["nothing"])]
+        if divergence.differing:
+            lines += ["  what differs:", *(f"    {text}" for text in divergence.differing)]
     return "\n".join(lines)

@@ -76,6 +76,8 @@ def test_a_decision_that_differs_is_found_where_it_stands(kind: type, change: di
         verify(log)
     assert caught.value.seq == min(seq for seq in batch if seq > log[at].envelope.based_on)
     assert caught.value.based_on == log[at].envelope.based_on
+    (field,) = change
+    assert caught.value.differing and caught.value.differing[0].startswith(f"{kind.__name__}.{field}: ")
 
 
 def test_a_decision_that_is_missing_is_found() -> None:
