@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -31,6 +32,9 @@ from agents.trainer.marks import Marker, now_us
 from agents.trainer.messages import Degraded, Membership, Suspected
 from agents.trainer.spikes import Spikes
 from events.vocabulary import CorruptionSign
+
+#: An iteration of which more than this part went to a checkpoint is no plain one: 1 / _SAVING.
+_SAVING = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Detection:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
         self._free_us = now_us()
         self._compute_us = 0
+        self._saved = False
         self._sightings: list[Sighting] = []
 
     # --- where the iteration stands --------------------------------------------------------------
@@ -90,6 +95,19 @@ class Detection:
         """An iteration begins, or goes on in another group."""
         self._mark.begun(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around what may write a checkpoint: meanwhile this worker's limit is wider, and as long as one member is not
+        late, nobody is judged, however long the others wait for it."""
+        began_us, limit_us = now_us(), self._mark.limit_us
+        if limit_us:
+            self._mark.limit_us = limit_us + self._baseline.limit_us(checkpoint=True)
+        yield
+        took_us = now_us() - began_us
+        if limit_us:
+            self._mark.limit_us = limit_us + took_us
+        self._saved |= _SAVING * took_us > self._baseline.usual_us
+
     def computed(self) -> None:
         """All own micro-batches are done; from here on the worker waits for others."""
         self._compute_us = now_us() - self._free_us
@@ -101,7 +119,8 @@ class Detection:
 
     def committed(self, iteration: int, duration_us: int, group: Group) -> None:
         """The iteration is over, after `duration_us`."""
-        self._baseline.add(duration_us, checkpoint=self._is_saving(iteration))
+        self._baseline.add(duration_us, checkpoint=self._saved or self._is_saving(iteration))
+        self._saved = False
         self._limit_collectives(group)
 
     def _is_saving(self, iteration: int) -> bool:

@@ -106,6 +106,15 @@ class Marker:
             self._phase = phase
             self._mark()
 
+    @property
+    def limit_us(self) -> int:
+        return self._limit_us
+
+    @limit_us.setter
+    def limit_us(self, limit_us: int) -> None:
+        self._limit_us = limit_us
+        self._mark()
+
     def working(self, micro_batch: int) -> None:
         """The iteration's `micro_batch`-th micro-batch begins here (from 0)."""
         self._micro_batch = micro_batch
