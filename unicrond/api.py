@@ -34,7 +34,7 @@ from events.codec import API_PRODUCER, BadEvent
 from events.envelope import Entry, Envelope, Quarantined
 from events.log import EventLog
 from events.prose import summary
-from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancelled, TaskSpec, TaskSubmitted, Text
+from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancelled, TaskSubmitted, Text
 from unicrond.config import Config, is_loopback
 from unicrond.coordinator import Coordinator
 from unicrond.costs import costs_at
@@ -45,7 +45,7 @@ from unicrond.ordering import FaultOrder, Refused, ordered
 from unicrond.plan_problems import worker_mtbf_us
 from unicrond.planning.problem import ProblemError
 from unicrond.state import TaskStatus, digest, to_json
-from unicrond.task_file import problems
+from unicrond.task_file import understood
 from unicrond.what_if import BadChange, Changes, foreseen, what_if
 from unicrond.work import achieved_waf, delivered_flop
 
@@ -192,10 +192,9 @@ class Api:
 
     async def submit(self, request: web.Request) -> web.Response:
         """Take a task on. 400 says which field is wrong; 409 that the name is in use."""
-        spec = await _body(request, TaskSpec)
-        wrong = problems(spec)
-        if wrong:
-            return _error(400, wrong[0])
+        spec, wrong = understood(await _json_of(request))
+        if spec is None:
+            return _error(400, str(wrong[0]))
         known = self._coordinator.state.tasks.get(spec.name)
         if known is not None and (known.status is TaskStatus.ACTIVE or not known.at_rest):
             return _error(409, f"name: task {spec.name} is already there; choose another name, or cancel it first")
@@ -284,13 +283,17 @@ class _Cordon(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 async def _body(asked: web.Request, kind: type[T]) -> T:
     """The request's JSON as a `kind`; no body is an empty object. Raises Refused with what is wrong first."""
-    try:
-        value = msgspec.json.decode(await asked.read() or b"{}")
-    except msgspec.DecodeError as error:
-        raise Refused(400, f"body: not valid JSON: {error}") from None
+    value = await _json_of(asked)
     for fault in faults(value, kind):
         raise Refused(400, str(fault))
     return msgspec.convert(value, kind, strict=True)
+
+
+async def _json_of(asked: web.Request) -> Any:
+    try:
+        return msgspec.json.decode(await asked.read() or b"{}")
+    except msgspec.DecodeError as error:
+        raise Refused(400, f"body: not valid JSON: {error}") from None
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

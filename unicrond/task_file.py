@@ -24,6 +24,7 @@ import msgspec
 from events.vocabulary import TaskSpec
 from unicrond.faults import Fault, faults
 from unicrond.strict_yaml import BadYaml, Place, parse
+from unicrond.throughput_preset import fill, take
 from unicrond.work import LINEAR_FLOPS
 
 #: The built-in GPT pretraining.
@@ -67,16 +68,27 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
     if isinstance(data, dict):
         _whole_numbers(data.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())
-    found = list(faults(data, TaskSpec))
-    if not found:
-        spec = msgspec.convert(data, TaskSpec, strict=True)
-        found = list(_problems(spec))
-        if not found:
-            return spec
+    spec, found = understood(data)
+    if spec is not None:
+        return spec
     first, more = found[0], len(found) - 1
     line = _line(document.lines, first.place)
     rest = f" (and {more} more)" if more else ""
     raise TaskFileError(f"{where}{line}: {first}{rest}")
+
+
+def understood(data: Any) -> tuple[TaskSpec | None, list[Fault]]:
+    """The task that plain data (of YAML or JSON) describes, `throughput_model` filled in; or all that is wrong."""
+    preset, found = take(data) if isinstance(data, dict) else (None, [])
+    found += faults(data, TaskSpec)
+    if found:
+        return None, found
+    spec = msgspec.convert(data, TaskSpec, strict=True)
+    found = list(_problems(spec))
+    if preset is not None and not found:
+        spec, found = fill(spec, preset)
+        found += _problems(spec) if not found else []
+    return (None, found) if found else (spec, [])
 
 
 def problems(spec: TaskSpec) -> list[str]:

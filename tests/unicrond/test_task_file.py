@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from events.codec import encode
 from events.envelope import Envelope
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, StartWorker, StoreAddress, TaskSpec
+from unicrond.planning.presets import GPUS, MODELS
+from unicrond.planning.throughput import table
 from unicrond.strict_yaml import BadYaml, parse
 from unicrond.task_file import SPEC_BYTES_MAX, TaskFileError, load, loads, problems
 from unicrond.waf import modelled
@@ -191,3 +193,41 @@ def test_what_passes_can_be_planned_and_written(spec: TaskSpec) -> None:
         command_id="1.1.n.1", node="n", epoch=1, spec=spec, worker="t.1", replica=0, shard=0, store=store
     )
     encode(Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=0, event=start))
+
+
+# --- a table from the throughput model ---------------------------------------------------------
+
+SEVEN_B = "name: a\nmin_workers: 8\nmax_workers: 64\ntp: 4\nmicro_batch: 1\n"
+
+
+def test_a_preset_fills_in_the_table_and_what_the_task_leaves_out() -> None:
+    spec = loads(SEVEN_B + "throughput_model: {model: gpt3-7b, gpu: a100-80g}\n")
+    expected = table(MODELS["gpt3-7b"], GPUS["a100-80g"], 64, tp=4, pp=1, micro_batch=1)
+    assert spec.throughput == {str(workers): flops for workers, flops in expected.items()} != {}
+    assert all(int(workers) % 4 == 0 for workers in spec.throughput)
+    assert (spec.model.layers, spec.model.hidden, spec.global_batch) == (32, 4096, 1024)
+    other = loads(
+        SEVEN_B + "global_batch: 512\nthroughput_model: {model: gpt3-7b, gpu: a100-80g, stack: megatron-2022}"
+    )
+    assert other.global_batch == 512 and other.throughput != spec.throughput
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{model: gpt3-7b}", "t.yaml:6: throughput_model.gpu: missing; add the line"),
+        ("{model: gpt3-7, gpu: a100-80g}", "t.yaml:6: throughput_model.model: unknown 'gpt3-7'; did you mean gpt3-7b?"),
+        ("{model: gpt3-7b, gpu: a100}", "t.yaml:6: throughput_model.gpu: unknown 'a100'; did you mean a100-"),
+        (
+            "{model: gpt3-7b, gpu: a100-80g, stak: x}",
+            "t.yaml:6: throughput_model.stak: unknown field; did you mean stack",
+        ),
+        ("{model: gpt3-175b, gpu: a100-40g}", "t.yaml:6: throughput_model: gpt3-175b with tp 4, pp 1"),
+        ("{model: gpt3-7b, gpu: a100-80g}\nthroughput: {8: 5}", "t.yaml:6: throughput_model: and throughput are both"),
+        ("{model: gpt3-7b, gpu: a100-80g}\nmodel: {layers: 4}", "t.yaml:7: model: an iteration of this model is"),
+    ],
+)
+def test_a_wrong_preset_is_told_in_one_line(line: str, told: str) -> None:
+    with pytest.raises(TaskFileError) as error:
+        loads(SEVEN_B + f"throughput_model: {line}\n", where="t.yaml")
+    assert str(error.value).startswith(told), error.value
