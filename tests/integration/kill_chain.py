@@ -56,7 +56,8 @@ class Cell:
 
 @dataclass
 class Stage:
-    """A cell with its generation, and who is who. `bystander`: lost beforehand, to make the others regroup."""
+    """A cell with its generation, and who is who. `bystander`: lost beforehand, to make the others regroup. `refill`:
+    who joins afterwards."""
 
     cell: Cell
     generation: int
@@ -64,6 +65,7 @@ class Stage:
     victim: int
     bystander: int | None = None
     joiner: int | None = None
+    refill: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -96,8 +98,8 @@ class Chain:
                     stage.victim = members[-1]
             members.remove(stage.victim)
             generation += 1
-            while len(members) < self.size:
-                members.append(next(number))
+            stage.refill = [next(number) for _ in range(self.size - len(members))]
+            members += stage.refill
             generation += 1
             self.stages.append(stage)
         self.born = next(number)
@@ -162,10 +164,8 @@ class Run:
         members.remove(stage.victim)
         self.tell(members, joiners=[stage.joiner] if stage.joiner in members else [], urgent=True)
         self.settle()
-        told = max(stage.members)
-        joiners = list(range(told + 1, told + 1 + self.chain.size - len(members)))
-        members += joiners
-        self.tell(members, joiners=joiners)
+        members += stage.refill
+        self.tell(members, joiners=stage.refill)
         return members
 
     def kill(self, replica: int) -> None:

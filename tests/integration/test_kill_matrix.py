@@ -194,7 +194,7 @@ def test_in_floating_point(
         run.until(lambda: lost in run.exits)
         for worker in replica:
             run.signal(worker, signal.SIGKILL)
-        lose(run, *replica)
+        run.until(lambda: all(worker in run.exits for worker in replica))
         run.tell(2, [worker for worker in workers if worker not in replica], urgent=True)
         complete(run)
         for shard, expected in enumerate(float_reference(layout)):
