@@ -72,6 +72,13 @@ def parse(argv: list[str] | None = None) -> Options:
     )
     parser.add_argument("--user", metavar="NAME", help="NATS user, with --password-file")
     parser.add_argument("--password-file", type=_file, metavar="FILE", help="holds the NATS password alone")
+    parser.add_argument(
+        "--memory-gib",
+        type=_gib,
+        default=None,
+        metavar="GIB",
+        help="for states of training, kept and copied between nodes; 0: none (a quarter of the host's)",
+    )
     parser.add_argument("--creds", type=_file, metavar="FILE", help="NATS credentials file")
     parser.add_argument("--nkey", type=_file, metavar="FILE", help="NATS nkey seed file")
     parser.add_argument("--tls-ca", type=_file, metavar="FILE", help="CA certificate of the NATS server")
@@ -102,6 +109,7 @@ def parse(argv: list[str] | None = None) -> Options:
             nkey_seed=given.nkey,
             tls_ca=given.tls_ca,
         ),
+        memory_bytes=given.memory_gib,
         fork_server_arguments=tuple(given.fork_server),
     )
 
@@ -171,6 +179,17 @@ def _seconds(least: float, most: float) -> Callable[[str], float]:
         return value
 
     return seconds
+
+
+def _gib(text: str) -> int:
+    """In bytes."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 65536.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not within 0 to 65536 GiB")
+    return int(value * 2**30)
 
 
 def _file(text: str) -> Path:

@@ -39,12 +39,18 @@ The life of an agent
 * Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell then retires the fork server).
   HandOver: sums are closed, nothing else.
 
+States in memory
+* A capture that a worker tells of is copied to the first of its membership's peers; the next one while the
+  copy is under way waits (copies.py). What the node's memory holds is told at most once in `held_interval_s`.
+* DropState, and the log's end: the fork server gives the memory up.
+
 What does not live here: clocks, sockets, the outbox and its numbering, the wording of exit statuses (classify.py).
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
@@ -64,12 +70,14 @@ from agents.state import (
     ArmTimer,
     Commanded,
     Config,
+    CopyState,
     Disconnect,
     Finish,
     ForkServerDied,
     ForkServerSaid,
     Gone,
     HandOver,
+    Held,
     Input,
     Leave,
     Link,
@@ -78,6 +86,7 @@ from agents.state import (
     Order,
     Stalled,
     State,
+    StateHeld,
     Struck,
     TellForkServer,
     TellWorker,
@@ -90,15 +99,20 @@ from agents.state import (
 )
 from agents.trainer.marks import Mark
 from agents.trainer.messages import (
+    Captured,
     Committed,
     Completed,
     Degraded,
     Exited,
     ExitedAck,
+    Forget,
     Forked,
+    FromForkServer,
     FromWorker,
     Hello,
     Inventory,
+    KeepFailed,
+    Kept,
     Kill,
     Launch,
     Membership,
@@ -110,6 +124,7 @@ from agents.trainer.messages import (
     Spawn,
     SpawnFailed,
     Suspected,
+    Taken,
     Trouble,
 )
 from events.vocabulary import (
@@ -118,6 +133,7 @@ from events.vocabulary import (
     CommandFailed,
     CorruptionSuspected,
     DegradationObserved,
+    DropState,
     ErrorReported,
     Fault,
     HangSuspected,
@@ -128,6 +144,8 @@ from events.vocabulary import (
     RunningWorker,
     SetMembership,
     StartWorker,
+    StateKept,
+    StateTaken,
     StepCommitted,
     StopWorker,
     StoreAddress,
@@ -174,6 +192,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:
             turn.timer_fired(given)
         case LogSeen(identity=identity):
             turn.log_seen(identity)
+        case StateHeld(held=held):
+            turn.held(held)
         case Appended(event=event):
             turn.appended(event)
         case Struck(command_id=command_id, reason=reason):
@@ -268,6 +288,8 @@ class _Turn:
                 self.set_membership(command, order)
             case InjectFault(fault=fault):
                 self.inject(fault, order)
+            case DropState(task=task):
+                self.drop_state(task, order)
             case _:
                 self.answer(order, f"unknown command {type(command).__name__}: the agent is too old")
 
@@ -446,6 +468,8 @@ class _Turn:
             joiners=command.joiners,
             urgent=command.urgent,
             store=command.store,
+            peers=command.peers,
+            mtbf_us=command.mtbf_us,
         )
         others = {task: m for task, m in self.memory.memberships.items() if task != command.task}
         self.remember(memberships=_newest({**others, command.task: membership}, MAX_TASKS))
@@ -585,6 +609,24 @@ class _Turn:
                         usual=message.usual,
                     )
                 )
+            case Captured():
+                self.captured(task, message)
+            case Taken():
+                self.append(
+                    StateTaken(
+                        node=node,
+                        task=task,
+                        worker=worker,
+                        generation=message.generation,
+                        source=message.source,
+                        iteration=message.iteration,
+                        size_bytes=message.size_bytes,
+                        duration_us=message.duration_us,
+                        tried=message.tried,
+                        storage_iteration=message.storage_iteration,
+                        saved_us=message.saved_us,
+                    )
+                )
             case Saved(iteration=iteration, path=path, size_bytes=size_bytes, duration_us=duration_us):
                 if iteration == record.saved:
                     return  # told again to a new agent
@@ -678,11 +720,61 @@ class _Turn:
         for task in sorted(self.state.sums):
             self.close_sum(task)
 
+    # --- states in memory ------------------------------------------------------------------------
+
+    def captured(self, task: str, capture: Captured) -> None:
+        membership = self.memory.memberships.get(task)
+        peers = tuple(peer for peer in (membership.peers if membership else ()) if peer.node != self.config.node)
+        if peers:
+            self.actions.append(CopyState(task=task, shard=capture.shard, peers=peers))
+        self.held(
+            Held(
+                task=task,
+                shard=capture.shard,
+                iteration=capture.iteration,
+                generation=capture.generation,
+                origin=self.config.node,
+                size_bytes=capture.size_bytes,
+                duration_us=capture.duration_us,
+            )
+        )
+
+    def held(self, held: Held) -> None:
+        key = f"{held.task}/{held.shard}"
+        if key in self.state.untold or self.state.phase == "adopting":  # the node joins first
+            self.state = replace(self.state, untold={**self.state.untold, key: held})
+        else:
+            self.tell_held(held)
+
+    def tell_held(self, held: Held) -> None:
+        key = f"{held.task}/{held.shard}"
+        self.state = replace(self.state, untold={**self.state.untold, key: None})
+        self.actions.append(ArmTimer(name="held", key=key, after_s=self.config.held_interval_s))
+        self.append(
+            StateKept(
+                node=self.config.node,
+                task=held.task,
+                shard=held.shard,
+                iteration=held.iteration,
+                generation=held.generation,
+                origin=held.origin,
+                size_bytes=held.size_bytes,
+                duration_us=held.duration_us,
+            )
+        )
+
+    def drop_state(self, task: str, order: Order) -> None:
+        self.forget_untold(lambda key: key.partition("/")[0] == task)
+        self.actions.append(TellForkServer(message=Forget(task=task)))
+        self.answer(order)
+
+    def forget_untold(self, gone: Callable[[str], bool]) -> None:
+        untold = {key: held for key, held in self.state.untold.items() if not gone(key)}
+        self.state = replace(self.state, untold=untold)
+
     # --- the fork server -------------------------------------------------------------------------
 
-    def fork_server_said(
-        self, said: Forked | SpawnFailed | Exited | Inventory, log_tail: str, mark: Mark | None
-    ) -> None:
+    def fork_server_said(self, said: FromForkServer, log_tail: str, mark: Mark | None) -> None:
         match said:
             case Forked(worker=worker, pid=pid):
                 self.started(worker, pid)
@@ -693,6 +785,8 @@ class _Turn:
                 self.after_an_end()
             case Inventory():
                 self.take_inventory(said)
+            case Kept() | KeepFailed():
+                pass  # descriptors are the shell's
             case _ as never:
                 assert_never(never)
 
@@ -869,8 +963,12 @@ class _Turn:
                 agent_boot=config.agent_boot,
                 version=config.version,
                 workers=tuple(running),
+                memory=config.memory,
             )
         )
+        for held in self.state.untold.values():
+            if held is not None:
+                self.tell_held(held)
 
     def leave(self, reason: str) -> None:
         if self.state.phase in ("leaving", "left"):
@@ -904,7 +1002,8 @@ class _Turn:
             workers={w: replace(record, foreign=True) for w, record in self.memory.workers.items()},
             foreign_gone=tuple(self.memory.gone),
         )
-        self.state = replace(self.state, memory=memory, sums={}, summed={}, confirming=frozenset())
+        self.state = replace(self.state, memory=memory, sums={}, summed={}, confirming=frozenset(), untold={})
+        self.actions.append(TellForkServer(message=Forget(task="")))
         for worker in sorted(memory.workers):
             self.stop(self.memory.workers[worker], "the log that it was started from is gone")
 
@@ -925,6 +1024,12 @@ class _Turn:
                 record = self.memory.workers.get(fired.key)
                 if record and record.stop != "no":
                     self.press(self.change(record, stop="term" if record.stop == "quit" else "kill"))
+            case "held":
+                untold = self.state.untold.get(fired.key)
+                if untold is None:
+                    self.forget_untold(lambda key: key == fired.key)
+                else:
+                    self.tell_held(untold)
             case "wait":
                 for waiting in self.memory.waiting:
                     if waiting.command.worker == fired.key:

@@ -23,11 +23,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
+
 from agents import core, host
+from agents.copies import Copies
 from agents.fork_link import ForkLink
 from agents.log_identity import log_identity
 from agents.log_layout import worker_log
 from agents.log_service import answer
+from agents.memory_regions import MemoryRegions
+from agents.memory_server import MemoryServer
 from agents.node_faults import NodeFaults
 from agents.outbox import Outbox
 from agents.rotated_log import tail
@@ -39,6 +44,7 @@ from agents.state import (
     ArmTimer,
     Commanded,
     Config,
+    CopyState,
     Disconnect,
     Finish,
     ForkServerDied,
@@ -49,6 +55,7 @@ from agents.state import (
     LogSeen,
     Memory,
     Stalled,
+    StateHeld,
     StrikeNode,
     Struck,
     TellForkServer,
@@ -58,7 +65,7 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import Exited, FromForkServer, Hello
+from agents.trainer.messages import Exited, Forget, FromForkServer, Hello, Inventory, KeepFailed, Kept
 from agents.watch import Watch
 from agents.worker_sockets import WorkerSockets
 from events.envelope import Envelope
@@ -67,7 +74,7 @@ from events.nats_commands import NatsCommandFeed
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.prose import summary
-from events.vocabulary import Command, Heartbeat, Name, NodeJoined
+from events.vocabulary import Command, Heartbeat, MemoryService, Name, NodeJoined
 
 logger = logging.getLogger("agents")
 
@@ -79,7 +86,10 @@ _RETIRE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server."""
+    """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server.
+
+    `memory_bytes`: for states of training; None: a quarter of the host's, 0: none.
+    """
 
     nats: tuple[str, ...]
     node: Name
@@ -89,6 +99,7 @@ class Options:
     heartbeat_s: float = 1.0
     lease_s: float = 60.0
     login: Login = field(default_factory=Login)
+    memory_bytes: int | None = None
     fork_server_arguments: tuple[str, ...] = ()
 
 
@@ -122,11 +133,18 @@ class Agent:
             arguments=[
                 *("--address", options.address),
                 *("--lease-s", str(options.lease_s)),
+                *("--memory-max-bytes", str(self._memory_bytes() // (2 * options.slots))),
                 *options.fork_server_arguments,
             ],
             on_message=self._fork_server_said,
-            on_death=lambda: self.feed(ForkServerDied()),
+            on_death=self._fork_server_died,
         )
+        # Each slot's own state, and as many copies of others'.
+        self._regions = MemoryRegions(self._link.send, most=2 * options.slots)
+        self._copies = Copies(options.node, self._regions)
+        port, token = run_dir.exchange()
+        self._exchange_port, self._token = port, token
+        self._memory_server = MemoryServer(self._regions, token, lambda held: self.feed(StateHeld(held=held)))
         self._watch = Watch(
             run_dir.marks,
             on_late=lambda worker, mark, still_us, stopped: self.feed(
@@ -148,6 +166,7 @@ class Agent:
         loop.add_signal_handler(signal.SIGTERM, self._hand_over)
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         await self._sockets.start()
+        self._serve_memory()
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
         linking = asyncio.create_task(self._link.run(), name="fork-link")
         duties = [linking, asyncio.create_task(self._serve_nats(), name="nats")]
@@ -164,6 +183,8 @@ class Agent:
                 task.cancel()
             await asyncio.gather(end, *duties, return_exceptions=True)
             await self._sockets.close()
+            self._memory_server.close()
+            await self._copies.close()
             self._watch.close()
             for timer in self._timers.values():
                 timer.cancel()
@@ -200,6 +221,10 @@ class Agent:
                 self._sockets.send(worker, to_worker)
             case TellForkServer(message=to_fork_server):
                 self._link.send(to_fork_server)
+                if isinstance(to_fork_server, Forget):
+                    self._regions.forgotten(to_fork_server.task)
+            case CopyState(task=task, shard=shard, peers=peers):
+                self._copies.copy(task, shard, peers)
             case ArmTimer(name=name, key=key, after_s=after_s):
                 if running := self._timers.pop((name, key), None):
                     running.cancel()
@@ -227,14 +252,44 @@ class Agent:
 
     def _fork_server_said(self, message: FromForkServer) -> None:
         log_tail, mark = "", None
-        if isinstance(message, Exited):
+        if isinstance(message, Inventory):
+            self._regions.held_by(self._link.pid, message.kept)
+        elif isinstance(message, Kept | KeepFailed):
+            self._regions.said(message)
+        elif isinstance(message, Exited):
             mark = self._watch.drop(message.worker)
             task = message.worker.rpartition(".")[0]
             path = worker_log(self._run_dir.logs, task, message.worker)
             log_tail = tail(path, LOG_TAIL_BYTES).decode(errors="replace")
         self.feed(ForkServerSaid(message=message, log_tail=log_tail, mark=mark))
+        if isinstance(message, Inventory):
+            for held in self._regions.found(self._options.node):
+                self.feed(StateHeld(held=held))
         if self._state.store_port:
             self._has_inventory.set()
+
+    def _fork_server_died(self) -> None:
+        self._regions.held_by(0, ())
+        self.feed(ForkServerDied())
+
+    # --- states in memory ------------------------------------------------------------------------
+
+    def _memory_bytes(self) -> int:
+        chosen = self._options.memory_bytes
+        return host.memory_total_bytes() // 4 if chosen is None else chosen
+
+    def _serve_memory(self) -> None:
+        """Take and give states, where the agent before did if that can be."""
+        if not self._memory_bytes():
+            return
+        options = self._options
+        self._memory_server.start(options.address, self._exchange_port)
+        self._run_dir.remember_exchange(self._memory_server.port, self._token)
+        service = MemoryService(
+            node=options.node, host=options.address, port=self._memory_server.port, token=self._token
+        )
+        config = msgspec.structs.replace(self._state.config, memory=service)
+        self._state = msgspec.structs.replace(self._state, config=config)
 
     # --- memory ----------------------------------------------------------------------------------
 

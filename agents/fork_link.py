@@ -63,6 +63,8 @@ class ForkLink:
         self._writer: asyncio.StreamWriter | None = None
         self._is_usable = False
         self._pidfd = -1
+        #: The process that is connected to, or was last.
+        self.pid = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._is_retiring = False
 
@@ -135,7 +137,7 @@ class ForkLink:
             reader, writer = await asyncio.open_unix_connection(path)
         self._forget_process()
         self._writer = writer
-        pid = _peer_pid(writer.get_extra_info("socket"))
+        pid = self.pid = _peer_pid(writer.get_extra_info("socket"))
         with contextlib.suppress(ProcessLookupError):  # it has ended already: the end of the stream tells
             self._pidfd = os.pidfd_open(pid)
         logger.info("connected to the fork server (pid %d)", pid)

@@ -15,6 +15,8 @@ Rules
   written. What a dead worker left in its process group is killed with it.
 * A SIGKILL that was not sent from here may have been the kernel's: the witnesses are asked before the exit is told.
 * The store's listening socket belongs to the fork server: a store that dies is replaced on the same port.
+* It holds the memory of the node's shards' states (trainer/memory.py): one memfd for each, made with the first
+  worker of the shard or when the agent wants to keep a copy, given up when the agent says so, gone with it.
 * A Spawn for a worker that lives is answered again and not done again.
 """
 
@@ -39,6 +41,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from agents.gpus import visible_gpus
 from agents.oom import OomWitness
 from agents.prctl import adopt_orphans
@@ -47,10 +51,14 @@ from agents.trainer.framing import BadFrame, Unframer, frame
 from agents.trainer.messages import (
     Exited,
     ExitedAck,
+    Forget,
     Forked,
     FromForkServer,
     Inventory,
     InventoryWorker,
+    Keep,
+    KeepFailed,
+    Kept,
     Kill,
     Launch,
     OomKill,
@@ -118,11 +126,14 @@ class ForkServer:
         *,
         address: str,
         lease_s: float,
+        memory_max_bytes: int,
         run: Callable[[Launch], object],
         serve_store: Callable[[socket.socket], object],
     ) -> None:
         self._socket_path = run_dir / "fork.sock"
         self._lease_s = lease_s
+        self._memory_max_bytes = memory_max_bytes
+        self._memories: dict[tuple[Name, int], int] = {}
         self._run = run
         self._serve_store = serve_store
         self._gpus = visible_gpus()
@@ -222,7 +233,8 @@ class ForkServer:
         workers = [
             InventoryWorker(worker=w.worker, task=w.task, pid=w.pid, slot=w.slot) for w in self._workers.values()
         ]
-        return Inventory(store_port=self._store_listener.getsockname()[1], workers=tuple(workers))
+        kept = tuple(self._kept(task, shard) for task, shard in self._memories)
+        return Inventory(store_port=self._store_listener.getsockname()[1], workers=tuple(workers), kept=kept)
 
     def _drop_agent(self, why: str) -> None:
         agent = self._agent
@@ -288,6 +300,10 @@ class ForkServer:
                 self._kill(worker, number)
             case ExitedAck(worker=worker):
                 self._exits.pop(worker, None)
+            case Keep(task=task, shard=shard):
+                self._keep(task, shard)
+            case Forget(task=task):
+                self._forget(task)
             case Retire():
                 raise _Retired("the agent retires it")
 
@@ -311,6 +327,10 @@ class ForkServer:
             self._say(SpawnFailed(worker=worker, reason=reason[:1024]))
             return
         os.set_blocking(read_fd, False)
+
+        if self._memory_max_bytes and (fd := self._keep(launch.task, launch.shard)) >= 0:
+            path = f"/proc/{self._pid}/fd/{fd}"
+            launch = msgspec.structs.replace(launch, memory=path, memory_max_bytes=self._memory_max_bytes)
 
         def child() -> NoReturn:
             self._store_listener.close()
@@ -337,6 +357,26 @@ class ForkServer:
                 19, f"slot {spawn.slot} has no GPU: the node has {len(self._gpus)}; start it with fewer slots"
             )
 
+    # --- the memory of states --------------------------------------------------------------------
+
+    def _keep(self, task: Name, shard: int) -> int:
+        """The descriptor of the shard's memory, there from now on; -1 where there is none to be had."""
+        if (task, shard) not in self._memories:
+            try:
+                self._memories[task, shard] = os.memfd_create(f"unicron {task}/{shard}", os.MFD_CLOEXEC)
+            except OSError as error:
+                self._say(KeepFailed(task=task, shard=shard, reason=str(error)))
+                return -1
+        self._say(self._kept(task, shard))
+        return self._memories[task, shard]
+
+    def _kept(self, task: Name, shard: int) -> Kept:
+        return Kept(task=task, shard=shard, fd=self._memories[task, shard], max_bytes=self._memory_max_bytes)
+
+    def _forget(self, task: str) -> None:
+        for key in [key for key in self._memories if task in ("", key[0])]:
+            os.close(self._memories.pop(key))
+
     def _fork(self, child: Callable[[], object]) -> int:
         """A detached child that runs `child` and ends; its pid. The child never comes back here."""
         sys.stdout.flush()
@@ -362,7 +402,7 @@ class ForkServer:
             sockets.append(self._agent.connection)
         for one in sockets:
             one.close()
-        for fd in (self._lock_fd, *self._outputs):
+        for fd in (self._lock_fd, *self._outputs, *self._memories.values()):
             os.close(fd)
         self._oom.close()
         for output in self._outputs.values():
@@ -529,6 +569,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1", help="where the rendezvous store listens")
     parser.add_argument("--lease-s", type=float, default=60.0, help="ends itself without an agent for so long")
+    parser.add_argument("--memory-max-bytes", type=int, default=0, help="bound of each shard's memory; 0: none is held")
     parser.add_argument("--preload", default="agents.trainer.preload", help="module that imports all that is heavy")
     parser.add_argument("--worker", default="agents.trainer.worker:run", help="function that a worker runs")
     parser.add_argument("--store", default="agents.trainer.rendezvous_store:serve", help="function that the store runs")
@@ -545,7 +586,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
     importlib.import_module(options.preload)
     run, serve_store = imported(options.worker), imported(options.store)
     server = ForkServer(
-        options.run_dir, address=options.address, lease_s=options.lease_s, run=run, serve_store=serve_store
+        options.run_dir,
+        address=options.address,
+        lease_s=options.lease_s,
+        memory_max_bytes=options.memory_max_bytes,
+        run=run,
+        serve_store=serve_store,
     )
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     if threads > 1 or threading.active_count() > 1:

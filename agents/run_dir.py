@@ -3,6 +3,7 @@
     <run_dir>/agent.lock     held by the living agent: two agents on one node would fight
     <run_dir>/agent.boot     the boot number that was used last
     <run_dir>/agent.memory   what an agent tells the next one (see agents/state.py: Memory)
+    <run_dir>/agent.exchange where states are taken and given, and the token for it
     <run_dir>/agent.sock     workers connect here
     <run_dir>/fork.sock      the fork server serves the agent here
     <run_dir>/marks/<worker>         the worker's phase mark (see agents/trainer/marks.py)
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -58,6 +60,7 @@ class RunDir:
         self.marks = self.path / "marks"
         self._memory = self.path / "agent.memory"
         self._boot = self.path / "agent.boot"
+        self._exchange = self.path / "agent.exchange"
         self._lock_fd = -1
 
     def claim(self) -> None:
@@ -102,6 +105,18 @@ class RunDir:
         boot = max(last + 1, wall_clock_us)
         _replace(self._boot, str(boot).encode("ascii"), durable=True)
         return boot
+
+    def exchange(self) -> tuple[int, str]:
+        """The port (0: none yet) and the token that the agent before used for states; else a new token."""
+        try:
+            port, token = self._exchange.read_text("ascii").split()
+            return int(port), token
+        except (FileNotFoundError, ValueError):
+            return 0, secrets.token_hex(16)
+
+    def remember_exchange(self, port: int, token: str) -> None:
+        """Others know both by the log: the next agent is to be found under them as well."""
+        _replace(self._exchange, f"{port} {token}".encode("ascii"), durable=False)
 
     def remember(self, memory: Memory) -> None:
         """Write down what the next agent must know. It outlives the process, not the machine: no worker does."""

@@ -20,7 +20,7 @@ from agents.trainer.messages import (
     ToForkServer,
     ToWorker,
 )
-from events.vocabulary import Command, Fault, Name, Observation, StartWorker, WorkerId
+from events.vocabulary import Command, Fault, MemoryService, Name, Observation, StartWorker, WorkerId
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +49,10 @@ class Config(_Part, frozen=True, kw_only=True):
     hello_wait_s: float = 2.0
     #: At most one StepCommitted of a task in this time.
     commit_interval_s: float = 1.0
+    #: At most one StateKept of a shard in this time: memory is written to much more often.
+    held_interval_s: float = 10.0
+    #: Where this node's agent takes and gives states; None: nowhere.
+    memory: MemoryService | None = None
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -102,6 +106,18 @@ class Gone(_Part, frozen=True, kw_only=True):
 
     expected: bool
     durable: bool
+
+
+class Held(_Part, frozen=True, kw_only=True):
+    """A state that the node's memory holds: captured here, or a copy of what `origin` captured."""
+
+    task: Name
+    shard: int
+    iteration: int
+    generation: int
+    origin: Name
+    size_bytes: int
+    duration_us: int = 0
 
 
 class Memory(_Part, frozen=True, kw_only=True):
@@ -164,6 +180,8 @@ class State(_Part, frozen=True, kw_only=True):
     summed: dict[Name, Position] = {}
     #: Tasks whose commit timer runs.
     paced: frozenset[Name] = frozenset()
+    #: By "task/shard": what the node's memory holds and is not told yet, while the timer of the last telling runs.
+    untold: dict[str, Held | None] = {}
     leave_reason: str = ""
     #: Commands whose fault the shell is about to let happen.
     striking: dict[str, Order] = {}
@@ -219,7 +237,7 @@ class ForkServerDied(_Part, frozen=True, kw_only=True):
     """Its process is known to have ended; the kernel has ended its workers with it."""
 
 
-TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait"]
+TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held"]
 
 
 class TimerFired(_Part, frozen=True, kw_only=True):
@@ -227,6 +245,12 @@ class TimerFired(_Part, frozen=True, kw_only=True):
 
     name: TimerName
     key: str
+
+
+class StateHeld(_Part, frozen=True, kw_only=True):
+    """The node's memory holds a state that no worker here has told of: a copy has come, or it was there before us."""
+
+    held: Held
 
 
 class LogSeen(_Part, frozen=True, kw_only=True):
@@ -260,7 +284,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
-    | TimerFired | LogSeen | Appended | Struck | Leave | HandOver
+    | TimerFired | LogSeen | Appended | StateHeld | Struck | Leave | HandOver
 )  # fmt: skip
 
 
@@ -306,8 +330,18 @@ class Disconnect(_Part, frozen=True, kw_only=True):
     why: str
 
 
+class CopyState(_Part, frozen=True, kw_only=True):
+    """Copy the newest state of the shard to the first of `peers` that takes it."""
+
+    task: Name
+    shard: int
+    peers: tuple[MemoryService, ...]
+
+
 class Finish(_Part, frozen=True, kw_only=True):
     """The node has left: send what the outbox holds, retire the fork server, end the agent."""
 
 
-Action: TypeAlias = Append | TellWorker | TellForkServer | ArmTimer | StrikeNode | Disconnect | Finish
+Action: TypeAlias = (
+    Append | TellWorker | TellForkServer | ArmTimer | CopyState | StrikeNode | Disconnect | Finish
+)  # fmt: skip

@@ -1,66 +1,82 @@
-"""Checkpoints: the last resort, when no replica is left that could give its state.
+"""Checkpoints on storage: the farthest source of state, and the only one that outlives all nodes.
+
+    <dir>/iteration-00000120/manifest.json     task, iteration, generation; per shard its files and what lies where
+    <dir>/iteration-00000120/shard-0/          torch's distributed-checkpoint format: .metadata, __0_0.distcp
 
 Rules
 -----
-* A checkpoint is a directory `iteration-<number>` with one file per shard of a replica and a manifest, which names
-  every file with its size and blake2b. It is written under another name, synced, and renamed: a directory of that
-  name is complete, or was damaged later.
-* Loading takes the newest that is whole: each shard checks all sizes and its own file's digest, and the shards vote.
-  A damaged one is told on stderr and passed over.
-* A shard's file: magic, 8 bytes little-endian length of the skeleton, the skeleton, the tensors' bytes (`state.py`).
+* A directory `iteration-<number>` is complete, or was damaged later: it is written under another name, synced, and
+  renamed by the shard that finishes last. Shards need not talk to each other: each leaves its record in the draft.
+* Each shard of a replica is a checkpoint of its own, which `torch.distributed.checkpoint.load` reads; keys are paths
+  in the state tree ("tensors.0.embedding...", "optimizer.state.3.exp_avg"), "skeleton" is all that is no tensor.
+* We read without pickle: the manifest says where each tensor lies. `.metadata`, which is one, is for others.
+* Sizes and blake2b of all files, and that every number is finite, are checked before a state is used.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-from agents.trainer.state import BadState, flatten, shapes, size_bytes, tensor_bytes, tensor_of, unflatten
+from agents.trainer.state import BadState, flatten, shapes, unflatten
+from agents.trainer.state_bytes import check, named
 
-_MAGIC = b"unicron1"
+FORMAT = 2
 _NAME = re.compile(r"^iteration-([0-9]{8,})$")
 _DRAFT = re.compile(r"^\.draft-([0-9]{8,})-")
 _MANIFEST = "manifest.json"
-_DIGEST_BYTES = 32
-_SIZE_BYTES = 8
+_SKELETON = "skeleton"
+_CHUNK_BYTES = 1 << 20
 
 
-class Shards(Protocol):
-    """The shards of one replica, acting together (`replica.Replica`)."""
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where one tensor lies: a file of the shard, offset and length in bytes; a stream of torch.save."""
 
-    size: int
-    shard: int
-
-    def all_true(self, value: bool) -> bool: ...
-
-    def gather(self, row: bytes) -> list[bytes]: ...
+    file: str
+    offset: int
+    length: int
 
 
-class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One shard's file in a checkpoint. `blake2b`: 64 hex digits."""
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file, relative to the checkpoint's directory. `blake2b`: 64 hex digits."""
 
     name: str
     size_bytes: int
     blake2b: str
 
 
+class ShardRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One shard's files, and the places of its skeleton and of its tensors in the skeleton's order."""
+
+    files: tuple[File, ...]
+    skeleton: Place
+    tensors: tuple[Place, ...]
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint consists of; `format` is 1."""
+    """What a checkpoint consists of."""
 
     format: int
     task: str
     iteration: int
-    shards: tuple[ShardFile, ...]
+    generation: int
+    shards: tuple[ShardRecord, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for record in self.shards for file in record.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,122 +87,187 @@ class Saved:
     size_bytes: int
 
 
-def save(
-    directory: Path, task: str, iteration: int, tree: object, shards: Shards, writer: str, keep: int,
-    midway: Callable[[], None] = lambda: None,
-) -> Saved:  # fmt: skip
-    """Write the state after `iteration`; every shard of one replica calls this with its own tree.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be written, of which `shard` of `shards` is this one. `writer` keeps the drafts of different attempts
+    apart and is the same for all shards of one."""
 
-    `writer` (a worker's name) keeps attempts of different replicas apart. Older checkpoints than the newest `keep`
-    are removed. `midway` is called when the shard's file is written and the checkpoint is not. Raises OSError.
+    directory: Path
+    task: str
+    iteration: int
+    generation: int
+    shard: int
+    shards: int
+    writer: str
+    keep: int
+
+
+def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> Saved | None:
+    """Write this shard's part; the shard that comes last publishes, and is the one that gets a result.
+
+    Talks to nobody, so any thread may do it. Removes checkpoints older than the newest `keep`. `midway` is called
+    when this shard's files are written and nothing is published. Raises OSError.
     """
-    final = directory / f"iteration-{iteration:08d}"
-    draft = directory / f".draft-{iteration:08d}-{writer}"
-    if shards.shard == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    shards.all_true(True)
-    name = f"shard-{shards.shard}.bin"
-    digest, length = _write_shard(draft / name, tree)
+    final = job.directory / f"iteration-{job.iteration:08d}"
+    draft = job.directory / f".draft-{job.iteration:08d}-{job.writer}"
+    draft.mkdir(parents=True, exist_ok=True)
+    record = _write_shard(draft, job.shard, tree)
     midway()
-    rows = shards.gather(digest + length.to_bytes(_SIZE_BYTES, "little"))
-    files = tuple(
-        ShardFile(f"shard-{shard}.bin", int.from_bytes(row[_DIGEST_BYTES:], "little"), row[:_DIGEST_BYTES].hex())
-        for shard, row in enumerate(rows)
+    _write_synced(draft / f"shard-{job.shard}.json", msgspec.json.encode(record))
+    records = [_record(draft, shard) for shard in range(job.shards)]
+    if any(other is None for other in records) or not _is_publisher(draft):
+        return None
+    manifest = Manifest(
+        format=FORMAT,
+        task=job.task,
+        iteration=job.iteration,
+        generation=job.generation,
+        shards=tuple(other for other in records if other is not None),
     )
-    if shards.shard == 0:
-        manifest = Manifest(format=1, task=task, iteration=iteration, shards=files)
-        _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync_directory(draft)
-        _publish(draft, final)
-        _sync_directory(directory)
-        _remove_old(directory, keep)
-    shards.all_true(True)
-    return Saved(final, sum(file.size_bytes for file in files))
+    _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+    _sync_directory(draft)
+    _publish(draft, final)
+    _sync_directory(job.directory)
+    _remove_old(job.directory, job.keep)
+    return Saved(final, manifest.size_bytes)
 
 
-def load_newest(directory: Path, task: str, shards: Shards) -> dict[str, Any] | None:
-    """The newest whole checkpoint's tree for this shard; None if there is none."""
+def newest_iterations(directory: Path, task: str, shards: int) -> list[int]:
+    """Iterations of the checkpoints that look whole (manifest and sizes), newest first; others are told on stderr."""
+    found = []
     for iteration, path in _found(directory):
         try:
-            tree = _load(path, task, iteration, shards)
+            _manifest(path, task, iteration, shards)
         except (OSError, BadState, msgspec.MsgspecError) as error:
             print(f"checkpoint {path} is passed over: {error}", file=sys.stderr, flush=True)
-            tree = None
-        if shards.all_true(tree is not None):
-            return tree
-    return None
+        else:
+            found.append(iteration)
+    return found
 
 
-def _found(directory: Path) -> Iterator[tuple[int, Path]]:
+def load(directory: Path, task: str, iteration: int, shard: int, shards: int) -> tuple[dict[str, Any], int]:
+    """One shard's tree, and the bytes that were read. Raises OSError, BadState, msgspec.MsgspecError."""
+    path = directory / f"iteration-{iteration:08d}"
+    manifest = _manifest(path, task, iteration, shards)
+    record = manifest.shards[shard]
+    for file in record.files:
+        if _digest(path / file.name) != file.blake2b:
+            raise BadState(f"{file.name} does not have the digest that the manifest names")
+    skeleton = bytes(_read(path, record.skeleton).tolist())
+    expected = shapes(skeleton)
+    tensors = [_read(path, place) for place in record.tensors]
+    if expected != [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]:
+        raise BadState("the tensors are not those that the skeleton names")
+    return check(unflatten(skeleton, tensors)), sum(file.size_bytes for file in record.files)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _found(directory: Path) -> list[tuple[int, Path]]:
     """Checkpoints by name, newest first."""
     if not directory.is_dir():
-        return
-    named = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))]
-    yield from sorted(named, reverse=True)
+        return []
+    named_so = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))]
+    return sorted(named_so, reverse=True)
 
 
-def _load(path: Path, task: str, iteration: int, shards: Shards) -> dict[str, Any]:
+def _manifest(path: Path, task: str, iteration: int, shards: int) -> Manifest:
     manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
-    if (manifest.format, manifest.task, manifest.iteration) != (1, task, iteration):
+    if (manifest.format, manifest.task, manifest.iteration) != (FORMAT, task, iteration):
         raise BadState(f"its manifest is of task {manifest.task}, iteration {manifest.iteration}")
-    if len(manifest.shards) != shards.size:
-        raise BadState(f"it has {len(manifest.shards)} shards, this task has tp * pp = {shards.size}")
-    for file in manifest.shards:
-        size = (path / Path(file.name).name).stat().st_size
-        if size != file.size_bytes:
-            raise BadState(f"{file.name} has {size} bytes, {file.size_bytes} were written")
-    mine = manifest.shards[shards.shard]
-    return _read_shard(path / Path(mine.name).name, mine.blake2b)
+    if len(manifest.shards) != shards:
+        raise BadState(f"it has {len(manifest.shards)} shards, this task has tp * pp = {shards}")
+    for number, record in enumerate(manifest.shards):
+        for file in record.files:
+            if Path(file.name).parts[:-1] != (f"shard-{number}",):
+                raise BadState(f"its manifest names {file.name}, which is no file of shard {number}")
+            size = (path / file.name).stat().st_size
+            if size != file.size_bytes:
+                raise BadState(f"{file.name} has {size} bytes, {file.size_bytes} were written")
+        sizes = {file.name: file.size_bytes for file in record.files}
+        for place in (record.skeleton, *record.tensors):
+            if place.offset < 0 or place.length < 0 or place.offset + place.length > sizes.get(place.file, -1):
+                raise BadState(f"its manifest places a tensor outside of {place.file}")
+    return manifest
 
 
-def _write_shard(path: Path, tree: object) -> tuple[bytes, int]:
-    skeleton, tensors = flatten(tree)
-    digest, length = blake2b(digest_size=_DIGEST_BYTES), 0
-    with path.open("xb") as file:
-        for part in _parts(skeleton, tensors):
-            digest.update(part)
-            length += file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.digest(), length
+def _read(path: Path, place: Place) -> torch.Tensor:
+    with (path / place.file).open("rb") as file:
+        file.seek(place.offset)
+        data = file.read(place.length)
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load names no types
+        raise BadState(f"{place.file}, byte {place.offset}: no tensor: {error}") from None
+    if not isinstance(tensor, torch.Tensor):
+        raise BadState(f"{place.file}, byte {place.offset}: no tensor")
+    return tensor
 
 
-def _parts(skeleton: bytes, tensors: list[torch.Tensor]) -> Iterator[bytes | memoryview]:
-    yield _MAGIC
-    yield len(skeleton).to_bytes(_SIZE_BYTES, "little")
-    yield skeleton
-    for tensor in tensors:
-        if tensor.numel():
-            yield memoryview(tensor_bytes(tensor.cpu()).numpy())
-
-
-def _read_shard(path: Path, expected: str) -> dict[str, Any]:
-    digest = blake2b(digest_size=_DIGEST_BYTES)
+def _digest(path: Path) -> str:
+    digest = blake2b(digest_size=32)
     with path.open("rb") as file:
-
-        def read(count: int) -> bytearray:
-            data = bytearray(count)
-            if file.readinto(data) != count:
-                raise BadState(f"{path.name} ends early")
+        while data := file.read(_CHUNK_BYTES):
             digest.update(data)
-            return data
+    return digest.hexdigest()
 
-        if read(len(_MAGIC)) != _MAGIC:
-            raise BadState(f"{path.name} is no checkpoint of this format")
-        length = int.from_bytes(read(_SIZE_BYTES), "little")
-        if length > path.stat().st_size:
-            raise BadState(f"{path.name} announces a skeleton longer than itself")
-        skeleton = bytes(read(length))
-        tensors = []
-        for dtype, shape in shapes(skeleton):
-            data = read(size_bytes(dtype, shape))
-            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            tensors.append(tensor_of(flat, dtype, shape))
-    if digest.hexdigest() != expected:
-        raise BadState(f"{path.name} does not have the digest that its manifest names")
-    tree: dict[str, Any] = unflatten(skeleton, tensors)
-    return tree
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def _write_shard(draft: Path, shard: int, tree: object) -> ShardRecord:
+    skeleton, tensors = flatten(tree)
+    keys = [name for name, _ in named(tree)]
+    if len(set(keys)) != len(keys) or _SKELETON in keys:
+        raise BadState("two tensors of the state have the same path")
+    entries = {key: tensor.cpu() for key, tensor in zip(keys, tensors, strict=True)}
+    entries[_SKELETON] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
+    directory = draft / f"shard-{shard}"
+    shutil.rmtree(directory, ignore_errors=True)
+    places = _write_distributed_format(directory, entries)
+    _sync_directory(directory)
+    files = tuple(
+        File(f"{directory.name}/{path.name}", path.stat().st_size, _digest(path))
+        for path in sorted(directory.iterdir())
+    )
+    return ShardRecord(files, places[_SKELETON], tuple(places[key] for key in keys))
+
+
+def _write_distributed_format(directory: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+    """What `torch.distributed.checkpoint.save` does for a single process; where each entry was put."""
+    writer, planner = FileSystemWriter(directory), DefaultSavePlanner()
+    writer.reset()
+    writer.set_up_storage_writer(True)
+    planner.set_up_planner(dict(entries), writer.storage_meta(), True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
+    return {
+        result.index.fqn: Place(
+            f"{directory.name}/{result.storage_data.relative_path}",
+            result.storage_data.offset,
+            result.storage_data.length,
+        )
+        for result in results
+    }
+
+
+def _record(draft: Path, shard: int) -> ShardRecord | None:
+    try:
+        return msgspec.json.decode((draft / f"shard-{shard}.json").read_bytes(), type=ShardRecord)
+    except FileNotFoundError:
+        return None
+
+
+def _is_publisher(draft: Path) -> bool:
+    """True for exactly one of those who ask."""
+    try:
+        os.close(os.open(draft / ".publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError:  # it is there, or the draft has its final name already
+        return False
+    return True
 
 
 def _publish(draft: Path, final: Path) -> None:
@@ -203,7 +284,7 @@ def _publish(draft: Path, final: Path) -> None:
 
 def _remove_old(directory: Path, keep: int) -> None:
     """Keep the newest checkpoints; drafts of lower iterations were left by writers that died."""
-    found = list(_found(directory))
+    found = _found(directory)
     for _, path in found[keep:]:
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.iterdir():
@@ -213,10 +294,13 @@ def _remove_old(directory: Path, keep: int) -> None:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+    """Under another name first: who finds the file finds all of it."""
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    new.replace(path)
 
 
 def _sync_directory(path: Path) -> None:

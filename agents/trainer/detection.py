@@ -69,7 +69,7 @@ class Detection:
         self._mark: Marker = context.mark
         self._channel: AgentChannel = context.channel
         self._patience: Patience = patience
-        self._interval = spec.checkpoint.interval if spec.checkpoint.dir else 0
+        self._interval = (spec.checkpoint.interval or 0) if spec.checkpoint.dir else 0
         self._parameters = list(parameters)
         self._baseline = Baseline(floor_us=int(patience.hang_floor_s * 1e6), start_us=int(patience.start_s * 1e6))
         self._spikes: dict[CorruptionSign, Spikes] = {"loss": Spikes(), "gradient_norm": Spikes()}

@@ -29,12 +29,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from agents.trainer import checkpoint, context, transfer
+from agents.trainer import context, randomness, transfer
 from agents.trainer.accumulation import Accumulation
 from agents.trainer.channel import QuitAsked
 from agents.trainer.context import Context
@@ -43,16 +42,19 @@ from agents.trainer.faults import NanLoss
 from agents.trainer.group import Broken, Group, Superseded
 from agents.trainer.injection import Point
 from agents.trainer.ledger import Account, Ledger, Total
-from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Saved
+from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Taken
 from agents.trainer.randomness import seed_all
 from agents.trainer.reduction import Reduction
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.rendezvous import LeftOut, Rendezvous, Seat, Stranded
 from agents.trainer.sampling import Sampling, work_seed
-from agents.trainer.state import TrainingState
+from agents.trainer.saving import Saving
+from agents.trainer.sources import Candidate, Sources, newest, ordered
+from agents.trainer.state import BadState, TrainingState
+from events.vocabulary import StateSource
 
 EXIT_STRANDED = 75
-Origin = Literal["own", "replica", "checkpoint", "init"]
+Origin = StateSource
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class Hook:
 
     _context: Context
     _state: TrainingState
+    _saving: Saving
     _sampling: Sampling
     _accumulation: Accumulation
     _reduction: Reduction
@@ -124,6 +127,7 @@ class Hook:
     _has_state: bool = False
     _origin: Origin = "own"
     _loss: float = 0.0
+    _pace_s: float = 0.0
     _committed: Committed | None = None
     _committed_told: bool = False
     _boundary_at: float = field(default_factory=time.monotonic)
@@ -155,7 +159,8 @@ class Hook:
         )
         hook = Hook(
             _context=here,
-            _state=TrainingState(models, optimizer, scheduler),
+            _state=(state := TrainingState(models, optimizer, scheduler, randomness)),
+            _saving=Saving(here, state),
             _sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
             _accumulation=accumulation,
             _reduction=Reduction(accumulation),
@@ -287,7 +292,7 @@ class Hook:
     def _commit(self) -> None:
         """The loop has stepped: report, save, and go where the next iteration is to happen."""
         assert self._total is not None
-        spec, total, iteration = self._context.launch.spec, self._total, self._ledger.iteration
+        total, iteration = self._total, self._ledger.iteration
         now = time.monotonic()
         self._loss = total.loss
         self._committed = Committed(
@@ -310,8 +315,7 @@ class Hook:
         self._begin(iteration + 1)
         self._detection.begun(iteration + 1)
         self._fire("committed")
-        if spec.checkpoint.interval and iteration % spec.checkpoint.interval == 0 and iteration < spec.iterations:
-            self._save_if_lead()
+        self._save(iteration, self._committed.duration_us)
         if turn is not None and turn.transfer_owed:
             self._ledger.deal(hand or (), redone=False)
             try:
@@ -358,28 +362,20 @@ class Hook:
             self._context.channel.send(self._committed)
             self._committed_told = True
 
-    def _save_if_lead(self) -> None:
-        if self._context.launch.spec.checkpoint.dir and self._ledger.iteration > 1 and self._in_lead_replica():
-            self._save()
-
-    def _save(self) -> None:
-        """Write the state after the last committed iteration; all shards of the replica take part."""
-        spec, started = self._context.launch.spec, time.monotonic()
-        iteration, self._context.phase = self._ledger.iteration - 1, "checkpoint"
-        saved = checkpoint.save(
-            Path(spec.checkpoint.dir), spec.name, iteration, self._state.capture(iteration, self._loss),
-            self._context.replica, str(self._context.launch.replica), spec.checkpoint.keep,
-            midway=partial(self._fire, "saving"),
-        )  # fmt: skip
-        if self._context.replica.shard == 0:
-            self._context.channel.send(
-                Saved(
-                    iteration=iteration,
-                    path=str(saved.path),
-                    size_bytes=saved.size_bytes,
-                    duration_us=int((time.monotonic() - started) * 1e6),
-                )
+    def _save(self, iteration: int, duration_us: int) -> None:
+        """Save what is due after `iteration`, which took `duration_us`."""
+        assert self._membership is not None
+        self._context.phase = "checkpoint"
+        with self._detection.saving():
+            self._saving.boundary(
+                iteration, duration_us / 1e6, self._loss, self._membership, leads=self._in_lead_replica()
             )
+
+    def _save_and_wait(self) -> None:
+        """Have the last committed iteration on storage; all shards of the replica take part."""
+        if self._ledger.iteration > 1:
+            self._context.phase = "checkpoint"
+            self._saving.save_and_wait(self._ledger.iteration - 1, self._context.generation, self._loss)
 
     def _complete(self) -> None:
         """Let the lead save and say that the task is complete; leave together."""
@@ -387,8 +383,8 @@ class Hook:
         while True:
             self._context.mark.idle()
             try:
-                if self._context.launch.spec.checkpoint.dir and self._in_lead_replica() and not told:
-                    self._save()
+                if self._in_lead_replica() and not told:
+                    self._save_and_wait()
                 if self._is_lead() and not told:
                     self._context.channel.send(
                         Completed(
@@ -486,40 +482,93 @@ class Hook:
     def _transfer(self, turn: _Turn) -> Origin:
         """Give, take, or stand by while the source's state is broadcast; everybody is at its iteration afterwards."""
         group, verdict = self._group(), turn.verdict
-        rank = group.rank
+        rank, started = group.rank, time.monotonic()
+        source = self._find_state(group) if verdict.fresh else verdict.source
         self._fire("giving")
-        if rank == verdict.source:
-            if verdict.fresh:
-                self._find_state()
+        if rank == source:
             tree = {"origin": self._origin, "state": self._state.capture(self._ledger.iteration - 1, self._loss)}
             self._rendezvous.together(lambda: transfer.give(group, tree))
         else:
             keep = rank in verdict.receivers
-            told = self._rendezvous.together(lambda: transfer.take(group, verdict.source, keep))
+            told, size_bytes = self._rendezvous.together(lambda: transfer.take(group, source, keep))
             if keep:
-                hand = list(self._ledger.held)
-                iteration, self._loss = self._state.restore(told["state"])
-                self._begin(iteration + 1)
-                self._ledger.deal(hand, redone=False)
-                self._has_state = True
+                self._live_in(told["state"])
                 self._origin = told["origin"] if verdict.fresh else "replica"
+                if not verdict.fresh:
+                    self._tell_taken("replica", size_bytes, started)
         turn.transfer_owed = False
         return self._origin if rank in verdict.receivers or verdict.fresh else "own"
 
-    def _find_state(self) -> None:
-        """Nobody has state: take the newest checkpoint, or begin."""
-        spec, hand = self._context.launch.spec, list(self._ledger.held)
-        tree = None
-        if spec.checkpoint.dir:
-            tree = checkpoint.load_newest(Path(spec.checkpoint.dir), spec.name, self._context.replica)
-        iteration = 0
-        self._origin = "init"
-        if tree is not None:
-            iteration, self._loss = self._state.restore(tree)
-            self._origin = "checkpoint"
+    def _find_state(self, group: Group) -> int:
+        """Nobody has state: let the member that is nearest to the newest take it (`sources.py`). Its rank."""
+        assert self._membership is not None
+        started, rank = time.monotonic(), group.rank
+        tried: list[str] = []
+        sources = Sources(self._context, self._saving.memory, self._membership.peers)
+        row = sources.row(is_first=rank == 0)
+        rows = self._rendezvous.together(partial(_gathered, group, row))
+        for candidate in ordered(rows):
+            taken = 0
+            if candidate.rank == rank:
+                taken = self._take(sources, candidate, tried)
+            answers = self._rendezvous.together(partial(_gathered, group, [taken]))
+            if answers[candidate.rank][0]:
+                if candidate.rank == rank:
+                    self._tell_taken(candidate.kind, taken, started, tried, newest(rows, "checkpoint"))
+                return candidate.rank
+        if rank == 0:
+            self._origin = "init"
+            self._stand_after(0)
+            self._tell_taken("init", 0, started, tried)
+        return 0
+
+    def _take(self, sources: Sources, candidate: Candidate, tried: list[str]) -> int:
+        """Live in the candidate's state, if it is sound for all shards; its size in bytes, 0 if it is not."""
+        tree: dict[str, Any] | None = None
+        size_bytes, reason = 0, "another shard of the replica could not take it"
+        try:
+            loaded, size_bytes = sources.load(candidate)
+            self._state.require_fitting(loaded)
+            tree = loaded
+        except BadState as error:
+            reason = str(error)
+        if self._context.replica.all_true(tree is not None) and tree is not None:
+            self._live_in(tree)
+            self._origin = candidate.kind
+            return size_bytes
+        tried.append(f"{candidate}: {reason}"[:1024])
+        print(f"{self._context.launch.worker}: no state from {tried[-1]}", flush=True)
+        return 0
+
+    def _live_in(self, tree: dict[str, Any]) -> None:
+        iteration, self._loss = self._state.restore(tree)
+        self._pace_s = float(tree.get("pace_s", 0.0))
+        self._stand_after(iteration)
+
+    def _stand_after(self, iteration: int) -> None:
+        hand = list(self._ledger.held)
         self._begin(iteration + 1)
         self._ledger.deal(hand, redone=False)
         self._has_state = True
+
+    def _tell_taken(
+        self, source: Origin, size_bytes: int, started: float, tried: Sequence[str] = (), storage_iteration: int = 0
+    ) -> None:  # fmt: skip
+        assert self._membership is not None
+        iteration = self._ledger.iteration - 1
+        nearer = source in ("memory", "peer")
+        self._context.channel.send(
+            Taken(
+                generation=self._membership.generation,
+                source=source,
+                iteration=iteration,
+                size_bytes=size_bytes,
+                duration_us=int((time.monotonic() - started) * 1e6),
+                tried=tuple(tried),
+                storage_iteration=storage_iteration,
+                saved_us=int(max(0, iteration - storage_iteration) * self._pace_s * 1e6) if nearer else 0,
+            )
+        )
 
     def _tell_regrouped(self, seat: Seat, source: Origin) -> None:
         self._boundary_at = self._boundary_at if source == "own" else time.monotonic()
@@ -540,8 +589,8 @@ class Hook:
         `rendezvous.py`. Where nobody stays, the lead's replica is the last that can save the state."""
         present = () if self._membership is None else self._membership.members
         staying = {member.worker for member in present}.intersection(member.worker for member in target.members)
-        if self._has_state and not staying:
-            self._save_if_lead()
+        if self._has_state and not staying and self._in_lead_replica():
+            self._save_and_wait()
         self._context.channel.send(Parked(generation=target.generation, iteration=max(0, self._ledger.iteration - 1)))
         self._context.channel.wait(lambda: False)
         raise QuitAsked
@@ -549,6 +598,12 @@ class Hook:
     def _give_up(self, stranded: Stranded) -> NoReturn:
         """No membership came: save what there is and stop."""
         print(f"{self._context.launch.worker}: {stranded}; saving and ending", flush=True)
-        if self._has_state and self._context.launch.spec.checkpoint.dir and self._ledger.iteration > 1:
-            self._save()
+        if self._has_state:
+            self._save_and_wait()
         raise SystemExit(EXIT_STRANDED)
+
+
+def _gathered(group: Group, row: Sequence[int]) -> list[list[int]]:
+    rows = group.all_gather(row)
+    group.finish()
+    return rows.read()

@@ -26,10 +26,12 @@ from events.vocabulary import (
     Fault,
     LongText,
     Member,
+    MemoryService,
     Name,
     Phase,
     Positive,
     SamplesDigest,
+    StateSource,
     StoreAddress,
     TaskSpec,
     Text,
@@ -68,7 +70,7 @@ class Regrouped(Message, frozen=True, kw_only=True):
     iteration: Count
     dealt: Count
     duration_us: Count
-    source: Literal["own", "replica", "checkpoint", "init"]
+    source: StateSource
 
 
 class Parked(Message, frozen=True, kw_only=True):
@@ -138,6 +140,29 @@ class Saved(Message, frozen=True, kw_only=True):
     duration_us: Count
 
 
+class Captured(Message, frozen=True, kw_only=True):
+    """The node's memory holds the state after `iteration`; training stood still for `duration_us`."""
+
+    shard: Count
+    iteration: Count
+    generation: Count
+    size_bytes: Count
+    duration_us: Count
+
+
+class Taken(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.StateTaken."""
+
+    generation: Count
+    source: StateSource
+    iteration: Count
+    size_bytes: Count
+    duration_us: Count
+    tried: tuple[Text, ...]
+    storage_iteration: Count
+    saved_us: Count
+
+
 class Completed(Message, frozen=True, kw_only=True):
     """All iterations are done; sent by the lead alone. The process exits 0 afterwards."""
 
@@ -150,13 +175,18 @@ class Completed(Message, frozen=True, kw_only=True):
 
 
 class Membership(Message, frozen=True, kw_only=True):
-    """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store."""
+    """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
+
+    `peers`, `mtbf_us`: see events.vocabulary.SetMembership.
+    """
 
     generation: Positive
     members: tuple[Member, ...]
     joiners: tuple[WorkerId, ...]
     urgent: bool
     store: StoreAddress
+    peers: tuple[MemoryService, ...] = ()
+    mtbf_us: Count = 0
 
 
 class Quit(Message, frozen=True, kw_only=True):
@@ -194,6 +224,9 @@ class Launch(Message, frozen=True, kw_only=True):
     shard: Count
     store: StoreAddress
     spec: TaskSpec
+    #: The node's memory of this shard's state (memory.py) and its bound; the fork server fills them in.
+    memory: Text = ""
+    memory_max_bytes: Count = 0
 
 
 class Kill(Message, frozen=True, kw_only=True):
@@ -201,6 +234,19 @@ class Kill(Message, frozen=True, kw_only=True):
 
     worker: WorkerId
     signal: Annotated[int, Meta(ge=1, le=64)]
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """Hold memory for a shard's state; answered with Kept, whether it was there before or not."""
+
+    task: Name
+    shard: Count
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """Give up the memory of the task's states; of all tasks' where `task` is ""."""
+
+    task: Annotated[str, Meta(max_length=63)]
 
 
 class Retire(Message, frozen=True, kw_only=True):
@@ -239,11 +285,27 @@ class ExitedAck(Message, frozen=True, kw_only=True):
     worker: WorkerId
 
 
+class Kept(Message, frozen=True, kw_only=True):
+    """The fork server holds memory for the shard's state: its descriptor `fd`, at most `max_bytes` long."""
+
+    task: Name
+    shard: Count
+    fd: Count
+    max_bytes: Count
+
+
+class KeepFailed(Message, frozen=True, kw_only=True):
+    task: Name
+    shard: Count
+    reason: Text
+
+
 class Inventory(Message, frozen=True, kw_only=True):
-    """Greets every new agent: the store's port and the live workers with their launches' task."""
+    """Greets every new agent: the store's port, the live workers with their launches' task, the memory held."""
 
     store_port: Annotated[int, Meta(ge=1, le=65535)]
     workers: tuple[InventoryWorker, ...]
+    kept: tuple[Kept, ...] = ()
 
 
 class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,8 +316,9 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Suspected | Saved | Completed
+    Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Suspected
+    | Saved | Captured | Taken | Completed
 )  # fmt: skip
 ToWorker: TypeAlias = Membership | Quit | Inject
-ToForkServer: TypeAlias = Spawn | Kill | Retire | ExitedAck
-FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | Inventory
+ToForkServer: TypeAlias = Spawn | Kill | Keep | Forget | Retire | ExitedAck
+FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | Kept | KeepFailed | Inventory

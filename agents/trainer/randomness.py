@@ -1,12 +1,13 @@
-"""One seed for every generator that a micro-batch may draw from."""
+"""One seed for every generator that a micro-batch may draw from, and where all of them stand."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy
 import torch
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 
 def seed_all(seed: int) -> None:
@@ -15,3 +16,27 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def snapshot() -> dict[str, Any]:
+    """Where the generators stand, as a tree (`state.py`)."""
+    stands: Any = numpy.random.get_state()
+    _, keys, position, has_gauss, gauss = stands
+    return {
+        "python": random.getstate(),
+        "numpy": (keys.tolist(), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],
+        "megatron": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def resume(taken: dict[str, Any]) -> None:
+    """Let the generators go on from a snapshot."""
+    random.setstate(taken["python"])
+    keys, position, has_gauss, gauss = taken["numpy"]
+    numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(taken["torch"])
+    if taken["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(taken["cuda"][0])
+    get_cuda_rng_tracker().set_states(dict(taken["megatron"]))

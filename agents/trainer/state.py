@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack  # type: ignore[import-untyped]
 import torch
@@ -105,13 +105,25 @@ def tensor_of(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> t
     return data.view(dtype).reshape(tuple(shape))
 
 
+class Generators(Protocol):
+    """Of random numbers (the module `randomness`)."""
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def resume(self, taken: dict[str, Any], /) -> None: ...
+
+
 @dataclass(slots=True)
 class TrainingState:
-    """The objects that make up a worker's state: Megatron's (or plain torch's) model, optimizer and scheduler."""
+    """The objects that make up a worker's state: Megatron's (or plain torch's) model, optimizer and scheduler.
+
+    The optimizer's state has its step count and the loss scale; where the data stands follows from the iteration.
+    """
 
     models: Sequence[torch.nn.Module]
     optimizer: Any
     scheduler: Any
+    generators: Generators | None = None
 
     def capture(self, iteration: int, loss: float) -> dict[str, object]:
         """The state after `iteration` (the last committed one) as a tree that aliases the live tensors."""
@@ -121,10 +133,28 @@ class TrainingState:
             "tensors": dict(self._tensors()),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "generators": None if self.generators is None else self.generators.snapshot(),
         }
 
     def restore(self, tree: dict[str, Any]) -> tuple[int, float]:
         """Take over a captured state; returns its iteration and loss. Raises BadState where it does not fit."""
+        self.require_fitting(tree)
+        theirs = tree["tensors"]
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                tensor.copy_(theirs[name])
+        # First from the parameters, then from the state: where it has fp32 masters of its own, those are the truth.
+        if hasattr(self.optimizer, "reload_model_params"):
+            self.optimizer.reload_model_params()
+        self.optimizer.load_state_dict(tree["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(tree["scheduler"])
+        if self.generators is not None and tree.get("generators") is not None:
+            self.generators.resume(tree["generators"])
+        return int(tree["iteration"]), float(tree["loss"])
+
+    def require_fitting(self, tree: dict[str, Any]) -> None:
+        """Raises BadState where the state is of another model."""
         mine, theirs = dict(self._tensors()), tree["tensors"]
         if mine.keys() != theirs.keys():
             difference = sorted(mine.keys() ^ theirs.keys())
@@ -135,16 +165,6 @@ class TrainingState:
                     f"model: {name} is {tuple(theirs[name].shape)} {theirs[name].dtype} in the state,"
                     f" {tuple(tensor.shape)} {tensor.dtype} here"
                 )
-        with torch.no_grad():
-            for name, tensor in mine.items():
-                tensor.copy_(theirs[name])
-        # First from the parameters, then from the state: where it has fp32 masters of its own, those are the truth.
-        if hasattr(self.optimizer, "reload_model_params"):
-            self.optimizer.reload_model_params()
-        self.optimizer.load_state_dict(tree["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(tree["scheduler"])
-        return int(tree["iteration"]), float(tree["loss"])
 
     def params_digest(self) -> str:
         """blake2b (32 hex digits) over the names and bytes of all parameters in name order."""

@@ -30,8 +30,11 @@ def give(group: Group, tree: object) -> None:
         _broadcast(group, data, group.rank)
 
 
-def take(group: Group, source: int, keep: bool) -> Any:
-    """Receive member `source`'s tree; None where `keep` is false. Raises what `Group.finish` raises, and BadState."""
+def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
+    """Receive member `source`'s tree, None where `keep` is false, and the bytes of its tensors.
+
+    Raises what `Group.finish` raises, and BadState.
+    """
     length = torch.zeros(1, dtype=torch.int64, device=group.device)
     group.broadcast(length, source)
     group.finish()
@@ -41,13 +44,14 @@ def take(group: Group, source: int, keep: bool) -> Any:
     group.broadcast(told, source)
     group.finish()
     skeleton = told.cpu().numpy().tobytes()
-    tensors = []
+    tensors, received_bytes = [], 0
     for dtype, shape in shapes(skeleton):
         data = torch.empty(size_bytes(dtype, shape), dtype=torch.uint8, device=group.device)
         _broadcast(group, data, source)
+        received_bytes += data.numel()
         if keep:
             tensors.append(tensor_of(data, dtype, shape))
-    return unflatten(skeleton, tensors) if keep else None
+    return (unflatten(skeleton, tensors) if keep else None), received_bytes
 
 
 def _broadcast(group: Group, data: torch.Tensor, source: int) -> None:

@@ -36,6 +36,7 @@ from typing import TypeVar
 import msgspec
 
 from agents.trainer.framing import Unframer, frame
+from agents.trainer.memory import Memory
 from agents.trainer.messages import (
     Committed,
     Completed,
@@ -55,11 +56,12 @@ from agents.trainer.messages import (
     ToWorker,
     Trouble,
 )
-from events.vocabulary import Member, StoreAddress, TaskSpec
+from events.vocabulary import Member, MemoryService, StoreAddress, TaskSpec
 
 S = TypeVar("S", bound=msgspec.Struct)
 FromServer = Forked | Exited | Inventory
 ADDRESS = "127.0.0.1"
+MEMORY_MAX_BYTES = 64 * 1024 * 1024
 
 
 # --- the helper process --------------------------------------------------------------------------
@@ -181,6 +183,9 @@ class Rig:
         self.exits: dict[str, int] = {}
         self.pids: dict[str, int] = {}
         self.places: dict[str, tuple[int, int]] = {}
+        self.nodes: dict[str, str] = {}
+        self.memories: dict[tuple[str, int], Memory] = {}
+        self._memory_fds: list[int] = []
         self._connections: dict[str, socket.socket] = {}
         self._incoming: dict[socket.socket, Unframer[FromWorker]] = {}
         self._named: dict[socket.socket, str] = {}
@@ -199,6 +204,10 @@ class Rig:
             self.signal(worker, signal.SIGKILL)
         self.until(lambda: not self.living(), 10)
         self.hang_up()
+        for memory in self.memories.values():
+            memory.close()
+        for fd in self._memory_fds:
+            os.close(fd)
         self._selector.close()
         self._socket_dir.cleanup()
         if kind is not None:
@@ -224,16 +233,30 @@ class Rig:
         self._named.clear()
         Path(self.socket_path).unlink()
 
-    def start(self, *workers: str, fault: str = "", spec: TaskSpec | None = None) -> None:
+    def memory(self, node: str, shard: int = 0) -> Memory:
+        """What the node's fork server would hold of the shard's state; here the test does."""
+        if (node, shard) not in self.memories:
+            fd = os.memfd_create(f"{node}/{shard}", os.MFD_CLOEXEC)
+            self.memories[node, shard] = Memory(f"/proc/{os.getpid()}/fd/{fd}", MEMORY_MAX_BYTES)
+            self._memory_fds.append(fd)
+        return self.memories[node, shard]
+
+    def start(
+        self, *workers: str, fault: str = "", spec: TaskSpec | None = None, node: str = "n1", memory: bool = False
+    ) -> None:  # fmt: skip
         """Start workers "name.number"; replica and shard follow from the order in which they are started."""
         spec = self.spec if spec is None else _replace(spec, name=self.task, checkpoint=self.spec.checkpoint)
         for worker in workers:
             self.places[worker] = divmod(len(self.places), spec.replica_workers)
             environment = {**spec.env, **({"UNICRON_FAULT": fault} if fault else {})}
+            self.nodes[worker] = node
+            held = self.memory(node, self.places[worker][1]) if memory else None
             launch = Launch(
                 worker=worker,
                 task=self.task,
-                node="n1",
+                node=node,
+                memory=held.path if held else "",
+                memory_max_bytes=held.max_bytes if held else 0,
                 address=ADDRESS,
                 agent_socket=self.socket_path,
                 replica=self.places[worker][0],
@@ -246,15 +269,21 @@ class Rig:
 
     def tell(
         self, generation: int, workers: Sequence[str], *, joiners: Sequence[str] = (), urgent: bool = False,
-        also: Sequence[str] = (),
+        also: Sequence[str] = (), peers: Sequence[MemoryService] = (), mtbf_us: int = 0,
     ) -> None:  # fmt: skip
         """Tell the membership to its members, to those that said Hello later as well, and to `also` (leavers)."""
         members = tuple(
-            Member(worker=worker, node="n1", replica=self.places[worker][0], shard=self.places[worker][1])
+            Member(worker=worker, node=self.nodes[worker], replica=self.places[worker][0], shard=self.places[worker][1])
             for worker in workers
         )
         membership = Membership(
-            generation=generation, members=members, joiners=tuple(joiners), urgent=urgent, store=self.server.store
+            generation=generation,
+            members=members,
+            joiners=tuple(joiners),
+            urgent=urgent,
+            store=self.server.store,
+            peers=tuple(peers),
+            mtbf_us=mtbf_us,
         )
         self._newest = membership
         for worker in [*workers, *also]:

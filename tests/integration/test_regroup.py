@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from agents.trainer import checkpoint, corpus
-from agents.trainer.messages import Committed, Hello, Parked, Regrouped, Saved, Trouble
+from agents.trainer.messages import Committed, Hello, Parked, Regrouped, Saved, Taken, Trouble
 from agents.trainer.sampling import Sampling, samples_digest
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig, storm
@@ -71,23 +71,10 @@ def task(data: Path, **changes: object) -> TaskSpec:
     return TaskSpec(**fields)  # type: ignore[arg-type]
 
 
-class Alone:
-    """One shard, for reading checkpoints in the test's own process."""
-
-    def __init__(self, size: int = 1, shard: int = 0) -> None:
-        self.size, self.shard = size, shard
-
-    def all_true(self, value: bool) -> bool:
-        return value
-
-    def gather(self, row: bytes) -> list[bytes]:
-        return [row]
-
-
 def parameters(rig: Rig, size: int = 1, shard: int = 0) -> dict[str, torch.Tensor]:
     """The parameters in the newest checkpoint."""
-    tree = checkpoint.load_newest(rig.checkpoints, rig.task, Alone(size, shard))
-    assert tree is not None
+    newest = checkpoint.newest_iterations(rig.checkpoints, rig.task, size)[0]
+    tree, _ = checkpoint.load(rig.checkpoints, rig.task, newest, shard, size)
     tensors: dict[str, torch.Tensor] = tree["tensors"]
     return tensors
 
@@ -369,10 +356,10 @@ def test_where_nobody_stays_the_lead_saves_before_it_parks(rig: Start, spec: Tas
 @pytest.mark.parametrize("damaged", [False, True])
 def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Reference, damaged: bool) -> None:
     with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
-        begin(run, "t.1", fault={"t.1": "kill@iteration=4,micro_batch=3"})
+        begin(run, "t.1", fault={"t.1": "kill@iteration=4,at=saving"})  # 3 is half written
         lose(run, "t.1")
         if damaged:
-            newest = run.checkpoints / "iteration-00000003" / "shard-0.bin"
+            newest = run.checkpoints / "iteration-00000002" / "shard-0" / "__0_0.distcp"
             data = bytearray(newest.read_bytes())
             data[-1] ^= 1
             newest.write_bytes(data)
@@ -381,7 +368,11 @@ def test_the_last_replica_is_lost(rig: Start, spec: TaskSpec, reference: Referen
         run.tell(2, ["t.2"], joiners=["t.2"], urgent=True)
         complete(run)
         assert regrouped(run, "t.2").source == "checkpoint"
-        assert regrouped(run, "t.2").iteration == (3 if damaged else 4)
+        assert regrouped(run, "t.2").iteration == (2 if damaged else 3)
+        (taken,) = run.of(Taken, "t.2")
+        assert isinstance(taken, Taken)
+        assert (taken.source, taken.iteration) == ("checkpoint", 1 if damaged else 2)
+        assert len(taken.tried) == damaged
         assert apart(parameters(run), reference) <= 1e-6
 
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer import checkpoint
+from agents.trainer import checkpoint, state_bytes
 from agents.trainer.state import BadState, TrainingState, flatten, shapes, unflatten
-
-
-class Alone:
-    size, shard = 1, 0
-
-    def all_true(self, value: bool) -> bool:
-        return value
-
-    def gather(self, row: bytes) -> list[bytes]:
-        return [row]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -69,52 +61,135 @@ def test_skeletons_that_are_none_are_refused() -> None:
 
 
 def tree(iteration: int) -> dict[str, Any]:
-    return {"iteration": iteration, "x": torch.arange(5.0) * iteration, "empty": torch.empty(0), "betas": (0.9, 0.99)}
+    return {
+        "iteration": iteration,
+        "loss": 0.5,
+        "tensors": {"x": torch.arange(5.0) * iteration, "empty": torch.empty(0), "one": torch.tensor(3)},
+        "optimizer": {"betas": (0.9, 0.99), "state": {0: {"m": torch.ones(2, 3, dtype=torch.bfloat16)}}},
+        "scheduler": None,
+    }
 
 
-def write(directory: Path, *iterations: int, keep: int = 2) -> None:
+def job(directory: Path, iteration: int, shard: int = 0, shards: int = 1, keep: int = 2) -> checkpoint.Job:
+    return checkpoint.Job(directory, "t", iteration, 3, shard, shards, "0-3", keep)
+
+
+def write(directory: Path, *iterations: int) -> None:
     for iteration in iterations:
-        checkpoint.save(directory, "t", iteration, tree(iteration), Alone(), "t.1", keep)
+        saved = checkpoint.write(job(directory, iteration), tree(iteration))
+        assert saved is not None and saved.path.name == f"iteration-{iteration:08d}"
+        assert saved.size_bytes == sum(file.stat().st_size for file in (saved.path / "shard-0").iterdir())
 
 
-def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
-    (tmp_path / ".draft-00000001-t.9").mkdir()
+def load(directory: Path, iteration: int) -> dict[str, Any]:
+    return checkpoint.load(directory, "t", iteration, 0, 1)[0]
+
+
+def test_the_newest_are_kept_and_old_ones_go(tmp_path: Path) -> None:
+    (tmp_path / ".draft-00000001-9-1").mkdir()
     write(tmp_path, 1, 2, 3)
-    assert same(checkpoint.load_newest(tmp_path, "t", Alone()), tree(3))
+    assert checkpoint.newest_iterations(tmp_path, "t", 1) == [3, 2]
+    assert same(load(tmp_path, 3), tree(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-00000002", "iteration-00000003"]
 
 
 def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     write(tmp_path, 1)
     write(tmp_path, 1)
-    assert same(checkpoint.load_newest(tmp_path, "t", Alone()), tree(1))
+    assert same(load(tmp_path, 1), tree(1))
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000001"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "no file", "no manifest", "bad manifest", "other task"])
-def test_a_damaged_one_is_passed_over(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_others_can_read_it(tmp_path: Path) -> None:
+    """With nothing but torch: what makes the format worth its name."""
+    write(tmp_path, 7)
+    into = {"tensors.x": torch.zeros(5), "optimizer.state.0.m": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    dcp.load(into, checkpoint_id=tmp_path / "iteration-00000007" / "shard-0", no_dist=True)
+    assert torch.equal(into["tensors.x"], torch.arange(5.0) * 7)
+    assert torch.equal(into["optimizer.state.0.m"], torch.ones(2, 3, dtype=torch.bfloat16))
+
+
+def test_the_shard_that_comes_last_publishes(tmp_path: Path) -> None:
+    assert checkpoint.write(job(tmp_path, 5, 1, 2), tree(5)) is None
+    assert checkpoint.newest_iterations(tmp_path, "t", 2) == []
+    saved = checkpoint.write(job(tmp_path, 5, 0, 2), tree(5))
+    assert saved is not None
+    assert checkpoint.newest_iterations(tmp_path, "t", 2) == [5]
+    assert checkpoint.newest_iterations(tmp_path, "t", 1) == [], "another number of shards"
+
+
+def test_shards_that_end_together_publish_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda shard: checkpoint.write(job(tmp_path, 5, shard, 4), tree(5)), range(4)))
+    assert sum(result is not None for result in results) == 1
+    for shard in range(4):
+        assert same(checkpoint.load(tmp_path, "t", 5, shard, 4)[0], tree(5))
+
+
+@pytest.mark.parametrize("damage", ["cut", "no file", "no manifest", "bad manifest", "other task", "outside"])
+def test_what_is_not_whole_is_passed_over(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 1, 2)
     newest = tmp_path / "iteration-00000002"
-    shard, manifest = newest / "shard-0.bin", newest / "manifest.json"
-    data = shard.read_bytes()
-    if damage == "flip":
-        shard.write_bytes(data[:-3] + bytes([data[-3] ^ 4]) + data[-2:])
-    elif damage == "cut":
-        shard.write_bytes(data[:-1])
+    data, manifest = newest / "shard-0" / "__0_0.distcp", newest / "manifest.json"
+    if damage == "cut":
+        data.write_bytes(data.read_bytes()[:-1])
     elif damage == "no file":
-        shard.unlink()
+        data.unlink()
     elif damage == "no manifest":
         manifest.unlink()
     elif damage == "bad manifest":
         manifest.write_text("{")
+    elif damage == "outside":
+        manifest.write_text(manifest.read_text().replace("shard-0/", "../"))
     else:
         manifest.write_text(manifest.read_text().replace('"t"', '"u"'))
-    assert same(checkpoint.load_newest(tmp_path, "t", Alone()), tree(1))
+    assert checkpoint.newest_iterations(tmp_path, "t", 1) == [1]
     assert "is passed over" in capsys.readouterr().err
 
 
+def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    file = tmp_path / "iteration-00000001" / "shard-0" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(BadState, match="digest"):
+        load(tmp_path, 1)
+
+
+def test_what_is_not_finite_is_no_state(tmp_path: Path) -> None:
+    sick = tree(1)
+    sick["optimizer"]["state"][0]["m"][1, 1] = float("nan")
+    checkpoint.write(job(tmp_path, 1), sick)
+    with pytest.raises(BadState, match=r"optimizer\.state\.0\.m"):
+        load(tmp_path, 1)
+
+
 def test_none_is_none(tmp_path: Path) -> None:
-    assert checkpoint.load_newest(tmp_path / "nowhere", "t", Alone()) is None
+    assert checkpoint.newest_iterations(tmp_path / "nowhere", "t", 1) == []
+
+
+# --- as bytes ------------------------------------------------------------------------------------
+
+
+def test_a_state_as_bytes_and_back() -> None:
+    flat = state_bytes.Flat.of(tree(4))
+    data = memoryview(bytearray(flat.size_bytes))
+    flat.write(data)
+    assert same(state_bytes.read(data, copy=True), tree(4))
+    alias = state_bytes.read(data, copy=False)
+    state_bytes.Flat.of(tree(5)).write(data)
+    assert same(alias, {**tree(5), "iteration": 4})
+
+
+@pytest.mark.parametrize("size_bytes", [0, 15, 40, -1])
+def test_bytes_that_are_no_state(size_bytes: int) -> None:
+    flat = state_bytes.Flat.of(tree(4))
+    data = bytearray(flat.size_bytes)
+    flat.write(memoryview(data))
+    with pytest.raises(BadState):
+        state_bytes.read(memoryview(data[:size_bytes]), copy=True)
 
 
 def state(width: int = 3) -> TrainingState:

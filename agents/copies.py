@@ -1,0 +1,68 @@
+"""Copies of this node's newest states on their way to other nodes: one at a time for each shard, the newest wins."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from agents.memory_regions import MemoryRegions, NoRegion
+from agents.trainer import memory_exchange
+from agents.trainer.memory import Memory
+from agents.trainer.memory_exchange import NoAnswer
+from events.vocabulary import MemoryService, Name
+
+logger = logging.getLogger(__name__)
+
+
+class Copies:
+    """`copy` may be called as often as states come; what came while a copy was under way is copied next."""
+
+    def __init__(self, node: Name, regions: MemoryRegions) -> None:
+        self._node = node
+        self._regions = regions
+        self._wanted: dict[tuple[Name, int], tuple[MemoryService, ...]] = {}
+        self._tasks: dict[tuple[Name, int], asyncio.Task[None]] = {}
+
+    def copy(self, task: Name, shard: int, peers: tuple[MemoryService, ...]) -> None:
+        """Have the first of `peers` that takes it keep the newest state of the shard."""
+        key = (task, shard)
+        self._wanted[key] = peers
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._run(key), name=f"copy {task}/{shard}")
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, key: tuple[Name, int]) -> None:
+        try:
+            while key in self._wanted:
+                peers = self._wanted.pop(key)
+                try:
+                    memory = self._regions.open(*key)
+                except NoRegion:
+                    return  # the task has ended meanwhile
+                await asyncio.to_thread(self._push, key, memory, peers)
+        finally:
+            del self._tasks[key]
+
+    def _push(self, key: tuple[Name, int], memory: Memory, peers: tuple[MemoryService, ...]) -> None:
+        try:
+            newest = memory.newest()
+            if newest is None:
+                return
+            with memory.reading(newest.iteration) as found:
+                if found is None:
+                    return  # a newer one is being written; it is told when it is sealed
+                for peer in peers:
+                    try:
+                        memory_exchange.push(peer, key[0], key[1], self._node, *found)
+                        return
+                    except NoAnswer as error:
+                        what = f"{key[0]}/{key[1]} after iteration {newest.iteration}"
+                        logger.warning("no copy of %s on %s: %s", what, peer.node, error)
+        finally:
+            memory.close()

@@ -1,0 +1,198 @@
+"""Where other nodes' agents and workers ask for states, and bring copies of theirs (trainer/memory_exchange.py).
+
+A thread for each connection, so that no transfer holds up the agent; the bytes go straight between the socket and the
+shared memory. At most `CONNECTIONS_MAX` at a time, one request each, no wait without a bound. A copy is believed when
+its digest is right, and is sealed only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from agents.memory_regions import MemoryRegions, NoRegion
+from agents.state import Held
+from agents.trainer.memory import Memory, TooLarge
+from agents.trainer.memory_exchange import (
+    SILENCE_TIMEOUT_S,
+    Accepted,
+    Ask,
+    Fetch,
+    Fetched,
+    HeadOf,
+    Holds,
+    NoAnswer,
+    Push,
+    Refused,
+    Request,
+    Stored,
+    hear,
+    read_into,
+    say,
+    send,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 16
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+
+
+class _Refusal(Exception):
+    """What is said instead of an answer."""
+
+
+class MemoryServer:
+    """Serves `regions` from `start` on. `on_copy` is called in the event loop when a copy is sealed."""
+
+    def __init__(self, regions: MemoryRegions, token: str, on_copy: Callable[[Held], None]) -> None:
+        self._regions = regions
+        self._token = token
+        self._on_copy = on_copy
+        self._free = threading.Semaphore(CONNECTIONS_MAX)
+        self._listener: socket.socket | None = None
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.port = 0
+
+    def start(self, address: str, port: int) -> None:
+        """Listen on `port`, or on any where it is taken. Call it in the event loop. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            try:
+                listener.bind((address, port))
+            except OSError:
+                listener.bind((address, 0))
+            listener.listen(CONNECTIONS_MAX)
+        except OSError:
+            listener.close()
+            raise
+        self._listener = listener
+        self.port = listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(listener,), name="memory", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and break off what is under way."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        with self._lock:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    # --- the threads -----------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            self._free.acquire()
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="memory-peer", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            with connection:
+                connection.settimeout(SILENCE_TIMEOUT_S)
+                request = hear(connection, _requests)
+                try:
+                    self._answer(connection, request)
+                except _Refusal as refusal:
+                    say(connection, Refused(reason=str(refusal)[:1024]))
+        except (NoAnswer, OSError) as error:
+            logger.info("a request for a state broke off: %s", error)
+        except Exception:
+            logger.exception("a request for a state failed")
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            self._free.release()
+
+    def _answer(self, connection: socket.socket, request: Request) -> None:
+        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+            raise _Refusal("the token is not this node's")
+        memory = self._memory(request)
+        try:
+            match request:
+                case Ask():
+                    say(connection, Holds(heads=tuple(HeadOf.of(head) for head in memory.heads())))
+                case Fetch(iteration=iteration):
+                    self._give(connection, memory, iteration)
+                case Push():
+                    self._take(connection, memory, request)
+        finally:
+            memory.close()
+
+    def _memory(self, request: Request) -> Memory:
+        assert self._loop is not None
+
+        async def reach() -> Memory:
+            if isinstance(request, Push):
+                return await self._regions.make(request.task, request.shard)
+            return self._regions.open(request.task, request.shard)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(reach(), self._loop).result(SILENCE_TIMEOUT_S)
+        except NoRegion as error:
+            raise _Refusal(str(error)) from None
+        except (TimeoutError, RuntimeError):
+            raise _Refusal("the agent is ending") from None
+
+    def _give(self, connection: socket.socket, memory: Memory, iteration: int) -> None:
+        with memory.reading(iteration) as found:
+            if found is None:
+                raise _Refusal(f"iteration {iteration} is not here, or is being overwritten")
+            head, view = found
+            say(connection, Fetched(head=HeadOf.of(head)))
+            send(connection, view)
+
+    def _take(self, connection: socket.socket, memory: Memory, push: Push) -> None:
+        started, head = time.monotonic(), push.head.head()
+        newest = memory.newest()
+        if newest is not None and (newest.generation, newest.iteration) >= (head.generation, head.iteration):
+            raise _Refusal(f"iteration {newest.iteration} of generation {newest.generation} is here already")
+        try:
+            draft = memory.draft(head.size_bytes)
+        except TooLarge as error:
+            raise _Refusal(str(error)) from None
+        if draft is None:
+            raise _Refusal("the memory is being written to, or read")
+        try:
+            say(connection, Accepted())
+            read_into(connection, draft.view)
+            draft.seal(head.iteration, head.generation, head.digest)
+        except ValueError as error:
+            raise _Refusal(str(error)) from None
+        finally:
+            draft.abandon()
+        say(connection, Stored())
+        held = Held(
+            task=push.task,
+            shard=push.shard,
+            iteration=head.iteration,
+            generation=head.generation,
+            origin=push.origin,
+            size_bytes=head.size_bytes,
+            duration_us=int((time.monotonic() - started) * 1e6),
+        )
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._on_copy, held)

@@ -1,0 +1,206 @@
+"""States from one node's memory to another's: what is said over TCP, and how it is asked for.
+
+A connection carries one request and its answer, each a frame (`framing.py`) and, where a state goes with it, its bytes:
+
+    Ask    ->  Holds                       which states of the shard the node keeps
+    Fetch  ->  Fetched, bytes              one of them
+    Push   ->  Accepted; bytes -> Stored   a copy, to be kept there
+           ->  Refused                     anything else: the reason
+
+Every request names the token of the node that it asks: it was told with the membership, by the log. Heads carry the
+digest of the bytes; nobody believes bytes without it. Blocking sockets, with a bound on every wait. No torch here.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from agents.trainer.framing import frame
+from agents.trainer.memory import Head
+from agents.trainer.messages import Message
+from events.vocabulary import Count, MemoryService, Name, Text
+
+CONNECT_TIMEOUT_S = 2.0
+#: No byte for so long: the other side is gone.
+SILENCE_TIMEOUT_S = 10.0
+_FRAME_MAX_BYTES = 64 * 1024
+_CHUNK_BYTES = 1 << 20
+Digest: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `memory.Head` on its way."""
+
+    iteration: Count
+    generation: Count
+    size_bytes: Count
+    digest: Digest
+
+    @staticmethod
+    def of(head: Head) -> HeadOf:
+        return HeadOf(
+            iteration=head.iteration, generation=head.generation, size_bytes=head.size_bytes, digest=head.digest
+        )
+
+    def head(self) -> Head:
+        return Head(self.iteration, self.generation, self.size_bytes, self.digest)
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    token: Text
+    task: Name
+    shard: Count
+
+
+class Fetch(Message, frozen=True, kw_only=True):
+    token: Text
+    task: Name
+    shard: Count
+    iteration: Count
+
+
+class Push(Message, frozen=True, kw_only=True):
+    """`origin`: the node that captured the state."""
+
+    token: Text
+    task: Name
+    shard: Count
+    origin: Name
+    head: HeadOf
+
+
+class Holds(Message, frozen=True, kw_only=True):
+    heads: tuple[HeadOf, ...]
+
+
+class Fetched(Message, frozen=True, kw_only=True):
+    head: HeadOf
+
+
+class Accepted(Message, frozen=True, kw_only=True):
+    pass
+
+
+class Stored(Message, frozen=True, kw_only=True):
+    pass
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    reason: Text
+
+
+Request: TypeAlias = Ask | Fetch | Push
+Answer: TypeAlias = Holds | Fetched | Accepted | Stored | Refused
+T = TypeVar("T")
+A = TypeVar("A", Holds, Fetched, Accepted, Stored)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class NoAnswer(Exception):
+    """The node cannot be reached, refuses, or does not keep its word. The text says which."""
+
+
+def ask(service: MemoryService, task: str, shard: int) -> list[Head]:
+    """What the node keeps of the shard, newest first. Raises NoAnswer."""
+    with _connected(service) as connection:
+        say(connection, Ask(token=service.token, task=task, shard=shard))
+        return [head.head() for head in _answer(connection, Holds).heads]
+
+
+class Fetching:
+    """One state on its way here: its head is known, then `receive` takes the bytes. Raises NoAnswer."""
+
+    def __init__(self, service: MemoryService, task: str, shard: int, iteration: int) -> None:
+        self._connection = _connected(service)
+        try:
+            say(self._connection, Fetch(token=service.token, task=task, shard=shard, iteration=iteration))
+            self.head = _answer(self._connection, Fetched).head.head()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def receive(self, view: memoryview) -> None:
+        """Fill `view`, which has the head's size. The digest is for the caller to check."""
+        with self._connection:
+            try:
+                read_into(self._connection, view)
+            except OSError as error:
+                raise NoAnswer(f"the state broke off: {error}") from None
+
+
+def push(service: MemoryService, task: str, shard: int, origin: str, head: Head, view: memoryview) -> None:
+    """Have the node keep a copy. Raises NoAnswer."""
+    with _connected(service) as connection:
+        head_of = HeadOf.of(head)
+        say(connection, Push(token=service.token, task=task, shard=shard, origin=origin, head=head_of))
+        _answer(connection, Accepted)
+        try:
+            send(connection, view)
+        except OSError as error:
+            raise NoAnswer(f"the copy broke off: {error}") from None
+        _answer(connection, Stored)
+
+
+# --- both ends -----------------------------------------------------------------------------------
+
+
+def say(connection: socket.socket, message: Message) -> None:
+    """Raises NoAnswer where the other side is gone."""
+    try:
+        connection.sendall(frame(message))
+    except OSError as error:
+        raise NoAnswer(str(error)) from None
+
+
+def hear(connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """One frame. Raises NoAnswer at the end of the stream and on bytes that are no such message."""
+    try:
+        length = int.from_bytes(_read(connection, 4), "big")
+        if length > _FRAME_MAX_BYTES:
+            raise NoAnswer(f"a frame of {length} bytes is announced")
+        return decoder.decode(_read(connection, length))
+    except (OSError, msgspec.MsgspecError) as error:
+        raise NoAnswer(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def read_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill `view`. Raises OSError."""
+    while view:
+        count = connection.recv_into(view, min(len(view), _CHUNK_BYTES))
+        if not count:
+            raise ConnectionError("the connection ended early")
+        view = view[count:]
+
+
+def send(connection: socket.socket, view: memoryview) -> None:
+    """In chunks, so that the bound on silence holds for each. Raises OSError."""
+    for start in range(0, len(view), _CHUNK_BYTES):
+        connection.sendall(view[start : start + _CHUNK_BYTES])
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    read_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _connected(service: MemoryService) -> socket.socket:
+    try:
+        connection = socket.create_connection((service.host, service.port), CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise NoAnswer(f"node {service.node} cannot be reached: {error}") from None
+    connection.settimeout(SILENCE_TIMEOUT_S)
+    return connection
+
+
+def _answer(connection: socket.socket, expected: type[A]) -> A:
+    answer = hear(connection, _answers)
+    if isinstance(answer, Refused):
+        raise NoAnswer(f"refused: {answer.reason}")
+    if not isinstance(answer, expected):
+        raise NoAnswer(f"{type(answer).__name__} instead of {expected.__name__}")
+    return answer
