@@ -76,6 +76,29 @@ def eventful(seed: int) -> list[Entry]:
     )
     cluster.run()
     cluster.train(task)
+    told = {**about, "generation": cluster.state.tasks[task].generation, "iteration": iteration + 1}
+    cluster.say(
+        host,
+        v.HangSuspected(
+            **told,
+            phase="reduce",
+            micro_batch=1,
+            entered=3,
+            waiting=True,
+            stopped=False,
+            still_us=4_000_000,
+            limit_us=3_000_000,
+        ),
+    )
+    cluster.say(
+        host,
+        v.DegradationObserved(
+            **told, iteration_us=2_000_000, usual_us=1_000_000, slowest="", compute_us=9, others_us=0
+        ),
+    )
+    cluster.say(host, v.CorruptionSuspected(**told, sign="loss", suspect="", value=float("inf"), usual=1.0))
+    cluster.run()
+    cluster.train(task)
     cluster.say(
         host,
         v.CheckpointSaved(**about, iteration=iteration, path="/ckpt/7", size_bytes=12345, duration_us=2500),
