@@ -10,7 +10,8 @@ Rules
   longest such one in addition.
 * Before the usual time is known: ten times the last generation's, or `start_us` where there was none.
 * Slow (a degradation): the median of the last RECENT iterations is above SLOW times the lowest median of a whole
-  window since the generation began, and by more than three median deviations. Told once; again after it was over.
+  window since the generation began, and by more than three median deviations. Told once; again when it has become
+  worse by as much, and after it was over.
 
 Pure: durations come in, limits go out. Durations in microseconds.
 """
@@ -46,7 +47,7 @@ class Baseline:
         self._checkpoint_us = 0
         self._best_us = 0.0
         self._noise_us = 0.0
-        self._is_slow = False
+        self._told_us = 0.0
 
     @property
     def usual_us(self) -> int:
@@ -64,8 +65,7 @@ class Baseline:
         self._durations.clear()
         self._recent.clear()
         self._seen = 0
-        self._best_us = self._noise_us = 0.0
-        self._is_slow = False
+        self._best_us = self._noise_us = self._told_us = 0.0
 
     def add(self, duration_us: int, *, checkpoint: bool = False) -> None:
         """An iteration of this generation has ended. `checkpoint`: one was written in it."""
@@ -104,9 +104,10 @@ class Baseline:
             self._best_us = window_us
             noise_us = median(abs(duration - window_us) for duration in self._durations)
             self._noise_us = max(self._noise_us, noise_us)
-        if self._is_slow:
-            self._is_slow = recent_us > _OVER * self._best_us
-        elif recent_us > SLOW * self._best_us and recent_us > self._best_us + _NOISE * self._noise_us:
-            self._is_slow = True
-            return int(recent_us)
-        return 0
+        if recent_us <= _OVER * self._best_us:
+            self._told_us = 0.0
+        known_us = max(self._best_us, self._told_us)
+        if recent_us <= max(SLOW * known_us, known_us + _NOISE * self._noise_us):
+            return 0
+        self._told_us = recent_us
+        return int(recent_us)

@@ -100,6 +100,7 @@ def test_slow_for_a_while_is_told_once_and_again_after_it_was_over() -> None:
     assert baseline.slow() == 0
     told = slow_at(baseline, steady(40, round(USUAL_US * 1.3)))
     assert len(told) == 1 and RECENT // 2 <= told[0] <= RECENT
+    assert len(slow_at(baseline, steady(40, round(USUAL_US * 2)))) == 1, "it has become worse"
     assert slow_at(baseline, steady(40)) == []
     assert len(slow_at(baseline, steady(40, round(USUAL_US * 1.3)))) == 1
 

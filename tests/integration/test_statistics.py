@@ -1,0 +1,123 @@
+"""What a worker's statistics tell of real training: who is slow, whose numbers are odd, whose parameters differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agents.trainer import corpus, marks
+from agents.trainer.messages import Degraded, Suspected, Trouble
+from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
+from tests.integration.regroup_rig import ForkServer, Rig
+
+ODD = str(Path(__file__).with_name("odd_gpt.py"))
+THREE = ("t.1", "t.2", "t.3")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
+    corpus.build(prefix)
+    return prefix
+
+
+def odd_task(data: Path, what: str, worker: int, iteration: int, **env: str) -> TaskSpec:
+    return TaskSpec(
+        name="t",
+        entry=ODD,
+        args=(what, str(worker), str(iteration)),
+        env=env,
+        model=ModelSpec(layers=1, hidden=32, heads=2, seq=16),
+        data=str(data),
+        global_batch=6,
+        iterations=10**6,
+        checkpoint=CheckpointSpec(dir="(the rig says)", interval=0),
+    )
+
+
+def trained(server: ForkServer, directory: Path, spec: TaskSpec, done: Callable[[Rig], object]) -> Rig:
+    """Three workers train until `done`; then they are ended."""
+    with Rig(server, directory, spec) as rig:
+        rig.start(*THREE)
+        rig.until(lambda: rig.ready(*THREE))
+        rig.tell(1, THREE)
+        rig.until(lambda: done(rig), 60)
+        rig.quit(*THREE)
+        rig.until(lambda: not rig.living())
+    return rig
+
+
+def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
+    server: ForkServer, data: Path, tmp_path: Path
+) -> None:
+    def blames(rig: Rig) -> list[tuple[str, Degraded]]:
+        return [(worker, m) for worker, m in rig.said if isinstance(m, Degraded) and m.slowest == "t.2"]
+
+    rig = trained(server, tmp_path, odd_task(data, "slow", 2, 60), blames)
+    worker, told = blames(rig)[0]
+    assert worker == "t.1", "the lead tells"
+    assert told.iteration_us > 1.1 * told.usual_us
+    assert told.compute_us > told.others_us + 10_000
+    assert told.iteration >= 60
+
+
+@pytest.mark.parametrize(("what", "sign"), [("spike", "loss"), ("gradient", "gradient_norm")])
+def test_the_worker_with_odd_numbers_is_named(
+    server: ForkServer, data: Path, tmp_path: Path, what: str, sign: str
+) -> None:
+    rig = trained(server, tmp_path, odd_task(data, what, 3, 30), lambda rig: rig.of(Suspected))
+    (told,) = (m for m in rig.of(Suspected) if isinstance(m, Suspected) and m.iteration <= 31)
+    assert (told.sign, told.suspect, told.iteration) == (sign, "t.3", 30)
+    assert told.value > 2 * told.usual > 0
+
+
+def test_a_flipped_bit_is_found_and_its_holder_named_by_the_majority(
+    server: ForkServer, data: Path, tmp_path: Path
+) -> None:
+    rig = trained(
+        server, tmp_path, odd_task(data, "flip", 1, 7, UNICRON_CHECKSUM_EVERY="5"), lambda rig: rig.of(Suspected)
+    )
+    tellers = [(worker, m) for worker, m in rig.said if isinstance(m, Suspected)]
+    worker, told = tellers[0]
+    assert (worker, told.sign, told.suspect) == ("t.2", "checksum", "t.1"), "the lead itself is odd: the next one tells"
+    assert told.iteration == 10
+
+
+def test_the_cause_of_an_exception_is_classified_and_its_place_told(
+    server: ForkServer, data: Path, tmp_path: Path
+) -> None:
+    rig = trained(server, tmp_path, odd_task(data, "wrap", 2, 4), lambda rig: rig.of(Trouble, "t.2"))
+    told = next(m for worker, m in rig.said if isinstance(m, Trouble) and worker == "t.2")
+    assert (told.kind, told.iteration, told.phase, told.message) == (
+        "ecc_error",
+        4,
+        "forward",
+        "RuntimeError: the step failed",
+    )
+    assert "uncorrectable ECC" in told.detail
+
+
+def test_marks_of_a_healthy_task_agree(server: ForkServer, data: Path, tmp_path: Path) -> None:
+    spec = odd_task(data, "none", 9, 1)
+    with Rig(server, tmp_path, spec) as rig:
+        rig.start(*THREE)
+        rig.until(lambda: rig.ready(*THREE))
+        rig.tell(1, THREE)
+        rig.until(lambda: rig.reached(20))
+        read = [marks.read(marks.path_of(rig.socket_path, worker)) for worker in THREE]
+        rig.quit(*THREE)
+        rig.until(lambda: not rig.living())
+    found = [mark for mark in read if mark is not None]
+    assert len(found) == 3
+    assert all(mark.generation == 1 and mark.iteration >= 20 for mark in found)
+    assert all(1_000_000 <= mark.limit_us < 60_000_000 for mark in found), "all know the usual time"
+    entered = [mark.entered for mark in found]
+    assert max(entered) - min(entered) <= 2, "all count the same collectives"
