@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from agents import core
 from agents.outbox import Outbox
@@ -29,6 +29,8 @@ from agents.state import (
     Input,
     Leave,
     LogSeen,
+    StrikeNode,
+    Struck,
     TellForkServer,
     TellWorker,
     TimerFired,
@@ -132,12 +134,15 @@ class Agent:
                     running.cancel()
                 fired = TimerFired(name=name, key=key)
                 self._timers[name, key] = self.host.loop.call_later(after_s, self._fire, fired)
+            case StrikeNode(command_id=command_id):
+                self.feed(Struck(command_id=command_id, reason="people order no faults here"))
             case Disconnect(worker=worker):
                 self._drop_worker(worker)
             case Finish():
                 self.host.loop.create_task(self._finish())
-            case _ as never:
-                assert_never(never)
+            case _:
+                # Loud: whatever comes up in a simulation needs its part of the model.
+                raise NotImplementedError(f"the simulated agent has no part for {type(action).__name__}")
 
     def _fire(self, fired: TimerFired) -> None:
         self._timers.pop((fired.name, fired.key), None)
@@ -167,12 +172,12 @@ class Agent:
         self.crash()
 
     def leave(self) -> None:
-        """SIGINT: the node is to leave the cluster."""
+        """SIGINT: the node is to leave the cluster; it stays away until somebody lets it run again."""
+        self.host.has_left = True
         self.feed(Leave(reason="a person asked for it"))
 
     async def _finish(self) -> None:
         await self._outbox.drained(5.0)
-        self.host.has_left = True
         if self._fork_server is not None:
             self._fork_server.die()
         self.crash()

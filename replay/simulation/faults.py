@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "agent_away": (1, 20.0, (), 1),
     "crash_fork_server": (3, 0.0, (), 1),
     "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
-    "kill_worker": (8, 0.0, (), 1),
+    "kill_worker": (10, 0.0, ("", "", "computed", "reduced", "agreeing", "committed", "regrouped"), 1),
     "hang_worker": (3, 20.0, (), 1),
     "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
     "reset_group": (4, 0.0, (), 1),
@@ -245,7 +246,10 @@ def _redeliver(world: World, fault: Fault) -> None:
 
 def _kill_worker(world: World, fault: Fault) -> None:
     for process in _victims(world, fault):
-        process.end(9)
+        if fault.how and process.replica is not None:
+            process.replica.die_at = fault.how  # type: ignore[assignment]  # `how` is a moment
+        else:
+            process.end(signal.SIGKILL)
 
 
 def _hang_worker(world: World, fault: Fault) -> None:

@@ -160,7 +160,7 @@ class Process:
             if not self.quit_asked:
                 self.quit_asked = True
                 self.host.loop.call_later(QUIT_GRACE_S, self._quit_in_the_end)
-        elif message.generation not in self.memberships:
+        elif isinstance(message, Membership) and message.generation not in self.memberships:
             self.host.witness.worker_told(self.launch.task, self.worker, message)
             self.memberships[message.generation] = message
         if self.replica is not None:

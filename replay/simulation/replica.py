@@ -8,6 +8,7 @@ coroutine.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -41,6 +42,7 @@ def next_params(params: int, iteration: int, gradient: int) -> int:
     return hash((params, iteration, gradient))
 
 
+Moment = Literal["computed", "reduced", "agreeing", "committed", "regrouped"]
 Origin = Literal["own", "replica", "checkpoint", "init"]
 _STATE, _NO_STATE = 1, 0
 
@@ -91,6 +93,8 @@ class Replica:
         self._waker: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._failure: ErrorKind | None = None
+        #: Die there the next time: see `_reached`.
+        self.die_at: Moment | Literal[""] = ""
         for shard in shards:
             shard.replica = self
 
@@ -120,6 +124,13 @@ class Replica:
             self.training.loop.call_later(0.01, shard.end, status)
         elif shard.alive:
             self.training.loop.call_later(0.5, self._break, shard)
+
+    def _reached(self, moment: Moment) -> None:
+        """A moment of the training at which a death is of interest: it comes now, or a little later."""
+        if self.die_at == moment:
+            self.die_at = ""
+            victim = self.training.drawn.choice(self.shards)
+            self.training.loop.call_later(self.training.drawn.choice((0.0, 0.005, 0.015)), victim.end, signal.SIGKILL)
 
     def raise_in(self, kind: ErrorKind) -> None:
         """The next micro-batch fails with an error of this kind."""
@@ -306,9 +317,12 @@ class Replica:
     async def _reduce(self) -> None:
         """From *computed* to *agreed*."""
         ledger = self._ledger
+        self._reached("computed")
         if self._total is None:
             self._total = await self._sum()
+        self._reached("reduced")
         pending = self._pending()
+        self._reached("agreeing")
         agreed = await self._gather([ledger.iteration, pending])
         self._target = pending if {row[1] for row in agreed} == {pending} else 0
 
@@ -350,6 +364,7 @@ class Replica:
         self._committed_told = False
         self._total = None
         self._tell_committed()
+        self._reached("committed")
         hand, self._next_hand = self._next_hand, None
         self._begin(iteration + 1)
         interval = self.spec.checkpoint.interval
@@ -590,6 +605,7 @@ class Replica:
 
     def _tell_regrouped(self, membership: Membership, source: Origin) -> None:
         self.training.witness.regrouped(self, membership)
+        self._reached("regrouped")
         self._say_all(
             Regrouped(
                 generation=membership.generation,

@@ -171,6 +171,8 @@ class World:
                 host.agent.crash_after_actions = -1
             for process in host.processes:
                 process.go_on()
+                if process.replica is not None:
+                    process.replica.die_at = ""
 
     def close(self) -> None:
         """End every coroutine."""

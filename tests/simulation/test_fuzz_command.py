@@ -1,0 +1,79 @@
+"""`unicron-replay fuzz` as people run it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from replay.simulation.faults import _EFFECTS
+from replay.simulation.fuzz import Report, _page
+from replay.simulation.invariants import RULES
+from replay.simulation.run import Outcome, history, simulate
+from tests.replay.command import unicron_replay
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "simulation.md"
+
+
+def test_clean_seeds_exit_0_and_say_what_was_played() -> None:
+    ran = unicron_replay("fuzz", "--seeds", 6, "--first-seed", 100, "--processes", 2, "--json")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["seeds"] == 6 and report["first_seed"] == 100 and not report["failed"]
+    assert report["steps"] > 0 and sum(report["faults"].values()) == sum(len(history(seed)) for seed in range(100, 106))
+
+
+def test_some_faults_of_a_seed_alone() -> None:
+    ran = unicron_replay("fuzz", "--seeds", 1, "--first-seed", 33, "--faults", "0,2")
+    assert ran.returncode == 0, ran.stderr
+    assert "1 seeds from 33" in ran.stdout and "2 faults" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--faults", "x"], "names no places"),
+        (["--faults", "99", "--seeds", "1"], "name some of these"),
+        (["--seeds", "0"], "give at least 1"),
+        (["--seeds", "many"], "--seeds"),
+    ],
+)
+def test_bad_flags_are_one_line(flags: list[str], said: str) -> None:
+    ran = unicron_replay("fuzz", *flags)
+    assert ran.returncode == 2 and said in ran.stderr and len(ran.stderr.splitlines()) == 1
+
+
+def test_a_failure_is_told_with_the_command_that_repeats_it() -> None:
+    faults = tuple(history(33)[:2])
+    failure = Outcome(seed=33, faults=faults, rule="incidents_close", story="i7 is open", at_s=280.0)
+    page = _page(
+        Report(
+            first_seed=0,
+            seeds=34,
+            commit="abc123",
+            seconds=1.0,
+            entries=1,
+            steps=1,
+            incidents=1,
+            faults={},
+            slowest_rest_s=1.0,
+            slowest_rest_seed=1,
+            failed={33: "incidents_close"},
+            failure=failure,
+            repeat="unicron-replay fuzz --first-seed 33 --seeds 1 --faults=0,1",
+        )
+    )
+    assert "git checkout abc123" in page and "--first-seed 33 --seeds 1 --faults=0,1" in page
+    assert all(str(fault) in page for fault in faults) and "i7 is open" in page
+
+
+def test_the_document_names_every_rule_and_every_fault() -> None:
+    text = DOCUMENT.read_text()
+    assert not [name for name in RULES if f"`{name}`" not in text]
+    assert not [kind for kind in _EFFECTS if f"`{kind}`" not in text]
+
+
+def test_without_faults_nothing_is_broken_and_every_task_trains() -> None:
+    outcome = simulate(7, [])
+    assert not outcome.rule and outcome.incidents == 0 and outcome.rest_s < 10

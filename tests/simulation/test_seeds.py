@@ -1,0 +1,96 @@
+"""The real cores under seeded faults. 10,000 seeds: `make fuzz`; the deliberate bugs: `make mutants`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replay.simulation.faults import Fault
+from replay.simulation.fuzz import fuzz
+from replay.simulation.mutants import MUTANTS, caught
+from replay.simulation.run import history, simulate
+from replay.simulation.shrink import shrink
+from unicrond import fold
+
+ROOT = Path(__file__).parents[2]
+#: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.
+SEEDS = int(os.environ.get("UNICRON_FUZZ_SEEDS", "1000"))
+
+
+@pytest.mark.timeout(600)
+def test_every_rule_holds_under_every_seed() -> None:
+    report = fuzz(0, SEEDS, processes=2)
+    assert not report.failed, f"{report.failure}\n{report.repeat}"
+    assert report.seeds == SEEDS
+    assert report.steps > 50 * SEEDS, "nothing is trained: the simulation shows nothing"
+    assert report.incidents > SEEDS, "nothing goes wrong: the simulation shows nothing"
+
+
+def test_equal_seeds_are_equal_histories() -> None:
+    assert simulate(33) == simulate(33)
+    assert simulate(33) != simulate(34)
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_a_history_depends_on_no_hash_seed(hash_seed: str) -> None:
+    program = "from replay.simulation.run import simulate; print(simulate(33).digest)"
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+    )
+    assert said.stdout.strip() == simulate(33).digest
+
+
+def test_a_part_of_a_history_can_be_played() -> None:
+    faults = history(33)
+    assert len(faults) > 2
+    outcome = simulate(33, faults[:1])
+    assert not outcome.rule and outcome.faults == tuple(faults[:1])
+
+
+@pytest.fixture
+def believing_no_stop() -> Iterator[None]:
+    mutated = MUTANTS["believe_no_stop"]
+    before = dict(fold._FOLDS)
+    mutated.apply()
+    yield
+    fold._FOLDS.clear()
+    fold._FOLDS.update(before)
+
+
+@pytest.mark.usefixtures("believing_no_stop")
+@pytest.mark.timeout(300)
+def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
+    failed = next(outcome for outcome in map(simulate, range(1000)) if outcome.rule)
+    smallest = shrink(failed)
+    assert smallest.rule == failed.rule and len(smallest.faults) <= len(failed.faults)
+    for place in range(len(smallest.faults)):
+        fewer: list[Fault] = [fault for number, fault in enumerate(smallest.faults) if number != place]
+        assert simulate(failed.seed, fewer).rule != failed.rule, "a fault is left that is not needed"
+    assert simulate(failed.seed, smallest.faults) == smallest
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("mutant", "rule"),
+    [
+        ("drop_the_hold", "decisions_take_effect"),
+        ("skip_the_fence", "newest_term_decides"),
+        ("start_again", "slots_are_held_once"),
+        ("deal_what_is_held", "trainers_agree"),
+        ("fold_by_the_machine", "replay_equals_live"),
+    ],
+)
+def test_a_deliberate_bug_is_caught_by_the_rule_that_it_breaks(mutant: str, rule: str) -> None:
+    outcome, _ = caught(mutant, range(200), processes=2)
+    assert outcome is not None and outcome.rule == rule
