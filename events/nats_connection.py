@@ -29,6 +29,7 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from events.log import LogError, LogUnavailable
 
@@ -95,8 +96,25 @@ class Login:
         return {key: value for key, value in given.items() if value is not None}
 
 
+#: Takes subject, reply subject, body and headers (with their first line) of one message, as they came.
+Sink = Callable[[bytes, bytes, bytes, bytes], None]
+
+
 class _Client(Client):  # type: ignore[misc]
-    """nats-py's client with a header parser that does not walk every character: reads cost half as much."""
+    """nats-py's client with two short cuts, which make reading a log three times as fast: a header parser that does
+    not walk every character, and subscriptions whose messages go to a sink as they come, headers unparsed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks: dict[int, Sink] = {}
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        sink = self.sinks.get(sid)
+        if sink is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        else:
+            sink(subject, reply, data, headers or b"")
 
     @staticmethod
     def _parse_header_lines(raw: bytes) -> dict[str, str]:
@@ -111,7 +129,7 @@ class _Client(Client):  # type: ignore[misc]
 class Session:
     """One TCP connection and the requests that wait on it. Made by `Connection` only."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: _Client) -> None:
         self.client = client
         self.lost = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
@@ -157,6 +175,17 @@ class Session:
         except (nats.errors.Error, OSError) as error:
             raise Unanswered(f"{subject}: {_said(error)}") from None
 
+    async def subscribe_raw(self, subject: str, sink: Sink) -> Subscription:
+        """Give each message on `subject` to `sink`, in order, at once."""
+        subscription = await self.client.subscribe(subject, cb=_never)
+        self.client.sinks[subscription._id] = sink
+        return subscription
+
+    async def unsubscribe_raw(self, subscription: Subscription) -> None:
+        """End `subscribe_raw`; nats.errors.Error where the session is lost."""
+        await subscription.unsubscribe()
+        self.client.sinks.pop(subscription._id, None)
+
     async def close(self) -> None:
         """Close the socket; never raises."""
         try:
@@ -175,6 +204,18 @@ class Session:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(Unanswered("connection lost before the answer"))
+
+
+async def _never(_: Msg) -> None:
+    raise AssertionError("a sink takes its messages before")
+
+
+def parse_headers(raw: bytes) -> tuple[str, dict[str, str]]:
+    """Status ("" for none) and headers of a message as a sink gets them. The description is under "Description"."""
+    first, _, rest = raw.partition(b"\r\n")
+    status, _, description = first.decode("utf-8", "replace").removeprefix("NATS/1.0").strip().partition(" ")
+    parsed = _Client._parse_header_lines(rest)
+    return status, {**parsed, "Description": description} if description else parsed
 
 
 Handler = Callable[[Msg], Awaitable[None]]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import nats.errors
 from nats.aio.msg import Msg
 
-from events.nats_connection import Connection, Patience, Session, Unanswered
+from events.nats_connection import Connection, Patience, Session, Unanswered, parse_headers
 from events.nats_streams import NANOS, ApiError, answer
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,20 @@ SILENCE_S = 3.0
 INACTIVE_S = 30
 
 
+_ACK = b"$JS.ACK."
+
+
+class _Raw(NamedTuple):
+    """A message as the socket gave it."""
+
+    subject: bytes
+    reply: bytes
+    body: bytes
+    headers: bytes
+
+
 class Stored(NamedTuple):
-    """A message as the stream holds it."""
+    """A message as the stream holds it. `headers`: only where they alone were asked for."""
 
     seq: int
     recorded_at_us: int
@@ -89,15 +101,15 @@ class _Consumer:
         self._stream = stream
         self._inbox = session.client.new_inbox()
         self._name = self._inbox.rpartition(".")[2]
-        self._queue: deque[Msg] = deque()
+        self._queue: deque[_Raw] = deque()
         self._arrived = asyncio.Event()
         self._subscription: Any = None
+        self._with_headers = False
 
     async def open(self, config: dict[str, Any]) -> None:
-        self._subscription = await self._session.client.subscribe(
-            # No limits: flow control bounds what is on the way, and a drop would only cost us a restart.
-            self._inbox, cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0
-        )  # fmt: skip
+        # No limits: flow control bounds what is on the way.
+        self._subscription = await self._session.subscribe_raw(self._inbox, self._take)
+        self._with_headers = bool(config.get("headers_only"))
         subject = f"CONSUMER.CREATE.{self._stream}.{self._name}"
         request = {
             "stream_name": self._stream,
@@ -126,10 +138,11 @@ class _Consumer:
                 await self._wait()
                 while self._queue:
                     message = self._queue.popleft()
-                    if not message.reply.startswith("$JS.ACK."):
+                    if not message.reply.startswith(_ACK):
                         await self._control(message)
                         continue
-                    number, stored = _stored(message)
+                    headers = parse_headers(message.headers)[1] if self._with_headers else None
+                    number, stored = _stored(message.reply.decode(), message.subject.decode(), message.body, headers)
                     delivered += 1
                     if number != delivered:
                         raise _Interrupted(f"delivery {delivered} was lost before sequence {stored.seq}")
@@ -141,13 +154,13 @@ class _Consumer:
         """Forget the inbox; the server drops a consumer that nobody listens to."""
         if self._subscription is not None and not self._session.lost.is_set():
             try:
-                await self._subscription.unsubscribe()
+                await self._session.unsubscribe_raw(self._subscription)
                 await self._session.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._name}", b"")
             except (nats.errors.Error, OSError, Unanswered):
                 logger.debug("consumer %s is left to the server to remove", self._name)
 
-    async def _on_message(self, message: Msg) -> None:
-        self._queue.append(message)
+    def _take(self, subject: bytes, reply: bytes, body: bytes, headers: bytes) -> None:
+        self._queue.append(_Raw(subject, reply, body, headers))
         self._arrived.set()
 
     async def _wait(self) -> None:
@@ -162,27 +175,27 @@ class _Consumer:
         except TimeoutError:
             raise _Interrupted(f"no heartbeat for {SILENCE_S:g} s") from None
 
-    async def _control(self, message: Msg) -> None:
-        headers = message.headers or {}
-        if headers.get("Status") != "100":
-            raise _Interrupted(f"the server says {headers.get('Status')} {headers.get('Description', '')}")
-        reply = message.reply or headers.get("Nats-Consumer-Stalled", "")
+    async def _control(self, message: _Raw) -> None:
+        status, headers = parse_headers(message.headers)
+        if status != "100":
+            raise _Interrupted(f"the server says {status or 'nothing'} {headers.get('Description', '')}")
+        reply = message.reply.decode() or headers.get("Nats-Consumer-Stalled", "")
         if reply:
             await self._session.publish(reply, b"")
 
 
 def stored_message(message: Msg) -> Stored:
     """A delivered message as the stream holds it."""
-    return _stored(message)[1]
+    return _stored(message.reply, message.subject, message.data, message.headers)[1]
 
 
-def _stored(message: Msg) -> tuple[int, Stored]:
+def _stored(reply: str, subject: str, body: bytes, headers: dict[str, str] | None) -> tuple[int, Stored]:
     """The delivery number and the message. A reply subject reads
 
     $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<delivery number>.<time, ns>.<pending>
     with <domain>.<account> after "ACK" where there are domains, and perhaps a token more at the end.
     """
-    tokens = message.reply.split(".")
+    tokens = reply.split(".")
     first = 4 if len(tokens) == 9 else 6
     seq, number, at_ns = int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 3])
-    return number, Stored(seq, at_ns // 1000, message.subject, message.data, message.headers)
+    return number, Stored(seq, at_ns // 1000, subject, body, headers)
