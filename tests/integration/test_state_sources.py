@@ -1,0 +1,303 @@
+"""Where state comes from when no replica is left: real workers, real memory, real servers of other nodes' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from msgspec.structs import replace
+
+from agents.memory_regions import MemoryRegions, NoRegion
+from agents.memory_server import MemoryServer
+from agents.state import Held
+from agents.trainer import corpus, memory_exchange
+from agents.trainer.memory import Memory
+from agents.trainer.memory_exchange import NoAnswer
+from agents.trainer.messages import Captured, Parked, Taken
+from events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
+from tests.integration.regroup_rig import ForkServer, Rig
+from tests.integration.test_regroup import complete, failure_free, last_commit, lose, regrouped, stopped, task
+
+Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
+TOKEN = "a token"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
+    corpus.build(prefix)
+    return prefix
+
+
+@pytest.fixture
+def rig(server: ForkServer, tmp_path: Path) -> Start:
+    return partial(Rig, server, tmp_path)
+
+
+@pytest.fixture
+def spec(data: Path) -> TaskSpec:
+    """Captures after every iteration; storage never before the end. Exact sums: the end is the same, bit by bit."""
+    saves = CheckpointSpec(dir="(the rig says)", interval=0, memory_interval=1)
+    return task(data, iterations=6, checkpoint=saves, accumulation="exact")
+
+
+@pytest.fixture(scope="module")
+def digest(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the parameters after a failure-free run of `spec`."""
+    run = failure_free(
+        partial(Rig, server, tmp_path_factory.mktemp("control")), task(data, iterations=6, accumulation="exact"), 1
+    )[1]
+    assert run.completed is not None
+    return run.completed.params_digest
+
+
+class OtherNode:
+    """Another node's memory of one shard, served by the real server in a loop of its own."""
+
+    def __init__(self, node: str, memory: Memory) -> None:
+        self._node, self._memory = node, memory
+        self.copies: list[Held] = []
+
+    def __enter__(self) -> MemoryService:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server = MemoryServer(Regions(self._memory), TOKEN, self.copies.append)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        return MemoryService(node=self._node, host="127.0.0.1", port=self._server.port, token=TOKEN)
+
+    async def _start(self) -> None:
+        self._server.start("127.0.0.1", 0)
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Regions(MemoryRegions):
+    """One region, of every task's shard 0, held by the test."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(lambda _: None, 1)
+        self._memory = memory
+
+    def open(self, task: str, shard: int) -> Memory:
+        if shard:
+            raise NoRegion("this node keeps nothing of it")
+        return self._memory.reopen()
+
+    async def make(self, task: str, shard: int) -> Memory:
+        return self.open(task, shard)
+
+
+def stopped_worker(run: Rig, worker: str) -> bool:
+    return stopped(run.pids[worker])
+
+
+def taken(run: Rig, worker: str) -> Taken:
+    (message,) = run.of(Taken, worker)
+    assert isinstance(message, Taken)
+    return message
+
+
+def lose_the_last(run: Rig) -> int:
+    """Train alone with memory up to iteration 4, and die in it; the newest iteration that the memory holds."""
+    run.start("t.1", fault="stop@iteration=4,micro_batch=11", memory=True)
+    run.until(lambda: run.ready("t.1"))
+    run.tell(1, ["t.1"])
+    run.until(lambda: stopped(run.pids["t.1"]))
+    run.signal("t.1", signal.SIGKILL)
+    lose(run, "t.1")
+    newest = run.memory("n1").newest()
+    assert newest is not None
+    return newest.iteration  # 3, unless the machine was so slow that it was not sealed
+
+
+def restart(run: Rig, *, node: str = "n1", peers: tuple[MemoryService, ...] = ()) -> None:
+    run.start("t.2", node=node, memory=True)
+    run.until(lambda: run.ready("t.2"))
+    run.tell(2, ["t.2"], joiners=["t.2"], urgent=True, peers=peers)
+    complete(run)
+
+
+def test_the_process_is_lost_and_its_nodes_memory_is_not(rig: Start, spec: TaskSpec, digest: str) -> None:
+    with rig(spec) as run:
+        kept = lose_the_last(run)
+        assert kept >= 2
+        restart(run)
+        assert regrouped(run, "t.2").source == "memory"
+        assert regrouped(run, "t.2").iteration == kept + 1, "nothing that was kept is trained again"
+        told = taken(run, "t.2")
+        assert (told.source, told.iteration, told.tried, told.storage_iteration) == ("memory", kept, (), 0)
+        assert told.size_bytes > 100_000 and told.saved_us > 0
+        assert run.completed is not None and run.completed.params_digest == digest
+
+
+def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: TaskSpec, digest: str) -> None:
+    with rig(spec) as run:
+        kept = lose_the_last(run)
+        with run.memory("n1").reading(kept) as found:
+            assert found is not None
+            found[1][found[0].size_bytes // 2] ^= 1
+        restart(run)
+        told = taken(run, "t.2")
+        assert (told.source, told.iteration) == ("memory", kept - 1)
+        assert len(told.tried) == 1 and f"memory of iteration {kept}" in told.tried[0] and "digest" in told.tried[0]
+        assert run.completed is not None and run.completed.params_digest == digest
+
+
+def test_the_node_is_lost_and_another_nodes_memory_is_not(rig: Start, spec: TaskSpec, digest: str) -> None:
+    with rig(spec) as run:
+        kept = lose_the_last(run)
+        with OtherNode("n3", run.memory("n3")) as n3:
+            with run.memory("n1").reading(kept) as found:
+                assert found is not None
+                memory_exchange.push(n3, run.task, 0, "n1", *found)
+            gone = MemoryService(node="n1", host="127.0.0.1", port=1, token=TOKEN)
+            restart(run, node="n2", peers=(gone, n3))
+        told = taken(run, "t.2")
+        assert (told.source, told.iteration) == ("peer", kept)
+        assert regrouped(run, "t.2").source == "peer"
+        assert run.completed is not None and run.completed.params_digest == digest
+
+
+def test_storage_is_the_last_resort(rig: Start, spec: TaskSpec, digest: str) -> None:
+    """Both memories are gone; what is on storage is older, and what came after it is trained again."""
+    with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
+        run.start("t.1", fault="stop@iteration=4,at=saving", memory=True)  # 3 is half written
+        run.until(lambda: run.ready("t.1"))
+        run.tell(1, ["t.1"])
+        run.until(lambda: stopped(run.pids["t.1"]))
+        run.signal("t.1", signal.SIGKILL)
+        lose(run, "t.1")
+        restart(run, node="n2")
+        told = taken(run, "t.2")
+        assert (told.source, told.iteration, told.storage_iteration) == ("checkpoint", 2, 2)
+        assert run.completed is not None and run.completed.params_digest == digest
+
+
+def test_from_the_seed_where_there_is_nothing(rig: Start, spec: TaskSpec, digest: str) -> None:
+    with rig(spec) as run:
+        lose_the_last(run)
+        restart(run, node="n2")
+        assert (taken(run, "t.2").source, regrouped(run, "t.2").iteration) == ("init", 1)
+        assert run.completed is not None and run.completed.params_digest == digest
+
+
+def test_the_member_with_the_newest_memory_gives_it_to_all(rig: Start, spec: TaskSpec, digest: str) -> None:
+    """Member 0 is on a node without it."""
+    with rig(spec) as run:
+        lose_the_last(run)
+        run.start("t.2", node="n2", memory=True)
+        run.start("t.3", node="n1", memory=True)
+        run.until(lambda: run.ready("t.2", "t.3"))
+        run.tell(2, ["t.2", "t.3"], joiners=["t.2", "t.3"], urgent=True)
+        complete(run)
+        assert taken(run, "t.3").source == "memory"
+        assert {regrouped(run, worker).source for worker in ("t.2", "t.3")} == {"memory"}
+        assert run.completed is not None and run.completed.params_digest == digest
+
+
+def test_a_sharded_replica_takes_what_all_its_shards_have(rig: Start, spec: TaskSpec) -> None:
+    sharded = replace(spec, tp=2)
+    expected = failure_free(rig, sharded, 1)[1].completed
+    with rig(sharded) as run:
+        for worker in ("t.1", "t.2"):
+            run.start(worker, fault="stop@iteration=4,micro_batch=11", memory=True)
+        run.until(lambda: run.ready("t.1", "t.2"))
+        run.tell(1, ["t.1", "t.2"])
+        for worker in ("t.1", "t.2"):
+            run.until(partial(stopped_worker, run, worker))
+            run.signal(worker, signal.SIGKILL)
+        lose(run, "t.1")
+        lose(run, "t.2")
+        kept = min(head.iteration for shard in (0, 1) for head in run.memory("n1", shard).heads()[:1])
+        with run.memory("n1", shard=1).reading(kept) as found:
+            assert found is not None
+            found[1][100_000] ^= 1  # one shard's alone
+        run.start("t.3", "t.4", memory=True)
+        run.until(lambda: run.ready("t.3", "t.4"))
+        run.tell(2, ["t.3", "t.4"], joiners=["t.3", "t.4"], urgent=True)
+        complete(run)
+        assert taken(run, "t.3").iteration == taken(run, "t.4").iteration == kept - 1
+        assert "another shard" in taken(run, "t.3").tried[0] and "digest" in taken(run, "t.4").tried[0]
+        assert expected is not None and run.completed is not None
+        assert run.completed.params_digest == expected.params_digest
+
+
+def test_intervals_follow_cost_and_failure_rate(rig: Start, spec: TaskSpec) -> None:
+    """A failure a second asks for a capture at every iteration, one a year for the first alone."""
+    free = replace(spec, iterations=40, checkpoint=CheckpointSpec(dir="(the rig says)"))
+    counts = []
+    for mtbf_us in (1_000, 365 * 86400 * 1_000_000):
+        with rig(free) as run:
+            run.start("t.1", memory=True)
+            run.until(lambda: run.ready("t.1"))
+            run.tell(1, ["t.1"], mtbf_us=mtbf_us)
+            complete(run)
+            counts.append(len(run.of(Captured)))
+            assert last_commit(run).iteration == 40
+    assert counts[0] > 8
+    assert counts[1] <= 2
+
+
+def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, digest: str) -> None:
+    """The newcomers take state from those who leave, in place; no source but a live replica is asked."""
+    with rig(spec) as run:
+        run.start("t.1", fault="stop@iteration=3,micro_batch=2", memory=True)
+        run.until(lambda: run.ready("t.1"))
+        run.tell(1, ["t.1"])
+        run.start("t.2", node="n2", memory=True)
+        run.until(lambda: run.ready("t.2"))
+        run.tell(2, ["t.1", "t.2"], joiners=["t.2"])
+        run.until(lambda: stopped(run.pids["t.1"]))
+        run.signal("t.1", signal.SIGCONT)
+        run.until(lambda: run.of(Taken, "t.2"))
+        run.tell(3, ["t.2"], also=["t.1"])
+        run.until(lambda: run.of(Parked, "t.1") or run.completed)
+        run.quit("t.1")
+        complete(run)
+        assert taken(run, "t.2").source == "replica"
+        assert run.completed is not None and run.completed.params_digest == digest
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+def test_who_does_not_know_the_token_gets_nothing(rig: Start, spec: TaskSpec) -> None:
+    memory = Memory.private(1 << 20)
+    with OtherNode("n3", memory) as service:
+        draft = memory.draft(5)
+        assert draft is not None
+        draft.view[:] = b"state"
+        head = draft.seal(4, 1)
+        assert memory_exchange.ask(service, "t", 0) == [head]
+        stranger = replace(service, token="another")
+        with pytest.raises(NoAnswer, match="token"):
+            memory_exchange.ask(stranger, "t", 0)
+        with pytest.raises(NoAnswer, match="token"):
+            memory_exchange.push(stranger, "t", 0, "n1", head, memoryview(b"state"))
+        with pytest.raises(NoAnswer, match="nothing of it"):
+            memory_exchange.ask(service, "t", 1)
+        with pytest.raises(NoAnswer, match="here already"):
+            memory_exchange.push(service, "t", 0, "n1", head, memoryview(b"state"))
+        newer = replace(head, iteration=5)
+        with pytest.raises(NoAnswer, match="digest"):
+            memory_exchange.push(service, "t", 0, "n1", newer, memoryview(b"other"))
+        assert memory.newest() == head
+    memory.close()
