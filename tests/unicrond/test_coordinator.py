@@ -146,7 +146,8 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
         assert digest(state) == digest(coordinator.state)
 
 
-async def test_nodes_lost_one_after_the_other_are_one_decision() -> None:
+async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unicrond.liveness.RECONNECT_US", 0)  # or both would be late from the same moment on
     log, beats = MemoryLog(), MemoryBeatLog()
     names = [f"n{number}" for number in range(1, 6)]
     silent: set[str] = set()
@@ -168,7 +169,7 @@ async def test_nodes_lost_one_after_the_other_are_one_decision() -> None:
         beating = group.create_task(beat_on())
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted) and len(e.assignments[0].replicas) == 5)
         silent.add("n1")
-        await asyncio.sleep(0.35)
+        await asyncio.sleep(0.15)
         silent.add("n2")
         lost: set[str] = set()
         async with asyncio.timeout(20):
