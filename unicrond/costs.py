@@ -28,11 +28,22 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from events import vocabulary as v
 from unicrond.ledger import Account, Charge, Ledger
 from unicrond.state import ClusterState, Incident, Task, TaskStatus
 from unicrond.waf import linear_flops, waf
 
 _SECOND_US = 1_000_000
+#: Events that change no rate, most of the log among them: nothing to add up.
+_FREE = (
+    v.StepCommitted,
+    v.CheckpointSaved,
+    v.StartWorker,
+    v.WorkerStarted,
+    v.WorkerReady,
+    v.SetMembership,
+    v.CommandApplied,
+)
 
 
 class Costs(NamedTuple):
@@ -96,8 +107,10 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
     )
 
 
-def accrue(before: ClusterState, after: ClusterState) -> ClusterState:
-    """`after` with its ledger carried on from `before`; the same where no rate has changed."""
+def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> ClusterState:
+    """`after` the event with its ledger carried on from `before`; the same where no rate has changed."""
+    if isinstance(event, _FREE) or (isinstance(event, v.WorkerRegrouped) and not _completes(after, event)):
+        return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
         return after
     linear = linear_flops(after)
@@ -115,18 +128,22 @@ def accrue(before: ClusterState, after: ClusterState) -> ClusterState:
     return replace(after, ledger=_date_back(_hand_over(ledger, before, after), after))
 
 
+def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
+    """Whoever joins a group before the last one changes nothing yet: the one before trains on, or nobody does."""
+    task = state.tasks.get(event.task)
+    return task is not None and task.confirmed
+
+
 # --- one task --------------------------------------------------------------------------------------
 
 
 def _account(state: ClusterState, task: Task, old: Account, linear: int, *, same: bool) -> Account:
     """The task's account from now on. `same`: nothing about the task itself has changed."""
-    workers = old.workers if same else sum(worker.can_train for worker in task.workers.values())
     incident = _kept_from_training_by(state, task)
     if incident is not None:
         if old.incident:
-            return replace(old, workers=workers, incident=incident.id)
+            return replace(old, incident=incident.id)
         return Account(
-            workers=workers,
             had=old.rate,
             had_since_us=old.since_us,
             lost_from_us=state.now_us,
@@ -134,9 +151,9 @@ def _account(state: ClusterState, task: Task, old: Account, linear: int, *, same
         )
     if same and not old.incident:
         return old
-    rate = _rate(task, old, linear)
+    rate, workers = _rate(task, old, linear)
     if rate == old.rate and not old.incident:
-        return replace(old, workers=workers)
+        return old if workers == old.workers else replace(old, workers=workers)
     return Account(rate=rate, since_us=state.now_us, workers=workers)
 
 
@@ -153,7 +170,7 @@ def _stands(task: Task) -> bool:
     """A group trains: the newest, or the one before it while all that a planned change needs are alive."""
     if task.membership is None or not task.membership.members:
         return False
-    return task.confirmed or (not task.membership.urgent and _all_alive(task))
+    return (task.confirmed or not task.membership.urgent) and _all_alive(task)
 
 
 def _all_alive(task: Task) -> bool:
@@ -161,12 +178,12 @@ def _all_alive(task: Task) -> bool:
     return all(m.worker in task.workers and task.workers[m.worker].can_train for m in members)
 
 
-def _rate(task: Task, old: Account, linear: int) -> int:
-    if task.membership is None or not task.membership.members:
-        return 0
-    if task.confirmed:
-        return waf(task, len(task.membership.members), linear) if _all_alive(task) else 0
-    return old.rate if _stands(task) else 0
+def _rate(task: Task, old: Account, linear: int) -> tuple[int, int]:
+    """What the task achieves now, and the workers that do."""
+    if not _stands(task) or task.membership is None:
+        return 0, 0
+    members = len(task.membership.members)
+    return (waf(task, members, linear), members) if task.confirmed else (old.rate, old.workers)
 
 
 # --- incidents -------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     if isinstance(event, (v.Decision, v.Command)) and envelope.term != state.term:
         return _inert(state)
     after = _FOLDS[type(event)](state, event, envelope)
-    return after if isinstance(event, _FREE) else accrue(state, after)
+    return accrue(state, after, event)
 
 
 def fold_all(state: ClusterState, entries: list[Recorded]) -> ClusterState:
@@ -1015,9 +1015,6 @@ def _inject_fault(state: ClusterState, event: v.InjectFault, _: Envelope) -> Clu
 def _forget_injections(state: ClusterState, node: str) -> ClusterState:
     return replace(state, injections={name: i for name, i in state.injections.items() if i.node != node})
 
-
-#: Events that change no rate at all, most of the log among them: nothing to add up.
-_FREE = (v.StepCommitted, v.CheckpointSaved, v.WorkerStarted, v.CommandApplied, v.SetMembership, v.Heartbeat)
 
 _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeJoined: _node_joined,

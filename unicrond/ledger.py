@@ -16,7 +16,7 @@ ZERO = Decimal(0)
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """One task now. Rates in weighted FLOP/s.
 
-    `rate`: what its group achieves, since `since_us`. `workers`: processes that can fail.
+    `rate`: what its group achieves, since `since_us`. `workers`: how many do.
     While a fault keeps it from training: `had` is the rate before (since `had_since_us`), `lost_from_us` from
     when on that counts as lost, `incident` who is charged.
     """
@@ -41,7 +41,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Totals up to `until_us`, in weighted FLOP/s x microseconds, and the rates that hold from there on.
 
     delivered + detection + transition + sub_health = failure_free, exactly.
-    `healthy`: the WAF of the failure-free cluster now. `exposed_us`: the time that all workers together have run.
+    `healthy`: the WAF of the failure-free cluster now. `exposed_us`: the time that all workers together have trained.
     `failures`: closed incidents that took a process or a node.
     """
 
