@@ -126,11 +126,13 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
         plan = planned(state, solutions, policy)
         if plan is not None:
             batch.add(plan)
-    for task in active_tasks(state):
-        _regroup(batch, task, fresh)
-        if fresh:
-            _staff(batch, task)
-    for task in state.tasks.values():
+    unsettled = [task for task in state.tasks.values() if not _settled(state, task)]
+    for task in unsettled:
+        if task.status is TaskStatus.ACTIVE:
+            _regroup(batch, task, fresh)
+            if fresh:
+                _staff(batch, task)
+    for task in unsettled:
         _end_unwanted(batch, task)
         _drop_state(batch, task)
     for incident in state.incidents.values():
@@ -198,6 +200,7 @@ def _fail_task(batch: Batch, task: Task, policy: Policy) -> None:
 def _isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
     struck = [(task, nodes[0]) for task in active_tasks(state) if len(nodes := _struck_nodes(task, policy)) == 1]
+    window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
     for node in state.nodes.values():
         if node.isolated or node.status is not NodeStatus.UP:
@@ -207,8 +210,7 @@ def _isolate_nodes(batch: Batch, policy: Policy) -> None:
             for task, name in struck
             if name == node.name
         ] + [incident.message for incident in blamed if incident.node == node.name]
-        window_us = int(policy.flap_window_s * _SECOND_US)
-        flaps = [returned_us for returned_us in node.returns_us if returned_us > state.now_us - window_us]
+        flaps = [at_us for at_us in node.returns_us if at_us > state.now_us - window_us] if node.returns_us else []
         if len(flaps) >= policy.flaps_max:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
         if reasons:
@@ -344,6 +346,11 @@ def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
     target = stay + newcomers
     reason = f"plan {batch.state.plan.epoch}: {len(newcomers)} join, {len(current) - len(stay)} leave"
     _set_membership(batch, task, target, urgent=False, reason=reason)
+
+
+def _settled(state: ClusterState, task: Task) -> bool:
+    """Nothing is to be done for the task: in a large cluster this is nearly every one."""
+    return task.status is TaskStatus.ACTIVE and reconcile.staffing(state, task).settled and not _ripe(state, task)
 
 
 def _places(members: tuple[v.Member, ...]) -> list[str]:
@@ -523,7 +530,7 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
         else:
             members = len(task.membership.members) if task.membership else 0
             parts.append(f"{name} goes on with {members} workers in generation {task.generation}")
-    if incident.iterations_lost:
+    if incident.state_from:
         source = _SOURCES.get(incident.state_from, incident.state_from)
         parts.append(f"no replica was left: {incident.iterations_lost} iterations lost, state from {source}")
     return "; ".join(parts)[:1024] or "no task was hit"

@@ -19,12 +19,14 @@ class Staffing(msgspec.Struct, frozen=True):
     """`kept` and `surplus`: whole replicas, by replica number, workers in shard order.
 
     `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes.
+    `settled`: the group is whole, is what the plan wants, and nobody else is there: nothing to do, unless it breaks.
     """
 
     kept: dict[int, tuple[Worker, ...]]
     surplus: dict[int, tuple[Worker, ...]]
     broken: dict[int, tuple[Worker, ...]]
     missing: tuple[Nodes, ...]
+    settled: bool
 
     @property
     def starting(self) -> bool:
@@ -74,7 +76,10 @@ def _staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
             kept[number] = whole[number]
         else:
             surplus[number] = whole[number]
-    return Staffing(kept, surplus, broken, tuple(sorted(wanted.elements())))
+    missing = tuple(sorted(wanted.elements()))
+    in_group = all(w.status is WorkerStatus.MEMBER and w.generation == task.generation for w in task.workers.values())
+    settled = in_group and members == task.workers.keys() and not (missing or surplus or broken)
+    return Staffing(kept, surplus, broken, missing, settled)
 
 
 def members_of(replicas: dict[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
