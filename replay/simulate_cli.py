@@ -217,7 +217,7 @@ def _print(made: Comparison) -> None:
         if core is not None and row.policy == base:
             print(
                 f"\n{row.policy}'s core, first seed: {core.events:,} events, {core.plans} plans, {core.memberships} "
-                f"memberships; CPU {core.cpu_s:.2f} s, longest decision {1000 * core.decide_s_max:.1f} ms"
+                f"memberships; {core.cpu_s:.2f} s of CPU, {core.decide_ms:.2f} ms a decision (median)"
             )
 
 

@@ -14,6 +14,7 @@ The simulator has no policy of Unicron's own; it drives `unicrond`'s (see `core_
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,6 +112,9 @@ def simulate(
     world = World(workload, trace, assumptions, own_ratio)
     kind, _, count = policy.partition(":")
     running = HotSpare(world, int(count or 1)) if kind == "hot-spare" else _POLICIES[kind](world)
+    began_s = time.process_time()
     world.play(running)
     core = running.work if isinstance(running, CoreDriver) else None
+    if core is not None:
+        core.cpu_s = time.process_time() - began_s
     return Outcome(policy, own_ratio, trace, world.meter.total(), tuple(world.meter.rates), core)
