@@ -138,7 +138,7 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
         await log.append([observation(joined(), 1)])
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
         async with asyncio.timeout(5):
-            while coordinator.state.seq < await log.last_seq():
+            while coordinator.state.seq < await log.last_seq():  # noqa: ASYNC110  (its own loop is what we wait for)
                 await asyncio.sleep(0)
         state = ClusterState()
         async for entry in log.read(until_seq=coordinator.state.seq):
