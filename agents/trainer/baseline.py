@@ -19,7 +19,7 @@ Pure: durations come in, limits go out. Durations in microseconds.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from statistics import median, median_low
 
 WARM_UP = 3
 WINDOW = 32
@@ -99,7 +99,7 @@ class Baseline:
         """The recent duration, once, when the iterations have become slow; else 0."""
         if len(self._durations) < WINDOW:
             return 0
-        recent_us, window_us = median(self._recent), median(self._durations)
+        recent_us, window_us = median_low(self._recent), median(self._durations)
         if not self._best_us or window_us < self._best_us:
             self._best_us = window_us
             noise_us = median(abs(duration - window_us) for duration in self._durations)

@@ -76,7 +76,7 @@ class Detection:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
         self._free_us = now_us()
         self._compute_us = 0
-        self._saved = False
+        self._saving_us = 0
         self._sightings: list[Sighting] = []
 
     # --- where the iteration stands --------------------------------------------------------------
@@ -106,7 +106,7 @@ class Detection:
         took_us = now_us() - began_us
         if limit_us:
             self._mark.limit_us = limit_us + took_us
-        self._saved |= _SAVING * took_us > self._baseline.usual_us
+        self._saving_us += took_us
 
     def computed(self) -> None:
         """All own micro-batches are done; from here on the worker waits for others."""
@@ -119,8 +119,9 @@ class Detection:
 
     def committed(self, iteration: int, duration_us: int, group: Group) -> None:
         """The iteration is over, after `duration_us`."""
-        self._baseline.add(duration_us, checkpoint=self._saved or self._is_saving(iteration))
-        self._saved = False
+        saved = _SAVING * self._saving_us > duration_us
+        self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
+        self._saving_us = 0
         self._limit_collectives(group)
 
     def _is_saving(self, iteration: int) -> bool:

@@ -61,12 +61,12 @@ def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
     def blames(rig: Rig) -> list[tuple[str, Degraded]]:
         return [(worker, m) for worker, m in rig.said if isinstance(m, Degraded) and m.slowest == "t.2"]
 
-    rig = trained(server, tmp_path, odd_task(data, "slow", 2, 60), blames)
+    rig = trained(server, tmp_path, odd_task(data, "slow", 2, 45), blames)
     worker, told = blames(rig)[0]
     assert worker == "t.1", "the lead tells"
     assert told.iteration_us > 1.1 * told.usual_us
-    assert told.compute_us > told.others_us + 10_000
-    assert told.iteration >= 60
+    assert told.compute_us > told.others_us + 50_000
+    assert told.iteration >= 45
 
 
 @pytest.mark.parametrize(("what", "sign"), [("spike", "loss"), ("gradient", "gradient_norm")])
