@@ -46,6 +46,7 @@ from unicrond.plan_problems import worker_mtbf_us
 from unicrond.planning.problem import ProblemError
 from unicrond.state import TaskStatus, digest, to_json
 from unicrond.task_file import understood
+from unicrond.timeouts import contradictions
 from unicrond.what_if import BadChange, Changes, foreseen, what_if
 from unicrond.work import achieved_waf, delivered_flop
 
@@ -201,7 +202,8 @@ class Api:
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
-        return await self._append(TaskSubmitted(spec=spec), {"task": spec.name}, 201)
+        warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env)
+        return await self._append(TaskSubmitted(spec=spec), {"task": spec.name, "warnings": warnings}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a task; its workers stop, its checkpoints stay."""

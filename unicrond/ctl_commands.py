@@ -199,6 +199,8 @@ def submit(options: argparse.Namespace) -> None:
         _say(options, {"task": spec.name, "ok": True}, f"{options.file}: task {spec.name} is well described")
         return
     answer = client_of(options).submit(msgspec.to_builtins(spec))
+    for warning in answer.get("warnings", ()):
+        print(f"warning: {warning}", file=sys.stderr)
     _say(options, answer, f"task {spec.name} is submitted, at sequence {answer.get('seq')}")
 
 

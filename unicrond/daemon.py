@@ -33,6 +33,7 @@ from unicrond.log_keeper import LogKeeper
 from unicrond.log_reading import LogReader
 from unicrond.nats_snapshots import NatsSnapshotStore
 from unicrond.snapshots import Snapshots
+from unicrond.timeouts import contradictions
 
 log = logging.getLogger("unicrond")
 
@@ -91,6 +92,8 @@ async def _serve_until_stopped(
         severity=config.severity,
         snapshots=snapshots,
     )
+    for warning in contradictions(config.policy, config.heartbeat_s, {}):
+        log.warning("%s", warning)
     if config.injection:
         log.warning("injection is on: whoever reaches the API may order faults")
     token = read_secret(config.api.token_file) if config.api.token_file else ""

@@ -1,0 +1,51 @@
+"""Times that contradict each other are named; the defaults do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from agents.trainer.context import Patience
+from unicrond.policy import Policy
+from unicrond.timeouts import TRAINER_DEFAULTS, contradictions
+
+
+def test_the_defaults_are_consistent() -> None:
+    assert contradictions(Policy(), 1.0, {}) == []
+
+
+def test_the_defaults_are_the_trainers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TRAINER_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    patience = Patience.from_environment()
+    assert list(TRAINER_DEFAULTS.values()) == [
+        patience.fault_wait_s,
+        patience.lease_s,
+        patience.collective_timeout_s,
+        patience.hang_floor_s,
+        patience.start_s,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "heartbeat_s", "env", "name"),
+    [
+        (Policy(), 1.0, {"UNICRON_FAULT_WAIT_S": "20"}, "UNICRON_FAULT_WAIT_S"),
+        (Policy(regroup_s=300.0), 1.0, {}, "UNICRON_FAULT_WAIT_S"),
+        (Policy(), 40.0, {"UNICRON_FAULT_WAIT_S": "300"}, "UNICRON_LEASE_S"),
+        (Policy(), 1.0, {"UNICRON_LEASE_S": "3"}, "UNICRON_LEASE_S"),
+        (Policy(), 1.0, {"UNICRON_COLLECTIVE_TIMEOUT_S": "2"}, "UNICRON_COLLECTIVE_TIMEOUT_S"),
+        (Policy(), 1.0, {"UNICRON_COLLECTIVE_TIMEOUT_S": "1800"}, "UNICRON_COLLECTIVE_TIMEOUT_S"),
+        (Policy(), 1.0, {"UNICRON_START_S": "5", "UNICRON_HANG_FLOOR_S": "9"}, "UNICRON_START_S"),
+        (Policy(symptom_window_s=5.0), 1.0, {}, "policy.symptom_window_s"),
+        (Policy(exit_s=70.0), 1.0, {}, "policy.exit_s"),
+    ],
+)
+def test_a_contradiction_is_named_by_its_field(
+    policy: Policy, heartbeat_s: float, env: dict[str, str], name: str
+) -> None:
+    found = contradictions(policy, heartbeat_s, env)
+    assert [sentence.partition(":")[0] for sentence in found] == [name]
+
+
+def test_what_is_no_number_is_the_trainers_to_refuse() -> None:
+    assert contradictions(Policy(), 1.0, {"UNICRON_LEASE_S": "soon"}) == []
