@@ -22,7 +22,8 @@ class Patience:
     baseline.py); and how many bytes of gradients it reduces at a time.
 
     `hang_floor_s`: no iteration is late before that. `start_s`: as long as nothing is known of its iterations.
-    `checksum_every`: iterations from one comparison of the replicas' parameters to the next, 0: never.
+    `checksum_every`: iterations from one comparison of the replicas' parameters to the next, 0: never. `standby_max`:
+    standby groups are kept for so many replicas at most, 0: never.
     """
 
     fault_wait_s: float
@@ -32,12 +33,13 @@ class Patience:
     hang_floor_s: float = 1.0
     start_s: float = 600.0
     checksum_every: int = 50
+    standby_max: int = 8
 
     @staticmethod
     def from_environment() -> Patience:
         """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600), UNICRON_HANG_FLOOR_S
-        (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB) and UNICRON_CHECKSUM_EVERY (50), which must be the
-        same for all workers of a task."""
+        (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50) and UNICRON_STANDBY_MAX
+        (8), which must be the same for all workers of a task."""
         return Patience(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
@@ -45,14 +47,15 @@ class Patience:
             bucket_bytes=_bytes("UNICRON_BUCKET_BYTES", 32 * 1024 * 1024),
             hang_floor_s=_seconds("UNICRON_HANG_FLOOR_S", 1.0),
             start_s=_seconds("UNICRON_START_S", 600.0),
-            checksum_every=_iterations("UNICRON_CHECKSUM_EVERY", 50),
+            checksum_every=_count("UNICRON_CHECKSUM_EVERY", 50, "iterations"),
+            standby_max=_count("UNICRON_STANDBY_MAX", 8, "replicas"),
         )
 
 
-def _iterations(name: str, default: int) -> int:
+def _count(name: str, default: int, of: str) -> int:
     text = os.environ.get(name, "")
     if text and not text.isdecimal():
-        raise ValueError(f"{name}: {text!r} is no number of iterations; give a whole one, 0 for never, or leave it out")
+        raise ValueError(f"{name}: {text!r} is no number of {of}; give a whole one, 0 for never, or leave it out")
     return int(text) if text else default
 
 

@@ -4,40 +4,30 @@ Rules
 -----
 * The group is a bare ProcessGroupGloo or ProcessGroupNCCL, not registered in torch's default world, so that it can
   be replaced at every change of membership without touching anything of Megatron's.
-* Forming happens in a thread of its own. Each member sets a key under "gen/<task>/<generation>/<shard>" in the
-  membership's store and waits for all keys; only then does it connect. A newer membership supersedes the attempt:
-  the main thread walks away, the thread closes whatever it still gets.
+* How it is formed: `forming.py`.
 * Every collective is asynchronous; the main thread waits for it in the agent channel, so an urgent membership or a
   Quit interrupts it.
 * A group is left *at once*: gloo neither aborts nor times out a collective whose peer is silent, and destroying the
   group blocks until its timeout (measured). What does work, within a millisecond, is to shut down the group's own
   sockets: every operation in flight fails, here and at the peers, who otherwise notice a death one hop at a time.
-  The sockets are those connected ones that appeared while the group was built (the listening one must be left
-  alone, or gloo's accept loop ends the process).
+  The listening socket must be left alone, or gloo's accept loop ends the process.
 * An error is kept as text, never as an exception object: a traceback would keep the group alive.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from agents.trainer.channel import AgentChannel
+from agents.trainer.forming import Attempt, Place, shut_down
 from agents.trainer.marks import Marker
-from events.vocabulary import StoreAddress
 
-_MEET_TIMEOUT = timedelta(seconds=10)
-#: How long one look for the others' keys may take; it holds up nobody, but torch warns at the end of each.
-_LOOK_AGAIN = timedelta(seconds=60)
 _POLL_CUDA_S = 0.002
 _CLOSE_TIMEOUT_S = 1.0
 #: Groups with an operation that would not end: destroying them could block, so they live as long as the process.
@@ -224,17 +214,17 @@ class _InFlight:
 
 
 def form(
-    *, channel: AgentChannel, store: StoreAddress, prefix: str, generation: int, rank: int, size: int,
-    address: str, device: torch.device, collective_timeout_s: float, timeout_s: float | None,
+    place: Place, generation: int, channel: AgentChannel, timeout_s: float | None,
+    standby: tuple[str, Attempt] | None = None,
 ) -> Group:  # fmt: skip
     """Form the group of `generation` with its other members; returns when this member is connected to all.
 
-    Raises Superseded when a newer membership (urgent or not) comes meanwhile, Broken when forming fails or takes
-    longer than `timeout_s`, QuitAsked.
+    `standby`: a group that may be used instead. Raises Superseded when a newer membership (urgent or not) comes
+    meanwhile, Broken when forming fails or takes longer than `timeout_s`, QuitAsked.
     """
-    if size == 1:
-        return Group(None, {}, generation, rank, size, channel, device)
-    attempt = _Attempt(store, prefix, rank, size, address, device, timedelta(seconds=collective_timeout_s), channel)
+    if place.size == 1:
+        return Group(None, {}, generation, place.rank, place.size, channel, place.device)
+    attempt = Attempt(place, channel, standby)
     try:
         in_time = channel.wait(lambda: attempt.over or channel.newest(generation) is not None, timeout_s)
     except BaseException:
@@ -247,114 +237,4 @@ def form(
         if in_time:
             raise Superseded(f"generation {generation} was superseded while it formed")
         raise Broken(f"not all members of generation {generation} came within {timeout_s} s")
-    return Group(process_group, sockets, generation, rank, size, channel, device)
-
-
-class _Attempt:
-    """One thread's attempt at forming a group, which the main thread may walk away from."""
-
-    def __init__(
-        self, store: StoreAddress, prefix: str, rank: int, size: int, address: str, device: torch.device,
-        collective_timeout: timedelta, channel: AgentChannel,
-    ) -> None:  # fmt: skip
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._process_group: object | None = None
-        self._sockets: dict[int, str] = {}
-        self._error: str | None = None
-        self.over = False
-        self._arguments = (store, prefix, rank, size, address, device, collective_timeout)
-        self._channel = channel
-        threading.Thread(target=self._run, name=f"form {prefix}", daemon=True).start()
-
-    def take(self) -> tuple[object | None, dict[int, str], str | None]:
-        """The result; from now on a later one is closed by the thread itself."""
-        with self._lock:
-            self._abandoned = True
-            process_group, self._process_group = self._process_group, None
-            return process_group, self._sockets, self._error
-
-    def abandon(self) -> None:
-        self.take()
-
-    def _run(self) -> None:
-        process_group: object | None = None
-        sockets: dict[int, str] = {}
-        error: str | None = None
-        try:
-            process_group, sockets = self._build(*self._arguments)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        with self._lock:
-            if self._abandoned:
-                shut_down(sockets)
-            else:
-                self._process_group, self._sockets, self._error = process_group, sockets, error
-            self.over = True
-        del process_group
-        self._channel.wake()
-
-    def _build(
-        self, address: StoreAddress, prefix: str, rank: int, size: int, own_address: str, device: torch.device,
-        collective_timeout: timedelta,
-    ) -> tuple[object | None, dict[int, str]]:  # fmt: skip
-        server = dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
-        store = dist.PrefixStore(prefix, server)
-        store.set(f"here/{rank}", b"1")
-        everyone = [f"here/{member}" for member in range(size)]
-        while not self._abandoned:
-            try:
-                store.wait(everyone, _LOOK_AGAIN)
-                break
-            except dist.DistStoreError:
-                continue
-        if self._abandoned:
-            return None, {}
-        before = _connected_sockets()
-        process_group = _connect(store, rank, size, own_address, device, collective_timeout)
-        after = _connected_sockets()
-        return process_group, {fd: name for fd, name in after.items() if before.get(fd) != name}
-
-
-def _connect(
-    store: object, rank: int, size: int, address: str, device: torch.device, collective_timeout: timedelta
-) -> object:
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = collective_timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = collective_timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _connected_sockets() -> dict[int, str]:
-    """This process's connected TCP sockets: descriptor -> the kernel's name of the socket."""
-    found: dict[int, str] = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            name = os.readlink(entry)  # noqa: PTH115 (Path.readlink would normalise the name)
-            if name.startswith("socket:") and _is_connected(int(entry.name)):
-                found[int(entry.name)] = name
-    return found
-
-
-def _is_connected(fd: int) -> bool:
-    with socket.socket(fileno=os.dup(fd)) as duplicate:
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        duplicate.getpeername()
-        return True
-
-
-def shut_down(sockets: dict[int, str]) -> None:
-    """Shut down those of the sockets that still are what they were when they were found."""
-    for fd, name in sockets.items():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}") != name:  # noqa: PTH115
-                continue
-            with socket.socket(fileno=os.dup(fd)) as duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
+    return Group(process_group, sockets, generation, place.rank, place.size, channel, place.device)

@@ -331,6 +331,8 @@ class Hook:
             self._regroup(target)
         else:
             self._ledger.deal(self._fair_hand() if hand is None else hand, redone=False)
+            if self._membership is not None:
+                self._rendezvous.stand_by(self._membership)
 
     def _observe(self, iteration: int, total: Total, duration_us: int) -> None:
         membership, group = self._membership, self._group()

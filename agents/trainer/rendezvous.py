@@ -22,9 +22,11 @@ from typing import TypeVar
 from agents.trainer.channel import QuitAsked
 from agents.trainer.context import Context
 from agents.trainer.faults import classify_broken
+from agents.trainer.forming import Place
 from agents.trainer.group import Broken, Group, Superseded, form
 from agents.trainer.messages import Membership, Trouble
 from agents.trainer.regrouping import Position, Verdict, judge
+from agents.trainer.standby import Standby
 from events.vocabulary import Phase
 
 T = TypeVar("T")
@@ -59,6 +61,7 @@ class Rendezvous:
         self._context = context
         self._channel = context.channel
         self._replica = context.replica
+        self._standby = Standby(context.channel, context.patience.standby_max)
         self.group: Group | None = None
         self.generation = 0
 
@@ -94,6 +97,26 @@ class Rendezvous:
         if self.group is not None:
             self.group.close()
             self.group = None
+
+    def stand_by(self, membership: Membership) -> None:
+        """Prepare for the next loss, once in each generation; called where an iteration has been committed in it."""
+        if self.group is not None and self._standby.generation != self.generation == membership.generation:
+            launch = self._context.launch
+            workers = [member.worker for member in membership.members if member.shard == launch.shard]
+            prefix = f"standby/{launch.task}/{self.generation}/{launch.shard}"
+            self._standby.prepare(self.generation, workers, self._place(membership, workers, prefix))
+
+    def _place(self, membership: Membership, workers: list[str], prefix: str) -> Place:
+        launch = self._context.launch
+        return Place(
+            store=membership.store,
+            prefix=prefix,
+            rank=workers.index(launch.worker),
+            size=len(workers),
+            address=launch.address,
+            device=self._replica.device,
+            collective_timeout_s=self._context.patience.collective_timeout_s,
+        )
 
     def report(self, failure: Broken, iteration: int, phase: Phase) -> None:
         """Tell the agent of a broken group, unless the answer is already here."""
@@ -149,22 +172,14 @@ class Rendezvous:
     ) -> Verdict:
         launch, injection = self._context.launch, self._context.injection
         mine = [member for member in membership.members if member.shard == launch.shard]
-        rank = [member.worker for member in mine].index(launch.worker)
         injection.fire("forming", position.iteration, self.generation)
 
+        workers = [member.worker for member in mine]
+        place = self._place(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
+
         def meet() -> None:
-            self.group = form(
-                channel=self._channel,
-                store=membership.store,
-                prefix=f"gen/{launch.task}/{membership.generation}/{launch.shard}",
-                generation=membership.generation,
-                rank=rank,
-                size=len(mine),
-                address=launch.address,
-                device=self._replica.device,
-                collective_timeout_s=self._context.patience.collective_timeout_s,
-                timeout_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
-            )
+            timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self.group = form(place, membership.generation, self._channel, timeout_s, self._standby.offer(workers))
 
         self.together(meet)
         group = self.group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import torch.distributed as dist
 
 from agents.trainer import group as group_module
 from agents.trainer.channel import AgentChannel
+from agents.trainer.forming import Attempt, Place
 from agents.trainer.group import Broken, Group, Superseded, form
 from agents.trainer.messages import Launch, Membership
+from agents.trainer.standby import Standby
 from events.vocabulary import StoreAddress, TaskSpec
 
 CPU = torch.device("cpu")
@@ -40,10 +43,8 @@ def channels() -> Iterator[tuple[AgentChannel, AgentChannel]]:
 
 
 def meet(store: StoreAddress, channel: AgentChannel, rank: int, size: int = 2, timeout_s: float | None = 30) -> Group:
-    return form(
-        channel=channel, store=store, prefix="gen/t/1/0", generation=1, rank=rank, size=size, address="127.0.0.1",
-        device=CPU, collective_timeout_s=60, timeout_s=timeout_s,
-    )  # fmt: skip
+    place = Place(store, "gen/t/1/0", rank, size, "127.0.0.1", CPU, collective_timeout_s=60)
+    return form(place, 1, channel, timeout_s)
 
 
 def both(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> tuple[Group, Group]:
@@ -111,3 +112,75 @@ def test_forming_is_given_up_for_a_newer_membership(
 def test_forming_is_bounded(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     with pytest.raises(Broken, match=r"within 0\.1 s"):
         meet(store, channels[0], 0, timeout_s=0.1)
+
+
+# --- standby groups ------------------------------------------------------------------------------
+
+
+def place(store: StoreAddress, prefix: str, rank: int, size: int = 2) -> Place:
+    return Place(store, prefix, rank, size, "127.0.0.1", CPU, collective_timeout_s=60)
+
+
+def attempts(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], prefix: str,
+    standby: tuple[tuple[str, Attempt] | None, tuple[str, Attempt] | None] = (None, None),
+) -> list[Attempt]:  # fmt: skip
+    """Both members' attempts, when they are over."""
+    made = [Attempt(place(store, prefix, rank), channels[rank], standby[rank]) for rank in range(2)]
+    for channel, attempt in zip(channels, made, strict=True):
+        assert channel.wait(lambda attempt=attempt: attempt.over, 30)  # type: ignore[misc]
+    return made
+
+
+def test_a_standby_group_is_used_where_all_have_it(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
+) -> None:
+    one, other = attempts(store, channels, "standby/t/1/0/2")
+    standing = one._process_group
+    used = attempts(store, channels, "gen/t/2/0", (("1/2", one), ("1/2", other)))
+    assert used[0].take()[0] is standing
+    assert not one.succeeded, "it is used once"
+    used[1].abandon()
+
+
+@pytest.mark.parametrize("theirs", [None, "1/1"])
+def test_a_standby_group_that_one_lacks_is_used_by_nobody(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], theirs: str | None
+) -> None:
+    one, other = attempts(store, channels, "standby/t/1/0/2")
+    formed = attempts(store, channels, "gen/t/2/0", (("1/2", one), None if theirs is None else (theirs, other)))
+    assert all(attempt.succeeded for attempt in formed)
+    assert one.succeeded, "it was left alone"
+    for attempt in (one, other, *formed):
+        attempt.abandon()
+
+
+def test_standby_groups_are_those_without_one_replica(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
+) -> None:
+    standbys = [Standby(channel, 8) for channel in channels]
+    for rank, standby in enumerate(standbys):
+        standby.prepare(1, ["t.1", "t.2", "t.3"], place(store, "standby/t/1/0", rank, 3))
+    for rank, standby in enumerate(standbys):
+        assert channels[rank].wait(lambda standby=standby: standby.offer(["t.1", "t.2"]), 30)  # type: ignore[misc]
+        assert standby.offer(["t.1", "t.3"]) is None, "t.3 does not build any"
+        assert standby.offer(["t.1", "t.2", "t.3"]) is None
+    for rank, standby in enumerate(standbys):
+        standby.prepare(2, ["t.1", "t.2"], place(store, "standby/t/2/0", rank))
+        assert standby.offer(["t.1"]) is None, "a group of one needs nobody"
+        standby.close()
+
+
+def test_a_stranger_is_left_connected(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
+    """A connection that somebody else in the process makes while a group forms is none of the group's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = Attempt(place(store, "gen/t/1/0", 0), channels[0])
+        with socket.create_connection(listener.getsockname()) as stranger, listener.accept()[0] as theirs:
+            second = Attempt(place(store, "gen/t/1/0", 1), channels[1])
+            for channel, attempt in zip(channels, (first, second), strict=True):
+                assert channel.wait(lambda attempt=attempt: attempt.over, 30)  # type: ignore[misc]
+            assert first._sockets and second._sockets
+            first.abandon()
+            second.abandon()
+            stranger.sendall(b"still here")
+            assert theirs.recv(100) == b"still here"

@@ -1,0 +1,215 @@
+"""Forming a group: its members meet in a store, connect to each other, and know which sockets are the group's.
+
+Rules
+-----
+* Forming happens in a thread of its own. A newer membership supersedes the attempt: the main thread walks away, the
+  thread closes whatever it still gets.
+* Each member says under the attempt's prefix in the membership's store which port it listens on, and waits for all
+  others to have said theirs; only then does it connect.
+* Before that it says which standby group it could use instead (`standby.py`), if any. Who has one waits for what the
+  others say; where all name the same one, that is the group, and nothing is connected any more. Else nobody uses one:
+  all members read the same words, so they agree. With a standby comes its connection to the store, which saves as
+  much again.
+* To leave a group at once its sockets are shut down (`group.py`), so they must be known for certain, also while other
+  groups form in other threads and the user's code opens sockets of its own. With gloo they are known by their ports:
+  every group listens on a port of its own, an accepted connection has it on this side, one made to a member has that
+  member's on the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from agents.trainer.channel import AgentChannel
+from events.vocabulary import StoreAddress
+
+_MEET_TIMEOUT = timedelta(seconds=10)
+#: How long one look for the others' words may take; it holds up nobody, but torch warns at the end of each.
+_LOOK_AGAIN = timedelta(seconds=60)
+_NO_STANDBY = "-"
+#: While a device is made, the listening socket that appears is its own.
+_listening = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A member's place in a group that is to be formed. `address`: its own, to listen on."""
+
+    store: StoreAddress
+    prefix: str
+    rank: int
+    size: int
+    address: str
+    device: torch.device
+    collective_timeout_s: float
+
+
+class Attempt:
+    """One thread's attempt at forming a group, which the main thread may walk away from. `over`: it has succeeded or
+    failed."""
+
+    def __init__(self, place: Place, channel: AgentChannel, standby: tuple[str, Attempt] | None = None) -> None:
+        self._place = place
+        self._channel = channel
+        self._standby = standby
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._process_group: object | None = None
+        self._sockets: dict[int, str] = {}
+        self._error: str | None = None
+        self._server: object | None = None
+        self.over = False
+        threading.Thread(target=self._run, name=f"form {place.prefix}", daemon=True).start()
+
+    @property
+    def succeeded(self) -> bool:
+        with self._lock:
+            return self._process_group is not None
+
+    def server(self, address: StoreAddress) -> object:
+        """A connection to the store at that address: this attempt's own, once, where it was to the same one."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None and address == self._place.store and self.over:
+            return server
+        return _connect_store(address)
+
+    def take(self) -> tuple[object | None, dict[int, str], str | None]:
+        """The process group, its sockets, and what went wrong; from now on a later result is closed by the thread."""
+        with self._lock:
+            self._abandoned = True
+            process_group, self._process_group = self._process_group, None
+            return process_group, self._sockets, self._error
+
+    def abandon(self) -> None:
+        """Walk away, and close what there is."""
+        process_group, sockets, _ = self.take()
+        if process_group is not None:
+            shut_down(sockets)
+
+    def _run(self) -> None:
+        process_group: object | None = None
+        sockets: dict[int, str] = {}
+        error: str | None = None
+        try:
+            process_group, sockets = self._build(self._place)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        with self._lock:
+            if self._abandoned:
+                shut_down(sockets)
+            else:
+                self._process_group, self._sockets, self._error = process_group, sockets, error
+            self.over = True
+        del process_group
+        self._channel.wake()
+
+    def _build(self, place: Place) -> tuple[object | None, dict[int, str]]:
+        name, standby = self._standby or (_NO_STANDBY, None)
+        self._server = _connect_store(place.store) if standby is None else standby.server(place.store)
+        store = dist.PrefixStore(place.prefix, self._server)
+        store.set(f"standby/{place.rank}", name)
+        if standby is not None:
+            names = self._said(store, "standby")
+            if names is not None and set(names) == {name}:
+                process_group, sockets, _ = standby.take()
+                return process_group, sockets
+        if place.device.type == "cuda":
+            store.set(f"port/{place.rank}", "0")
+            if self._said(store, "port") is None:
+                return None, {}
+            before = dict(_connected())
+            process_group = _connect_nccl(store, place)
+            return process_group, {fd: name for fd, (name, _) in _connected().items() if fd not in before}
+        device, port = _listen(place.address)
+        store.set(f"port/{place.rank}", str(port))
+        ports = self._said(store, "port")
+        if ports is None:
+            return None, {}
+        process_group = _connect_gloo(store, place, device)
+        return process_group, _sockets_of(port, {int(said) for said in ports})
+
+    def _said(self, store: object, what: str) -> list[str] | None:
+        """What all members say, as soon as all have; None where the attempt was abandoned."""
+        everyone = [f"{what}/{member}" for member in range(self._place.size)]
+        while not self._abandoned:
+            try:
+                store.wait(everyone, _LOOK_AGAIN)  # type: ignore[attr-defined]
+            except dist.DistStoreError:
+                continue
+            return [bytes(said).decode() for said in store.multi_get(everyone)]  # type: ignore[attr-defined]
+        return None
+
+
+def _connect_store(address: StoreAddress) -> object:
+    return dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
+
+
+def _connect_nccl(store: object, place: Place) -> object:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=place.collective_timeout_s)
+    return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+
+
+def _connect_gloo(store: object, place: Place, device: object) -> object:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=place.collective_timeout_s)
+    options._devices = [device]
+    return dist.ProcessGroupGloo(store, place.rank, place.size, options)
+
+
+def _listen(address: str) -> tuple[object, int]:
+    """A gloo device, and the port it listens on."""
+    with _listening:
+        before = {name for _, name, _ in _tcp_sockets(listening=True)}
+        device = dist.ProcessGroupGloo.create_device(hostname=address)
+        (port,) = [found.getsockname()[1] for _, name, found in _tcp_sockets(listening=True) if name not in before]
+    return device, port
+
+
+def _sockets_of(own: int, ports: Collection[int]) -> dict[int, str]:
+    """The sockets of the group whose members listen on these ports: descriptor -> the kernel's name."""
+    return {fd: name for fd, (name, (here, there)) in _connected().items() if here == own or there in ports}
+
+
+def _connected() -> dict[int, tuple[str, tuple[int, int]]]:
+    """Connected TCP sockets: descriptor -> name, ports on this side and on the other."""
+    found = {}
+    for fd, name, duplicate in _tcp_sockets(listening=False):
+        with contextlib.suppress(OSError):
+            found[fd] = (name, (duplicate.getsockname()[1], duplicate.getpeername()[1]))
+    return found
+
+
+def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
+    """This process's TCP sockets: descriptor, the kernel's name, a duplicate that lives until the next."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            name = os.readlink(entry)  # noqa: PTH115 (Path.readlink would normalise the name)
+            if not name.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as duplicate:
+                if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listening:
+                    yield int(entry.name), name, duplicate
+
+
+def shut_down(sockets: dict[int, str]) -> None:
+    """Shut down those of the sockets that still are what they were when they were found."""
+    for fd, name in sockets.items():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}") != name:  # noqa: PTH115
+                continue
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
