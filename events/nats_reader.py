@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1
 SILENCE_S = 3.0
 INACTIVE_S = 30
+BATCH = 500
 
 
 _ACK = b"$JS.ACK."
@@ -68,7 +69,26 @@ async def read_stream(
     headers_only: bool = False,
     resume: bool = True,
 ) -> AsyncGenerator[Stored, None]:
-    """Messages of `stream` in order, for ever.
+    """Messages of `stream` in order, for ever: `read_batches`, one by one."""
+    batches = read_batches(
+        connection, stream, start=start, filter_subjects=filter_subjects, headers_only=headers_only, resume=resume
+    )
+    async with aclosing(batches):
+        async for batch in batches:
+            for stored in batch:
+                yield stored
+
+
+async def read_batches(
+    connection: Connection,
+    stream: str,
+    *,
+    start: dict[str, Any],
+    filter_subjects: Sequence[str] = (),
+    headers_only: bool = False,
+    resume: bool = True,
+) -> AsyncGenerator[list[Stored], None]:
+    """Messages of `stream` in order, for ever; each time those that are there, at most BATCH.
 
     `start`: where to begin, in the words of JetStream's consumer configuration ("deliver_policy" and
     what belongs to it). After an interruption, reading goes on right after what was read last, or with
@@ -82,11 +102,11 @@ async def read_stream(
         try:
             await consumer.open({**start, "filter_subjects": list(filter_subjects), "headers_only": headers_only})
             async with aclosing(consumer.messages()) as messages:
-                async for stored in messages:
+                async for batch in messages:
                     if resume:
-                        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": stored.seq + 1}
+                        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": batch[-1].seq + 1}
                     patience.succeed()
-                    yield stored
+                    yield batch
         except (_Interrupted, Unanswered, ApiError, nats.errors.Error) as error:
             logger.info("reading %s was interrupted (%s); going on", stream, error)
             interruption = error
@@ -129,8 +149,9 @@ class _Consumer:
         message = await self._session.request(f"$JS.API.{subject}", json.dumps(request).encode())
         answer(subject, message.data)
 
-    async def messages(self) -> AsyncGenerator[Stored, None]:
+    async def messages(self) -> AsyncGenerator[list[Stored], None]:
         delivered = 0
+        batch: list[Stored] = []
         lost = asyncio.create_task(self._session.lost.wait())
         lost.add_done_callback(lambda _: self._arrived.set())
         try:
@@ -139,14 +160,22 @@ class _Consumer:
                 while self._queue:
                     message = self._queue.popleft()
                     if not message.reply.startswith(_ACK):
+                        if batch:
+                            yield batch
+                            batch = []
                         await self._control(message)
                         continue
                     headers = parse_headers(message.headers)[1] if self._with_headers else None
                     number, stored = _stored(message.reply.decode(), message.subject.decode(), message.body, headers)
                     delivered += 1
                     if number != delivered:
+                        if batch:
+                            yield batch
                         raise _Interrupted(f"delivery {delivered} was lost before sequence {stored.seq}")
-                    yield stored
+                    batch.append(stored)
+                    if len(batch) == BATCH or not self._queue:
+                        yield batch
+                        batch = []
         finally:
             lost.cancel()
 

@@ -45,22 +45,32 @@ class NatsSource:
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
         seq = after_seq
-        async with aclosing(self._log.read(after_seq, until_seq=self._last_seq)) as entries:
+        async with aclosing(self._batches(after_seq)) as batches:
             while seq < self._last_seq:
-                chunk: list[Entry] = []
                 try:
                     async with asyncio.timeout(STALL_S):
-                        async for entry in entries:
-                            chunk.append(entry)
-                            if len(chunk) == CHUNK_ENTRIES:
-                                break
+                        batch = await anext(batches)
                 except TimeoutError:
                     raise LogUnavailable(
-                        f"{self._connection.urls}: only {len(chunk)} entries after entry {seq} of {self._last_seq}"
+                        f"{self._connection.urls}: nothing after entry {seq} of {self._last_seq}"
                         f" in {STALL_S:g} s; is the server up?"
                     ) from None
-                seq = chunk[-1].seq
-                yield Chunk(chunk, seq / self._last_seq)
+                seq = batch[-1].seq
+                yield Chunk(batch, seq / self._last_seq)
+
+    async def _batches(self, after_seq: int) -> AsyncGenerator[list[Entry], None]:
+        if isinstance(self._log, NatsEventLog):
+            async with aclosing(self._log.read_batches(after_seq, until_seq=self._last_seq)) as batches:
+                async for batch in batches:
+                    yield batch
+            return
+        waiting: list[Entry] = []
+        async with aclosing(self._log.read(after_seq, until_seq=self._last_seq)) as entries:
+            async for each in entries:
+                waiting.append(each)
+                if len(waiting) == CHUNK_ENTRIES or each.seq == self._last_seq:
+                    yield waiting
+                    waiting = []
 
     async def end_us(self) -> int:
         return self._last_us
