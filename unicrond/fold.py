@@ -474,8 +474,8 @@ def _worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope
         if broken is None or broken >= event.generation or incident.resumed_us:
             continue
         incident = replace(incident, redone=incident.redone + event.dealt)
-        if event.source not in ("own", "replica") and event.iteration <= task.iteration:
-            lost = task.iteration - event.iteration + 1
+        if event.source not in ("own", "replica"):
+            lost = max(0, task.iteration - event.iteration + 1)
             incident = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=event.source)
         if all(_regrouped(state.tasks.get(name), since) for name, since in incident.generations.items()):
             incident = replace(incident, resumed_us=state.now_us)

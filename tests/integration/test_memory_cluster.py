@@ -1,0 +1,136 @@
+"""States in memory with all real parts: coordinator, nats-server, agents, fork servers, a GPT with a single worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from unicrond.dev import DevCluster, small_cluster
+from unicrond.state import ClusterState, NodeStatus
+
+TASK = {
+    "name": "solo",
+    "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 16},
+    "global_batch": 4,
+    "iterations": 1_000_000,
+    "checkpoint": {"interval": 0, "memory_interval": 20},  # storage has nothing: whatever comes back was in memory
+}
+
+
+async def until(cluster: DevCluster, what: str, holds: Callable[[ClusterState], object]) -> ClusterState:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        state, _ = await cluster.state()
+        if holds(state):
+            return state
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"waited for this in vain: {what}; {state.tasks} {state.incidents}")
+
+
+async def events(cluster: DevCluster, kind: str) -> list[dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.get(cluster.url + "/v1/events") as response:
+        lines = (await response.text()).splitlines()
+    found = [json.loads(line[6:]).get("envelope", {}).get("event", {}) for line in lines if line.startswith("data: ")]
+    return [event for event in found if event.get("type") == kind]
+
+
+def copied(state: ClusterState, above: int = 0) -> bool:
+    """Two nodes that are up keep the state, one as a copy of the other's."""
+    task = state.tasks.get("solo")
+    kept = [k for k in task.kept.values() if k.iteration > above] if task else []
+    up = {k.node for k in kept if state.nodes[k.node].status is NodeStatus.UP}
+    return len(up) >= 2 and any(k.origin != k.node for k in kept)
+
+
+def healed(state: ClusterState, incidents: int) -> bool:
+    task = state.tasks["solo"]
+    return state.incidents_total >= incidents and not state.incidents and task.confirmed and bool(task.workers)
+
+
+@pytest.mark.timeout(300)
+async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Path) -> None:
+    async with small_cluster(tmp_path, nodes=3, heartbeat_s=2.0) as cluster:
+        await cluster.submit({**TASK, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
+        state = await until(cluster, "the state is kept on two nodes", copied)
+
+        # 1. The process, and with it the last replica: from this node's memory.
+        (worker,) = state.tasks["solo"].workers.values()
+        os.kill(worker.pid, signal.SIGKILL)
+        state = await until(cluster, "the worker is replaced", lambda s: healed(s, 1))
+        taken = await events(cluster, "StateTaken")
+        assert [event["source"] for event in taken] == ["init", "memory"]
+        assert taken[-1]["iteration"] > 0 and taken[-1]["saved_us"] > 0
+        assert state.closed[-1].iterations_lost <= 40 and state.closed[-1].state_from == "memory"
+        closed = (await events(cluster, "TransitionCompleted"))[-1]
+        assert "iterations lost, state from a member's node's memory" in closed["reason"]
+        decided = (await events(cluster, "MembershipDecided"))[-1]
+        assert f"start from the memory of {worker.node}" in decided["reason"]
+
+        # 2. The agent alone: what it kept is still there, and the next one says so.
+        agent = cluster.agents[worker.node].process
+        assert agent is not None
+        joined = state.nodes[worker.node].joined_us
+        agent.kill()
+        await until(cluster, "the next agent joins", lambda s: s.nodes[worker.node].joined_us > joined)
+        state = await until(
+            cluster,
+            "the next agent says what it keeps",
+            lambda s: any(k.node == worker.node for k in s.tasks["solo"].kept.values()),
+        )
+
+        # 3. The node: from the copy.
+        state = await until(cluster, "the new state is copied", lambda s: copied(s, taken[-1]["iteration"]))
+        before = state.tasks["solo"].iteration
+        (worker,) = state.tasks["solo"].workers.values()
+        await cluster.kill_node(worker.node)
+        state = await until(
+            cluster, "another node trains on", lambda s: healed(s, 2) and s.tasks["solo"].iteration > before
+        )
+        membership = state.tasks["solo"].membership
+        assert membership is not None
+        (mover,) = membership.members
+        assert mover.node != worker.node
+        taken = await events(cluster, "StateTaken")
+        assert taken[-1]["source"] in ("memory", "peer"), "where the copy was, or from there"
+        assert taken[-1]["iteration"] > before - 600
+
+        # 4. The task ends: the memory is free again.
+        url, reason = f"{cluster.url}/v1/tasks/solo/cancel", json.dumps({"reason": "done"})
+        async with aiohttp.ClientSession() as session, session.post(url, data=reason) as answer:
+            assert answer.status < 300
+        await until(
+            cluster,
+            "nobody who can hear it keeps anything of it",
+            lambda s: all(kept.node == worker.node for kept in s.tasks["solo"].kept.values()),
+        )
+        for node in set(cluster.node_names) - {worker.node}:
+            await no_memory(cluster, node)
+
+
+def held(cluster: DevCluster, node: str) -> list[str]:
+    """Memory of the task that the node's processes have open."""
+    fds = [fd for process in cluster.processes_of(node) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return [target for fd in fds if "unicron solo" in (target := _target(fd))]
+
+
+async def no_memory(cluster: DevCluster, node: str) -> None:
+    deadline = time.monotonic() + 20
+    while found := held(cluster, node):
+        assert time.monotonic() < deadline, f"{node} still holds {found}"
+        await asyncio.sleep(0.05)
+
+
+def _target(fd: Path) -> str:
+    try:
+        return os.readlink(fd)  # noqa: PTH115
+    except OSError:
+        return ""
