@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import frexp, fsum, gcd
 from typing import NamedTuple, TypeVar
 
@@ -51,6 +51,21 @@ class Outline:
     staying: list[float]  # F(t, x) * (D_transition + D_churn)
     grain: int
 
+    @cached_property
+    def kernel_part(self) -> tuple[Ints, Floats]:
+        """Floors and staying, as the kernel takes them."""
+        return np.array(self.floors, dtype=np.int64), np.array(self.staying, dtype=np.float64)
+
+    @cached_property
+    def floors_total(self) -> int:
+        """Workers that meet all floors."""
+        return sum(self.floors)
+
+    @cached_property
+    def staying_total(self) -> float:
+        """What staying is worth to all."""
+        return fsum(self.staying)
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -60,6 +75,11 @@ class Bounds:
     highest: list[float]
     at_zero: list[float]
     steepest: list[float]
+
+    @cached_property
+    def totals(self) -> tuple[float, float, float]:
+        """The sums of the first two, the largest of the last."""
+        return fsum(self.highest), fsum(self.at_zero), max(self.steepest, default=0.0)
 
 
 class Scale(NamedTuple):
@@ -173,16 +193,37 @@ def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
     With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
     Raises ProblemError if the gains are beyond float64.
     """
+    all_met = tasks.floors_total - sum([tasks.floors[i] for i in gone]) <= limits.workers
+    bits = 52 if all_met else 51 - _floors_met(without(tasks.floors, gone), limits.workers).bit_length()
+    below = _exponent_nearly(tasks, limits, gone)
+    if below is None:
+        below = _exponent(tasks, limits, gone)
+    return Scale(max(below - bits, -900), 0.0 if all_met else 2.0 ** (bits + 1))
+
+
+def _exponent(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int:
+    """The power of two that all gains together stay below; sums are rounded once, in no order."""
     at_most, flat = fsum(without(limits.highest, gone)), fsum(without(limits.at_zero, gone))
     slope = max(without(limits.steepest, gone), default=0.0)
     bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.staying, gone))
     if not bound < 2.0**900:
         raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
-    floors = without(tasks.floors, gone)
-    all_met = sum(floors) <= limits.workers
-    bits = 52 if all_met else 51 - _floors_met(floors, limits.workers).bit_length()
-    exponent = max(frexp(bound)[1] - bits, -900) if bound > 0 else -900
-    return Scale(exponent, 0.0 if all_met else 2.0 ** (bits + 1))
+    return frexp(bound)[1] if bound > 0 else -(2**20)
+
+
+def _exponent_nearly(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int | None:
+    """The same from the totals, for a table asks this for every task that may end; None where that is too near."""
+    at_most, flat, slope = limits.totals
+    if any(limits.steepest[i] == slope for i in gone):
+        slope = max(without(limits.steepest, gone), default=0.0)
+    error = (at_most + flat + slope * limits.workers + tasks.staying_total) * 2.0**-40
+    for i in gone:
+        at_most, flat = at_most - limits.highest[i], flat - limits.at_zero[i]
+    bound = min(at_most, flat + slope * limits.workers) + tasks.staying_total - sum([tasks.staying[i] for i in gone])
+    low, high = bound - error, bound + error
+    if not 0 < low <= high < 2.0**900 or frexp(low)[1] != frexp(high)[1]:
+        return None
+    return frexp(low)[1]
 
 
 def _floors_met(floors: Sequence[int], workers: int) -> int:
@@ -218,8 +259,7 @@ def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scal
             tasks.unit,
             tasks.present,
             tasks.present_flops,
-            np.array(tasks.floors, dtype=np.int64),
-            np.array(tasks.staying, dtype=np.float64),
+            *tasks.kernel_part,
             forms,
             workers,
             d_running,
