@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-Seconds = Annotated[float, Meta(gt=0.0, le=1e7)]
+Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
 SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
 
 
