@@ -1,0 +1,91 @@
+"""A task's entry for the benchmark of detection's cost: the built-in training, with all detection in every other
+iteration and none in the others, all workers alike. Each iteration's times go to `<first argument>/<worker>`:
+"ITERATION ON|OFF WALL_S CPU_S", the CPU time of all threads of the process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agents.trainer import context, pretrain_gpt
+from agents.trainer.corpus import Corpus
+from agents.trainer.detection import Detection, Sighting
+from agents.trainer.hook import Hook
+from agents.trainer.marks import Marker
+from agents.trainer.randomness import seed_all
+
+
+class NoMarks(Marker):
+    """Makes no mark."""
+
+    def _mark(self) -> None:
+        pass
+
+
+class NoDetection(Detection):
+    """Observes nothing, and sends as many words as the other does."""
+
+    def begun(self, iteration: int) -> None:
+        pass
+
+    def computed(self) -> None:
+        pass
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        pass
+
+    def committed(self, iteration: int, duration_us: int, group: Any) -> None:
+        pass
+
+    def sighting(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
+        return Sighting(0, 0, 0.0, 0)
+
+    def judge(self, *_: Any) -> None:
+        pass
+
+
+def main(traces: Path) -> None:
+    here = context.current()
+    spec = here.launch.spec
+    text = Corpus(Path(spec.data), spec.model.seq)
+    seed_all(spec.seed)
+    model = pretrain_gpt.build_model(spec)
+    optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
+    hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text))
+    detections = {True: hook._detection, False: NoDetection(here, model.parameters())}
+    marks = {True: here.mark, False: NoMarks(None)}
+    norms = dict.fromkeys(range(len(hook._accumulation)), torch.zeros(()))
+    began: tuple[float, float] | None = None
+    on = False
+    with (traces / here.launch.worker).open("w", buffering=1) as trace:
+        for step in hook.steps():
+            now = time.perf_counter(), time.process_time()
+            if began is not None:  # from one step's beginning to the next one's: with its commit and what is told of it
+                took = f"{now[0] - began[0]:.6f} {now[1] - began[1]:.6f}"
+                trace.write(f"{step.iteration - 1} {'ON' if on else 'OFF'} {took}\n")
+            on = step.iteration % 2 == 0
+            hook._detection, here.mark = detections[on], marks[on]
+            hook._group().mark = marks[on]
+            hook._accumulation.arriving = partial(setattr, marks[True], "phase", "backward") if on else _nothing
+            if not on:
+                hook._reduction._norms = dict(norms)
+            began = time.perf_counter(), time.process_time()
+            for micro_batches in step.lists(at_most=1):
+                step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))
+            optimizer.step()
+            scheduler.step(increment=spec.global_batch)
+
+
+def _nothing() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,93 @@
+"""What detection costs where nothing fails: iterations with all of it beside iterations without, taken in turns.
+
+    python -m tests.benchmarks.detection_overhead --iterations 1000
+
+Two replicas train a GPT; every other iteration has no marks, no statistics, no norms and no checksums
+(`detection_gpt.py`). Compared are neighbouring iterations of one process, all of them. Told is the mean difference over
+the median iteration without, and its 95 % interval (normal, over the pairs). CPU time is the process's own; wall time
+holds what others do to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+from agents.trainer import corpus
+from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
+from tests.integration.regroup_rig import ForkServer, Rig
+
+WORKERS = ("t.1", "t.2")
+WARM_UP = 40
+
+
+def train(iterations: int, directory: Path) -> list[tuple[int, str, float, float]]:
+    """(iteration, ON or OFF, wall seconds, CPU seconds) of both workers, without the first ones."""
+    prefix = directory / "stdlib"
+    corpus.build(prefix)
+    spec = TaskSpec(
+        name="t",
+        entry=str(Path(__file__).with_name("detection_gpt.py")),
+        args=(str(directory),),
+        model=ModelSpec(layers=4, hidden=128, heads=4, seq=64),
+        data=str(prefix),
+        global_batch=16,
+        iterations=10**6,
+        checkpoint=CheckpointSpec(dir="(the rig says)", interval=0),
+    )
+    with ForkServer() as server, Rig(server, directory, spec) as rig:
+        rig.start(*WORKERS)
+        rig.until(lambda: rig.ready(*WORKERS), 60)
+        rig.tell(1, WORKERS)
+        rig.until(lambda: rig.reached(WARM_UP + iterations + 1), 3600)
+        rig.quit(*WORKERS)
+        rig.until(lambda: not rig.living())
+    rows = []
+    for worker in WORKERS:
+        for words in map(str.split, (directory / worker).read_text().splitlines()):
+            iteration, which, wall, cpu = words
+            if WARM_UP < int(iteration) <= WARM_UP + iterations:
+                rows.append((int(iteration), which, float(wall), float(cpu)))
+    return rows
+
+
+def compare(rows: list[tuple[int, str, float, float]], column: int) -> tuple[float, float, float, int]:
+    """(seconds without, relative difference, half of its interval, pairs)."""
+    pairs = []
+    for first, second in zip(rows[::2], rows[1::2], strict=False):
+        if second[0] == first[0] + 1:
+            by = {first[1]: first[column], second[1]: second[column]}
+            pairs.append((by["ON"], by["OFF"]))
+    without = statistics.median(off for _, off in pairs)
+    differences = [on - off for on, off in pairs]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return without, statistics.mean(differences) / without, 1.96 * error / without, len(differences)
+
+
+def run(iterations: int) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="unicron-overhead-") as name:
+        rows = train(iterations, Path(name))
+    found = []
+    for label, column in (("CPU", 3), ("wall", 2)):
+        without, difference, half, pairs = compare(rows, column)
+        interval = f"{100 * (difference - half):+.2f} ... {100 * (difference + half):+.2f} %"
+        found.append(f"| {label} | {without * 1e3:.1f} ms | {100 * difference:+.2f} % | {interval} | {pairs} |")
+    return [
+        f"load {os.getloadavg()[0]:.1f}",
+        "| time | iteration without | difference | 95 % interval | pairs |",
+        "|---|---|---|---|---|",
+        *found,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=1000)
+    print(*run(parser.parse_args().iterations), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

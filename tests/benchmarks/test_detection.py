@@ -1,0 +1,26 @@
+"""Detection: how long until the log holds a fault, and what watching for it costs. Docs: docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.benchmarks import detection_latency, detection_overhead
+
+ROUNDS = 20
+ITERATIONS = 1000
+
+
+@pytest.mark.timeout(3600)
+def test_latency(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = asyncio.run(detection_latency.run(ROUNDS))
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+
+
+@pytest.mark.timeout(3600)
+def test_overhead(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = detection_overhead.run(ITERATIONS)
+    with capsys.disabled():
+        print("", *lines, sep="\n")
