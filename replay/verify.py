@@ -30,7 +30,7 @@ from events.envelope import Entry, Recorded
 from events.log import MAX_BATCH
 from events.prose import summary
 from replay.beat_check import BeatCheck, Unverifiable
-from unicrond import VERSION
+from unicrond.code_identity import code_version
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
@@ -151,8 +151,8 @@ class Verifier:
     def _take_over(self, event: v.CoordinatorStarted, entry: Recorded) -> None:
         self._close_batch(at_end=True)
         told = f"term {event.term} from entry {entry.seq}: version {event.version}"
-        if event.version != VERSION:
-            told += f" (this is version {VERSION})"
+        if event.version != code_version():
+            told += f" (this is version {code_version()})"
         before = self._settings
         if not event.policy:
             self._settings = Settings(Policy(), 1.0)

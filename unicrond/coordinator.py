@@ -36,7 +36,7 @@ from events.vocabulary import (
     SeverityLevel,
     StepCommitted,
 )
-from unicrond import VERSION
+from unicrond.code_identity import code_version
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
@@ -119,7 +119,7 @@ class Coordinator:
         started = self._wrap(
             CoordinatorStarted(
                 term=term,
-                version=VERSION,
+                version=code_version(),
                 policy=Settings(self._policy, self._heartbeat_s).numbers(),
                 severity=self._severity,
             ),

@@ -13,27 +13,21 @@ Rules
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 from contextlib import aclosing
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-import events
-import unicrond
 from events.envelope import Entry, Quarantined
 from events.log import EventLog, LogError
-from unicrond import VERSION
+from unicrond.code_identity import fingerprint
 from unicrond.state import ClusterState, digest
 
 log = logging.getLogger("unicrond")
 
 SNAPSHOT_EVERY = 20_000
-#: Where the code lives that makes a state of entries; a change in it makes old snapshots worthless.
-_FOLDING: tuple[Path, ...] = (Path(unicrond.__file__).parent, Path(events.__file__).parent)
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,16 +66,6 @@ def mark_of(entry: Entry) -> Mark:
     """The mark of a state that ends with `entry`."""
     event_id = "" if isinstance(entry, Quarantined) else entry.envelope.event_id
     return Mark(entry.seq, entry.recorded_at_us, event_id)
-
-
-@functools.cache
-def fingerprint() -> str:
-    """What the folding code and the shape of the state are: all of the code, for nobody keeps a list true."""
-    found = hashlib.blake2b(VERSION.encode(), digest_size=16)
-    for package in _FOLDING:
-        for path in sorted(package.rglob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def encode_snapshot(state: ClusterState, mark: Mark) -> bytes:

@@ -16,8 +16,9 @@ from events.envelope import Entry, Envelope, Recorded
 from replay.cli import main
 from replay.verify import Divergence, Findings, Verifier, bases
 from tests.replay.command import unicron_replay
-from tests.replay.logs import eventful, troubled, write_log
+from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.code_identity import code_version
 from unicrond.planning.solver import Solution, solve
 from unicrond.policy import Policy
 
@@ -138,7 +139,7 @@ def test_versions_and_configurations_are_named() -> None:
     cluster.policy = Policy(worker_mtbf_s=3600.0, strikes_max=4)
     cluster.append(v.CoordinatorStarted(term=cluster.state.term + 1, version="0.0.1"), "coordinator", 9)
     notes = verify(cluster.log).notes
-    assert "version test (this is version 0.1.0)" in notes[0]
+    assert f"version test (this is version {code_version()})" in notes[0]
     assert "strikes_max 2.0 -> 4.0" in notes[1] and "worker_mtbf_s 604800.0 -> 3600.0" in notes[1]
     assert "no policy recorded" in notes[2]
 
@@ -162,13 +163,13 @@ def test_the_policy_of_the_term_counts_not_todays() -> None:
 
 
 def test_decisions_of_an_old_term_are_not_compared() -> None:
-    entries = eventful(6)
-    made = [entry for entry in entries if isinstance(entry, Recorded)]
-    by_hand = first(made, v.NodeReturned)  # what `eventful` adds by hand nobody decided
-    assert verify(entries[:by_hand]).inert == 0
-    stale = entries[-1]
-    assert isinstance(stale, Recorded)
-    assert verify([*entries[:by_hand], Recorded(by_hand + 1, 1, stale.envelope)]).inert == 1
+    cluster = troubled(6)
+    cluster.take_over()
+    cluster.run()
+    assert verify(cluster.log).inert == 0
+    plan = cluster.log[first(cluster.log, v.PlanAdopted)]
+    stale = replace(plan.envelope, boot=10_000, number=1, term=1)
+    assert verify([*cluster.log, Recorded(len(cluster.log) + 1, cluster.now_us, stale)]).inert == 1
 
 
 # --- node losses from heartbeats -----------------------------------------------------------------

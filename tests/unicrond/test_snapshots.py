@@ -20,6 +20,7 @@ from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
+from unicrond import code_identity
 from unicrond import snapshots as module
 from unicrond.coordinator import Coordinator
 from unicrond.fold import fold
@@ -102,12 +103,11 @@ def test_what_does_not_fit_is_refused_with_the_reason(monkeypatch: pytest.Monkey
 
 
 def test_the_fingerprint_is_that_of_the_folding_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = module.fingerprint.__wrapped__()
-    (tmp_path / "more.py").touch()
-    assert module.fingerprint.__wrapped__() == before
+    before = code_identity.fingerprint.__wrapped__()
+    assert code_identity.fingerprint.__wrapped__() == before == code_identity.fingerprint()
     (tmp_path / "more.py").write_text("# a change\n")
-    monkeypatch.setattr(module, "_FOLDING", (*module._FOLDING, tmp_path))
-    assert module.fingerprint.__wrapped__() != before
+    monkeypatch.setattr(code_identity, "PACKAGES", (*code_identity.PACKAGES, tmp_path))
+    assert code_identity.fingerprint.__wrapped__() != before
 
 
 # --- a coordinator with a store ----------------------------------------------------------------

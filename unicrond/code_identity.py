@@ -1,0 +1,32 @@
+"""Which code this is: what a log's decisions and a snapshot's state came from.
+
+A version number alone does not tell two states of a checkout apart; the sources do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import events
+import unicrond
+from unicrond import VERSION
+
+#: Where the code lives that makes a state of entries, and decisions of a state.
+PACKAGES: tuple[Path, ...] = (Path(unicrond.__file__).parent, Path(events.__file__).parent)
+
+
+@functools.cache
+def fingerprint() -> str:
+    """32 hexadecimal digits over all of the sources, for nobody keeps a list of those that matter true."""
+    found = hashlib.blake2b(VERSION.encode(), digest_size=16)
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def code_version() -> str:
+    """Like "0.1.0+1a2b3c4d": the version, and the beginning of the fingerprint."""
+    return f"{VERSION}+{fingerprint()[:8]}"
