@@ -90,7 +90,10 @@ async def _ticks(late_s: list[float]) -> None:
 
 
 async def delays(cluster: Cluster) -> dict[str, float]:
-    """Milliseconds: the loop's worst delay at the first table (the kernel is loaded), and over ten more."""
+    """Milliseconds: the loop's worst delay at the first table (the kernel is loaded), and over ten more.
+
+    `idle_`: as long again with nothing to do: what the machine itself makes wait.
+    """
     foresight = Foresight(POLICY, lambda: time.monotonic_ns() // 1000)
     states = [cluster.state]
     for number in range(10):
@@ -100,6 +103,7 @@ async def delays(cluster: Cluster) -> dict[str, float]:
     late_s: list[float] = []
     working = [asyncio.create_task(foresight.run()), asyncio.create_task(_ticks(late_s))]
     told: dict[str, float] = {}
+    began_s = time.monotonic()
     for state in states:
         table = foresight.table
         foresight.look_from(state)
@@ -108,6 +112,12 @@ async def delays(cluster: Cluster) -> dict[str, float]:
         told["first_worst_delay_ms" if state is states[0] else "worst_delay_ms"] = round(max(late_s) * 1e3, 2)
         if state is states[0]:
             late_s.clear()
+            began_s = time.monotonic()
+    lasted_s = time.monotonic() - began_s
+    told["median_delay_ms"] = round(sorted(late_s)[len(late_s) // 2] * 1e3, 2)
+    late_s.clear()
+    await asyncio.sleep(lasted_s)
+    told["idle_worst_delay_ms"] = round(max(late_s) * 1e3, 2)
     for task in working:
         task.cancel()
     await asyncio.gather(*working, return_exceptions=True)
