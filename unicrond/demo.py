@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from unicrond.dev import DevCluster, small_cluster, working_directory
+from unicrond.dev import DevCluster, small_cluster, start_small
 from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, TaskStatus
 from unicrond.view import follow, incident_table, watch
@@ -154,13 +154,7 @@ def whole(state: ClusterState, workers: int) -> bool:
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit code 0 only if everything healed and the replay agrees."""
-    import uvloop
-
-    try:
-        with working_directory(arguments) as directory:
-            return uvloop.run(_main(arguments, directory))
-    except KeyboardInterrupt:
-        return 130
+    return start_small(arguments, _main)
 
 
 async def _main(arguments: argparse.Namespace, directory: Path) -> int:

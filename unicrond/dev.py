@@ -23,7 +23,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ _RESTART_DELAY_MAX_S = 5.0
 _STOP_TIMEOUT_S = 20.0
 
 
+class DevError(RuntimeError):
+    """The small cluster cannot start; the message is one line that says why."""
+
+
 class Part:
     """One process that is kept running until it is told to rest."""
 
@@ -50,7 +54,7 @@ class Part:
         self.name = name
         self.process: asyncio.subprocess.Process | None = None
         self._command = command
-        self._output = output
+        self.output = output
         self._env = env
         self._resting = False
         self._keeper: asyncio.Task[None] | None = None
@@ -85,7 +89,7 @@ class Part:
             await process.wait()
 
     async def _spawn(self) -> None:
-        with self._output.open("ab") as output:
+        with self.output.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -104,7 +108,7 @@ class Part:
             status = await self.process.wait()
             if time.monotonic() - started > 10 * _RESTART_DELAY_MAX_S:
                 delay_s = _RESTART_DELAY_S
-            log.info("%s ended with status %d; starting it again (its output: %s)", self.name, status, self._output)
+            log.info("%s ended with status %d; starting it again (its output: %s)", self.name, status, self.output)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RESTART_DELAY_MAX_S)
             await self._spawn()
@@ -201,7 +205,10 @@ class DevCluster:
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if run_dir in process.cmdline():
+                command = process.cmdline()
+                # Ours are an agent's command, or a module of its package; others may name the directory too.
+                ours = any(part.endswith("/unicron-agent") or part.startswith("agents.") for part in command)
+                if ours and run_dir in command:
                     found[process.pid] = process
                     for child in process.children(recursive=True):
                         found.setdefault(child.pid, child)
@@ -221,19 +228,23 @@ class DevCluster:
     async def _until_live(self, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
+            process = self.coordinator.process
+            if process is not None and process.returncode is not None:
+                raise DevError(f"the coordinator ended at once: {last_line(self.coordinator.output)}")
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 if (await self.get("/healthz"))["status"] == "live":
                     return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the coordinator is not live after {timeout_s:g} s; see {self.coordinator._output}")
+                raise DevError(f"the coordinator is not live after {timeout_s:g} s; see {self.coordinator.output}")
             await asyncio.sleep(0.05)
 
     def _end_leftovers(self) -> None:
         """Nothing of ours may stay: fork servers of killed agents, a nats-server of a killed coordinator."""
         leftovers = [process for node in self.node_names for process in self.processes_of(node)]
+        nats_config = str(self.directory.resolve() / "state" / "nats" / "nats-server.conf")
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if any(str(self.directory / "state") in part for part in process.cmdline()[1:]):
+                if process.name() == "nats-server" and nats_config in process.cmdline():
                     leftovers.append(process)
         for process in leftovers:
             with contextlib.suppress(psutil.Error):
@@ -264,7 +275,10 @@ async def small_cluster(
 def working_directory(arguments: argparse.Namespace) -> Any:
     """The directory that the arguments ask for; a temporary one is removed afterwards."""
     if arguments.dir is not None:
-        arguments.dir.mkdir(parents=True, exist_ok=True)
+        try:
+            arguments.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DevError(f"--dir: cannot use {arguments.dir}: {error.strerror}; give another one") from None
         yield arguments.dir.absolute()
         return
     directory = Path(tempfile.mkdtemp(prefix="unicron-"))
@@ -284,19 +298,49 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def check_port(port: int) -> None:
+    """Raises DevError where somebody listens on `port` already; 0 means any."""
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise DevError(f"--api-port: {port} is not free ({error.strerror}); give another one, or 0") from None
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log, "" where there is none."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return lines[-1] if lines else ""
+
+
+def start_small(
+    arguments: argparse.Namespace, run: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, int]]
+) -> int:
+    """Run `run` in the directory that the arguments ask for; its exit code. What cannot start is one line."""
+    import uvloop
+
+    program = f"unicrond {arguments.command}"
+    try:
+        check_port(arguments.api_port)
+        with working_directory(arguments) as directory:
+            return uvloop.run(run(arguments, directory))
+    except KeyboardInterrupt:
+        return 130
+    except DevError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2 if str(error).startswith("--") else 1
+
+
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run until Ctrl-C."""
-    import uvloop
-
-    try:
-        with working_directory(arguments) as directory:
-            return uvloop.run(_main(arguments, directory))
-    except KeyboardInterrupt:
-        return 130
+    return start_small(arguments, _main)
 
 
 async def _main(arguments: argparse.Namespace, directory: Path) -> int:
