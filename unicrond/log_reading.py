@@ -7,7 +7,7 @@ from typing import Any
 from events.log import LogError
 from events.logs_request import MAX_LOG_BYTES, BadLogsMessage, LogsRequest, decode_reply, encode, logs_subject
 from events.nats_connection import Connection
-from unicrond.state import ClusterState, Task, Worker
+from unicrond.state import ClusterState
 
 _TIMEOUT_S = 3.0
 _DEFAULT_TAIL_BYTES = 16 * 1024
@@ -30,34 +30,37 @@ class LogReader:
 
         Raises LookupError where there is no such task or rank, LogsUnavailable where its node does not answer.
         """
-        worker = _worker_of(state, task, rank or 0)
+        worker, node = _worker_of(state, task, rank or 0)
         request = LogsRequest(
             task=task,
-            worker=worker.worker,
+            worker=worker,
             tail_bytes=min(max(tail_bytes or _DEFAULT_TAIL_BYTES, 1), MAX_LOG_BYTES),
             offset=offset,
         )
         try:
-            message = await self._connection.request(logs_subject(worker.node), encode(request), timeout_s=_TIMEOUT_S)
+            message = await self._connection.request(logs_subject(node), encode(request), timeout_s=_TIMEOUT_S)
             reply = decode_reply(message.data)
         except (LogError, BadLogsMessage) as error:
-            raise LogsUnavailable(f"node {worker.node} does not give its logs: {error}") from None
+            raise LogsUnavailable(f"node {node} does not give its logs: {error}") from None
         if reply.error:
             raise LogsUnavailable(reply.error)
         return {
-            "worker": worker.worker,
-            "node": worker.node,
+            "worker": worker,
+            "node": node,
             "offset": reply.next_offset,
             "text": reply.data.decode(errors="replace"),
         }
 
 
-def _worker_of(state: ClusterState, name: str, rank: int) -> Worker:
-    task: Task | None = state.tasks.get(name)
+def _worker_of(state: ClusterState, name: str, rank: int) -> tuple[str, str]:
+    """(worker, node) of the task's rank: of the newest membership, also when its workers have ended."""
+    task = state.tasks.get(name)
     if task is None:
         raise LookupError(f"task: there is no task {name}; see `unicronctl tasks`")
     members = task.membership.members if task.membership is not None else ()
-    workers = [task.workers[m.worker] for m in members if m.worker in task.workers] or list(task.workers.values())
-    if rank >= len(workers):
-        raise LookupError(f"rank: task {name} has {len(workers)} workers; give 0 to {max(0, len(workers) - 1)}")
-    return workers[rank]
+    known = [(m.worker, m.node) for m in members] or [(w.worker, w.node) for w in task.workers.values()]
+    if not known:
+        raise LookupError(f"task: no worker of {name} has run yet; see `unicronctl tasks`")
+    if rank >= len(known):
+        raise LookupError(f"rank: task {name} has {len(known)} workers; give 0 to {len(known) - 1}")
+    return known[rank]
