@@ -138,11 +138,13 @@ from events.vocabulary import (
     Fault,
     HangSuspected,
     InjectFault,
+    MemoryService,
     NodeJoined,
     NodeLeft,
     Observation,
     RunningWorker,
     SetMembership,
+    SetPeers,
     StartWorker,
     StateKept,
     StateTaken,
@@ -288,6 +290,8 @@ class _Turn:
                 self.set_membership(command, order)
             case InjectFault(fault=fault):
                 self.inject(fault, order)
+            case SetPeers(task=task, peers=peers):
+                self.set_peers(task, peers, order)
             case DropState(task=task):
                 self.drop_state(task, order)
             case _:
@@ -739,8 +743,22 @@ class _Turn:
             )
         )
 
+    def set_peers(self, task: str, peers: tuple[MemoryService, ...], order: Order) -> None:
+        """What is here is copied at once: the next capture may be long in coming."""
+        membership = self.memory.memberships.get(task)
+        if membership is not None:
+            changed = replace(membership, peers=peers)
+            self.remember(memberships={**self.memory.memberships, task: changed})
+        others = tuple(peer for peer in peers if peer.node != self.config.node)
+        for key in sorted(self.state.holds):
+            name, _, shard = key.partition("/")
+            if name == task and others:
+                self.actions.append(CopyState(task=task, shard=int(shard), peers=others))
+        self.answer(order)
+
     def held(self, held: Held) -> None:
         key = f"{held.task}/{held.shard}"
+        self.state = replace(self.state, holds=self.state.holds | {key})
         if key in self.state.untold or self.state.phase == "adopting":  # the node joins first
             self.state = replace(self.state, untold={**self.state.untold, key: held})
         else:
@@ -765,6 +783,8 @@ class _Turn:
 
     def drop_state(self, task: str, order: Order) -> None:
         self.forget_untold(lambda key: key.partition("/")[0] == task)
+        holds = (key for key in self.state.holds if key.partition("/")[0] != task)
+        self.state = replace(self.state, holds=frozenset(holds))
         self.actions.append(TellForkServer(message=Forget(task=task)))
         self.answer(order)
 
@@ -1002,7 +1022,8 @@ class _Turn:
             workers={w: replace(record, foreign=True) for w, record in self.memory.workers.items()},
             foreign_gone=tuple(self.memory.gone),
         )
-        self.state = replace(self.state, memory=memory, sums={}, summed={}, confirming=frozenset(), untold={})
+        self.state = replace(self.state, memory=memory, sums={}, summed={}, confirming=frozenset())
+        self.state = replace(self.state, holds=frozenset(), untold={})
         self.actions.append(TellForkServer(message=Forget(task="")))
         for worker in sorted(memory.workers):
             self.stop(self.memory.workers[worker], "the log that it was started from is gone")

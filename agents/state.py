@@ -180,6 +180,8 @@ class State(_Part, frozen=True, kw_only=True):
     summed: dict[Name, Position] = {}
     #: Tasks whose commit timer runs.
     paced: frozenset[Name] = frozenset()
+    #: "task/shard" of all that the node's memory is known to hold.
+    holds: frozenset[str] = frozenset()
     #: By "task/shard": what the node's memory holds and is not told yet, while the timer of the last telling runs.
     untold: dict[str, Held | None] = {}
     leave_reason: str = ""

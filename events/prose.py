@@ -34,6 +34,7 @@ from events.vocabulary import (
     NodeUncordoned,
     PlanAdopted,
     SetMembership,
+    SetPeers,
     StartWorker,
     StateKept,
     StateSource,
@@ -211,6 +212,9 @@ def summary(event: AnyEvent) -> str:
         case SetMembership():
             members = _count(len(event.members), "member")
             return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
+        case SetPeers():
+            nodes = ", ".join(peer.node for peer in event.peers) or "nowhere"
+            return f"copies of the state of task {event.task} on {event.node} go to {nodes}"
         case DropState():
             return f"forget the state of task {event.task} on {event.node}"
         case InjectFault():

@@ -743,6 +743,13 @@ class SetMembership(Command, frozen=True, kw_only=True):
     mtbf_us: Micros = 0
 
 
+class SetPeers(Command, frozen=True, kw_only=True):
+    """Nodes have come or gone: from now on copies of the task's state go to the first of `peers`."""
+
+    task: Name
+    peers: tuple[MemoryService, ...]
+
+
 class DropState(Command, frozen=True, kw_only=True):
     """Forget the task's state in the node's memory: the task has ended."""
 
@@ -766,5 +773,5 @@ AnyEvent: TypeAlias = (
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
     | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
-    | StartWorker | StopWorker | SetMembership | DropState | InjectFault
+    | StartWorker | StopWorker | SetMembership | SetPeers | DropState | InjectFault
 )  # fmt: skip

@@ -134,6 +134,9 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
                 _staff(batch, task)
     for task in unsettled:
         _end_unwanted(batch, task)
+    serving = memory_places.serving(state)
+    for task in state.tasks.values():
+        _tell_peers(batch, task, serving)
         _drop_state(batch, task)
     for incident in state.incidents.values():
         _close_incident(batch, incident, fresh)
@@ -504,6 +507,24 @@ def _healed(state: ClusterState, task: Task, broken: int) -> bool:
         return False
     wanted = reconcile.members_of(staff.kept)
     return task.membership is not None and _places(wanted) == _places(task.membership.members)
+
+
+def _tell_peers(batch: Batch, task: Task, serving: memory_places.Serving) -> None:
+    """Nodes have come or gone since the membership was told: copies go elsewhere from now on."""
+    if task.status is not TaskStatus.ACTIVE or not memory_places.peers_are_stale(serving, task) or not task.confirmed:
+        return
+    peers = memory_places.peers(batch.state, task)
+    for name in _nodes_to_tell(task, task.membership.members if task.membership else ()):
+        if batch.state.nodes[name].status is NodeStatus.UP:
+            batch.add(
+                v.SetPeers(
+                    command_id=batch.command_id(name),
+                    node=name,
+                    epoch=batch.state.plan.epoch,
+                    task=task.name,
+                    peers=peers,
+                )
+            )
 
 
 def _drop_state(batch: Batch, task: Task) -> None:

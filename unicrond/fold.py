@@ -993,7 +993,16 @@ def _drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> Cluster
 
 
 def _set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
-    return _count_command(state, event.node)
+    return _with_peers(_count_command(state, event.node), event.task, event.peers)
+
+
+def _set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterState:
+    return _with_peers(_count_command(state, event.node), event.task, event.peers)
+
+
+def _with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
+    task = state.tasks.get(name)
+    return _with_task(state, replace(task, peers=peers)) if task and task.peers != peers else state
 
 
 # --- faults that people order --------------------------------------------------------------------
@@ -1056,6 +1065,7 @@ _FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StartWorker: _start_worker,
     v.StopWorker: _stop_worker,
     v.SetMembership: _set_membership,
+    v.SetPeers: _set_peers,
     v.DropState: _drop_state,
     v.InjectFault: _inject_fault,
 }

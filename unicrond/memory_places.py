@@ -1,13 +1,16 @@
 """Where tasks' states are kept in memory, and which nodes are to hold copies: questions to the state, no decisions.
 
-A task's *peers* are told with its membership: first `COPIES` nodes by highest random weight of (task, node), so that
-they stay the same while nodes come and go around them, and copies of many tasks spread over the cluster; then all
-others that already keep something of it. Whoever captures the state copies it to the first peer that is not itself.
+A task's *peers* are told with its membership, and again when the targets among them change. Targets are the first
+`COPIES` nodes by highest random weight of (task, node), so that they stay the same while nodes come and go around
+them, and the copies of many tasks spread over the cluster. Whoever captures the state copies it to the first that is
+not itself. The other peers are nodes that already keep something of it, and can be asked.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
+from heapq import nlargest
 
 from events import vocabulary as v
 from unicrond.state import ClusterState, KeptState, Node, NodeStatus, Task
@@ -17,13 +20,42 @@ COPIES = 3
 PEERS_MAX = 8
 
 
+class Serving:
+    """The nodes that take and give states now. Hashed once: it is asked about for every task, at every decision."""
+
+    def __init__(self, services: tuple[v.MemoryService, ...]) -> None:
+        self.services = services
+        self._hash = hash(services)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Serving) and self.services == other.services
+
+
+def serving(state: ClusterState) -> Serving:
+    """Nodes that are up and have memory for states."""
+    return Serving(tuple(n.memory for n in state.nodes.values() if n.memory is not None and n.status is NodeStatus.UP))
+
+
+@lru_cache(maxsize=4096)
+def targets(serving: Serving, task: str) -> tuple[v.MemoryService, ...]:
+    """The nodes to copy the task's state to, in the order in which they are tried."""
+    return tuple(nlargest(COPIES, serving.services, key=lambda service: _weight(task, service.node)))
+
+
 def peers(state: ClusterState, task: Task) -> tuple[v.MemoryService, ...]:
-    """The nodes to copy the task's state to, and to ask for it; nearest to being asked first."""
-    serving = [node for node in state.nodes.values() if node.status is NodeStatus.UP and node.memory is not None]
-    ranked = sorted(serving, key=lambda node: _weight(task.name, node.name), reverse=True)
-    keepers = [state.nodes[kept.node] for kept in newest_first(task) if state.nodes.get(kept.node) in serving]
-    chosen = dict.fromkeys(node.name for node in [*ranked[:COPIES], *keepers][:PEERS_MAX])
-    return tuple(memory for name in chosen if (memory := state.nodes[name].memory) is not None)
+    """The targets, and all others to ask for the state."""
+    keepers = [state.nodes.get(kept.node) for kept in newest_first(task)]
+    known = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
+    return tuple(dict.fromkeys([*targets(serving(state), task.name), *known]))[:PEERS_MAX]
+
+
+def peers_are_stale(serving: Serving, task: Task) -> bool:
+    """Nodes have come or gone, and those that hold the task's state would copy it to the wrong place."""
+    wanted = targets(serving, task.name)
+    return task.peers[: len(wanted)] != wanted
 
 
 def newest_first(task: Task) -> list[KeptState]:

@@ -143,6 +143,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `stuck`: blows anywhere since the task last committed a new iteration.
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
     `reattempts`: generations of the same members, one after the other, without a step in the newest.
+    `peers`: where copies of its state go, as its nodes were told last.
     `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
     `timings`: microseconds per iteration by the last TIMINGS_MAX reports of the present generation, its first
@@ -176,6 +177,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     warm: int = 0
     measured: dict[str, int] = {}
     transition_us: int = 0
+    peers: tuple[MemoryService, ...] = ()
     kept: dict[str, KeptState] = {}
     params_digest: str = ""
     reason: str = ""

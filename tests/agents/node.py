@@ -49,6 +49,7 @@ from agents.trainer.messages import (
     Spawn,
 )
 from events.vocabulary import (
+    Command,
     CommandApplied,
     CommandFailed,
     Member,
@@ -184,9 +185,7 @@ class Node:
         ]
         return Inventory(store_port=self.port, workers=tuple(workers))
 
-    def command(
-        self, command: StartWorker | StopWorker | SetMembership, term: int = 1, age_s: float = 0.0
-    ) -> list[Action]:
+    def command(self, command: Command, term: int = 1, age_s: float = 0.0) -> list[Action]:
         return self.feed(Commanded(command=command, term=term, cause=f"c-{command.command_id}", age_s=age_s))
 
     def hello(self, worker: str, *, ready: bool = False) -> list[Action]:

@@ -129,6 +129,8 @@ def eventful(seed: int) -> list[Entry]:
             duration_us=7,
         ),
     )
+    peers = v.SetPeers(command_id=f"{term}.1.n0.77", node="n0", epoch=1, task="big", peers=())
+    cluster.append(peers, "coordinator", term)
     cluster.say(host, v.CommandApplied(node="n0", command_id=f"{term}.1.n0.1"))
     cluster.say(host, v.CommandFailed(node="n0", command_id=f"{term}.1.n0.2", reason="unknown worker"))
     cluster.append(v.NodeReturned(node="n0", evidence=v.Evidence(beat_seq=9, beat_at_us=1)), "coordinator", term)

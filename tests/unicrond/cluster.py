@@ -57,6 +57,8 @@ class MiniCluster:
         self.now_us = 1_000_000_000 * SECOND_US
         self.hosts: dict[str, Host] = {}
         self.iterations: dict[str, int] = {}
+        #: Where whoever regroups says that its state came from.
+        self.source: v.StateSource = "own"
         self._numbers: dict[tuple[str, int], int] = {}
         self._passed: set[str] = set()
         self._solutions: dict = {}
@@ -102,7 +104,7 @@ class MiniCluster:
 
     # --- people ------------------------------------------------------------------------------
 
-    def add_host(self, name: str, slots: int = 1) -> None:
+    def add_host(self, name: str, slots: int = 1, memory: v.MemoryService | None = None) -> None:
         host = self.hosts.setdefault(name, Host(name, slots))
         host.up = True
         host.boot += 1
@@ -119,6 +121,7 @@ class MiniCluster:
             agent_boot=host.boot,
             version="test",
             workers=running,
+            memory=memory,
         )
         self.say(host, joined)
 
@@ -243,7 +246,7 @@ class MiniCluster:
                 iteration=iteration + 1,
                 dealt=1,
                 duration_us=1000,
-                source="own",
+                source=self.source,
             )
             self.say(host, regrouped)
         return True

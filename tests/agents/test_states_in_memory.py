@@ -1,0 +1,99 @@
+"""The agent's core and the states in its node's memory: told now and then, copied each time, dropped on command."""
+
+from __future__ import annotations
+
+from agents.state import CopyState, Held, StateHeld, TellForkServer
+from agents.trainer.messages import Captured, Forget, Taken
+from events.vocabulary import DropState, MemoryService, SetPeers, StateKept, StateTaken
+from tests.agents.node import NODE, Node, membership, start
+
+
+def service(node: str) -> MemoryService:
+    return MemoryService(node=node, host="10.0.0.1", port=9, token="t")
+
+
+def trained(*peers: MemoryService) -> Node:
+    """A node whose worker a.1 is a member and has peers."""
+    node = Node()
+    node.boot()
+    node.command(start("a.1", 1))
+    node.fork()
+    node.ready("a.1")
+    node.command(membership("a", 1, ["a.1"], 2))
+    if peers:
+        node.command(SetPeers(command_id="1.1.n1.9", node=NODE, epoch=1, task="a", peers=peers))
+    return node
+
+
+def capture(iteration: int) -> Captured:
+    return Captured(shard=0, iteration=iteration, generation=1, size_bytes=10, duration_us=5)
+
+
+def test_every_capture_is_copied_and_told_now_and_then() -> None:
+    node = trained(service(NODE), service("n2"))
+    for iteration in (1, 2, 3):
+        actions = node.say("a.1", capture(iteration))
+        assert CopyState(task="a", shard=0, peers=(service("n2"),)) in actions
+    assert [event.iteration for event in node.of(StateKept)] == [1]
+    assert node.of(StateKept)[0].origin == NODE
+    node.fire("held", "a/0")
+    assert [event.iteration for event in node.of(StateKept)] == [1, 3]
+    node.fire("held", "a/0")
+    assert ("held", "a/0") not in node.timers, "nothing new: nothing is told, no timer runs"
+    node.say("a.1", capture(4))
+    assert [event.iteration for event in node.of(StateKept)] == [1, 3, 4]
+
+
+def test_nowhere_to_copy_to() -> None:
+    node = trained()
+    assert not any(isinstance(action, CopyState) for action in node.say("a.1", capture(1)))
+    later = SetPeers(command_id="1.1.n1.9", node=NODE, epoch=1, task="a", peers=(service("n2"),))
+    actions = node.command(later)
+    assert CopyState(task="a", shard=0, peers=(service("n2"),)) in actions, "what is here is copied at once"
+    assert node.answers("1.1.n1.9") == [""]
+
+
+def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
+    node = trained(service("n2"))
+    held = Held(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10)
+    actions = node.feed(StateHeld(held=held))
+    assert not any(isinstance(action, CopyState) for action in actions)
+    assert (node.of(StateKept)[0].task, node.of(StateKept)[0].origin) == ("b", "n3")
+
+
+def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
+    node = Node()
+    node.feed(StateHeld(held=Held(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10)))
+    assert not node.appended
+    node.boot()
+    assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "StateKept"]
+
+
+def test_dropped_on_command() -> None:
+    node = trained(service("n2"))
+    node.say("a.1", capture(1))
+    drop = DropState(command_id="1.1.n1.10", node=NODE, epoch=1, task="a")
+    assert TellForkServer(message=Forget(task="a")) in node.command(drop)
+    assert node.answers("1.1.n1.10") == [""]
+    node.fire("held", "a/0")
+    assert len(node.of(StateKept)) == 1
+
+
+def test_where_a_worker_took_its_state_from() -> None:
+    node = trained()
+    node.say(
+        "a.1",
+        Taken(
+            generation=1,
+            source="peer",
+            iteration=9,
+            size_bytes=10,
+            duration_us=5,
+            tried=("memory of iteration 10: no",),
+            storage_iteration=4,
+            saved_us=50,
+        ),
+    )
+    (told,) = node.of(StateTaken)
+    assert (told.worker, told.source, told.iteration, told.saved_us) == ("a.1", "peer", 9, 50)
+    assert told.tried == ("memory of iteration 10: no",)

@@ -1,0 +1,133 @@
+"""States in memory as the coordinator sees them: where copies go, what a task would start from, what is dropped."""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from tests.unicrond.cluster import MiniCluster
+from unicrond import memory_places
+from unicrond.state import TaskStatus
+
+
+def service(node: str) -> v.MemoryService:
+    return v.MemoryService(node=node, host="127.0.0.1", port=1, token="t")
+
+
+def serving(*names: str) -> MiniCluster:
+    cluster = MiniCluster(1)
+    for name in names:
+        join(cluster, name)
+    return cluster
+
+
+def join(cluster: MiniCluster, name: str) -> None:
+    cluster.add_host(name, memory=service(name))
+
+
+def keep(cluster: MiniCluster, node: str, iteration: int, *, origin: str = "") -> None:
+    cluster.say(
+        cluster.hosts[node],
+        v.StateKept(
+            node=node,
+            task="solo",
+            shard=0,
+            iteration=iteration,
+            generation=1,
+            origin=origin or node,
+            size_bytes=10,
+            duration_us=5,
+        ),
+    )
+
+
+def told(cluster: MiniCluster) -> list[tuple[str, ...]]:
+    """The peers of every SetMembership and SetPeers, in order."""
+    events = [entry.envelope.event for entry in cluster.log]
+    return [
+        tuple(peer.node for peer in event.peers) for event in events if isinstance(event, v.SetMembership | v.SetPeers)
+    ]
+
+
+def test_copies_go_to_the_same_few_nodes_whoever_comes_or_goes() -> None:
+    cluster = serving(*(f"n{number}" for number in range(20)))
+    cluster.submit("solo")
+    cluster.run()
+    task = cluster.state.tasks["solo"]
+    targets = target_nodes(cluster, "solo")
+    assert len(targets) == memory_places.COPIES
+    bystander = next(n for n in cluster.state.nodes if n not in targets and n != next(iter(task.workers.values())).node)
+    before = len(told(cluster))
+    cluster.kill_host(cluster.hosts[bystander])
+    cluster.lose(cluster.hosts[bystander])
+    cluster.run()
+    assert target_nodes(cluster, "solo") == targets
+    assert len(told(cluster)) == before, "nobody is told what has not changed"
+    spread = {target_nodes(cluster, f"t{n}")[0] for n in range(40)}
+    assert len(spread) > 8, "copies of many tasks spread over the cluster"
+
+
+def target_nodes(cluster: MiniCluster, task: str) -> list[str]:
+    return [one.node for one in memory_places.targets(memory_places.serving(cluster.state), task)]
+
+
+def test_a_node_that_joins_later_is_told_as_a_peer() -> None:
+    cluster = serving("n1")
+    cluster.submit("solo")
+    cluster.run()
+    assert told(cluster)[-1] == ("n1",)
+    join(cluster, "n2")
+    cluster.run()
+    assert set(told(cluster)[-1]) == {"n1", "n2"}
+    count = len(told(cluster))
+    cluster.run()
+    assert len(told(cluster)) == count, "said once"
+
+
+def test_the_last_replica_is_lost_and_the_log_says_what_that_cost() -> None:
+    cluster = serving("n1", "n2")
+    cluster.submit("solo")
+    cluster.run()
+    cluster.train("solo", steps=5)
+    (worker,) = cluster.state.tasks["solo"].workers.values()
+    keep(cluster, worker.node, 3)
+    cluster.source = "memory"
+    cluster.iterations["solo"] = 3
+    cluster.kill_worker(cluster.hosts[worker.node], worker.worker)
+    cluster.run()
+    decided = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.MembershipDecided)][-1]
+    assert decided.reason == f"nobody has state: start from the memory of {worker.node} (iteration 3 or later)"
+    closed = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.TransitionCompleted)][-1]
+    assert closed.reason.endswith("no replica was left: 2 iterations lost, state from a member's node's memory")
+    assert cluster.state.closed[-1].iterations_lost == 2
+
+
+def test_an_ended_tasks_states_are_dropped_everywhere_they_can_be() -> None:
+    cluster = serving("n1", "n2", "n3")
+    cluster.submit("solo")
+    cluster.run()
+    for node in ("n1", "n2", "n3"):
+        keep(cluster, node, 3, origin="n1")
+    cluster.kill_host(cluster.hosts["n3"])
+    cluster.lose(cluster.hosts["n3"])
+    cluster.run()
+    cluster.append(v.TaskCancelled(task="solo", reason="test"), "api", cluster.state.term)
+    cluster.run()
+    assert cluster.state.tasks["solo"].status is TaskStatus.CANCELLED
+    dropped = [e.envelope.event.node for e in cluster.log if isinstance(e.envelope.event, v.DropState)]
+    assert sorted(dropped) == ["n1", "n2"]
+    join(cluster, "n3")
+    keep(cluster, "n3", 3, origin="n1")
+    cluster.run()
+    assert not cluster.state.tasks["solo"].kept, "told again by the node that has come back, and dropped there too"
+
+
+def test_what_the_farther_source_holds_is_named_where_memory_is_older() -> None:
+    cluster = serving("n1", "n2")
+    cluster.submit("solo")
+    cluster.run()
+    keep(cluster, "n1", 3)
+    (worker,) = cluster.state.tasks["solo"].workers.values()
+    about = {"node": worker.node, "task": "solo", "worker": worker.worker}
+    host = cluster.hosts[worker.node]
+    cluster.say(host, v.CheckpointSaved(**about, iteration=4, path="/c", size_bytes=1, duration_us=1))
+    task = cluster.state.tasks["solo"]
+    assert memory_places.nearest(cluster.state, task) == "the checkpoint of iteration 4, if it is valid"
