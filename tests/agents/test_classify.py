@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,7 +13,9 @@ from agents.classify import Exit, classify
 from agents.gpus import visible_gpus
 from agents.host import load_milli, memory_free_bytes
 from agents.trainer.channel import EXIT_NO_AGENT
+from agents.trainer.faults import SYMPTOMS
 from agents.trainer.messages import OomKill
+from events.vocabulary import ExitCause
 
 
 @pytest.mark.parametrize(
@@ -68,3 +72,11 @@ def test_a_heartbeat_can_be_told(tmp_path: Path) -> None:
     assert load_milli() >= 0
     assert memory_free_bytes() > 0
     assert memory_free_bytes(tmp_path / "none") == 0
+
+
+def test_every_cause_and_every_row_of_the_table_of_exceptions_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "detection.md").read_text()
+    for cause in get_args(ExitCause):
+        assert cause == "unknown" or f"| {cause} |" in text
+    table = text[text.index("| row | kind |") :].split("\n\n")[0]
+    assert {symptom.kind for symptom in SYMPTOMS} == set(re.findall(r"`(\w+)` \|$", table, re.MULTILINE))
