@@ -258,7 +258,7 @@ class Api:
             return _error(503, str(error))
         return _json(piece)
 
-    async def _append(self, event: AnyEvent, about: dict[str, str], status: int) -> web.Response:
+    async def _append(self, event: AnyEvent, about: dict[str, object], status: int) -> web.Response:
         self._number += 1
         envelope = Envelope(
             producer=API_PRODUCER,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
@@ -27,6 +27,7 @@ from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced
 from events.prose import summary
 from events.vocabulary import (
     AnyEvent,
+    Command,
     CoordinatorStarted,
     DeadlinePassed,
     ErrorKind,
@@ -88,7 +89,6 @@ class Coordinator:
         self._clock = clock
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
         self.live = asyncio.Event()
-        self.decide_us_max = 0
         self._event_log = event_log
         self._beat_log = beat_log
         self._policy = policy
@@ -155,6 +155,7 @@ class Coordinator:
         async with aclosing(self._event_log.read(self.state.seq, until_seq=until_seq)) as entries:
             async for entry in entries:
                 self._fold(entry)
+        check(self.state)
         log.info("folded entries %d to %d in %.2f s", first_seq, until_seq, time.monotonic() - started)
 
     async def _read(self) -> None:
@@ -165,7 +166,6 @@ class Coordinator:
 
     def _fold(self, entry: Entry) -> None:
         self.state = fold(self.state, entry)
-        check(self.state)
         self._mark = mark_of(entry)
         if isinstance(entry, Quarantined):
             log.warning("quarantined sequence %d on %s: %s", entry.seq, entry.subject, entry.reason)
@@ -190,6 +190,7 @@ class Coordinator:
                 if self._inbox.empty():
                     break
                 entry = self._inbox.get_nowait()
+            check(self.state)  # of everything that came together: it looks at every worker there is
             assert self._fence is not None
             if self.state.term > self._fence.term:
                 raise Fenced(f"term {self._fence.term} was replaced by term {self.state.term}")
@@ -212,14 +213,12 @@ class Coordinator:
             pending, self._pending = self._pending, []
             await self._append(pending)
             return
-        started_us = self._clock.monotonic_us()
         needed = needed_solves(self.state, self._policy)
         for problem in needed:
             if problem not in self._solutions and problem not in self._solving:
                 self._ask(problem)
         self._gathering = self._gathers_losses()
         decisions = decide(self.state, {} if self._gathering else self._solutions, self._policy)
-        self.decide_us_max = max(self.decide_us_max, self._clock.monotonic_us() - started_us)
         if decisions:
             how = self._answered.get(needed[0]) if needed else None
             await self._append([stamped(event, how) for event in decisions] if how else decisions)
@@ -228,9 +227,8 @@ class Coordinator:
 
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
-        for start in range(0, len(events), MAX_BATCH):
-            batch = [self._wrap(event, self._fence.term) for event in events[start : start + MAX_BATCH]]
-            seqs = await self._event_log.append(batch, fence=self._fence)
+        for batch in batches(events):
+            seqs = await self._event_log.append([self._wrap(e, self._fence.term) for e in batch], fence=self._fence)
             self._hold_seq = max(self._hold_seq, *seqs)
 
     def _wrap(self, event: AnyEvent, term: int) -> Envelope:
@@ -337,3 +335,24 @@ class Coordinator:
         if self._lost_us is None or now_us - self._lost_us > self.liveness.limit_us:
             return False
         return bool(self.liveness.suspects(self.state.nodes, self._joined_us, now_us))
+
+
+def batches(events: Sequence[AnyEvent]) -> Iterator[list[AnyEvent]]:
+    """The events in batches that can be written atomically, a decision together with the commands behind it.
+
+    Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn.
+    """
+    batch: list[AnyEvent] = []
+    group: list[AnyEvent] = []
+    for event in events:
+        if group and (not isinstance(event, Command) or len(group) == MAX_BATCH):
+            if len(batch) + len(group) > MAX_BATCH:
+                yield batch
+                batch = []
+            batch, group = batch + group, []
+        group.append(event)
+    if len(batch) + len(group) > MAX_BATCH:
+        yield batch
+        batch = []
+    if batch or group:
+        yield batch + group

@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from events.log import Fenced
+from events.log import MAX_BATCH, Fenced
 from events.memory_log import MemoryBeatLog, MemoryLog
-from unicrond.coordinator import Coordinator
+from unicrond.coordinator import Coordinator, batches
 from unicrond.fold import fold
 from unicrond.policy import Policy
 from unicrond.state import ClusterState, digest
@@ -197,3 +199,18 @@ async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+@given(st.lists(st.integers(0, 1200), max_size=6))
+def test_a_decision_and_its_commands_are_one_batch(commands: list[int]) -> None:
+    events: list[v.AnyEvent] = []
+    for task, count in enumerate(commands):
+        events.append(v.DeadlinePassed(deadline_id=f"start:{task}"))
+        stop = v.StopWorker(command_id=f"1.1.n.{task}", node="n", epoch=1, task="t", worker="t.1", reason="")
+        events += [stop] * count
+    written = list(batches(events))
+    assert [event for batch in written for event in batch] == events
+    assert all(0 < len(batch) <= MAX_BATCH for batch in written)
+    for batch in written[1:]:
+        torn = isinstance(batch[0], v.Command)
+        assert not torn or commands[int(batch[0].command_id.rpartition(".")[2])] >= MAX_BATCH
