@@ -66,15 +66,16 @@ def newest_first(task: Task) -> list[KeptState]:
 def nearest(state: ClusterState, task: Task) -> str:
     """In words: what the task would start from if nobody had state."""
     shards: dict[int, KeptState] = {}
+    nodes: dict[str, None] = {}
     for kept in newest_first(task):
         node = state.nodes.get(kept.node)
         if node is not None and node.status is NodeStatus.UP:
             shards.setdefault(kept.shard, kept)
+            nodes.setdefault(kept.node)
     if len(shards) == task.spec.replica_workers:
         iteration = min(kept.iteration for kept in shards.values())
         if iteration >= task.checkpoint_iteration:
-            nodes = ", ".join(dict.fromkeys(shards[shard].node for shard in sorted(shards)))
-            return f"the memory of {nodes} (iteration {iteration} or later)"
+            return f"the memory of {' or '.join(nodes)} (iteration {iteration} or later)"
     if task.checkpoint_iteration:
         return f"the checkpoint of iteration {task.checkpoint_iteration}, if it is valid"
     return "the newest checkpoint, or the seed" if task.best_iteration else "the seed"

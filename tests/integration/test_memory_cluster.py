@@ -73,7 +73,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         closed = (await events(cluster, "TransitionCompleted"))[-1]
         assert "iterations lost, state from a member's node's memory" in closed["reason"]
         decided = (await events(cluster, "MembershipDecided"))[-1]
-        assert f"start from the memory of {worker.node}" in decided["reason"]
+        assert "start from the memory of" in decided["reason"] and worker.node in decided["reason"]
 
         # 2. The agent alone: what it kept is still there, and the next one says so.
         agent = cluster.agents[worker.node].process
