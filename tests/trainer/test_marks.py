@@ -69,6 +69,18 @@ def test_what_is_no_mark_is_none(tmp_path: Path) -> None:
         assert read(tmp_path / "m") is None
 
 
+def test_half_a_mark_is_none(tmp_path: Path) -> None:
+    """What a reader finds whose copy overtakes the writer's: the end is older than the beginning."""
+    Marker(tmp_path / "m").begun(1, 1)
+    older = (tmp_path / "m").read_bytes()
+    Marker(tmp_path / "m").phase = "reduce"
+    newer = bytearray((tmp_path / "m").read_bytes())
+    newer[:8] = (7).to_bytes(8, "little")
+    for torn in (bytes(newer), bytes(newer[:48]) + older[48:]):
+        (tmp_path / "m").write_bytes(torn)
+        assert read(tmp_path / "m") is None
+
+
 def test_a_reading_is_never_torn(tmp_path: Path) -> None:
     """Iteration and micro-batch always belong together, while another thread marks as fast as it can."""
     marker, over = Marker(tmp_path / "m"), threading.Event()
