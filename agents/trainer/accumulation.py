@@ -27,7 +27,6 @@ fixed: a scale taken from the data would depend on the deal. What that costs and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -82,11 +81,6 @@ class Accumulation:
     def peak(self) -> float:
         """Exact mode: no element has come to more than this; not finite if a gradient was not. Float mode: 0."""
         return max(map(float, self._peaks), default=0.0) if self._exact else 0.0
-
-    def norm(self) -> float:
-        """The 2-norm of what is accumulated here: of sums over tokens, not of means."""
-        squares = sum(float(bucket.double().square().sum()) for bucket in self._buckets)
-        return math.sqrt(squares) / (UNITS if self._exact else 1.0)
 
     def settle(self, sums: Sequence[torch.Tensor], tokens: float) -> None:
         """Make `sums` / `tokens` the gradients."""
