@@ -11,7 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.messages import Exited, ExitedAck, Forked, Kill, Launch, Retire, Spawn, SpawnFailed
+from agents.trainer.memory import Memory
+from agents.trainer.messages import (
+    Exited,
+    ExitedAck,
+    Forget,
+    Forked,
+    Keep,
+    Kept,
+    Kill,
+    Launch,
+    Retire,
+    Spawn,
+    SpawnFailed,
+)
 from events.vocabulary import StoreAddress, TaskSpec
 from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, ForkServerProcess, children, eventually, has_ended
@@ -235,3 +248,57 @@ def test_the_real_thing_has_one_thread_and_forks_fast(fork_server: ForkServers, 
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+# --- the memory of states ---------------------------------------------------------------------------
+
+
+def opened(pid: int, kept: Kept) -> Memory:
+    return Memory(f"/proc/{pid}/fd/{kept.fd}", kept.max_bytes)
+
+
+def test_memory_outlives_worker_and_agent_and_goes_on_demand(
+    fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
+    server = fork_server("--memory-max-bytes=65536")
+    first = agent()
+    first.inventory()
+    first.send(Keep(task="a", shard=1))
+    kept = first.next(Kept)
+    assert (kept.task, kept.shard, kept.max_bytes) == ("a", 1, 65536)
+    memory = opened(server.pid, kept)
+    draft = memory.draft(5)
+    assert draft is not None
+    draft.view[:] = b"state"
+    head = draft.seal(3, 1)
+    memory.close()
+
+    second = agent()
+    assert second.inventory().kept == (kept,)
+    again = opened(server.pid, kept)
+    assert again.newest() == head
+    again.close()
+    second.send(Forget(task="another"))
+    second.send(Keep(task="a", shard=1))
+    assert second.next(Kept) == kept, "there already"
+    second.send(Forget(task="a"))
+    third = agent()
+    assert third.inventory().kept == ()
+    assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if "unicron" in os.readlink(fd)]  # noqa: PTH115
+
+
+def test_a_worker_is_told_of_its_shards_memory_and_inherits_none(
+    fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
+    server = fork_server("--memory-max-bytes=65536")
+    side = agent()
+    side.inventory()
+    side.send(Keep(task="other", shard=0))
+    side.next(Kept)
+    side.send(spawn(run_dir, "a.1", "describe"))
+    kept = side.next(Kept)
+    assert (kept.task, kept.shard) == ("a", 0)
+    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    tale = json.loads(log_of(run_dir, "a.1").read_text())
+    assert sorted(tale["fds"]) == ["0", "1", "2"], tale["fds"]
+    opened(server.pid, kept).close()
