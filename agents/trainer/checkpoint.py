@@ -9,7 +9,8 @@ Rules
   renamed by the shard that finishes last. Shards need not talk to each other: each leaves its record in the draft.
 * Each shard of a replica is a checkpoint of its own, which `torch.distributed.checkpoint.load` reads; keys are paths
   in the state tree ("tensors.0.embedding...", "optimizer.state.3.exp_avg"), "skeleton" is all that is no tensor.
-* We read without pickle: the manifest says where each tensor lies. `.metadata`, which is one, is for others.
+* Nothing that is read is executed: the manifest says where each tensor lies, torch's weights-only loader reads it.
+  `.metadata`, which is a pickle, is for others.
 * Sizes and blake2b of all files, and that every number is finite, are checked before a state is used.
 """
 
