@@ -101,8 +101,8 @@ def summary(event: AnyEvent) -> str:
             place = f"{'waits in' if event.waiting else 'has left'} collective {event.entered}"
             stopped = ", its process is stopped" if event.stopped else ""
             return (
-                f"worker {event.worker} on {event.node} stands still for {_seconds(event.still_us)} in {event.phase}"
-                f" of iteration {event.iteration}, {place}{stopped}; the limit is {_seconds(event.limit_us)}"
+                f"iteration {event.iteration} takes longer than {_seconds(event.limit_us)}: worker {event.worker} on"
+                f" {event.node} last moved {_seconds(event.still_us)} ago, in {event.phase}; it {place}{stopped}"
             )
         case DegradationObserved():
             slowest = (

@@ -72,7 +72,10 @@ class Detection:
         self._interval = (spec.checkpoint.interval or 0) if spec.checkpoint.dir else 0
         self._parameters = list(parameters)
         self._baseline = Baseline(floor_us=int(patience.hang_floor_s * 1e6), start_us=int(patience.start_s * 1e6))
-        self._spikes: dict[CorruptionSign, Spikes] = {"loss": Spikes(), "gradient_norm": Spikes()}
+        self._spikes: dict[CorruptionSign, Spikes] = {
+            "loss": Spikes(rise=1.0),
+            "gradient_norm": Spikes(rise=9.0),
+        }
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
         self._free_us = now_us()
         self._compute_us = 0

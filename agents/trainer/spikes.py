@@ -3,8 +3,8 @@
 Rules
 -----
 * Usual is the median of the window, over all replicas; the noise is the median distance from it.
-* A value spikes that is no finite number, or above the usual by more than NOISE times the noise and by more than the
-  usual itself. Values far below are no news.
+* A value spikes that is no finite number, or above the usual by more than NOISE times the noise and by more than `rise`
+  times the usual. Values far below are no news.
 * If some replicas spike and others do not, those are told of. If all do, it is the data or the optimisation: nobody
   is blamed, unless there is but one.
 * The same is told again only after QUIET iterations. Spikes do not enter the window.
@@ -35,9 +35,10 @@ class Spike(NamedTuple):
 
 
 class Spikes:
-    """Of one kind of value."""
+    """Of one kind of value. `rise`: see the module; healthy gradient norms leap severalfold, losses do not."""
 
-    def __init__(self) -> None:
+    def __init__(self, rise: float) -> None:
+        self._rise = rise
         self._window: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
         self._told: dict[int | None, int] = {}
         self._iteration = 0
@@ -51,7 +52,7 @@ class Spikes:
                 self._window.append(tuple(values))
             return []
         usual = median(seen)
-        limit = usual + max(NOISE * median(abs(value - usual) for value in seen), abs(usual))
+        limit = usual + max(NOISE * median(abs(value - usual) for value in seen), self._rise * abs(usual))
         high = [rank for rank, value in enumerate(values) if not value <= limit]
         if not high:
             self._window.append(tuple(values))

@@ -3,8 +3,9 @@
     entry: tests/integration/odd_gpt.py
     args: [WHAT, WORKER_NUMBER, FROM_ITERATION]
 
-WHAT: `slow` (each micro-batch takes 0.15 s longer), `spike` (its losses are tenfold once), `gradient` (its gradients are
-a hundredfold once), `flip` (one bit of its parameters is another), `wrap` (an exception raised from a device's error).
+WHAT: `slow` (each micro-batch takes 0.15 s longer), `spike` (its losses are tenfold once), `gradient` (its gradients
+are a hundredfold once), `flip` (one bit of its parameters is another), `wrap` (an exception raised
+from a device's error).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from agents.trainer.spikes import ENOUGH, QUIET, Spike, Spikes
 
 
 def seasoned(ranks: int = 3, usual: float = 2.0, noise: float = 0.05) -> Spikes:
-    spikes, draw = Spikes(), random.Random(7)
+    spikes, draw = Spikes(rise=1.0), random.Random(7)
     for _ in range(ENOUGH + 5):
         assert spikes.look([usual * (1 + draw.uniform(-noise, noise)) for _ in range(ranks)]) == []
     return spikes
@@ -51,13 +51,13 @@ def test_a_value_below_the_usual_is_no_news() -> None:
 
 
 def test_before_enough_was_seen_nothing_is_judged() -> None:
-    spikes = Spikes()
+    spikes = Spikes(rise=1.0)
     assert all(spikes.look([float(number)]) == [] for number in range(ENOUGH))
 
 
 def test_a_falling_loss_with_its_noise_never_spikes() -> None:
     for seed in range(20):
-        spikes, draw = Spikes(), random.Random(seed)
+        spikes, draw = Spikes(rise=1.0), random.Random(seed)
         for iteration in range(400):
             mean = 2 + 4 * math.exp(-iteration / 60)
             assert spikes.look([mean * draw.uniform(0.8, 1.25) for _ in range(3)]) == [], (seed, iteration)
@@ -65,7 +65,7 @@ def test_a_falling_loss_with_its_noise_never_spikes() -> None:
 
 @given(st.lists(st.lists(st.floats(), min_size=2, max_size=2), max_size=60))
 def test_any_numbers_are_looked_at(rows: list[list[float]]) -> None:
-    spikes = Spikes()
+    spikes = Spikes(rise=1.0)
     for row in rows:
         assert all(isinstance(spike, Spike) for spike in spikes.look(row))
 
