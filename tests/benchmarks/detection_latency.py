@@ -172,15 +172,20 @@ def line(name: str, seconds: list[float], target: str, paper: str, without: str)
 
 
 async def run(rounds: int) -> list[str]:
-    """The table's lines."""
+    """The table's lines; what was measured is told as it comes."""
+    killed = [await plain("process exit") for _ in range(min(rounds, 5))]
+    stopped = [await plain("hang") for _ in range(min(rounds, 3))]
+    tell("plain, killed", killed)
+    tell("plain, stopped", stopped)
     with tempfile.TemporaryDirectory(prefix="unicron-detection-") as name:
         directory = Path(name)
         (directory / "nodes").mkdir()
         (directory / "workers").mkdir()
-        nodes = await node_losses(rounds, directory / "nodes")
         workers, iteration_s = await worker_faults(rounds, directory / "workers")
-    killed = [await plain("process exit") for _ in range(min(rounds, 5))]
-    stopped = [await plain("hang") for _ in range(min(rounds, 3))]
+        for kind, seconds in workers.items():
+            tell(kind, seconds)
+        nodes = await node_losses(rounds, directory / "nodes")
+        tell("node loss", nodes)
     silent = f"its time-out: {statistics.median(stopped):.3g} s with {PLAIN_TIMEOUT_S:g} s set, 1800 s by default"
     return [
         f"iterations of {iteration_s:.3f} s (median), heartbeats of {HEARTBEAT_S} s, load {os.getloadavg()[0]:.1f}",
@@ -191,6 +196,10 @@ async def run(rounds: int) -> list[str]:
         line("exception", workers["exception"], "0.05 s", "0.3 s", "as process exit"),
         line("hang", workers["hang"], f"{3 * iteration_s + 0.2:.3g} s", "3 iterations", silent),
     ]
+
+
+def tell(name: str, seconds: list[float]) -> None:
+    print(f"{name}: {' '.join(f'{one:.4f}' for one in seconds)} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
 
 
 def main() -> None:
