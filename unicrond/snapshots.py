@@ -27,7 +27,7 @@ from unicrond.state import ClusterState, digest
 
 log = logging.getLogger("unicrond")
 
-SNAPSHOT_EVERY = 20_000
+SNAPSHOT_EVERY = 10_000
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
