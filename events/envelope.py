@@ -34,7 +34,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def event_id(self) -> str:
-        """"producer-boot-number"; also the NATS message id."""
+        """ "producer-boot-number"; also the NATS message id."""
         return f"{self.producer}-{self.boot}-{self.number}"
 
 

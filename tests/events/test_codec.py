@@ -160,9 +160,7 @@ def test_only_people_submit_and_no_node_poses_as_them() -> None:
     check(submitted)
     with pytest.raises(BadEvent, match=r"\$\.producer"):
         encode(msgspec.structs.replace(submitted, producer="n1"))
-    joined = NodeJoined(
-        node="api", address="", slots=1, store=StoreAddress(host="", port=1), agent_boot=1, version="1"
-    )
+    joined = NodeJoined(node="api", address="", slots=1, store=StoreAddress(host="", port=1), agent_boot=1, version="1")
     with pytest.raises(BadEvent, match="not a node's name"):
         encode(msgspec.structs.replace(READY, producer="api", event=joined))
 

@@ -21,9 +21,7 @@ LEFT = Envelope(
     producer="n1", boot=3, number=4, observed_at_us=1_700_000_000_123_456, caused_by="c-1-2",
     event=NodeLeft(node="n1", reason="upgrade\nof the kernel"),
 )  # fmt: skip
-SENTENCE = (
-    "2023-11-14T22:13:20.123Z n1-3-4 NodeLeft: node n1 left: upgrade of the kernel (because of c-1-2)"
-)
+SENTENCE = "2023-11-14T22:13:20.123Z n1-3-4 NodeLeft: node n1 left: upgrade of the kernel (because of c-1-2)"
 
 
 def run(body: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:

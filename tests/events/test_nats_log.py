@@ -84,9 +84,7 @@ async def test_appends_and_reads_survive_sigkills(nats_server: EmbeddedServer, n
         assert [entry.seq for entry in entries] == list(range(1, end[0] + 1))
 
 
-async def test_commands_and_beats_survive_a_sigkill(
-    nats_server: EmbeddedServer, nats_connection: Connection
-) -> None:
+async def test_commands_and_beats_survive_a_sigkill(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
     log, beats = NatsEventLog(nats_connection), NatsBeatLog(nats_connection)
     taken: asyncio.Queue[int] = asyncio.Queue()
     heard: asyncio.Queue[Entry] = asyncio.Queue()

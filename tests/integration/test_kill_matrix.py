@@ -1,8 +1,8 @@
 """A fault at every point of an iteration, of every kind, on the first rank and the last, with and without shards.
 
-In the plain suite a subset in which every pair of (point, victim, layout) occurs, its kinds in turn; `make matrix` runs
-all of it. Everything is compared bit by bit, in exact mode, with a run of one replica that never failed; with sums in
-floating point single faults are compared to 1e-6.
+In the plain suite a subset: every point with either victim without shards, a third of them with tensor and a third with
+pipeline parallel replicas, the kinds in turn. `make matrix` runs all of it. Everything is compared bit by bit, in exact
+mode, with a run of one replica that never failed; with sums in floating point single faults are compared to 1e-6.
 """
 
 from __future__ import annotations

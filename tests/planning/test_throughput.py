@@ -312,7 +312,9 @@ def test_every_estimate_holds_together(model: Model, gpu_: object, stack: object
 
 
 @given(
-    models, gpus, st.sampled_from([8, 13, 64, 96]),
+    models,
+    gpus,
+    st.sampled_from([8, 13, 64, 96]),
     st.sampled_from(["peak_flops", "memory_bytes", "hbm_bytes_per_s", "nvlink_bytes_per_s", "nic_bytes_per_s"]),
 )
 def test_a_better_gpu_is_never_slower(model: Model, gpu_: object, count: int, field: str) -> None:

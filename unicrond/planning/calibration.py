@@ -46,8 +46,16 @@ class Row:
     @property
     def job(self) -> Job:
         return make_job(
-            self.model, GPUS[self.gpu], stack=STACKS[self.stack], batch=self.batch, tp=self.tp, pp=self.pp,
-            micro_batch=self.micro_batch, chunks=self.chunks, recompute=self.recompute, uneven=False,
+            self.model,
+            GPUS[self.gpu],
+            stack=STACKS[self.stack],
+            batch=self.batch,
+            tp=self.tp,
+            pp=self.pp,
+            micro_batch=self.micro_batch,
+            chunks=self.chunks,
+            recompute=self.recompute,
+            uneven=False,
         )
 
     @property
@@ -87,8 +95,16 @@ def _narayanan_2021() -> list[Row]:
     ]
     return [
         Row(
-            f"{billions:g}B", "megatron-2021", gpt3(f"gpt-{billions:g}b", layers, hidden, heads, batch=batch),
-            "a100-80g", gpus, batch, "hardware_flops", tflops * 1e12, tp=tp, pp=pp,
+            f"{billions:g}B",
+            "megatron-2021",
+            gpt3(f"gpt-{billions:g}b", layers, hidden, heads, batch=batch),
+            "a100-80g",
+            gpus,
+            batch,
+            "hardware_flops",
+            tflops * 1e12,
+            tp=tp,
+            pp=pp,
         )
         for billions, gpus, tp, pp, batch, layers, hidden, heads, tflops in table
     ]
@@ -111,19 +127,42 @@ def _korthikanti_2022() -> list[Row]:
     for billions, gpus, pp, batch, micro, chunks, layers, hidden, heads, full_s, selective_s in table:
         model = gpt3(f"gpt-{billions}b", layers, hidden, heads, batch=batch)
         for stack, recompute, seconds in (
-            ("megatron-2021", "full", full_s), ("megatron-2022", "selective", selective_s),
+            ("megatron-2021", "full", full_s),
+            ("megatron-2022", "selective", selective_s),
         ):
             rows.append(
                 Row(
-                    f"{billions}B {recompute}", stack, model, "a100-80g", gpus, batch, "iteration_s", seconds,
-                    tp=8, pp=pp, micro_batch=micro, chunks=chunks, recompute=recompute,
+                    f"{billions}B {recompute}",
+                    stack,
+                    model,
+                    "a100-80g",
+                    gpus,
+                    batch,
+                    "iteration_s",
+                    seconds,
+                    tp=8,
+                    pp=pp,
+                    micro_batch=micro,
+                    chunks=chunks,
+                    recompute=recompute,
                 )
             )
     model = gpt3("gpt-530b", 105, 20480, 128, batch=2240)
     rows.append(
         Row(
-            "530B dp 8", "megatron-2022", model, "a100-80g", 2240, 2240, "model_flops", 0.542 * 312e12,
-            tp=8, pp=35, micro_batch=1, chunks=3, recompute="selective",
+            "530B dp 8",
+            "megatron-2022",
+            model,
+            "a100-80g",
+            2240,
+            2240,
+            "model_flops",
+            0.542 * 312e12,
+            tp=8,
+            pp=35,
+            micro_batch=1,
+            chunks=3,
+            recompute="selective",
         )
     )
     return rows
@@ -134,8 +173,18 @@ def _smith_2022() -> list[Row]:
     model = gpt3("mt-nlg-530b", 105, 20480, 128, batch=1920)
     return [
         Row(
-            f"530B {gpus} GPUs", "mt-nlg-2021", model, "a100-80g", gpus, 1920, "iteration_s", seconds,
-            tp=8, pp=35, micro_batch=1, chunks=1,
+            f"530B {gpus} GPUs",
+            "mt-nlg-2021",
+            model,
+            "a100-80g",
+            gpus,
+            1920,
+            "iteration_s",
+            seconds,
+            tp=8,
+            pp=35,
+            micro_batch=1,
+            chunks=1,
         )
         for gpus, seconds in ((2240, 60.1), (2800, 50.2), (3360, 44.4))
     ]
@@ -151,8 +200,18 @@ def _jiang_2024() -> list[Row]:
     table += [(3072, 6144, 29.02), (6144, 6144, 14.78), (8192, 6144, 12.24), (12288, 6144, 8.57)]
     return [
         Row(
-            f"175B {gpus} GPUs", "megatron-2023", gpt3("gpt-175b", 96, 12288, 128, batch=batch, vocab=64000),
-            "a100-80g", gpus, batch, "iteration_s", seconds, tp=8, pp=8, micro_batch=1, chunks=6,
+            f"175B {gpus} GPUs",
+            "megatron-2023",
+            gpt3("gpt-175b", 96, 12288, 128, batch=batch, vocab=64000),
+            "a100-80g",
+            gpus,
+            batch,
+            "iteration_s",
+            seconds,
+            tp=8,
+            pp=8,
+            micro_batch=1,
+            chunks=6,
         )
         for gpus, batch, seconds in table
     ]
@@ -178,8 +237,17 @@ def _llama_2024() -> list[Row]:
     """
     return [
         Row(
-            f"405B {gpus} GPUs", "llama3-2024", MODELS["llama3-405b"], "h100-80g", gpus, 2048, "model_flops",
-            tflops * 1e12, tp=8, pp=16, micro_batch=1,
+            f"405B {gpus} GPUs",
+            "llama3-2024",
+            MODELS["llama3-405b"],
+            "h100-80g",
+            gpus,
+            2048,
+            "model_flops",
+            tflops * 1e12,
+            tp=8,
+            pp=16,
+            micro_batch=1,
         )
         for gpus, tflops in ((8192, 430), (16384, 400))
     ]

@@ -105,9 +105,17 @@ def job(
     Raises ValueError, naming the field and the fix, for values that no layout could satisfy.
     """
     question = Job(
-        model, gpu, stack or STACKS[gpu.stack],
-        model.batch if batch is None else batch, model.seq if seq is None else seq,
-        tp, pp, micro_batch, chunks, recompute, uneven,
+        model,
+        gpu,
+        stack or STACKS[gpu.stack],
+        model.batch if batch is None else batch,
+        model.seq if seq is None else seq,
+        tp,
+        pp,
+        micro_batch,
+        chunks,
+        recompute,
+        uneven,
     )
     for name in ("batch", "seq", "tp", "pp", "micro_batch", "chunks"):
         value = getattr(question, name)
@@ -560,9 +568,7 @@ def table(
 
     A task that fixes its tp, pp or micro-batch passes them. Raises ValueError as `job` does.
     """
-    question = job(
-        model, gpu, stack=stack, batch=batch, seq=seq, tp=tp, pp=pp, micro_batch=micro_batch, uneven=uneven
-    )
+    question = job(model, gpu, stack=stack, batch=batch, seq=seq, tp=tp, pp=pp, micro_batch=micro_batch, uneven=uneven)
     return best_table(question, max_workers)
 
 

@@ -115,7 +115,9 @@ def _parser() -> _Parser:
     parser.add_argument("--model", help="preset, see below (required)")
     parser.add_argument("--gpu", help="preset, see below (required)")
     parser.add_argument(
-        "--gpus", type=gpu_counts, metavar="N|A..B|A..B..STEP",
+        "--gpus",
+        type=gpu_counts,
+        metavar="N|A..B|A..B..STEP",
         help="GPU counts, comma-separated: one, doubling from A to B, or in steps (required)",
     )
     parser.add_argument("--tp", type=_whole, help="tensor parallel degree (default: the best)")
@@ -179,8 +181,14 @@ def _job(options: argparse.Namespace) -> Job:
         raise ValueError("--gpus: missing; for example --gpus 8..512")
     try:
         return job(
-            MODELS[options.model], GPUS[options.gpu], stack=STACKS[options.stack] if options.stack else None,
-            batch=options.batch, seq=options.seq, tp=options.tp, pp=options.pp, micro_batch=options.micro_batch,
+            MODELS[options.model],
+            GPUS[options.gpu],
+            stack=STACKS[options.stack] if options.stack else None,
+            batch=options.batch,
+            seq=options.seq,
+            tp=options.tp,
+            pp=options.pp,
+            micro_batch=options.micro_batch,
             uneven=not options.even,
         )
     except ValueError as problem:
