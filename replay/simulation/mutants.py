@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from agents import commit_sums, core
-from agents.state import Memory, TellForkServer
+from agents.state import Memory
 from agents.trainer import dealing, regrouping
-from agents.trainer.messages import ExitedAck
 from events import vocabulary as v
 from replay.simulation import replica
 from replay.simulation.log_client import Endpoint
@@ -221,16 +220,6 @@ def _forget_the_memory() -> None:
     _patch(core, "resume", lambda resume: lambda config, memory: resume(config, Memory()))
 
 
-def _exits_are_not_told() -> None:
-    def make(_: Any) -> Any:
-        def silent(self: Any, worker: Any, end: Any, expected: Any, log_tail: Any) -> None:
-            self.actions.append(TellForkServer(message=ExitedAck(worker=worker)))
-
-        return silent
-
-    _patch(core._Turn, "tell_exit", make)
-
-
 def _slots_are_not_counted() -> None:
     _patch(core._Turn, "free_slots", lambda _: lambda self: list(range(self.config.slots)))
 
@@ -321,7 +310,6 @@ MUTANTS: dict[str, Mutant] = {
     "act_on_a_stale_epoch": Mutant("an agent takes a command of an old epoch for a new one", _act_on_a_stale_epoch),
     "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),
     "forget_the_memory": Mutant("an agent starts without the memory of the one before", _forget_the_memory),
-    "exits_are_not_told": Mutant("an agent keeps the exits of its workers to itself", _exits_are_not_told),
     "slots_are_not_counted": Mutant("an agent gives every worker the first slot", _slots_are_not_counted),
     "commits_are_summed_twice": Mutant("a sum is continued by whatever comes", _commits_are_summed_twice),
     "commit_without_agreement": Mutant("a replica steps as soon as it has the sums", _commit_without_agreement),

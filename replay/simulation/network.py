@@ -18,6 +18,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 M = TypeVar("M")
+#: Timers of one moment come in no certain order: what is to come in order is that far apart.
+_NEXT_S = 1e-6
 
 
 class Link:
@@ -47,7 +49,7 @@ class Link:
             if not self.cut and not (self.loss and self._drawn.random() < self.loss):
                 at = self._loop.time() + self.travel_s()
                 if self.in_order:
-                    at = self._last_at = max(self._last_at, at)
+                    at = self._last_at = max(self._last_at + _NEXT_S, at)
                 self._loop.call_at(at, self._arrive, deliver)
 
     def travel_s(self) -> float:
@@ -72,7 +74,7 @@ class Pipe(Generic[M]):
     def send(self, message: M) -> None:
         """Put a message in; nothing happens on a closed pipe."""
         if self.open:
-            self._last_at = max(self._last_at, self._loop.time() + self._drawn.uniform(0.0001, 0.001))
+            self._last_at = max(self._last_at + _NEXT_S, self._loop.time() + self._drawn.uniform(0.0001, 0.001))
             self._loop.call_at(self._last_at, self._arrive, message)
 
     def close(self) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from replay.simulation.replica import Replica
     from replay.simulation.training import Training
 
+#: No history comes near this.
+_ENTRIES_MAX = 20_000
+
 
 class Witness:
     """`states[n]`: the replay after entry n. `over` is set by the first breach."""
@@ -70,6 +73,8 @@ class Witness:
         before = self.state
         after = folding.fold(before, entry)
         self.states.append(after)
+        if len(self.states) > _ENTRIES_MAX:
+            self.broke("decide_is_quiet_at_rest", f"more than {_ENTRIES_MAX} entries: somebody answers without end")
         self.broke("state_is_sound", rules.state_is_sound(after))
         if not isinstance(entry, Recorded):
             return

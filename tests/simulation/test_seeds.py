@@ -59,8 +59,8 @@ def test_a_part_of_a_history_can_be_played() -> None:
 
 
 @pytest.fixture
-def believing_no_stop() -> Iterator[None]:
-    mutated = MUTANTS["believe_no_stop"]
+def forgetting_lost_workers() -> Iterator[None]:
+    mutated = MUTANTS["forget_lost_workers"]
     before = dict(fold._FOLDS)
     mutated.apply()
     yield
@@ -68,7 +68,7 @@ def believing_no_stop() -> Iterator[None]:
     fold._FOLDS.update(before)
 
 
-@pytest.mark.usefixtures("believing_no_stop")
+@pytest.mark.usefixtures("forgetting_lost_workers")
 @pytest.mark.timeout(300)
 def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
     failed = next(outcome for outcome in map(simulate, range(1000)) if outcome.rule)
@@ -85,7 +85,6 @@ def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
     ("mutant", "rule"),
     [
         ("drop_the_hold", "decisions_take_effect"),
-        ("skip_the_fence", "newest_term_decides"),
         ("start_again", "slots_are_held_once"),
         ("deal_what_is_held", "trainers_agree"),
         ("fold_by_the_machine", "replay_equals_live"),
