@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from hypothesis import HealthCheck, settings
 from events.nats_connection import Connection, connect
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
+
+# Started in the background of a shell without job control, a process inherits SIGINT as ignored, and so would
+# every program that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 # Machines under load are slow, not wrong: no deadline per example.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
