@@ -140,8 +140,17 @@ async def plain(kind: str) -> float:
     """Seconds until the last survivor of a plain group knows: after a SIGKILL, or a SIGSTOP, of rank 2."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.benchmarks.plain_group", str(PLAIN_TIMEOUT_S), str(free_port()),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, cwd=HERE.parents[1],
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, cwd=HERE.parents[1], start_new_session=True,
     )  # fmt: skip
+    try:
+        return await survivors_know(process, kind)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def survivors_know(process: asyncio.subprocess.Process, kind: str) -> float:
     assert process.stdout is not None
     pids: dict[int, int] = {}
     failed: list[int] = []
@@ -156,9 +165,6 @@ async def plain(kind: str) -> float:
                 os.kill(pids[2], signal.SIGKILL if kind == "process exit" else signal.SIGSTOP)
         else:
             failed.append(int(number))
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pids[2], signal.SIGKILL)
-    await process.wait()
     return (max(failed) - at_us) / 1e6
 
 
