@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 import uvloop
 
@@ -19,6 +18,7 @@ from agents.run_dir import BadRunDir, RunDir, default_run_dir
 from events import origin
 from events.codec import API_PRODUCER
 from events.nats_connection import Login
+from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
 
 _EXAMPLE = """example:
@@ -136,12 +136,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _nats(text: str) -> tuple[str, ...]:
-    urls = tuple(url.strip() for url in text.split(","))
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("nats", "tls") or not parts.hostname:
-            raise argparse.ArgumentTypeError(f"{url!r} is no NATS URL; write nats://HOST:PORT")
-    return urls
+    try:
+        return parse_urls(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _node(text: str) -> str:

@@ -53,7 +53,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeAlias, TypeVar, assert_never
 
 from msgspec.structs import replace
 
@@ -162,6 +162,18 @@ from events.vocabulary import (
 
 #: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
 SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
+#: Reports that become an observation as they are: the event has the message's fields, and says of which worker.
+Reported: TypeAlias = Regrouped | Parked | Trouble | Degraded | Suspected | Taken | Saved | Completed
+REPORTED: dict[type[Reported], type[Observation]] = {
+    Regrouped: WorkerRegrouped,
+    Parked: WorkerParked,
+    Trouble: ErrorReported,
+    Degraded: DegradationObserved,
+    Suspected: CorruptionSuspected,
+    Taken: StateTaken,
+    Saved: CheckpointSaved,
+    Completed: TaskCompleted,
+}
 _MAX_TEXT = 1024
 K = TypeVar("K")
 V = TypeVar("V")
@@ -533,7 +545,6 @@ class _Turn:
         record = self.memory.workers.get(worker)
         if record is None or record.foreign:
             return
-        node, task = self.config.node, record.task
         match message:
             case Hello():
                 self.connected(message)
@@ -544,125 +555,44 @@ class _Turn:
             case Regrouped():
                 if message.generation <= record.regrouped:
                     return  # told again to a new agent
-                self.close_sum(task)
+                self.close_sum(record.task)
                 generation = max(record.generation, message.generation)
                 self.change(record, regrouped=message.generation, generation=generation)
                 self.reached(worker, message.iteration)
-                self.append(
-                    WorkerRegrouped(
-                        node=node,
-                        task=task,
-                        worker=worker,
-                        generation=message.generation,
-                        iteration=message.iteration,
-                        dealt=message.dealt,
-                        duration_us=message.duration_us,
-                        source=message.source,
-                    )
-                )
-            case Parked(generation=generation, iteration=iteration):
-                self.close_sum(task)
-                self.reached(worker, iteration)
-                self.append(
-                    WorkerParked(node=node, task=task, worker=worker, generation=generation, iteration=iteration)
-                )
+                self.pass_on(record, message)
+            case Parked():
+                self.close_sum(record.task)
+                self.reached(worker, message.iteration)
+                self.pass_on(record, message)
             case Trouble():
-                self.close_sum(task)
+                self.close_sum(record.task)
                 self.reached(worker, message.iteration)
                 if message.kind not in SYMPTOMS:
                     self.change(record, cause_told=True)
-                self.append(
-                    ErrorReported(
-                        node=node,
-                        task=task,
-                        worker=worker,
-                        kind=message.kind,
-                        generation=message.generation,
-                        iteration=message.iteration,
-                        phase=message.phase,
-                        message=message.message,
-                        detail=message.detail,
-                    )
-                )
-            case Degraded():
-                self.append(
-                    DegradationObserved(
-                        node=node,
-                        task=task,
-                        worker=worker,
-                        generation=message.generation,
-                        iteration=message.iteration,
-                        iteration_us=message.iteration_us,
-                        usual_us=message.usual_us,
-                        slowest=message.slowest,
-                        compute_us=message.compute_us,
-                        others_us=message.others_us,
-                    )
-                )
-            case Suspected():
-                self.append(
-                    CorruptionSuspected(
-                        node=node,
-                        task=task,
-                        worker=worker,
-                        generation=message.generation,
-                        iteration=message.iteration,
-                        sign=message.sign,
-                        suspect=message.suspect,
-                        value=message.value,
-                        usual=message.usual,
-                    )
-                )
+                self.pass_on(record, message)
+            case Degraded() | Suspected() | Taken():
+                self.pass_on(record, message)
             case Captured():
-                self.captured(task, message)
-            case Taken():
-                self.append(
-                    StateTaken(
-                        node=node,
-                        task=task,
-                        worker=worker,
-                        generation=message.generation,
-                        source=message.source,
-                        iteration=message.iteration,
-                        size_bytes=message.size_bytes,
-                        duration_us=message.duration_us,
-                        tried=message.tried,
-                        storage_iteration=message.storage_iteration,
-                        saved_us=message.saved_us,
-                    )
-                )
-            case Saved(iteration=iteration, path=path, size_bytes=size_bytes, duration_us=duration_us):
-                if iteration == record.saved:
+                self.captured(record.task, message)
+            case Saved():
+                if message.iteration == record.saved:
                     return  # told again to a new agent
-                self.change(record, saved=iteration)
-                self.append(
-                    CheckpointSaved(
-                        node=node,
-                        task=task,
-                        worker=worker,
-                        iteration=iteration,
-                        path=path,
-                        size_bytes=size_bytes,
-                        duration_us=duration_us,
-                    )
-                )
-            case Completed(iteration=iteration, loss=loss, params_digest=params_digest):
+                self.change(record, saved=message.iteration)
+                self.pass_on(record, message)
+            case Completed():
                 if record.completed:
                     return
-                self.close_sum(task)
+                self.close_sum(record.task)
                 self.change(record, completed=True)
-                self.append(
-                    TaskCompleted(
-                        node=node,
-                        task=task,
-                        worker=worker,
-                        iteration=iteration,
-                        loss=loss,
-                        params_digest=params_digest,
-                    )
-                )
+                self.pass_on(record, message)
             case _ as never:
                 assert_never(never)
+
+    def pass_on(self, record: Worker, message: Reported) -> None:
+        """What a worker reports is an observation once it is said of which worker it is; its fields are the same."""
+        said = {field: getattr(message, field) for field in message.__struct_fields__}
+        kind = REPORTED[type(message)]
+        self.append(kind(node=self.config.node, task=record.task, worker=record.worker, **said))
 
     def stalled(self, stalled: Stalled) -> None:
         record, mark = self.memory.workers.get(stalled.worker), stalled.mark

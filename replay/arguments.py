@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
+from events.nats_url import parse_urls
 from replay.examples import EXAMPLES
 from replay.opening import PROGRAM
 from replay.point import BeforeEnd, Point, parse_point
@@ -133,16 +133,10 @@ def name_argument(text: str) -> str:
 
 def nats_urls(text: str) -> list[str]:
     """Addresses with commas between."""
-    urls = text.split(",")
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("nats", "tls") or not parts.hostname:
-            raise argparse.ArgumentTypeError(f"{url!r} is no address of a NATS server; give nats://HOST:PORT")
-        try:
-            parts.port  # noqa: B018 - raises where it is no port
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{url!r} has a bad port; give nats://HOST:PORT") from None
-    return urls
+    try:
+        return list(parse_urls(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def existing_file(text: str) -> Path:

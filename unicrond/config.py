@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from events.nats_connection import Login
+from events.nats_url import parse_urls
 from events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.faults import faults
 from unicrond.policy import Policy
@@ -113,6 +114,11 @@ def check(config: Config, where: str) -> None:
             f"{where}: nats.host: {config.nats.host} is open to others; set nats.user and nats.password_file, "
             "or use 127.0.0.1"
         )
+    if config.nats.url:
+        try:
+            parse_urls(config.nats.url)
+        except ValueError as error:
+            raise ConfigError(f"{where}: nats.url: {error}") from None
     for field in ("password_file", "creds", "nkey_seed", "tls_ca"):
         path = getattr(config.nats, field)
         if path and not Path(path).is_file():

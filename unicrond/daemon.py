@@ -25,6 +25,7 @@ from events.nats_connection import Connection, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
+from events.nats_url import parse_urls
 from unicrond.api import Api
 from unicrond.archive_command import archive_directory
 from unicrond.config import Config, login, read_secret
@@ -53,7 +54,9 @@ async def serve(config: Config) -> None:
     server = None if config.nats.url else await _embedded(config)
     url = server.url if server else config.nats.url
     try:
-        connection = await connect(url, name="unicrond", login=login(config.nats), timeout_s=CONNECT_TIMEOUT_S)
+        connection = await connect(
+            parse_urls(url), name="unicrond", login=login(config.nats), timeout_s=CONNECT_TIMEOUT_S
+        )
     except LogError as error:
         raise Fatal(f"nats.url: no NATS at {url}: {error}; check that it runs and that the login is right") from None
     ended_by = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
+from agents import core
 from agents.state import (
     Appended,
     Disconnect,
@@ -625,3 +627,11 @@ def test_the_messages_of_a_membership_carry_what_the_command_said(node: Node) ->
     (told,) = [a.message for a in node.command(order) if isinstance(a, TellWorker)]
     assert isinstance(told, Membership)
     assert (told.generation, told.members, told.urgent, told.store) == (3, order.members, True, order.store)
+
+
+@pytest.mark.parametrize(("message", "event"), core.REPORTED.items(), ids=lambda kind: kind.__name__)
+def test_what_a_worker_reports_has_the_fields_of_its_observation(message: type, event: type) -> None:
+    wanted = {field.name for field in msgspec.structs.fields(event)}
+    told = {field.name for field in msgspec.structs.fields(message)}
+    assert told.isdisjoint({"node", "task", "worker"})
+    assert told | {"node", "task", "worker"} == wanted

@@ -129,3 +129,11 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
     done = subprocess.run([UNICROND, *arguments], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "--help" in done.stderr
+
+
+def test_a_bad_nats_address_is_refused_at_once() -> None:
+    done = subprocess.run(
+        [UNICROND, "run", "--nats", "garbage"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "unicrond: unicrond: nats.url: 'garbage' is no NATS URL; write nats://HOST:PORT\n"

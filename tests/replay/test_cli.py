@@ -203,7 +203,7 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
         ("digest --file LOG --at 100000", 2, "--at: entry 100000 is not in the log, which ends at entry"),
         ("events --file LOG --type NodLost", 2, "--type: no event type 'NodLost'; did you mean NodeLost?"),
         ("events --file LOG --node a.b", 2, "--node: 'a.b' is no name"),
-        ("digest --nats localhost:4222", 2, "give nats://HOST:PORT"),
+        ("digest --nats localhost:4222", 2, "write nats://HOST:PORT"),
         ("digest --nats nats://h:99999", 2, "bad port"),
         ("digest --nats nats://h:1 --creds /missing", 2, "--creds: '/missing' is not a file"),
         ("digest --file /missing", 2, "--file: /missing cannot be read: No such file"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.stories import random_life
 from unicrond.fold import fold_all
 from unicrond.state import ClusterState, Severity, TaskStatus, digest
 
@@ -101,34 +100,11 @@ def test_a_task_that_fails_everywhere_is_failed_and_its_nodes_are_readmitted() -
 @pytest.mark.parametrize("seed", range(200))
 def test_random_faults_converge(seed: int) -> None:
     cluster = two_tasks(seed)
-    draw = random.Random(seed)
-    for _ in range(12):
-        match draw.randrange(6):
-            case 0 | 1:
-                alive = [(h, w) for h in cluster.hosts.values() if h.up for w in h.processes]
-                if alive:
-                    cluster.kill_worker(*draw.choice(alive))
-            case 2:
-                up = [h for h in cluster.hosts.values() if h.up]
-                if len(up) > 1:
-                    host = draw.choice(up)
-                    cluster.kill_host(host)
-                    cluster.lose(host)
-            case 3:
-                down = [h for h in cluster.hosts.values() if not h.up]
-                if down:
-                    cluster.add_host(draw.choice(down).name)
-            case 4:
-                cluster.take_over()
-            case 5:
-                cluster.add_host(draw.choice([h.name for h in cluster.hosts.values() if h.up]))  # agent restart
-        for _ in range(draw.randrange(6)):
-            moves = cluster.moves()
-            draw.choice(moves)()
-        cluster.train("big")
-        cluster.train("small")
-        if draw.random() < 0.4:
-            cluster.run()
+    for _ in random_life(cluster, seed):
+        pass
+    for node in cluster.state.nodes.values():
+        if node.cordoned:
+            cluster.uncordon(node.name)
     for host in cluster.hosts.values():
         if not host.up:
             cluster.add_host(host.name)
