@@ -167,7 +167,6 @@ def _on_nodes(
 
 #: Servers that the published trace observed; those without a fault are not named in it.
 INFINITEHBD_NODES = 400
-INFINITEHBD_DAYS = 348
 INFINITEHBD_ORIGIN = "github.com/stepfun-ai/InfiniteHBD-Trace"
 INFINITEHBD_SHA256 = "5871b881b341c9526223c025eda3a9bd2f0f875cf8d53441688ccd953e11b80d"
 TRACE_BYTES_MAX = 64 * 2**20

@@ -11,7 +11,6 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections import deque
 from typing import TYPE_CHECKING
@@ -171,8 +170,3 @@ class Process:
     def _quit_in_the_end(self) -> None:
         if self.alive and not self.hung:
             self.end(0)
-
-
-async def forever() -> None:
-    """What a worker does that waits for its end."""
-    await asyncio.get_running_loop().create_future()
