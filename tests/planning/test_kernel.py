@@ -22,6 +22,14 @@ def numpy_afterwards() -> Iterator[None]:
     kernel.use("numpy")
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """The compiled kernel lies in numba's cache. Compiling takes tens of seconds of a slow core, and a test
+    that competes with it for the interpreter's lock would double that: it is done in a process of its own."""
+    code = "from unicrond.planning import kernel; kernel.warm()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_planning_is_imported_without_the_compiler() -> None:
     """The coordinator serves within a second of its start: numba alone would take longer."""
     modules = "unicrond.planning.solver, unicrond.planning.table, unicrond.planning.placement"
@@ -30,8 +38,8 @@ def test_planning_is_imported_without_the_compiler() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_plans_stay_the_same_while_the_kernel_warms_up() -> None:
-    """Solve without a pause while another thread switches kernels: no plan is ever made of both."""
+def test_plans_stay_the_same_while_the_kernel_warms_up(compiled: None) -> None:
+    """Solve on and on while another thread switches kernels: no plan is ever made of both."""
     problems = [random_problem(Random(seed), most_tasks=8, most_workers=32) for seed in range(30)]
     expected = [solve(problem) for problem in problems]
     assert kernel.active() is kernel_numpy
@@ -40,13 +48,14 @@ def test_plans_stay_the_same_while_the_kernel_warms_up() -> None:
     found: list[list[Solution]] = []
     while warming.is_alive() or not found:
         found.append([solve(problem) for problem in problems])
-    warming.join()
+        # Without a pause the import, which gives up the interpreter's lock at every file, waits 5 ms for each.
+        warming.join(timeout=0.05)
     assert kernel.active() is not kernel_numpy
     found.append([solve(problem) for problem in problems])
     assert all(each == expected for each in found)
 
 
-def test_rows_of_one_kernel_serve_the_other() -> None:
+def test_rows_of_one_kernel_serve_the_other(compiled: None) -> None:
     """A table begun in numpy is refreshed compiled: reused rows are the same bits."""
     reused = 0
     for seed in range(60):
