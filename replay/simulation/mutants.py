@@ -25,6 +25,7 @@ from replay.simulation.log_server import LogServer
 from replay.simulation.run import Outcome
 from replay.simulation.seeds import cores, outcomes
 from unicrond import coordinator, decide, fold, reconcile, state
+from unicrond.folding import changes, incidents
 from unicrond.state import NodeStatus
 
 SEEDS = 1000
@@ -43,7 +44,7 @@ def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _patch_fold(event: type, make: Callable[[Any], Any]) -> None:
-    fold._FOLDS[event] = make(fold._FOLDS[event])
+    fold.FOLDS[event] = make(fold.FOLDS[event])
 
 
 # --- the coordinator -----------------------------------------------------------------------------
@@ -108,11 +109,11 @@ def _forget_repetitions() -> None:
 def _skip_the_symptom_merge() -> None:
     def make(_: Any) -> Any:
         def blame(before: Any, envelope: Any, **blamed: Any) -> Any:
-            return fold._open_incident(before, envelope, **blamed, occurred_us=envelope.observed_at_us)
+            return incidents.open_incident(before, envelope, **blamed, occurred_us=envelope.observed_at_us)
 
         return blame
 
-    _patch(fold, "_blame", make)
+    _patch(incidents, "blame", make)
 
 
 def _forget_lost_workers() -> None:
@@ -121,7 +122,7 @@ def _forget_lost_workers() -> None:
             after = node_lost(before, event, envelope)
             for task in after.tasks.values():
                 gone = [worker.worker for worker in task.workers.values() if worker.node == event.node]
-                after = fold._with_task(after, fold._without_workers(task, gone))
+                after = changes.with_task(after, changes.without_workers(task, gone))
             return after
 
         return forgetful
@@ -130,7 +131,7 @@ def _forget_lost_workers() -> None:
 
 
 def _believe_no_stop() -> None:
-    _patch_fold(v.CommandApplied, lambda _: fold._nothing)
+    _patch_fold(v.CommandApplied, lambda _: lambda before, event, envelope: before)
 
 
 def _fold_by_the_machine() -> None:

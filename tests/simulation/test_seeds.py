@@ -61,11 +61,11 @@ def test_a_part_of_a_history_can_be_played() -> None:
 @pytest.fixture
 def forgetting_lost_workers() -> Iterator[None]:
     mutated = MUTANTS["forget_lost_workers"]
-    before = dict(fold._FOLDS)
+    before = dict(fold.FOLDS)
     mutated.apply()
     yield
-    fold._FOLDS.clear()
-    fold._FOLDS.update(before)
+    fold.FOLDS.clear()
+    fold.FOLDS.update(before)
 
 
 @pytest.mark.usefixtures("forgetting_lost_workers")

@@ -1,0 +1,39 @@
+"""The small changes of state that the folds of all subjects are made of."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from unicrond.state import ClusterState, Incident, Node, Task, Worker, WorkerStatus
+
+
+def with_node(state: ClusterState, node: Node) -> ClusterState:
+    return replace(state, nodes=state.nodes | {node.name: node})
+
+
+def with_task(state: ClusterState, task: Task) -> ClusterState:
+    return replace(state, tasks=state.tasks | {task.name: task})
+
+
+def with_worker(task: Task, worker: Worker) -> Task:
+    return replace(task, workers=task.workers | {worker.worker: worker})
+
+
+def without_workers(task: Task, gone: list[str]) -> Task:
+    return replace(task, workers={name: w for name, w in task.workers.items() if name not in gone})
+
+
+def with_incident(state: ClusterState, incident: Incident) -> ClusterState:
+    return replace(state, incidents=state.incidents | {incident.id: incident})
+
+
+def worker_known(state: ClusterState, task: str, worker: str) -> tuple[Task, Worker] | None:
+    """The task and the worker, where both are known; a report about anything else is stale."""
+    known_task = state.tasks.get(task)
+    known_worker = known_task.workers.get(worker) if known_task else None
+    return (known_task, known_worker) if known_task and known_worker else None
+
+
+def stray(worker: str, node: str, pid: int) -> Worker:
+    """A process that nobody wants; LOST workers on a node that is up are stopped by `decide`."""
+    return Worker(worker=worker, node=node, replica=-1, shard=0, status=WorkerStatus.LOST, pid=pid)

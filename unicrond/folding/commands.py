@@ -1,0 +1,88 @@
+"""Commands to nodes, and what the agents answer."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding import strikes
+from unicrond.folding.changes import with_node, with_task, with_worker, without_workers, worker_known
+from unicrond.state import ClusterState, Worker, WorkerStatus
+
+
+def count_command(state: ClusterState, node: str) -> ClusterState:
+    known = state.nodes.get(node)
+    return with_node(state, replace(known, commands=known.commands + 1)) if known else state
+
+
+def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
+    state = count_command(state, event.node)
+    task = state.tasks.get(event.spec.name)
+    if task is None or event.worker in task.workers:
+        return state
+    worker = Worker(
+        worker=event.worker,
+        node=event.node,
+        replica=event.replica,
+        shard=event.shard,
+        status=WorkerStatus.STARTING,
+        command_id=event.command_id,
+    )
+    number = int(event.worker.rpartition(".")[2])
+    task = replace(
+        task,
+        next_worker=max(task.next_worker, number + 1),
+        next_replica=max(task.next_replica, event.replica + 1),
+    )
+    return with_task(state, with_worker(task, worker))
+
+
+def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> ClusterState:
+    state = count_command(state, event.node)
+    known = worker_known(state, event.task, event.worker)
+    if known is None:
+        return state
+    task, worker = known
+    stopping = replace(worker, status=WorkerStatus.STOPPING, command_id=event.command_id)
+    return with_task(state, with_worker(task, stopping))
+
+
+def set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
+    return _with_peers(count_command(state, event.node), event.task, event.peers)
+
+
+def set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterState:
+    return _with_peers(count_command(state, event.node), event.task, event.peers)
+
+
+def _with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
+    task = state.tasks.get(name)
+    return with_task(state, replace(task, peers=peers)) if task and task.peers != peers else state
+
+
+def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:
+    """A stop is applied once the process is gone; of one that never was, nothing else is ever told."""
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            if worker.status is WorkerStatus.STOPPING and worker.command_id == event.command_id:
+                return with_task(state, without_workers(task, [worker.worker]))
+    return state
+
+
+def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            if worker.command_id != event.command_id or worker.status is not WorkerStatus.STARTING:
+                continue
+            state = with_task(state, without_workers(task, [worker.worker]))
+            return strikes.strike(
+                state,
+                envelope,
+                task=task.name,
+                worker=worker,
+                kind="start_failed",
+                broken=task.generation - 1,
+                message=f"{event.node} could not start {worker.worker}: {event.reason}",
+            )
+    return state

@@ -1,0 +1,39 @@
+"""Kept states: which node keeps which state of which task in its memory."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding import commands
+from unicrond.folding.changes import with_task
+from unicrond.state import ClusterState, KeptState
+
+
+def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or event.node not in state.nodes:
+        return state
+    kept = KeptState(
+        node=event.node,
+        shard=event.shard,
+        iteration=event.iteration,
+        generation=event.generation,
+        origin=event.origin,
+        size_bytes=event.size_bytes,
+    )
+    return with_task(state, replace(task, kept=task.kept | {f"{event.node}/{event.shard}": kept}))
+
+
+def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:
+    return forget_kept(commands.count_command(state, event.node), event.node, (event.task,))
+
+
+def forget_kept(state: ClusterState, node: str, tasks: tuple[str, ...] | None = None) -> ClusterState:
+    """The node keeps nothing more of these tasks, or of any."""
+    for task in state.tasks.values():
+        if (tasks is None or task.name in tasks) and any(kept.node == node for kept in task.kept.values()):
+            kept = {place: kept for place, kept in task.kept.items() if kept.node != node}
+            state = with_task(state, replace(task, kept=kept))
+    return state

@@ -1,0 +1,60 @@
+"""What has been decided for whole tasks: plans, memberships, and the estimates that plans are made of."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding.changes import with_task
+from unicrond.state import ClusterState, Membership, Plan, TaskStatus
+
+
+def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> ClusterState:
+    if event.epoch != state.plan.epoch + 1:
+        return state
+    plan = Plan(
+        epoch=event.epoch,
+        assignments={assignment.task: assignment for assignment in event.assignments},
+        waf=event.waf,
+        basis=event.basis,
+        trigger=event.trigger,
+        reason=event.reason,
+        adopted_us=state.now_us,
+        healthy=event.healthy,
+        healthy_waf=event.healthy_waf,
+        transition_flop=event.transition_flop,
+        way=event.way,
+        took_us=event.took_us,
+        rows_reused=event.rows_reused,
+    )
+    return replace(state, plan=plan)
+
+
+def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or event.generation != task.generation + 1:
+        return state
+    membership = Membership(
+        generation=event.generation,
+        members=event.members,
+        joiners=event.joiners,
+        urgent=event.urgent,
+        store=event.store,
+        decided_us=state.now_us,
+    )
+    again = event.urgent and task.membership is not None and task.membership.members == event.members
+    task = replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0, suspicions={})
+    task = replace(task, timings=(), warm=0)
+    return with_task(state, task)
+
+
+def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    return with_task(state, replace(task, measured=task.measured | {str(event.workers): event.flops}))
+
+
+def failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:
+    return replace(state, worker_mtbf_us=event.worker_mtbf_us)

@@ -1,0 +1,67 @@
+"""Strikes: what is counted against a node and a task when a worker is gone though nobody asked."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events.envelope import Envelope
+from unicrond.folding import incidents
+from unicrond.folding.changes import with_task, with_worker
+from unicrond.state import ClusterState, Task, Worker, WorkerStatus
+
+
+def strike(
+    state: ClusterState,
+    envelope: Envelope,
+    *,
+    task: str,
+    worker: Worker,
+    kind: str,
+    broken: int,
+    message: str,
+    log_tail: str = "",
+) -> ClusterState:
+    """A worker is gone though nobody asked: count it against its node and its task, and open an incident."""
+    state = with_task(state, struck(state.tasks[task], worker))
+    return incidents.blame(
+        state,
+        envelope,
+        kind=kind,
+        node=worker.node,
+        worker=worker.worker,
+        generations={task: broken},
+        message=message,
+        log_tail=log_tail,
+    )
+
+
+def give_up(state: ClusterState, envelope: Envelope, name: str, worker: Worker, kind: str, what: str) -> ClusterState:
+    """The worker is lost, though it may run; `decide` has its process ended."""
+    task = state.tasks[name]
+    broken = incidents.broken_generation(task, [worker.worker])
+    state = with_task(state, with_worker(task, replace(worker, status=WorkerStatus.LOST)))
+    message = f"worker {worker.worker} on {worker.node} {what}"
+    return strike(state, envelope, task=name, worker=worker, kind=kind, broken=broken, message=message)
+
+
+def struck(task: Task, worker: Worker) -> Task:
+    """The blow counted, unless it is the one that was counted last (see Task.strikes)."""
+    number = int(worker.worker.rpartition(".")[2])
+    if number >= task.struck_below.get(worker.node, 0):
+        task = replace(
+            task,
+            strikes=task.strikes | {worker.node: task.strikes.get(worker.node, 0) + 1},
+            struck_below=task.struck_below | {worker.node: task.next_worker},
+        )
+    if number >= task.struck_below.get("", 0):
+        task = replace(task, stuck=task.stuck + 1, struck_below=task.struck_below | {"": task.next_worker})
+    return task
+
+
+def acquit(task: Task, nodes: set[str]) -> Task:
+    """The nodes have proven themselves: nothing is counted against them any more."""
+    return replace(
+        task,
+        strikes={name: count for name, count in task.strikes.items() if name not in nodes},
+        struck_below={name: number for name, number in task.struck_below.items() if name not in nodes},
+    )

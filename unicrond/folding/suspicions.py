@@ -1,0 +1,61 @@
+"""Suspicions: what the trainers' statistics tell of hangs and of damaged parameters."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding import incidents, strikes
+from unicrond.folding.changes import with_task, worker_known
+from unicrond.hangs import judge
+from unicrond.state import ClusterState, TaskStatus
+
+
+def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+        return state
+    task, worker = known
+    if event.generation != task.generation or not task.is_member(worker.worker) or event.iteration <= task.iteration:
+        return state
+    task = replace(task, suspicions=task.suspicions | {worker.worker: event})
+    verdict = judge(task)
+    if verdict is None:
+        return with_task(state, task)
+    state = with_task(state, replace(task, suspicions={}))
+    if verdict.stuck:
+        return incidents.blame(
+            state,
+            envelope,
+            kind="collective_timeout",
+            node=worker.node,
+            worker=worker.worker,
+            generations={task.name: task.generation},
+            message=verdict.reason,
+            place=f"iteration {event.iteration}, {event.phase}",
+        )
+    for culprit in verdict.culprits:
+        since_us = max(0, envelope.observed_at_us - culprit.still_us)
+        where = f"hangs in {culprit.phase} of iteration {culprit.iteration}"
+        state = strikes.give_up(
+            state,
+            replace(envelope, observed_at_us=since_us),
+            task.name,
+            task.workers[culprit.worker],
+            "hang",
+            f"{where}: {verdict.reason}",
+        )
+    return state
+
+
+def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
+    """Parameters that differ from the majority's are no suspicion any more: who has them is given up."""
+    known = worker_known(state, event.task, event.suspect)
+    if event.sign != "checksum" or known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+        return state
+    task, worker = known
+    if event.generation != task.generation or not task.is_member(worker.worker):
+        return state
+    what = f"has other parameters than the other replicas before iteration {event.iteration}"
+    return strikes.give_up(state, envelope, task.name, worker, "corruption", what)

@@ -1,0 +1,62 @@
+"""Tasks: from submission to their end."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding.changes import with_task
+from unicrond.state import ClusterState, Task, TaskStatus
+
+
+def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
+    old = state.tasks.get(event.spec.name)
+    if old is not None and (old.status is TaskStatus.ACTIVE or not old.at_rest):
+        return state
+    return with_task(
+        state,
+        Task(
+            spec=event.spec,
+            status=TaskStatus.ACTIVE,
+            submitted_seq=state.seq,
+            submitted_us=state.now_us,
+            # Worker ids and generations never repeat, not even in the next life of a name.
+            next_worker=old.next_worker if old else 1,
+            next_replica=old.next_replica if old else 0,
+            membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,
+        ),
+    )
+
+
+def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE or event.worker not in task.workers:
+        return state
+    return with_task(
+        state,
+        replace(
+            task,
+            status=TaskStatus.COMPLETED,
+            iteration=event.iteration,
+            best_iteration=max(event.iteration, task.best_iteration),
+            loss=event.loss,
+            params_digest=event.params_digest,
+            reason=f"all {event.iteration} iterations are committed",
+        ),
+    )
+
+
+def task_cancelled(state: ClusterState, event: v.TaskCancelled, _: Envelope) -> ClusterState:
+    return _end_task(state, event.task, TaskStatus.CANCELLED, event.reason)
+
+
+def task_failed(state: ClusterState, event: v.TaskFailed, _: Envelope) -> ClusterState:
+    return _end_task(state, event.task, TaskStatus.FAILED, event.reason)
+
+
+def _end_task(state: ClusterState, name: str, status: TaskStatus, reason: str) -> ClusterState:
+    task = state.tasks.get(name)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    return with_task(state, replace(task, status=status, reason=reason))

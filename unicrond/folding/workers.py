@@ -1,0 +1,123 @@
+"""Workers: from start to exit, and what they say of themselves."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding import incidents, strikes
+from unicrond.folding.changes import stray, with_incident, with_task, with_worker, without_workers, worker_known
+from unicrond.severity import severity_of
+from unicrond.state import ClusterState, Severity, Task, TaskStatus, WorkerStatus
+
+
+def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None:
+        return state
+    worker = task.workers.get(event.worker)
+    if worker is None:
+        return with_task(state, with_worker(task, stray(event.worker, event.node, event.pid)))
+    return with_task(state, with_worker(task, replace(worker, pid=event.pid)))
+
+
+def worker_ready(state: ClusterState, event: v.WorkerReady, _: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None or known[1].status is not WorkerStatus.STARTING:
+        return state
+    task, worker = known
+    return with_task(state, with_worker(task, replace(worker, status=WorkerStatus.READY)))
+
+
+def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None or not known[1].can_train or event.generation > known[0].generation:
+        return state
+    task, worker = known
+    if event.generation < worker.generation:
+        return state
+    worker = replace(worker, status=WorkerStatus.MEMBER, generation=event.generation)
+    task = with_worker(task, worker)
+    state = with_task(state, task)
+    for incident in state.incidents.values():
+        broken = incident.generations.get(task.name)
+        if broken is None or broken >= event.generation or incident.resumed_us:
+            continue
+        incident = replace(incident, redone=incident.redone + event.dealt)
+        if event.source not in ("own", "replica"):
+            lost = max(0, task.iteration - event.iteration + 1)
+            incident = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=event.source)
+        if all(_regrouped(state.tasks.get(name), since) for name, since in incident.generations.items()):
+            incident = replace(incident, resumed_us=state.now_us)
+        state = with_incident(state, incident)
+    return state
+
+
+def _regrouped(task: Task | None, broken: int) -> bool:
+    """The task has left the broken generation behind, or no longer needs to."""
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return True
+    return task.generation > broken and task.confirmed
+
+
+def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None or not known[1].alive:
+        return state
+    task, worker = known
+    return with_task(state, with_worker(task, replace(worker, status=WorkerStatus.PARKED)))
+
+
+def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None:
+        return state
+    task, worker = known
+    broken = incidents.broken_generation(task, [event.worker])
+    state = with_task(state, without_workers(task, [event.worker]))
+    if event.expected or not worker.alive or worker.status is WorkerStatus.PARKED:
+        return state
+    if task.status is not TaskStatus.ACTIVE:
+        return state
+    how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.exit_code}"
+    starting = worker.status is WorkerStatus.STARTING
+    return strikes.strike(
+        state,
+        envelope,
+        task=task.name,
+        worker=worker,
+        kind="start_failed" if starting else "process_exit",
+        broken=broken,
+        message=f"worker {event.worker} on {event.node} ended by {how}" + (" while it started" if starting else ""),
+        log_tail=event.log_tail,
+    )
+
+
+def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+        return state
+    task, worker = known
+    if event.generation < worker.generation:
+        return state  # the worker has trained on since
+    severity = severity_of(event.kind, state.severity)
+    if severity is Severity.SEV3 and (event.generation < task.generation or not task.is_member(worker.worker)):
+        return state  # the group that broke has been left behind already
+    return incidents.blame(
+        state,
+        envelope,
+        kind=event.kind,
+        node=worker.node,
+        worker=worker.worker,
+        generations={task.name: incidents.broken_generation(task, [worker.worker])},
+        message=event.message,
+        log_tail=event.detail,
+        place=_place(task, event),
+    )
+
+
+def _place(task: Task, event: v.ErrorReported) -> str:
+    members = task.membership.members if task.membership else ()
+    rank = next((f"rank {rank}, " for rank, member in enumerate(members) if member.worker == event.worker), "")
+    return f"{rank}iteration {event.iteration}, {event.phase}"
