@@ -202,10 +202,14 @@ def _fail_task(batch: Batch, task: Task, policy: Policy) -> None:
 
 def _isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
-    struck = [(task, nodes[0]) for task in active_tasks(state) if len(nodes := _struck_nodes(task, policy)) == 1]
+    active = [task for task in active_tasks(state) if task.strikes]
+    struck = [(task, nodes[0]) for task in active if len(nodes := _struck_nodes(task, policy)) == 1]
     window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
-    for node in state.nodes.values():
+    accused = {node for _, node in struck} | {incident.node for incident in blamed}
+    flaps_max = policy.flaps_max
+    suspects = [node for node in state.nodes.values() if len(node.returns_us) >= flaps_max or node.name in accused]
+    for node in suspects:
         if node.isolated or node.status is not NodeStatus.UP:
             continue
         reasons = [
@@ -213,8 +217,8 @@ def _isolate_nodes(batch: Batch, policy: Policy) -> None:
             for task, name in struck
             if name == node.name
         ] + [incident.message for incident in blamed if incident.node == node.name]
-        flaps = [at_us for at_us in node.returns_us if at_us > state.now_us - window_us] if node.returns_us else []
-        if len(flaps) >= policy.flaps_max:
+        flaps = [at_us for at_us in node.returns_us if at_us > state.now_us - window_us]
+        if len(flaps) >= flaps_max:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
         if reasons:
             batch.add(v.NodeIsolated(node=node.name, until_us=None, reason=reasons[0][:1024]))

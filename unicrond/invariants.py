@@ -7,6 +7,7 @@ once, with the story, is worth more than going on.
 from __future__ import annotations
 
 from collections import Counter
+from typing import NoReturn
 
 from unicrond.state import ClusterState, NodeStatus
 
@@ -20,26 +21,27 @@ def check(state: ClusterState) -> None:
     used: Counter[str] = Counter()
     for task in state.tasks.values():
         for worker in task.workers.values():
-            _require(state, worker.node in state.nodes, f"{worker.worker} runs on unknown node {worker.node}")
-            if worker.replica >= 0:
-                used[worker.node] += 1
-        if task.membership is not None:
-            names = [member.worker for member in task.membership.members]
-            _require(state, len(names) == len(set(names)), f"{task.name}: a worker is a member twice")
-        _require(state, task.iteration <= task.best_iteration, f"{task.name}: best iteration is behind")
+            if worker.node not in state.nodes:
+                _fail(state, f"{worker.worker} runs on unknown node {worker.node}")
+        used.update([worker.node for worker in task.workers.values() if worker.replica >= 0])
+        if task.membership is not None and len(task.member_names) != len(task.membership.members):
+            _fail(state, f"{task.name}: a worker is a member twice")
+        if task.iteration > task.best_iteration:
+            _fail(state, f"{task.name}: best iteration is behind")
     for name, count in used.items():
         node = state.nodes[name]
-        if node.status is NodeStatus.UP:
-            _require(state, count <= node.slots_max, f"{name}: {count} workers on {node.slots_max} slots")
+        if count > node.slots_max and node.status is NodeStatus.UP:
+            _fail(state, f"{name}: {count} workers on {node.slots_max} slots")
     planned: Counter[str] = Counter()
     for assignment in state.plan.assignments.values():
         for nodes in assignment.replicas:
             planned.update(nodes)
     for name, count in planned.items():
-        _require(state, name in state.nodes, f"plan {state.plan.epoch} uses unknown node {name}")
-        _require(state, count <= state.nodes[name].slots_max, f"plan {state.plan.epoch} puts {count} workers on {name}")
+        if name not in state.nodes:
+            _fail(state, f"plan {state.plan.epoch} uses unknown node {name}")
+        if count > state.nodes[name].slots_max:
+            _fail(state, f"plan {state.plan.epoch} puts {count} workers on {name}")
 
 
-def _require(state: ClusterState, holds: bool, story: str) -> None:
-    if not holds:
-        raise InvariantError(f"at sequence {state.seq}, term {state.term}: {story}")
+def _fail(state: ClusterState, story: str) -> NoReturn:
+    raise InvariantError(f"at sequence {state.seq}, term {state.term}: {story}")

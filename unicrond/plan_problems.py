@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
 
 from unicrond import reconcile
+from unicrond.last_answer import kept_while_equal
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.situation import NodeLoad, Situation
 from unicrond.policy import Policy
@@ -36,13 +36,14 @@ def active_tasks(state: ClusterState) -> list[Task]:
 def basis(state: ClusterState) -> str:
     """Digest of the nodes and tasks that a plan depends on."""
     tasks = tuple((task.name, task.submitted_seq) for task in active_tasks(state))
-    return _digest(tuple(reconcile.capacity(state).items()), tasks)
+    return _digest(reconcile.capacity(state), tasks)
 
 
-@lru_cache(maxsize=64)
-def _digest(nodes: tuple[tuple[str, int], ...], tasks: tuple[tuple[str, int], ...]) -> str:
-    """In no order of theirs. Asked again and again for the same, hence kept."""
-    return hashlib.blake2b(repr((sorted(nodes), sorted(tasks))).encode(), digest_size=8).hexdigest()
+@kept_while_equal
+def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[str, int], ...]) -> str:
+    """In no order of theirs."""
+    told = repr((sorted(nodes.items()), sorted(tasks)))
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def is_fresh(state: ClusterState) -> bool:

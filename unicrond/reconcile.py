@@ -6,11 +6,13 @@ A replica is tp * pp workers; it lives or falls as a whole.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
 from events.vocabulary import Member, TaskAssignment
-from unicrond.state import ClusterState, Membership, Task, TaskStatus, Worker, WorkerStatus
+from unicrond.last_answer import kept_while_equal
+from unicrond.state import ClusterState, Membership, Node, Task, TaskStatus, Worker, WorkerStatus
 
 Nodes = tuple[str, ...]
 
@@ -42,44 +44,50 @@ _ANSWERS_MAX = 4096
 
 def staffing(state: ClusterState, task: Task) -> Staffing:
     """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
-    assignment = state.plan.assignments.get(task.name)
-    known = _answers.get(task.name)
-    if known is None or any(
-        before is not now for before, now in zip(known, (task.workers, task.membership, assignment), strict=False)
-    ):
+    name, workers, membership = task.spec.name, task.workers, task.membership
+    assignment = state.plan.assignments.get(name)
+    known = _answers.get(name)
+    if known is None or known[0] is not workers or known[1] is not membership or known[2] is not assignment:
         if len(_answers) >= _ANSWERS_MAX:
             _answers.clear()
-        answer = _staffing(task, assignment)
-        _answers[task.name] = known = (task.workers, task.membership, assignment, answer)
+        _answers[name] = known = (workers, membership, assignment, _staffing(task, assignment))
     return known[3]
 
 
 def _staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
+    able = [worker for worker in task.workers.values() if worker.can_train]
     replicas: dict[int, list[Worker]] = {}
-    for worker in task.workers.values():
-        if worker.can_train:
-            replicas.setdefault(worker.replica, []).append(worker)
-    whole: dict[int, tuple[Worker, ...]] = {}
-    broken: dict[int, tuple[Worker, ...]] = {}
-    for number, workers in sorted(replicas.items()):
-        ordered = tuple(sorted(workers, key=lambda w: w.shard))
-        (whole if len(ordered) == task.spec.replica_workers else broken)[number] = ordered
+    for worker in sorted(able, key=_seat):
+        replicas.setdefault(worker.replica, []).append(worker)
+    size = task.spec.replica_workers
+    whole = {number: tuple(workers) for number, workers in replicas.items() if len(workers) == size}
+    broken = {number: tuple(workers) for number, workers in replicas.items() if len(workers) != size}
 
     wanted = Counter(assignment.replicas if assignment else ())
     kept: dict[int, tuple[Worker, ...]] = {}
     surplus: dict[int, tuple[Worker, ...]] = {}
-    members = {member.worker for member in task.membership.members} if task.membership else set()
-    for number in sorted(whole, key=lambda n: (whole[n][0].worker not in members, n)):
-        nodes = tuple(worker.node for worker in whole[number])
-        if wanted[nodes] > 0:
+    members = task.member_names
+    in_group = [number for number, workers in whole.items() if workers[0].worker in members]
+    for number in in_group + [number for number, workers in whole.items() if workers[0].worker not in members]:
+        nodes = tuple([worker.node for worker in whole[number]])
+        if wanted.get(nodes, 0) > 0:
             wanted[nodes] -= 1
             kept[number] = whole[number]
         else:
             surplus[number] = whole[number]
     missing = tuple(sorted(wanted.elements()))
-    in_group = all(w.status is WorkerStatus.MEMBER and w.generation == task.generation for w in task.workers.values())
-    settled = in_group and members == task.workers.keys() and not (missing or surplus or broken)
+    settled = not (missing or surplus or broken) and members == task.workers.keys() and _all_in(task)
     return Staffing(kept, surplus, broken, missing, settled)
+
+
+def _seat(worker: Worker) -> tuple[int, int]:
+    return worker.replica, worker.shard
+
+
+def _all_in(task: Task) -> bool:
+    """All workers that there are stand in the group of the newest generation."""
+    generation = task.generation
+    return all(w.status is WorkerStatus.MEMBER and w.generation == generation for w in task.workers.values())
 
 
 def members_of(replicas: dict[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
@@ -111,19 +119,26 @@ def leaving_members(task: Task) -> tuple[Member, ...]:
     return members_of({n: w for n, w in replicas.items() if len(w) == task.spec.replica_workers})
 
 
-def capacity(state: ClusterState) -> dict[str, int]:
+def capacity(state: ClusterState) -> Mapping[str, int]:
     """Slots that a plan may use, per schedulable node: of a cordoned one no more than its workers hold."""
-    nodes = [node for node in state.nodes.values() if node.schedulable]
-    held: Counter[str] = Counter()
-    if any(node.cordoned for node in nodes):
-        held.update(
-            worker.node
-            for task in state.tasks.values()
-            if task.status is TaskStatus.ACTIVE
-            for worker in task.workers.values()
-            if worker.can_train
-        )
-    return {node.name: min(node.slots, held[node.name]) if node.cordoned else node.slots for node in nodes}
+    slots, cordoned = _schedulable(state.nodes)
+    if not cordoned:
+        return slots
+    held = Counter(
+        worker.node
+        for task in state.tasks.values()
+        if task.status is TaskStatus.ACTIVE
+        for worker in task.workers.values()
+        if worker.can_train
+    )
+    return {**slots, **{name: min(slots[name], held[name]) for name in cordoned}}
+
+
+@kept_while_equal
+def _schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
+    """The slots of the nodes that may carry workers, and which of them are cordoned."""
+    there = [node for node in nodes.values() if node.schedulable]
+    return {node.name: node.slots for node in there}, [node.name for node in there if node.cordoned]
 
 
 def occupied(state: ClusterState) -> Counter[str]:

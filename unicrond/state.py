@@ -49,6 +49,10 @@ class WorkerStatus(StrEnum):
     LOST = "lost"
 
 
+_ENDING = (WorkerStatus.STOPPING, WorkerStatus.LOST)
+_NEVER_TO_TRAIN = (*_ENDING, WorkerStatus.PARKED)
+
+
 class TaskStatus(StrEnum):
     ACTIVE = "active"
     COMPLETED = "completed"
@@ -104,12 +108,12 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def alive(self) -> bool:
         """Runs, or will, and nobody has ordered its end."""
-        return self.status not in (WorkerStatus.STOPPING, WorkerStatus.LOST)
+        return self.status not in _ENDING
 
     @property
     def can_train(self) -> bool:
         """Can be, or become, part of a group; who has parked never comes back."""
-        return self.alive and self.status is not WorkerStatus.PARKED
+        return self.status not in _NEVER_TO_TRAIN
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,20 +201,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         """Every member of the newest generation has said that it is in the group."""
         if self.membership is None:
             return False
-        return all(
-            member.worker in self.workers and self.workers[member.worker].generation == self.generation
-            for member in self.membership.members
-        )
+        generation, workers = self.membership.generation, self.workers
+        for member in self.membership.members:
+            worker = workers.get(member.worker)
+            if worker is None or worker.generation != generation:
+                return False
+        return True
 
     @property
     def leavers(self) -> list[Worker]:
         """Workers still in an older group that the newest membership leaves out; they park at a boundary."""
-        members = self.member_names
-        return [
-            worker
-            for worker in self.workers.values()
-            if worker.status is WorkerStatus.MEMBER and worker.worker not in members
-        ]
+        workers = [worker for worker in self.workers.values() if worker.status is WorkerStatus.MEMBER]
+        members = self.member_names if workers else ()
+        return [worker for worker in workers if worker.worker not in members]
 
     @property
     def member_names(self) -> frozenset[str]:

@@ -42,8 +42,10 @@ class Shape:
 
     def fits(self, replica: Replica) -> bool:
         """Whether the replica has this shape: one node per tensor-parallel group."""
-        stages = [replica[start : start + self.tp] for start in range(0, len(replica), self.tp)]
-        return len(replica) == self.workers and all(len(set(stage)) == 1 for stage in stages)
+        if len(replica) != self.workers:
+            return False
+        starts = range(0, len(replica), self.tp) if self.tp > 1 else ()
+        return all(len(set(replica[start : start + self.tp])) == 1 for start in starts)
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,7 @@ def place(
         for replica in current.get(task, ()):
             if not shapes[task].fits(replica):
                 raise ValueError(f"current: a replica of {task} stands on {replica}, which is not of its shape")
-    hall = _Hall(shapes, nodes)
-    for task in sorted(counts):
-        for replica in _kept(current.get(task, ()), counts[task], nodes):
-            if hall.has_room(replica):
-                hall.seat(task, replica)
+    hall = _Hall(shapes, nodes, {task: _kept(current.get(task, ()), counts[task], nodes) for task in sorted(counts)})
     wanted = {task: counts[task] - len(hall.seated[task]) for task in counts}
     short: dict[str, int] = {}
     for task in sorted(counts, key=lambda t: (-shapes[t].tp, -wanted[t] * shapes[t].workers, t)):
@@ -102,20 +100,38 @@ def place(
 class _Hall:
     """The seats while they are being given out: mutable, private to one call of `place`."""
 
-    def __init__(self, shapes: Mapping[str, Shape], nodes: Mapping[str, int]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Shape], nodes: Mapping[str, int], staying: Mapping[str, Sequence[Replica]]
+    ) -> None:
+        """With those who stay in their seats, as far as there is room for them."""
         self.shapes = shapes
         self.free = dict(nodes)
         self.seated: dict[str, dict[int, Replica]] = {task: {} for task in shapes}  # by ticket: order of coming
         self.of_task: dict[str, Counter[str]] = {task: Counter() for task in shapes}  # its workers per node
         self.on_node: dict[str, set[tuple[str, int]]] = {node: set() for node in nodes}
         self.by_gap: dict[int, list[str]] = {}  # nodes by free seats, names sorted
-        for node, slots in sorted(nodes.items()):
-            self.by_gap.setdefault(slots, []).append(node)
         self.tickets = 0
         self.moved = 0
+        for task, replicas in staying.items():
+            for replica in replicas:
+                self._stay(task, replica)
+        for node, seats in sorted(self.free.items()):
+            self.by_gap.setdefault(seats, []).append(node)
 
-    def has_room(self, replica: Replica) -> bool:
-        return all(self.free[node] >= workers for node, workers in Counter(replica).items())
+    def _stay(self, task: str, replica: Replica) -> None:
+        """Before there are gaps to keep account of: nearly everybody stays."""
+        free = self.free
+        for node in replica:
+            free[node] -= 1
+        if any(free[node] < 0 for node in replica):
+            for node in replica:
+                free[node] += 1
+            return
+        self.tickets += 1
+        self.seated[task][self.tickets] = replica
+        self.of_task[task].update(replica)
+        for node in replica:
+            self.on_node[node].add((task, self.tickets))
 
     def seat(self, task: str, replica: Replica, ticket: int | None = None) -> int:
         """`ticket`: to come back to an old place in the order."""
@@ -187,6 +203,8 @@ def _misfit(gap: int, wanted: int) -> tuple[bool, int]:
 def _kept(replicas: Sequence[Replica], count: int, nodes: Mapping[str, int]) -> list[Replica]:
     """The replicas that stay, in their old order."""
     kept = [replica for replica in replicas if all(node in nodes for node in replica)]
+    if len(kept) <= count:
+        return kept
     on_node = Counter(node for replica in kept for node in replica)
     while len(kept) > count:
         loneliest = min(range(len(kept)), key=lambda i: (min(on_node[node] for node in kept[i]), -i))
