@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from agents import commit_sums, core
+from agents.handling import orders, starting
 from agents.state import Memory
 from agents.trainer import dealing, regrouping
 from events import vocabulary as v
@@ -195,26 +196,26 @@ def _no_deadlines() -> None:
 
 def _act_on_a_stale_epoch() -> None:
     def make(commanded: Any) -> Any:
-        def unfenced(self: Any, given: Any) -> None:
-            if (given.term, given.command.epoch) < self.memory.fence:
+        def unfenced(turn: Any, given: Any) -> None:
+            if (given.term, given.command.epoch) < turn.memory.fence:
                 # All that would recognise it has to go: the fence is not the only defence.
-                self.remember(fence=(0, 0), answered={}, gone={})
-            commanded(self, given)
+                turn.remember(fence=(0, 0), answered={}, gone={})
+            commanded(turn, given)
 
         return unfenced
 
-    _patch(core._Turn, "commanded", make)
+    _patch(orders, "commanded", make)
 
 
 def _start_again() -> None:
     def make(commanded: Any) -> Any:
-        def forgetful(self: Any, given: Any) -> None:
-            self.remember(answered={}, gone={})
-            commanded(self, given)
+        def forgetful(turn: Any, given: Any) -> None:
+            turn.remember(answered={}, gone={})
+            commanded(turn, given)
 
         return forgetful
 
-    _patch(core._Turn, "commanded", make)
+    _patch(orders, "commanded", make)
 
 
 def _forget_the_memory() -> None:
@@ -222,7 +223,7 @@ def _forget_the_memory() -> None:
 
 
 def _slots_are_not_counted() -> None:
-    _patch(core._Turn, "free_slots", lambda _: lambda self: list(range(self.config.slots)))
+    _patch(starting, "free_slots", lambda _: lambda turn: list(range(turn.config.slots)))
 
 
 def _commits_are_summed_twice() -> None:

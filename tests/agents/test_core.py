@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from agents import core
+from agents.handling import reports
 from agents.state import (
     Appended,
     Disconnect,
@@ -629,7 +629,7 @@ def test_the_messages_of_a_membership_carry_what_the_command_said(node: Node) ->
     assert (told.generation, told.members, told.urgent, told.store) == (3, order.members, True, order.store)
 
 
-@pytest.mark.parametrize(("message", "event"), core.REPORTED.items(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("message", "event"), reports.REPORTED.items(), ids=lambda kind: kind.__name__)
 def test_what_a_worker_reports_has_the_fields_of_its_observation(message: type, event: type) -> None:
     wanted = {field.name for field in msgspec.structs.fields(event)}
     told = {field.name for field in msgspec.structs.fields(message)}

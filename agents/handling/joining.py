@@ -1,0 +1,85 @@
+"""Joining and leaving: the node, and the log that it belongs to. Rules: core.py."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from agents.handling import commits, kept_states, starting, stopping
+from agents.handling.turn import MAX_TEXT, Turn
+from agents.state import Finish, Memory, TellForkServer
+from agents.trainer.messages import Forget
+from events.vocabulary import NodeJoined, NodeLeft, RunningWorker, StoreAddress
+
+
+def join_if_complete(turn: Turn) -> None:
+    state = turn.state
+    if state.phase == "adopting" and state.log_seen and state.store_port and not state.unheard:
+        turn.state = replace(turn.state, phase="up")
+        join(turn)
+
+
+def join(turn: Turn) -> None:
+    config = turn.config
+    running = [
+        RunningWorker(worker=w.worker, task=w.task, pid=w.pid, generation=w.generation)
+        for _, w in sorted(turn.memory.workers.items())
+        if w.pid and not w.foreign
+    ]
+    turn.state = replace(turn.state, joined_port=turn.state.store_port)
+    turn.append(
+        NodeJoined(
+            node=config.node,
+            address=config.address,
+            slots=config.slots,
+            store=StoreAddress(host=config.address, port=turn.state.store_port),
+            agent_boot=config.agent_boot,
+            version=config.version,
+            workers=tuple(running),
+            memory=config.memory,
+        )
+    )
+    for held in turn.state.untold.values():
+        if held is not None:
+            kept_states.tell_held(turn, held)
+
+
+def leave(turn: Turn, reason: str) -> None:
+    if turn.state.phase in ("leaving", "left"):
+        return
+    turn.state = replace(turn.state, phase="leaving", leave_reason=reason[:MAX_TEXT])
+    for waiting in turn.memory.waiting:
+        starting.give_up_start(turn, waiting, "the node is leaving")
+    for worker in sorted(turn.memory.workers):
+        stopping.stop(turn, turn.memory.workers[worker], f"the node is leaving: {reason}")
+    leave_if_empty(turn)
+
+
+def leave_if_empty(turn: Turn) -> None:
+    if turn.state.phase != "leaving" or turn.memory.workers:
+        return
+    commits.close_all_sums(turn)
+    turn.state = replace(turn.state, phase="left")
+    turn.append(NodeLeft(node=turn.config.node, reason=turn.state.leave_reason))
+    turn.actions.append(Finish())
+
+
+def log_seen(turn: Turn, identity: str) -> None:
+    known = turn.memory.log
+    if known and identity and identity != known:
+        forget_log(turn)
+    if identity:
+        turn.remember(log=identity)
+    turn.state = replace(turn.state, log_seen=True)
+    join_if_complete(turn)
+
+
+def forget_log(turn: Turn) -> None:
+    memory = Memory(
+        workers={w: replace(record, foreign=True) for w, record in turn.memory.workers.items()},
+        foreign_gone=tuple(turn.memory.gone),
+    )
+    turn.state = replace(turn.state, memory=memory, sums={}, summed={}, confirming=frozenset())
+    turn.state = replace(turn.state, holds=frozenset(), untold={})
+    turn.actions.append(TellForkServer(message=Forget(task="")))
+    for worker in sorted(memory.workers):
+        stopping.stop(turn, turn.memory.workers[worker], "the log that it was started from is gone")

@@ -1,0 +1,82 @@
+"""Orders: commands are fenced, recognised and handed on; faults that people order. Rules: core.py."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from agents import ordered_faults
+from agents.handling import kept_states, memberships, starting, stopping
+from agents.handling.turn import Turn
+from agents.state import Commanded, Order
+from events.vocabulary import DropState, Fault, InjectFault, SetMembership, SetPeers, StartWorker, StopWorker
+
+
+def commanded(turn: Turn, given: Commanded) -> None:
+    command = given.command
+    if command.node != turn.config.node:
+        return
+    order = Order(command_id=command.command_id, cause=given.cause)
+    if order.command_id in turn.memory.answered:
+        turn.say_answer(order)
+        return
+    if is_pending(turn, order.command_id):
+        return
+    fence = (given.term, command.epoch)
+    if fence < turn.memory.fence:
+        term, epoch = turn.memory.fence
+        turn.answer(order, f"stale: term {given.term} epoch {command.epoch}, this node obeys {term} {epoch}")
+        return
+    if fence > turn.memory.fence:
+        turn.remember(fence=fence)
+    match command:
+        case StartWorker() | InjectFault() if given.age_s > turn.config.start_max_age_s:
+            turn.answer(
+                order,
+                f"stale: commanded {given.age_s:.0f} s ago, it acts within {turn.config.start_max_age_s:g} s "
+                "(if it is not that old, the clocks of this node and of the log differ)",
+            )
+        case StartWorker():
+            starting.start(turn, command, order)
+        case StopWorker():
+            stopping.stop_commanded(turn, command, order)
+        case SetMembership():
+            memberships.set_membership(turn, command, order)
+        case InjectFault(fault=fault):
+            inject(turn, fault, order)
+        case SetPeers(task=task, peers=peers):
+            kept_states.set_peers(turn, task, peers, order)
+        case DropState(task=task):
+            kept_states.drop_state(turn, task, order)
+        case _:
+            turn.answer(order, f"unknown command {type(command).__name__}: the agent is too old")
+
+
+def is_pending(turn: Turn, command_id: str) -> bool:
+    starts = [w.order for w in turn.memory.waiting]
+    starts += [w.starting.order for w in turn.memory.workers.values() if w.starting]
+    stops = [o for w in turn.memory.workers.values() for o in w.stop_orders]
+    return command_id in turn.state.striking or any(order.command_id == command_id for order in starts + stops)
+
+
+def inject(turn: Turn, fault: Fault, order: Order) -> None:
+    if ordered_faults.is_of_node(fault):
+        if fault.kind == "kill":
+            turn.answer(order)
+        else:
+            turn.state = replace(turn.state, striking={**turn.state.striking, order.command_id: order})
+        turn.actions.append(ordered_faults.on_node(fault, order.command_id))
+        return
+    record = turn.memory.workers.get(fault.worker)
+    done = ordered_faults.on_worker(fault, record, is_connected=turn.is_connected(fault.worker))
+    if isinstance(done, str):
+        turn.answer(order, done)
+    else:
+        turn.actions.append(done)
+        turn.answer(order)
+
+
+def struck(turn: Turn, command_id: str, reason: str) -> None:
+    order = turn.state.striking.get(command_id)
+    if order is not None:
+        turn.state = replace(turn.state, striking={c: o for c, o in turn.state.striking.items() if c != command_id})
+        turn.answer(order, reason)

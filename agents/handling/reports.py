@@ -1,0 +1,168 @@
+"""Reports: what workers, and the watch over them, say. Rules: core.py."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, assert_never
+
+from msgspec.structs import replace
+
+from agents.handling import commits, joining, kept_states, memberships
+from agents.handling.turn import Turn
+from agents.state import Disconnect, Link, Stalled, TellWorker, Worker
+from agents.trainer.messages import (
+    Captured,
+    Committed,
+    Completed,
+    Degraded,
+    FromWorker,
+    Hello,
+    Parked,
+    Quit,
+    Ready,
+    Regrouped,
+    Saved,
+    Suspected,
+    Taken,
+    Trouble,
+)
+from events.vocabulary import (
+    CheckpointSaved,
+    CorruptionSuspected,
+    DegradationObserved,
+    ErrorReported,
+    HangSuspected,
+    Observation,
+    StateTaken,
+    TaskCompleted,
+    WorkerId,
+    WorkerParked,
+    WorkerReady,
+    WorkerRegrouped,
+)
+
+#: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
+SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
+#: Reports that become an observation as they are: the event has the message's fields, and says of which worker.
+Reported: TypeAlias = Regrouped | Parked | Trouble | Degraded | Suspected | Taken | Saved | Completed
+REPORTED: dict[type[Reported], type[Observation]] = {
+    Regrouped: WorkerRegrouped,
+    Parked: WorkerParked,
+    Trouble: ErrorReported,
+    Degraded: DegradationObserved,
+    Suspected: CorruptionSuspected,
+    Taken: StateTaken,
+    Saved: CheckpointSaved,
+    Completed: TaskCompleted,
+}
+
+
+def connected(turn: Turn, hello: Hello) -> None:
+    worker = hello.worker
+    record = turn.memory.workers.get(worker)
+    if record is None or record.task != hello.task or record.pid not in (0, hello.pid):
+        turn.actions.append(Disconnect(worker=worker, why="no such worker was started here"))
+        return
+    turn.link(worker, Link(told=hello.generation))
+    if hello.generation > record.generation:
+        record = turn.change(record, generation=hello.generation, member=True)
+    if hello.ready and not record.foreign:
+        ready(turn, record, is_news=hello.generation == 0)
+    record = turn.memory.workers[worker]
+    memberships.tell_membership(turn, record)
+    if record.stop == "quit":
+        turn.actions.append(TellWorker(worker=worker, message=Quit(reason=record.stop_reason)))
+    if worker in turn.state.unheard:
+        turn.state = replace(turn.state, unheard=turn.state.unheard - {worker})
+        joining.join_if_complete(turn)
+
+
+def disconnected(turn: Turn, worker: WorkerId) -> None:
+    link = turn.state.links.get(worker)
+    if link:
+        turn.link(worker, replace(link, connected=False))
+
+
+def ready(turn: Turn, record: Worker, *, is_news: bool = True) -> None:
+    if record.ready:
+        return
+    turn.change(record, ready=True)
+    if is_news:
+        turn.append(WorkerReady(node=turn.config.node, task=record.task, worker=record.worker))
+
+
+def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:
+    record = turn.memory.workers.get(worker)
+    if record is None or record.foreign:
+        return
+    match message:
+        case Hello():
+            connected(turn, message)
+        case Ready():
+            ready(turn, record)
+        case Committed():
+            commits.committed(turn, record, message)
+        case Regrouped():
+            if message.generation <= record.regrouped:
+                return  # told again to a new agent
+            commits.close_sum(turn, record.task)
+            generation = max(record.generation, message.generation)
+            turn.change(record, regrouped=message.generation, generation=generation)
+            turn.reached(worker, message.iteration)
+            pass_on(turn, record, message)
+        case Parked():
+            commits.close_sum(turn, record.task)
+            turn.reached(worker, message.iteration)
+            pass_on(turn, record, message)
+        case Trouble():
+            commits.close_sum(turn, record.task)
+            turn.reached(worker, message.iteration)
+            if message.kind not in SYMPTOMS:
+                turn.change(record, cause_told=True)
+            pass_on(turn, record, message)
+        case Degraded() | Suspected() | Taken():
+            pass_on(turn, record, message)
+        case Captured():
+            kept_states.captured(turn, record.task, message)
+        case Saved():
+            if message.iteration == record.saved:
+                return  # told again to a new agent
+            turn.change(record, saved=message.iteration)
+            pass_on(turn, record, message)
+        case Completed():
+            if record.completed:
+                return
+            commits.close_sum(turn, record.task)
+            turn.change(record, completed=True)
+            pass_on(turn, record, message)
+        case _ as never:
+            assert_never(never)
+
+
+def pass_on(turn: Turn, record: Worker, message: Reported) -> None:
+    """What a worker reports is an observation once it is said of which worker it is; its fields are the same."""
+    said = {field: getattr(message, field) for field in message.__struct_fields__}
+    kind = REPORTED[type(message)]
+    turn.append(kind(node=turn.config.node, task=record.task, worker=record.worker, **said))
+
+
+def stalled(turn: Turn, stalled: Stalled) -> None:
+    record, mark = turn.memory.workers.get(stalled.worker), stalled.mark
+    if record is None or record.foreign or record.stop != "no":
+        return
+    commits.close_sum(turn, record.task)  # what was committed says that it is not the last iteration which is late
+    turn.append(
+        HangSuspected(
+            node=turn.config.node,
+            task=record.task,
+            worker=stalled.worker,
+            generation=mark.generation,
+            iteration=mark.iteration,
+            phase=mark.phase,
+            micro_batch=mark.micro_batch,
+            entered=mark.entered,
+            waiting=mark.waiting,
+            stopped=stalled.stopped,
+            still_us=stalled.still_us,
+            limit_us=mark.limit_us,
+        )
+    )

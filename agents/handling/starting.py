@@ -1,0 +1,102 @@
+"""Starting: from a command to a process in a slot. Rules: core.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agents.handling.turn import Turn
+from agents.log_layout import worker_log
+from agents.state import ArmTimer, Link, Order, TellForkServer, Waiting, Worker
+from agents.trainer.messages import Launch, Spawn
+from events.vocabulary import StartWorker, WorkerId, WorkerStarted
+
+
+def start(turn: Turn, command: StartWorker, order: Order) -> None:
+    worker = command.worker
+    if turn.state.phase in ("leaving", "left"):
+        turn.answer(order, "the node is leaving")
+    elif worker.rpartition(".")[0] != command.spec.name:
+        turn.answer(order, f"worker {worker} is not of task {command.spec.name}")
+    elif worker in turn.memory.workers and turn.memory.workers[worker].foreign:
+        turn.answer(order, f"a worker {worker} of an older log has not ended yet")
+    elif is_known(turn, worker):
+        turn.answer(order)  # it exists or has existed: this start has acted already
+    elif turn.state.store_port and not free_slots(turn) and not is_slot_coming(turn):
+        turn.answer(order, f"no free slot: all {turn.config.slots} slots hold a worker")
+    else:
+        turn.remember(waiting=(*turn.memory.waiting, Waiting(command=command, order=order)))
+        fill_slots(turn)
+        if any(w.command.worker == worker for w in turn.memory.waiting):
+            arm_wait(turn, worker)
+
+
+def is_known(turn: Turn, worker: WorkerId) -> bool:
+    memory = turn.memory
+    is_waiting = any(w.command.worker == worker for w in memory.waiting)
+    return is_waiting or worker in memory.workers or worker in memory.gone
+
+
+def free_slots(turn: Turn) -> list[int]:
+    taken = {worker.slot for worker in turn.memory.workers.values()}
+    return [slot for slot in range(turn.config.slots) if slot not in taken]
+
+
+def is_slot_coming(turn: Turn) -> bool:
+    """Some worker is about to end: told to, done, or its connection broke."""
+    links = turn.state.links
+    return any(
+        w.stop != "no" or w.completed or not links.get(w.worker, Link()).connected for w in turn.memory.workers.values()
+    )
+
+
+def arm_wait(turn: Turn, worker: WorkerId) -> None:
+    config = turn.config
+    after_s = config.slot_wait_s if turn.state.store_port else config.fork_server_wait_s
+    turn.actions.append(ArmTimer(name="wait", key=worker, after_s=after_s))
+
+
+def fill_slots(turn: Turn) -> None:
+    """Spawn what waits, oldest first, as far as there are slots."""
+    while turn.memory.waiting and turn.state.store_port and (free := free_slots(turn)):
+        first, *rest = turn.memory.waiting
+        command = first.command
+        turn.remember(waiting=tuple(rest))
+        record = Worker(worker=command.worker, task=command.spec.name, slot=free[0], starting=first)
+        turn.remember(
+            workers={**turn.memory.workers, command.worker: record},
+            foreign_gone=tuple(w for w in turn.memory.foreign_gone if w != command.worker),
+        )
+        turn.actions.append(TellForkServer(message=spawn(turn, command, free[0])))
+
+
+def spawn(turn: Turn, command: StartWorker, slot: int) -> Spawn:
+    config, task = turn.config, command.spec.name
+    launch = Launch(
+        worker=command.worker,
+        task=task,
+        node=config.node,
+        address=config.address,
+        agent_socket=config.agent_socket,
+        replica=command.replica,
+        shard=command.shard,
+        store=command.store,
+        spec=command.spec,
+    )
+    return Spawn(launch=launch, log_path=str(worker_log(Path(config.logs), task, command.worker)), slot=slot)
+
+
+def started(turn: Turn, worker: WorkerId, pid: int) -> None:
+    record = turn.memory.workers.get(worker)
+    if record is None or record.pid:
+        return
+    waiting = record.starting
+    record = turn.change(record, pid=pid, starting=None)
+    started = WorkerStarted(node=turn.config.node, task=record.task, worker=worker, pid=pid)
+    turn.append(started, waiting.order.cause if waiting else "")
+    if waiting:
+        turn.answer(waiting.order)
+
+
+def give_up_start(turn: Turn, waiting: Waiting, reason: str) -> None:
+    turn.remember(waiting=tuple(w for w in turn.memory.waiting if w is not waiting))
+    turn.answer(waiting.order, reason)

@@ -1,0 +1,73 @@
+"""A turn: one input on its way through the core. Rules: core.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from agents.state import MAX_ANSWERED, Action, Append, Config, Link, Memory, Order, State, Worker
+from events.vocabulary import CommandApplied, CommandFailed, Observation, WorkerId
+
+MAX_TEXT = 1024
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class Turn:
+    """One input being handled: `state` is replaced, never changed, and `actions` grows."""
+
+    state: State
+    actions: list[Action] = field(default_factory=list)
+
+    @property
+    def memory(self) -> Memory:
+        return self.state.memory
+
+    @property
+    def config(self) -> Config:
+        return self.state.config
+
+    def remember(self, **changes: Any) -> None:
+        self.state = replace(self.state, memory=replace(self.memory, **changes))
+
+    def change(self, worker: Worker, **changes: Any) -> Worker:
+        changed = replace(worker, **changes)
+        self.remember(workers={**self.memory.workers, worker.worker: changed})
+        return changed
+
+    def link(self, worker: WorkerId, link: Link) -> None:
+        self.state = replace(self.state, links={**self.state.links, worker: link})
+
+    def append(self, event: Observation, caused_by: str = "", *, confirm: bool = False) -> None:
+        self.actions.append(Append(event=event, caused_by=caused_by, confirm=confirm))
+
+    def answer(self, order: Order, reason: str = "") -> None:
+        """Answer a command, now and whenever it comes again. `reason`: why it failed, "" if it did not."""
+        answered = {**self.memory.answered, order.command_id: reason[:MAX_TEXT]}
+        self.remember(answered=newest_of(answered, MAX_ANSWERED))
+        self.say_answer(order)
+
+    def say_answer(self, order: Order) -> None:
+        reason = self.memory.answered[order.command_id]
+        node, command_id = self.config.node, order.command_id
+        self.append(
+            CommandFailed(node=node, command_id=command_id, reason=reason)
+            if reason
+            else CommandApplied(node=node, command_id=command_id),
+            order.cause,
+        )
+
+    def is_connected(self, worker: WorkerId) -> bool:
+        link = self.state.links.get(worker)
+        return link is not None and link.connected
+
+    def reached(self, worker: WorkerId, iteration: int) -> None:
+        self.link(worker, replace(self.state.links.get(worker, Link()), iteration=iteration))
+
+
+def newest_of(mapping: dict[K, V], limit: int) -> dict[K, V]:
+    """The `limit` entries that were put in last."""
+    return dict(list(mapping.items())[-limit:])
