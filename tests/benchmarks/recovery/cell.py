@@ -1,0 +1,53 @@
+"""What is trained and how often it is killed: the same for every system.
+
+The global batch is the same at every number of ranks: 48 samples of 64 tokens, four micro-batches on each rank. On a
+machine whose cores are all busy an iteration lasts equally long then, however many ranks share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
+
+System: TypeAlias = Literal["unicrond", "torchrun", "torchft"]
+SYSTEMS: tuple[System, ...] = get_args(System)
+SAMPLES = 48
+MICRO_BATCHES_PER_RANK = 4
+#: Steps that every rank makes at the full global batch between two faults, at least; at most nine more, by chance.
+STEADY_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system at one number of ranks. `paced_s`: each micro-batch lasts so long at least (asleep, as a host is while
+    its device computes); 0: it lasts as long as it takes this machine's cores."""
+
+    system: System
+    ranks: int
+    repetitions: int
+    seed: int
+    paced_s: float = 0.0
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one iteration over all ranks."""
+        return MICRO_BATCHES_PER_RANK * self.ranks
+
+    def task(self, data: str) -> TaskSpec:
+        return TaskSpec(
+            name="recovery",
+            max_workers=self.ranks,
+            model=PACED_MODEL if self.paced_s else MODEL,
+            optimizer=OptimizerSpec(lr=1e-3, clip_grad=1.0),
+            data=data,
+            global_batch=self.micro_batches if self.paced_s else SAMPLES,
+            micro_batch=1 if self.paced_s else SAMPLES // self.micro_batches,
+            iterations=1_000_000,
+            checkpoint=CheckpointSpec(interval=0),
+        )
+
+
+MODEL = ModelSpec(layers=4, hidden=128, heads=4, seq=64)
+PACED_MODEL = ModelSpec(layers=2, hidden=64, heads=4, seq=32)

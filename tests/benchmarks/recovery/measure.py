@@ -1,0 +1,158 @@
+"""Measure cells: kill one rank in mid-iteration, again and again, and write down what became of it.
+
+    python -m tests.benchmarks.recovery.measure --systems unicrond torchrun torchft --ranks 3 --repetitions 5 --rounds 2
+    python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move --repetitions 5
+    python -m tests.benchmarks.recovery.report
+
+In each round the systems take turns, each started anew; results are appended to `--results`, a line of JSON for each
+cell and round, so that cells can be measured singly and reported together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from agents.trainer import corpus
+from tests.benchmarks.recovery import moves
+from tests.benchmarks.recovery.cell import STEADY_STEPS, SYSTEMS, Cell
+from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, recovery, steady_ms
+from tests.benchmarks.recovery.systems import START, default_peers
+from tests.benchmarks.recovery.waiting import steady, until
+from tests.benchmarks.recovery.witness import Line, Traces, now_us
+from unicrond.dev import DevCluster
+
+RESULTS = Path("bench-recovery.jsonl")
+
+
+async def one_kill(traces: Traces, cell: Cell, directory: Path, process: str, delay_us: int) -> tuple[Line, Recovery]:
+    """Have the process killed in mid-iteration, and wait until all is as before."""
+    order = directory / "kill"
+    order.with_suffix(".new").write_text(f"{process.rpartition('.')[2]} {delay_us}")
+    order.with_suffix(".new").rename(order)
+
+    def recovered() -> tuple[Line, Recovery]:
+        killed = [line for line in traces.look() if line.word == "killed" and line.process == process]
+        if not killed:
+            raise NotYet
+        return killed[0], recovery(traces.lines, killed[0], cell.micro_batches)
+
+    return await until(f"a full step of {cell.system} after the kill of {process}", recovered)
+
+
+async def kills(cell: Cell, data: Path, directory: Path, peers: Path) -> dict[str, Any]:
+    """One cell: its recoveries, and the iterations between them."""
+    random_numbers = random.Random(cell.seed)
+    traces = Traces(directory)
+    found: list[dict[str, Any]] = []
+    windows: list[tuple[int, int]] = []
+    async with START[cell.system](cell, data, directory, peers) as running:
+        since_us = now_us()
+        for number in range(cell.repetitions):
+            processes = await steady(traces, cell, since_us, STEADY_STEPS + random_numbers.randrange(10))
+            windows.append((since_us, now_us()))
+            delay_us = random_numbers.randrange(40_000)
+            killed, result = await one_kill(traces, cell, directory, processes[number % cell.ranks], delay_us)
+            stages = await unicrond_stages(running, traces, killed, result) if cell.system == "unicrond" else {}
+            found.append({**asdict(result), "stages": stages})
+            tell(cell, found[-1])
+            since_us = now_us()
+        await steady(traces, cell, since_us, STEADY_STEPS)
+        windows.append((since_us, now_us()))
+    return {"faults": found, "iterations_ms": [round(took, 2) for took in steady_ms(traces.lines, windows)]}
+
+
+async def unicrond_stages(
+    cluster: DevCluster, traces: Traces, killed: Line, result: Recovery
+) -> dict[str, tuple[float, float]]:
+    """The budget; the log says what agent and coordinator did."""
+    worker = killed.process.rpartition(".")[0]
+    events = [(entry, entry["envelope"], event) for entry, event in await moves.logged(cluster, killed.at_us)]
+    exited, envelope, _ = next(e for e in events if e[2]["type"] == "WorkerExited" and e[2]["worker"] == worker)
+    decided = next(e[1] for e in events if e[2]["type"] == "MembershipDecided")
+    logged = {
+        "detect": envelope["observed_at_us"],
+        "log": exited["recorded_at_us"],
+        "decide": decided["observed_at_us"],
+    }
+    return budget(traces.lines, result, logged)
+
+
+def tell(cell: Cell, found: dict[str, Any]) -> None:
+    if "next_step_ms" not in found:
+        return
+    stages = " ".join(f"{stage} {ms:.1f}({spent:.1f})" for stage, (ms, spent) in found.get("stages", {}).items())
+    print(
+        f"{cell.system} {cell.ranks}: next {found['next_step_ms']:.0f} full {found['full_step_ms']:.0f} new"
+        f" {found['new_step_ms']:.0f} other {found['other_ms']:.0f} ms, again {found['again']}"
+        f" (survivors' {found['again_survivors']}), back {found['rolled_back']}, missing {found['missing']}; {stages}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+async def measure(chosen: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="recovery-") as scratch:
+        data = Path(scratch) / "stdlib"
+        corpus.build(data)
+        for turn in range(chosen.rounds):
+            for ranks in chosen.ranks:
+                for system in chosen.systems:
+                    seed = random.Random(f"{chosen.seed} {turn} {ranks}").randrange(10**6)
+                    cell = Cell(system, ranks, chosen.repetitions, seed, chosen.paced)
+                    directory = Path(scratch) / f"{system}-{ranks}-{turn}"
+                    directory.mkdir()
+                    for fault in chosen.faults:
+                        try:
+                            if fault == "kill":
+                                found = await kills(cell, data, directory, chosen.peers)
+                            else:
+                                found = await moves.MEASURE[fault](cell, data, directory)
+                        except Exception:
+                            show_logs(directory)
+                            raise
+                        keep(chosen.results, cell, fault, found)
+
+
+def keep(results: Path, cell: Cell, fault: str, found: dict[str, Any]) -> None:
+    line = {
+        "date": date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "fault": fault,
+        **asdict(cell),
+        **found,
+    }
+    with results.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+
+
+def show_logs(directory: Path) -> None:
+    for log in sorted(directory.glob("*.log")):
+        print(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4, 6])
+    parser.add_argument("--faults", nargs="+", choices=["kill", *moves.MEASURE], default=["kill"])
+    parser.add_argument("--repetitions", type=int, default=5, help="faults in each round (5)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each system (2)")
+    parser.add_argument("--paced", type=float, default=0.0, metavar="S", help="a micro-batch lasts so long, asleep (0)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--peers", type=Path, default=default_peers(), help="directory of the peers' python")
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"appended to ({RESULTS})")
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

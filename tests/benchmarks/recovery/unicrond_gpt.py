@@ -1,0 +1,59 @@
+"""The task's entry under unicrond: the built-in training, with a witness. Arguments: the traces' directory, PACED_S.
+
+Besides the witness's words it says, of each regroup, when the worker began it ("leaving"), when it had its seat, and when
+the membership had come ("seated GENERATION CAME_US"), and when an iteration was agreed on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from agents.trainer import context, pretrain_gpt
+from agents.trainer.corpus import Corpus
+from agents.trainer.hook import Hook
+from agents.trainer.randomness import seed_all
+from tests.benchmarks.recovery.witness import Witness
+
+
+def watch_regroups(hook: Hook, witness: Witness) -> None:
+    rendezvous, channel = hook._rendezvous, hook._context.channel
+    join = rendezvous.join
+
+    def watched(*arguments: Any) -> Any:
+        witness.tell("leaving")
+        seat = join(*arguments)
+        came_us = (time.time_ns() - time.monotonic_ns()) // 1000 + int(
+            channel.received_at(seat.membership.generation) * 1e6
+        )
+        witness.tell("seated", seat.membership.generation, came_us)
+        return seat
+
+    rendezvous.join = watched  # type: ignore[method-assign]
+
+
+def main() -> None:
+    launch = context.current().launch
+    spec = launch.spec
+    witness = Witness(Path(sys.argv[1]), launch.worker, float(sys.argv[2]))
+    text = Corpus(Path(spec.data), spec.model.seq)
+    seed_all(spec.seed)
+    model = pretrain_gpt.build_model(spec)
+    optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
+    hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text), overlap=True)
+    watch_regroups(hook, witness)
+    for step in hook.steps():
+        for micro_batches in step.lists(at_most=1):
+            witness.computing(step.iteration, micro_batches[0])
+            step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))
+            witness.computed()
+        witness.tell("agreed", step.iteration)
+        optimizer.step()
+        scheduler.step(increment=spec.global_batch)
+        witness.stepped(step.iteration, spec.micro_batches)
+
+
+if __name__ == "__main__":
+    main()
