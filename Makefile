@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Systems to be compared with have an environment of their own.
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo matrix chaos fuzz mutants evaluation bench lint clean help
+.PHONY: install test demo matrix chaos fuzz mutants evaluation bench bench-recovery lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -16,6 +19,7 @@ help:
 	@echo "make evaluation  run every study of docs/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
 	@echo "make matrix   a fault at every point of an iteration, of every kind (many minutes)"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
+	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make lint     ruff, mypy, import-linter"
 
 install: $(STAMP)
@@ -56,5 +60,16 @@ evaluation: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/pytest tests/benchmarks --benchmark-columns=median,iqr,min,max,rounds
 
+$(PEERS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[peers]'
+	touch $(PEERS_STAMP)
+
+bench-recovery: $(STAMP) $(PEERS_STAMP)
+	rm -f bench-recovery.jsonl
+	$(BIN)/python -m tests.benchmarks.recovery.measure --peers $(PEERS)/bin
+	$(BIN)/python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move
+	$(BIN)/python -m tests.benchmarks.recovery.report
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -109,9 +109,9 @@ async def measure(chosen: argparse.Namespace) -> None:
                 for system in chosen.systems:
                     seed = random.Random(f"{chosen.seed} {turn} {ranks}").randrange(10**6)
                     cell = Cell(system, ranks, chosen.repetitions, seed, chosen.paced)
-                    directory = Path(scratch) / f"{system}-{ranks}-{turn}"
-                    directory.mkdir()
                     for fault in chosen.faults:
+                        directory = Path(scratch) / f"{fault}-{system}-{ranks}-{turn}"
+                        directory.mkdir()
                         try:
                             if fault == "kill":
                                 found = await kills(cell, data, directory, chosen.peers)

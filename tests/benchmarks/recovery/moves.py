@@ -1,11 +1,11 @@
-"""What else unicrond does with a task, measured as the kills are: the loss of a node, the move of a worker to another task.
+"""What else unicrond does with a task, measured as the kills are: the loss of a node, and a worker that moves.
 
 * node: agent, fork server and worker of one node get SIGKILL at once, wherever the iteration is; afterwards the node
   comes back. Nobody is left there to say so: it is lost when its beats are missed.
 * move: a second task of ten times the weight is submitted, takes one worker from the first, makes its steps and ends;
-  the worker goes back. `out_ms`: from the submission in the log to the second task's first step; `stall_ms`: by how much
-  the first task's longest iteration meanwhile was longer than its usual ones; `back_ms`: from the second task's end in
-  the log to the first step of the first task's new worker; `stall_back_ms`, likewise.
+  the worker goes back. `out_ms`: from the submission in the log to the second task's first step; `stall_ms`: by how
+  much the first task's longest iteration meanwhile was longer than its usual ones; `back_ms`: from the second task's
+  end in the log to the first step of the first task's new worker; `stall_back_ms`, likewise.
 """
 
 from __future__ import annotations

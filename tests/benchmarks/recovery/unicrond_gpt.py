@@ -1,7 +1,7 @@
 """The task's entry under unicrond: the built-in training, with a witness. Arguments: the traces' directory, PACED_S.
 
-Besides the witness's words it says, of each regroup, when the worker began it ("leaving"), when it had its seat, and when
-the membership had come ("seated GENERATION CAME_US"), and when an iteration was agreed on.
+Besides the witness's words it says, of each regroup, when the worker began it ("leaving"), when it had its seat, and
+when the membership had come ("seated GENERATION CAME_US"), and when an iteration was agreed on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened in each training process, by one clock for all of them, and the kill on order; the same for every system.
+"""What happened in each training process, by one clock for all, and the kill on order; the same for every system.
 
 Rules
 -----
