@@ -6,6 +6,8 @@ Rules
   when that time is over: once in several iterations. It looks every IDLE_S besides, because a limit becomes shorter
   as soon as the usual time is known, and between groups there is none; a look costs some 20 microseconds.
 * Late is told once, and again when it has lasted two, four, eight ... limits: what is slow moves on meanwhile.
+* A process that the kernel shows as stopped for STOPPED_S is late, whatever its limit, which may be long: while
+  state is saved, or as long as nothing is known of its iterations.
 * A look that comes late itself proves nothing: this process, or the machine, stood still as well. It is repeated.
 """
 
@@ -22,6 +24,8 @@ from agents.trainer.marks import Mark
 from events.vocabulary import WorkerId
 
 IDLE_S = 0.5
+#: Who only passes by, as a profiler does that takes a look at the stack, does not stop a process for so long.
+STOPPED_S = 1.0
 #: A look that comes so much later than it was to is not believed.
 _HELD_UP_US = 250_000
 _MIN_US = 1_000
@@ -35,6 +39,8 @@ class _Watched:
     #: The iteration that was told to be late, and how often.
     late: tuple[int, int] = (0, 0)
     times: int = 0
+    #: Since when it was seen stopped at every look; 0: it was not.
+    stopped_us: int = 0
 
 
 class Watch:
@@ -84,14 +90,18 @@ class Watch:
         here = (mark.generation, mark.iteration)
         if here != watched.late:
             watched.late, watched.times = here, 0
+        stopped = _is_stopped(watched.pid)
+        watched.stopped_us = (watched.stopped_us or now_us) if stopped else 0
         due_us = mark.boundary_us + mark.limit_us * 2**watched.times
+        if stopped and not watched.times:
+            due_us = min(due_us, watched.stopped_us + int(STOPPED_S * 1e6))
         if now_us < due_us:
             self._look_in(worker, min(due_us - now_us, int(IDLE_S * 1e6)))
         elif now_us - watched.looked_for_us > _HELD_UP_US:
             self._look_in(worker, int(IDLE_S * 1e6))
         else:
             watched.times += 1
-            self._on_late(worker, mark, max(0, now_us - mark.changed_us), _is_stopped(watched.pid))
+            self._on_late(worker, mark, max(0, now_us - mark.changed_us), stopped)
             if worker in self._watched:
                 self._look_in(worker, int(IDLE_S * 1e6))
 

@@ -40,6 +40,7 @@ class Told:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "IDLE_S", 0.02)
+    monkeypatch.setattr(watch, "STOPPED_S", 0.1)
 
 
 @contextmanager
@@ -100,6 +101,16 @@ async def test_a_stopped_process_is_seen_to_be_stopped(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     with stopped_process() as pid:
         mark.begun(1, LIMIT_US)
+        told.watch.follow(WORKER, pid)
+        assert (await told.next())[2]
+    told.watch.close()
+
+
+async def test_a_stopped_process_does_not_use_its_patience(tmp_path: Path) -> None:
+    """Its limit is long, as while state is saved for the first time: it does not move all the same."""
+    told, mark = Told(tmp_path), marker(tmp_path)
+    with stopped_process() as pid:
+        mark.begun(1, 600_000_000)
         told.watch.follow(WORKER, pid)
         assert (await told.next())[2]
     told.watch.close()
