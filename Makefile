@@ -7,13 +7,14 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo matrix chaos fuzz mutants evaluation bench bench-recovery lint clean help
+.PHONY: install test demo matrix chaos endurance fuzz mutants evaluation bench bench-recovery lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
 	@echo "make test     lint, types, layers and the whole test suite"
 	@echo "make install  only the environment"
 	@echo "make chaos    20 random SIGKILLs of worker, node, coordinator and nats-server; all must heal"
+	@echo "make endurance  100 faults of every kind, two at once among them, in one run; then nothing may tell of them"
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
@@ -47,6 +48,9 @@ matrix: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.integration.chaos --faults 20
+
+endurance: $(STAMP)
+	$(BIN)/python -m tests.integration.endurance --faults 100
 
 fuzz: $(STAMP)
 	$(BIN)/unicron-replay fuzz --seeds 10000

@@ -1,0 +1,257 @@
+"""Many random faults of every kind under one long run in exact mode; afterwards nothing may tell that they happened.
+
+    python -m tests.integration.endurance --faults 100 --seed 1
+
+Faults: those of `chaos.py`, and an exception, a standstill (SIGSTOP), an agent alone, and two things at once: two
+workers, a worker and the coordinator, a worker and the nats-server, a node and a worker of another. Exit code 0 only if
+
+* after every fault the cluster is whole again and trains on, and at the end the replay has the daemon's digest;
+* every committed iteration used exactly its own samples;
+* what both tasks' newest checkpoints hold is, bit by bit, what a task that never failed had at those iterations;
+* neither processes, nor open files (sockets), nor shared memory have grown in number, nor outlive the cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import uvloop
+
+from tests.integration.chaos import KINDS as SINGLE
+from tests.integration.chaos import Chaos
+from unicrond.demo import TASKS, replay
+from unicrond.dev import DevCluster, small_cluster
+from unicrond.inject import inject
+from unicrond.state import ClusterState, TaskStatus, Worker, WorkerStatus
+
+DOUBLE = ("two-workers", "worker-and-coordinator", "worker-and-nats-server", "node-and-worker")
+KINDS = (*SINGLE, "exception", "standstill", "agent", *DOUBLE)
+PHASES = ("forward", "backward", "reduce", "step")
+REFERENCE = "reference"
+CHECKPOINT_INTERVAL = 50
+REFERENCE_TIMEOUT_S = 1_800.0
+
+
+class Holdings(msgspec.Struct, frozen=True):
+    """What the cluster's processes hold at one moment, by kind: processes, open files, shared memories."""
+
+    processes: int
+    files: int
+    memories: int
+
+
+class Endurance(Chaos):
+    """Chaos with more kinds of faults, in exact mode, and with an eye on what is left behind."""
+
+    def __init__(self, cluster: DevCluster, directory: Path, seed: int) -> None:
+        super().__init__(cluster, directory, seed)
+        self.holdings: list[Holdings] = []
+
+    def spec(self, name: str, weight: float) -> dict[str, object]:
+        """As in the demo, but exact, and the learning rate does not depend on when the run ends."""
+        spec = super().spec(name, weight)
+        assert isinstance(spec["optimizer"], dict)
+        spec["optimizer"] |= {"decay_iterations": 1_000_000}
+        return spec | {
+            "accumulation": "exact",
+            "checkpoint": {"interval": CHECKPOINT_INTERVAL, "dir": str(self.checkpoints(name))},
+        }
+
+    def checkpoints(self, name: str) -> Path:
+        """Where the task's checkpoints are."""
+        return self.cache.parent / f"checkpoints-of-{name}"
+
+    async def one_fault(self, kind: str) -> None:
+        await super().one_fault(kind)
+        self.holdings.append(await asyncio.to_thread(self.held))
+
+    def held(self) -> Holdings:
+        """Of the agents' processes, the coordinator and the nats-server."""
+        processes = [process for node in self.cluster.node_names for process in self.cluster.processes_of(node)]
+        assert self.cluster.coordinator.process is not None
+        with contextlib.suppress(psutil.Error):
+            coordinator = psutil.Process(self.cluster.coordinator.process.pid)
+            processes += [coordinator, *coordinator.children(recursive=True)]
+        files, memories = 0, set()
+        for process in processes:
+            with contextlib.suppress(OSError):
+                for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+                    files += 1
+                    with contextlib.suppress(OSError):
+                        if str(fd.readlink()).startswith("/memfd:unicron"):
+                            memories.add(fd.stat().st_ino)
+        return Holdings(len(processes), files, len(memories))
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def _a_member(self, state: ClusterState, but_on: str = "") -> Worker:
+        workers = [w for task in state.tasks.values() for w in task.workers.values() if w.pid and w.node != but_on]
+        return self.random.choice([w for w in workers if w.status is WorkerStatus.MEMBER] or workers)
+
+    async def _kill_exception(self, state: ClusterState) -> str:
+        victim, phase = self._a_member(state), self.random.choice(PHASES)
+        task = next(task for task in state.tasks.values() if victim.worker in task.workers)
+        await inject(self.cluster).exception(task=task.name, node=victim.node).during(phase)  # type: ignore[arg-type]
+        return f"in {phase} of {victim.worker} on {victim.node}"
+
+    async def _kill_standstill(self, state: ClusterState) -> str:
+        victim = self._a_member(state)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim.pid, signal.SIGSTOP)
+        return f"{victim.worker} on {victim.node}"
+
+    async def _kill_agent(self, state: ClusterState) -> str:
+        node = self.random.choice(self.cluster.node_names)
+        process = self.cluster.agents[node].process
+        assert process is not None
+        process.kill()
+        return f"of {node}, pid {process.pid}; its workers go on"
+
+    async def _kill_two_workers(self, state: ClusterState) -> str:
+        return f"{await self._kill_worker(state)}, and {await self._kill_worker(state)}"
+
+    async def _kill_worker_and_coordinator(self, state: ClusterState) -> str:
+        return f"{await self._kill_worker(state)}, and {await self._kill_coordinator(state)}"
+
+    async def _kill_worker_and_nats_server(self, state: ClusterState) -> str:
+        return f"{await self._kill_nats_server(state)}, and {await self._kill_worker(state)}"
+
+    async def _kill_node_and_worker(self, state: ClusterState) -> str:
+        victim = self._a_member(state)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim.pid, signal.SIGKILL)
+        return f"{victim.worker} on {victim.node}, and {await self._kill_node(state)}"
+
+    @staticmethod
+    def _seen(kind: str, before: ClusterState, now: ClusterState) -> bool:
+        if kind == "agent":
+            return any(node.agent_boot != before.nodes[name].agent_boot for name, node in now.nodes.items())
+        if kind == "worker-and-coordinator" and now.term == before.term:
+            return False
+        return Chaos._seen(kind, before, now)
+
+    # --- afterwards ------------------------------------------------------------------------------
+
+    async def newest_checkpoints(self) -> dict[str, int]:
+        """End both tasks, each with a checkpoint written after the last fault; task -> iteration of its newest."""
+        state, _ = await self.cluster.state()
+        before = {name: task.checkpoint_iteration for name, task in state.tasks.items()}
+        await self.until(
+            "both tasks have written a checkpoint since",
+            lambda s: all(s.tasks[name].checkpoint_iteration > at for name, at in before.items()),
+        )
+        for name in TASKS:
+            await asyncio.to_thread(inject(self.cluster).client.cancel, name, "the last fault is over")
+        await self.until(
+            "both tasks have ended", lambda s: all(s.tasks[name].status is TaskStatus.CANCELLED for name in TASKS)
+        )
+        return {name: iterations_saved(self.checkpoints(name), name)[0] for name in TASKS}
+
+    async def check_parameters(self, reached: dict[str, int]) -> None:
+        """Train the same without faults, as far, and compare. Raises AssertionError."""
+        last = max(reached.values())
+        spec = self.spec(REFERENCE, 1.0) | {"iterations": last, "max_workers": 1}
+        spec["checkpoint"] = {
+            "dir": str(self.checkpoints(REFERENCE)),
+            "interval": CHECKPOINT_INTERVAL,
+            "keep": 1 + last // CHECKPOINT_INTERVAL,
+        }
+        await self.cluster.submit(spec)
+        deadline = time.monotonic() + REFERENCE_TIMEOUT_S
+        while (task := (await self.cluster.state())[0].tasks[REFERENCE]).status is not TaskStatus.COMPLETED:
+            assert time.monotonic() < deadline, f"the run without faults is at iteration {task.iteration} of {last}"
+            await asyncio.sleep(0.5)
+        for name, iteration in reached.items():
+            ours = contents(self.checkpoints(name), name, iteration)
+            reference = contents(self.checkpoints(REFERENCE), REFERENCE, iteration)
+            assert ours.keys() == reference.keys()
+            unequal = {key: (ours[key], reference[key]) for key in ours if ours[key] != reference[key]}
+            assert not unequal, (
+                f"task {name} at iteration {iteration} differs from a run without faults in {unequal!r:.500}"
+            )
+            print(f"task {name} at iteration {iteration}: {len(ours)} tensors and values, all as without faults")
+
+    def check_holdings(self) -> None:
+        """The last tenth of the samples against the first. Raises AssertionError."""
+        part = max(3, len(self.holdings) // 10)
+        for field in Holdings.__struct_fields__:
+            first = statistics.median(getattr(held, field) for held in self.holdings[:part])
+            last = statistics.median(getattr(held, field) for held in self.holdings[-part:])
+            print(f"{field}: {first:g} in the beginning, {last:g} at the end")
+            assert last <= 1.1 * first + 2, f"the cluster's {field} have grown from {first:g} to {last:g}"
+
+
+def iterations_saved(directory: Path, task: str) -> list[int]:
+    """Iterations of the checkpoints there, newest first."""
+    from agents.trainer import checkpoint
+
+    return checkpoint.newest_iterations(directory, task, 1)
+
+
+def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
+    """What a checkpoint holds, by its path in the state tree; tensors as bytes.
+
+    But its pace, and where random generators stand: seeded anew for each micro-batch, they tell which came last.
+    """
+    from agents.trainer import checkpoint
+
+    tree, _ = checkpoint.load(directory, task, iteration, 0, 1)
+    return dict(_leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s")}, ""))
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(value, f"{path}.{key}")
+    else:
+        yield path, tree.contiguous().numpy().tobytes() if hasattr(tree, "numpy") else tree
+
+
+async def run(faults: int, seed: int, directory: Path) -> None:
+    """The whole of it, in `directory`. Raises NotHealed or AssertionError."""
+    # Nodes are killed again and again on purpose: that is no flapping.
+    settings = {"policy": {"flaps_max": 16, "flap_window_s": 60.0}, "injection": True}
+    async with small_cluster(directory, settings=settings) as cluster:
+        endurance = Endurance(cluster, directory, seed)
+        await endurance.begin()
+        kinds = [KINDS[number % len(KINDS)] for number in range(faults)]
+        endurance.random.shuffle(kinds)
+        for number, kind in enumerate(kinds, 1):
+            print(f"[{number}/{faults}]", end=" ")
+            await endurance.one_fault(kind)
+        healing = defaultdict(list)
+        for kind, seconds in endurance.healing_s:
+            healing[kind].append(seconds)
+        for kind, times in Counter(kinds).items():
+            print(f"{kind}: {times}, whole again after {statistics.median(healing[kind]):.1f} s (median)")
+        print(f"{await endurance.check_samples()} committed iterations used exactly their own samples")
+        endurance.check_holdings()
+        await endurance.check_parameters(await endurance.newest_checkpoints())
+        state, digest = await cluster.state()
+        replayed = await replay(cluster, state.seq)
+        assert replayed == digest, f"replay of the log gives {replayed}, the daemon has {digest}"
+        print(f"digest {digest} at sequence {state.seq}, equal in the replay; all {faults} faults healed")
+    left = [process for node in cluster.node_names for process in cluster.processes_of(node)]
+    assert not left, f"processes outlive the cluster: {left}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="unicron-endurance-") as name:
+        uvloop.run(run(arguments.faults, arguments.seed, Path(name)))
