@@ -20,7 +20,7 @@ from agents.trainer.messages import (
     ToForkServer,
     ToWorker,
 )
-from events.vocabulary import Command, Fault, MemoryService, Name, Observation, StartWorker, WorkerId
+from events.vocabulary import Command, ErrorKind, Fault, MemoryService, Name, Observation, StartWorker, WorkerId
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,6 +255,16 @@ class StateHeld(_Part, frozen=True, kw_only=True):
     held: Held
 
 
+class AcceleratorSaw(_Part, frozen=True, kw_only=True):
+    """What was found about an accelerator (accelerators/); `worker` runs on it, "" = nobody."""
+
+    accelerator: str
+    worker: str
+    kind: ErrorKind | None
+    xid: int
+    message: str
+
+
 class LogSeen(_Part, frozen=True, kw_only=True):
     """The log can be reached; `identity` "" where it cannot be told which one it is."""
 
@@ -286,7 +296,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
-    | TimerFired | LogSeen | Appended | StateHeld | Struck | Leave | HandOver
+    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | Struck | Leave | HandOver
 )  # fmt: skip
 
 

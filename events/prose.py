@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from events.vocabulary import (
+    AcceleratorReported,
     AnyEvent,
     CheckpointSaved,
     CommandApplied,
@@ -123,6 +124,10 @@ def summary(event: AnyEvent) -> str:
                 f"{who} has a {event.sign.replace('_', ' ')} of {event.value:.4g} in iteration {event.iteration},"
                 f" usual is {event.usual:.4g}"
             )
+        case AcceleratorReported():
+            what = f" reports {event.kind}" if event.kind else ""
+            who = f" (worker {event.worker})" if event.worker else ""
+            return f"accelerator {event.accelerator} of {event.node}{who}{what}: {event.message}"
         case StateKept():
             copied = f", a copy from {event.origin}" if event.origin != event.node else ""
             return (

@@ -65,6 +65,8 @@ ErrorKind: TypeAlias = Literal[
     "illegal_memory_access",
     "nccl_error",
     "corruption",
+    "accelerator_fault",
+    "accelerator_broken",
 ]
 #: How a process came to its end: by itself with a code, by a signal, by one with a core dump, or by SIGKILL from the
 #: kernel's OOM killer. "maybe_oom_killed": that cannot be told here, and nobody else is known to have done it.
@@ -451,6 +453,21 @@ class CorruptionSuspected(Observation, frozen=True, kw_only=True):
     usual: float
 
 
+class AcceleratorReported(Observation, frozen=True, kw_only=True):
+    """What was seen of an accelerator of the node, outside any process of ours. `accelerator`: its name.
+
+    `worker`: who runs on it, "" = nobody. `kind` None: news for people, nothing follows from it. `xid`: the driver's
+    code, 0 = seen in counters or states.
+    """
+
+    node: Name
+    accelerator: Text
+    worker: WorkerOrNone
+    kind: ErrorKind | None
+    xid: Count
+    message: Text
+
+
 class StateKept(Observation, frozen=True, kw_only=True):
     """The node's memory holds shard `shard` of the task's state after `iteration`. Told now and then, not each time.
 
@@ -767,7 +784,7 @@ AnyEvent: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
-    | HangSuspected | DegradationObserved | CorruptionSuspected | StateKept | StateTaken | CommandApplied
+    | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken | CommandApplied
     | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
     | InjectionRequested | Heartbeat
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted

@@ -14,6 +14,7 @@ from unicrond.tables import clean
 #: What a person who watches wants to hear of; the rest is the machinery that brings it about.
 NOTEWORTHY = frozenset(
     {
+        "AcceleratorReported",
         "CheckpointSaved",
         "CommandFailed",
         "CoordinatorStarted",

@@ -1,0 +1,245 @@
+"""NVIDIA's management library behind the driver's interface (extra `gpu`: nvidia-ml-py).
+
+Rules
+-----
+* What a GPU or an older driver does not support is None, one field at a time. A GPU that the driver has lost is `lost`.
+* An event says its XID alone, so the recovery action is read right after it.
+* nvmlEventSetWait cannot be interrupted: it is called for at most _SLICE_S at a time. One that fails at once (the
+  driver is gone, a GPU was lost) is not called again before the time is up.
+* No CUDA: NVML makes no context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agents.accelerators.driver import NoDriver
+from agents.accelerators.readings import Reading, RecoveryAction, Throttle, XidSeen
+
+logger = logging.getLogger("agents")
+
+_SLICE_S = 0.5
+_ALL_LINKS = 2**32 - 1
+#: NVML_GPU_RECOVERY_ACTION_*; a number that is not here is "other".
+_ACTIONS: dict[int, RecoveryAction] = {
+    0: "none",
+    1: "reset",
+    2: "reboot",
+    3: "drain",
+    4: "drain",
+    6: "reset",
+    7: "reboot",
+}
+#: Reasons that the clocks are held down: thermal (software, hardware), power brake, hardware slowdown of either sort.
+_SW_THERMAL, _HW_THERMAL, _POWER_BRAKE, _HW_SLOWDOWN = 0x20, 0x40, 0x80, 0x8
+#: In the union of a field's value, by NVML's value type.
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+
+class NvmlDriver:
+    """The GPUs that the slots' workers run on. `slots`: names as in CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG UUIDs)."""
+
+    def __init__(self, slots: Sequence[str]) -> None:
+        """Raises NoDriver."""
+        try:
+            import pynvml
+        except ImportError:
+            raise NoDriver("nvidia-ml-py is not installed; pip install 'unicrond[gpu]'") from None
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise NoDriver(f"NVML cannot be used: {error}") from None
+        try:
+            self._open(slots)
+        except pynvml.NVMLError as error:
+            pynvml.nvmlShutdown()
+            raise NoDriver(f"NVML cannot tell of the GPUs {', '.join(slots)}: {error}") from None
+
+    def _open(self, slots: Sequence[str]) -> None:
+        nvml = self._nvml
+        self._devices: list[Any] = []
+        found: list[str] = []
+        gpu_of_slot = []
+        for slot in slots:
+            device = self._device(slot)
+            name = f"{nvml.nvmlDeviceGetName(device)} {nvml.nvmlDeviceGetUUID(device)}"
+            if name not in found:
+                found.append(name)
+                self._devices.append(device)
+            gpu_of_slot.append(found.index(name))
+        self.names = tuple(found)
+        self.gpu_of_slot = tuple(gpu_of_slot)
+        self._addresses = [_address(device) for device in self._devices]
+        self._links = [self._links_of(device) for device in self._devices]
+        self._woken = threading.Event()
+        self._has_events = False
+        self._events = nvml.nvmlEventSetCreate()
+        for name, device in zip(found, self._devices, strict=True):
+            try:
+                nvml.nvmlDeviceRegisterEvents(device, nvml.nvmlEventTypeXidCriticalError, self._events)
+                self._has_events = True
+            except nvml.NVMLError as error:
+                logger.warning("%s: no XID events here (%s); its counters are watched", name, error)
+
+    def _device(self, name: str) -> Any:
+        nvml = self._nvml
+        if name.isdecimal():
+            return nvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.startswith("MIG-"):
+            return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(name))
+        # CUDA takes the beginning of a UUID as well.
+        for index in range(nvml.nvmlDeviceGetCount()):
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            if nvml.nvmlDeviceGetUUID(device).startswith(name):
+                return device
+        return nvml.nvmlDeviceGetHandleByUUID(name)
+
+    def _links_of(self, device: Any) -> list[int]:
+        """The GPU's NVLinks, active or not."""
+        nvml = self._nvml
+        return [
+            link
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+            if self._told(nvml.nvmlDeviceGetNvLinkState, device, link) is not None
+        ]
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def read(self, gpu: int) -> Reading:
+        """See Driver."""
+        nvml, device = self._nvml, self._devices[gpu]
+        try:
+            nvml.nvmlDeviceGetUUID(device)
+            fields = self._fields(device)
+            rows = self._told(nvml.nvmlDeviceGetRemappedRows, device)
+            up = [self._told(nvml.nvmlDeviceGetNvLinkState, device, link) for link in self._links[gpu]]
+            return Reading(
+                action=_action(fields[nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]),
+                ecc_volatile=self._ecc(device, nvml.NVML_VOLATILE_ECC),
+                ecc_aggregate=self._ecc(device, nvml.NVML_AGGREGATE_ECC),
+                rows_pending=None if rows is None else bool(rows[2]),
+                rows_failed=None if rows is None else bool(rows[3]),
+                links_up=sum(map(bool, up)) if None not in up else None,
+                link_errors=_sum(fields, self._link_errors()),
+                link_recoveries=_sum(fields, self._link_recoveries()),
+                throttles=_throttles(self._told(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0),
+            )
+        except nvml.NVMLError_GpuIsLost:
+            return Reading(lost=True)
+        except nvml.NVMLError as error:
+            logger.warning("%s cannot be read: %s", self.names[gpu], error)
+            return Reading()
+
+    def _fields(self, device: Any) -> dict[int, int | None]:
+        nvml = self._nvml
+        ids = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, *self._link_errors(), *self._link_recoveries()]
+        # Newer drivers count per link, and all links together under this scope; the older ones take no scope.
+        scoped = [(field, _ALL_LINKS if field >= nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY else 0) for field in ids]
+        scoped[0] = (ids[0], 0)
+        values = self._told(nvml.nvmlDeviceGetFieldValues, device, scoped) or ()
+        told = {value.fieldId: _value(value) for value in values}
+        return {field: told.get(field) for field in ids}
+
+    def _link_errors(self) -> list[int]:
+        nvml = self._nvml
+        old = [
+            nvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+        ]
+        return [*old, nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC, nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY]
+
+    def _link_recoveries(self) -> list[int]:
+        nvml = self._nvml
+        return [
+            nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
+            nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS,
+        ]
+
+    def _ecc(self, device: Any, counter: int) -> Any:
+        nvml = self._nvml
+        return self._told(nvml.nvmlDeviceGetTotalEccErrors, device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
+
+    def _told(self, ask: Callable[..., Any], *about: Any) -> Any:
+        """The answer; None where there is none. Raises NVMLError_GpuIsLost."""
+        try:
+            return ask(*about)
+        except self._nvml.NVMLError_GpuIsLost:
+            raise
+        except self._nvml.NVMLError:
+            return None
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> tuple[int, XidSeen] | None:
+        """See Driver."""
+        nvml, until_s = self._nvml, time.monotonic() + timeout_s
+        while self._has_events and not self._woken.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            try:
+                event = nvml.nvmlEventSetWait(self._events, int(1000 * min(left_s, _SLICE_S)) + 1)
+            except nvml.NVMLError_Timeout:
+                continue
+            except nvml.NVMLError as error:
+                logger.warning("NVML does not wait for events now: %s", error)
+                break
+            seen = self._seen(event)
+            if seen is not None:
+                return seen
+        self._woken.wait(max(0.0, until_s - time.monotonic()))
+        return None
+
+    def _seen(self, event: Any) -> tuple[int, XidSeen] | None:
+        address = _address(event.device)
+        if event.eventType != self._nvml.nvmlEventTypeXidCriticalError or address not in self._addresses:
+            return None
+        gpu = self._addresses.index(address)
+        try:
+            action = _action(self._fields(self._devices[gpu])[self._nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        except self._nvml.NVMLError:
+            action = None
+        return gpu, XidSeen(code=int(event.eventData), action=action)
+
+    def wake(self) -> None:
+        """See Driver."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """See Driver."""
+        for let_go in (lambda: self._nvml.nvmlEventSetFree(self._events), self._nvml.nvmlShutdown):
+            try:
+                let_go()
+            except self._nvml.NVMLError as error:
+                logger.warning("NVML: %s", error)
+
+
+def _address(device: Any) -> int | None:
+    """NVML's handle of a device is a pointer to what only NVML knows."""
+    return ctypes.cast(device, ctypes.c_void_p).value
+
+
+def _value(field: Any) -> int | None:
+    if field.nvmlReturn or not 0 <= field.valueType < len(_MEMBERS):
+        return None
+    return int(getattr(field.value, _MEMBERS[field.valueType]))
+
+
+def _action(value: int | None) -> RecoveryAction | None:
+    return None if value is None else _ACTIONS.get(value, "other")
+
+
+def _sum(fields: dict[int, int | None], ids: Sequence[int]) -> int | None:
+    told = [value for field in ids if (value := fields[field]) is not None]
+    return sum(told) if told else None
+
+
+def _throttles(reasons: int) -> frozenset[Throttle]:
+    thermal: set[Throttle] = {"thermal"} if reasons & (_SW_THERMAL | _HW_THERMAL) else set()
+    power: set[Throttle] = {"power"} if reasons & _POWER_BRAKE or (reasons & _HW_SLOWDOWN and not thermal) else set()
+    return frozenset(thermal | power)

@@ -1,0 +1,43 @@
+"""What a driver tells of a GPU: counters and states at one moment, and XID events. Values; None: it does not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+#: What the driver says that a GPU needs before it can be used again; "other": a newer driver's word.
+RecoveryAction: TypeAlias = Literal["none", "reset", "reboot", "drain", "other"]
+#: Why a GPU runs slower than it could, beyond its normal power management.
+Throttle: TypeAlias = Literal["thermal", "power"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One look at a GPU. Counts only grow while the driver is loaded; `aggregate` ones survive that.
+
+    `lost`: the driver cannot reach the GPU any more; then nothing else is known.
+    `ecc_volatile`, `ecc_aggregate`: uncorrectable errors. `rows_pending`, `rows_failed`: of row remapping.
+    `links_up`: active NVLinks. `link_errors`: their CRC errors and replays. `link_recoveries`: retrainings.
+    """
+
+    lost: bool = False
+    action: RecoveryAction | None = None
+    ecc_volatile: int | None = None
+    ecc_aggregate: int | None = None
+    rows_pending: bool | None = None
+    rows_failed: bool | None = None
+    links_up: int | None = None
+    link_errors: int | None = None
+    link_recoveries: int | None = None
+    throttles: frozenset[Throttle] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XidSeen:
+    """The driver has reported a code; `action`: what it says right after it that the GPU needs."""
+
+    code: int
+    action: RecoveryAction | None = None
+
+
+Sighting: TypeAlias = Reading | XidSeen

@@ -1,0 +1,143 @@
+"""Watching a node's accelerators: two threads that may block in the driver, one place that judges what they see.
+
+Rules
+-----
+* One thread waits for events, the other reads all GPUs every POLL_S: a driver that hangs in one does not keep the other
+  from telling, and neither ever holds up the event loop.
+* What they see is judged in the event loop (`diagnosis.py`), in the order in which it comes. An ordered XID comes in by
+  the same door, as if the driver had reported it.
+* A driver that does not answer for SILENCE_S is told of once, in the agent's own log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from agents.accelerators.diagnosis import Finding, History, diagnose
+from agents.accelerators.driver import Choice, Driver, NoDriver
+from agents.accelerators.fake import FakeDriver
+from agents.accelerators.nvml import NvmlDriver
+from agents.accelerators.readings import Sighting, XidSeen
+from events.vocabulary import WorkerId
+
+logger = logging.getLogger("agents")
+
+POLL_S = 5.0
+SILENCE_S = 60.0
+_WAIT_S = 60.0
+
+
+def open_driver(choice: Choice, gpus: tuple[str, ...], slots: int) -> Driver | None:
+    """The driver that `choice` asks for; None where nothing is to be watched. `gpus`: by slot (`gpus.py`).
+
+    "auto": NVML where the node has GPUs and NVML works. Raises NoDriver where "nvml" cannot be had.
+    """
+    if choice == "fake":
+        return FakeDriver([f"fake {name}" for name in gpus or range(slots)])
+    if choice == "none" or (choice == "auto" and not gpus):
+        return None
+    try:
+        return NvmlDriver(gpus or tuple(str(slot) for slot in range(slots)))
+    except NoDriver as error:
+        if choice == "nvml":
+            raise
+        logger.warning("the node's GPUs are not watched: %s", error)
+        return None
+
+
+class AcceleratorWatch:
+    """`workers`: who runs in each slot now. `on_finding(gpu, worker, finding)`: the GPU's name; "" for nobody."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        workers: Callable[[], Mapping[int, WorkerId]],
+        on_finding: Callable[[str, str, Finding], None],
+        *,
+        poll_s: float = POLL_S,
+    ) -> None:
+        """Begins at once. Needs a running loop."""
+        self._driver = driver
+        self._workers = workers
+        self._on_finding = on_finding
+        self._poll_s = poll_s
+        self._histories = [History() for _ in driver.names]
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = self._loop.time()
+        self._is_silent = False
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for run, name in ((self._poll, "read accelerators"), (self._listen, "accelerator events"))
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._timer = self._loop.call_later(SILENCE_S / 2, self._look)
+        logger.info("accelerators are watched: %s", ", ".join(driver.names))
+
+    def report_xid(self, code: int, worker: str) -> str:
+        """Take a code as if the driver had reported it, for the worker's GPU or ("") the node's first; "", or why not."""
+        slots = [slot for slot, name in self._workers().items() if name == worker]
+        if worker and not slots:
+            return f"xid: no worker {worker} runs here"
+        self._take(self._driver.gpu_of_slot[slots[0]] if slots else 0, XidSeen(code=code))
+        return ""
+
+    async def close(self) -> None:
+        """Stop watching; waits for the threads, but not for a driver that hangs."""
+        self._closing.set()
+        self._timer.cancel()
+        self._driver.wake()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join, 2.0)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._driver.close()
+
+    # --- in the event loop -----------------------------------------------------------------------
+
+    def _take(self, gpu: int, sighting: Sighting) -> None:
+        if self._closing.is_set():
+            return
+        self._heard_s = self._loop.time()
+        by_slot = self._workers()
+        on_it = (slot for slot, number in enumerate(self._driver.gpu_of_slot) if number == gpu)
+        workers = tuple(by_slot[slot] for slot in on_it if slot in by_slot)
+        self._histories[gpu], findings = diagnose(self._histories[gpu], sighting, workers, self._loop.time())
+        for finding in findings:
+            if finding.warning:
+                logger.warning("%s: %s", self._driver.names[gpu], finding.message)
+            for worker in workers or ("",):
+                self._on_finding(self._driver.names[gpu], worker, finding)
+
+    def _look(self) -> None:
+        silent_s = self._loop.time() - self._heard_s
+        if silent_s > SILENCE_S and not self._is_silent:
+            logger.warning("the accelerators' driver has not answered for %.0f s", silent_s)
+        self._is_silent = silent_s > SILENCE_S
+        self._timer = self._loop.call_later(SILENCE_S / 2, self._look)
+
+    # --- in threads ------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        while True:
+            for gpu in range(len(self._driver.names)):
+                if self._closing.is_set():
+                    return
+                self._hand_over(gpu, self._driver.read(gpu))
+            if self._closing.wait(self._poll_s):
+                return
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            seen = self._driver.wait(_WAIT_S)
+            if seen is not None:
+                self._hand_over(*seen)
+
+    def _hand_over(self, gpu: int, sighting: Sighting) -> None:
+        if not self._closing.is_set():
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                self._loop.call_soon_threadsafe(self._take, gpu, sighting)

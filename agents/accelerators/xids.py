@@ -1,0 +1,76 @@
+"""What NVIDIA's XID codes mean here: one table (docs/detection.md, "Accelerators", is compared with it).
+
+Rules
+-----
+* Meanings and advice are the vendor's (XID catalogue); the error kind is ours, and its severity the coordinator's.
+* No kind: it is told, and nothing follows. A symptom's cause is told by another code or by the process's own end.
+* A code that is not in the table is a fault of what ran there (SEV2), with a warning that names it: the code may be
+  informational, so no node is lost over a single one; what is broken comes again, and then it is.
+* Where the driver itself says what the GPU needs (its recovery action), that counts instead (`diagnosis.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from events.vocabulary import ErrorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """`recurring`: one is the program's fault, a second one under another worker is the GPU's."""
+
+    codes: tuple[int, ...]
+    meaning: str
+    advice: str
+    kind: ErrorKind | None
+    recurring: bool = False
+
+
+#: The driver has changed its mind about what the GPU needs; the code itself says nothing more.
+RECOVERY_ACTION_CHANGED = 154
+
+XIDS: tuple[Xid, ...] = (
+    Xid((13,), "engine exception", "restart the program", "illegal_memory_access", recurring=True),
+    Xid((31,), "memory management fault", "restart the program", "illegal_memory_access", recurring=True),
+    Xid((8,), "GPU stopped", "restart the program", "cuda_error"),
+    Xid((11, 32), "corrupt push buffer", "restart the program", "cuda_error"),
+    Xid((39, 40, 41), "copy engine exception", "restart the program", "cuda_error"),
+    Xid((69,), "engine class error", "restart the program", "cuda_error"),
+    Xid((43,), "GPU stopped processing for a program", "none: the program ends by itself", None),
+    Xid((45,), "pre-emptive clean-up", "none: a symptom of another XID", None),
+    Xid((48, 171, 172), "uncorrectable double-bit ECC error", "diagnose", "ecc_error"),
+    Xid((63,), "row remapping recorded", "none", None),
+    Xid((64,), "row remapping failed", "reset the GPU", "ecc_error"),
+    Xid((92,), "high rate of single-bit ECC errors", "none", None),
+    Xid((94,), "contained ECC error", "restart the program", "accelerator_fault"),
+    Xid((95,), "uncontained ECC error", "reset the GPU", "ecc_error"),
+    Xid((74, 144, 145, 146, 147, 148, 149, 150), "NVLink error", "diagnose the link", "nvlink_error"),
+    Xid((79,), "GPU has fallen off the bus", "reboot the node", "accelerator_broken"),
+    Xid((46,), "GPU stopped: timeout", "reset the GPU", "accelerator_broken"),
+    Xid((62,), "micro-controller halt", "reset the GPU", "accelerator_broken"),
+    Xid((109,), "context switch timeout", "reset the GPU", "accelerator_broken"),
+    Xid((110,), "security fault", "reset the GPU", "accelerator_broken"),
+    Xid((119, 120), "GSP timeout or error", "reset the GPU", "driver_error"),
+    Xid((136,), "link training failed", "reset the GPU", "nvlink_error"),
+    Xid((137,), "NVLink privilege error", "none", None),
+    Xid((140,), "unrecovered ECC error", "reset the GPU", "ecc_error"),
+    Xid((143,), "GPU initialisation failed", "reset the GPU", "accelerator_broken"),
+    Xid((RECOVERY_ACTION_CHANGED,), "recovery action changed", "what the driver says", "accelerator_broken"),
+    Xid((155,), "NVLink software error", "reset the GPU", "nvlink_error"),
+    Xid((156,), "resource retired", "reset the GPU", "accelerator_broken"),
+    Xid((158,), "fatal timeout", "reset the GPU", "accelerator_broken"),
+)
+
+_BY_CODE = {code: row for row in XIDS for code in row.codes}
+
+
+def xid(code: int) -> Xid:
+    """The row of a code; for one that is not in the table the conservative default."""
+    row = _BY_CODE.get(code)
+    return row or Xid((code,), "unknown XID", "look it up in the vendor's catalogue", "accelerator_fault", True)
+
+
+def is_known(code: int) -> bool:
+    """Whether the table has the code."""
+    return code in _BY_CODE

@@ -1,0 +1,57 @@
+"""The XID table, row by row, and what a document says of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agents.accelerators.diagnosis import History, diagnose
+from agents.accelerators.readings import XidSeen
+from agents.accelerators.xids import XIDS, is_known, xid
+from unicrond.severity import SEVERITY
+
+DETECTION = (Path(__file__).parents[3] / "docs" / "detection.md").read_text()
+#: code -> severity of a single one, where the driver says nothing more: None, it is told and nothing follows.
+EXPECTED: dict[int, int | None] = {
+    **dict.fromkeys((13, 31, 8, 11, 32, 39, 40, 41, 69, 94), 2),
+    **dict.fromkeys((43, 45, 63, 92, 137), None),
+    **dict.fromkeys((48, 171, 172, 64, 95, 74, *range(144, 151), 79, 46, 62, 109, 110, 119, 120), 1),
+    **dict.fromkeys((136, 140, 143, 155, 156, 158, 154), 1),
+}
+
+
+@pytest.mark.parametrize("code", EXPECTED)
+def test_each_code_has_its_severity(code: int) -> None:
+    _, (finding,) = diagnose(History(), XidSeen(code=code), ("big.1",), 100.0)
+    assert (SEVERITY[finding.kind].value if finding.kind else None) == EXPECTED[code]
+    assert f"XID {code}: {xid(code).meaning}" in finding.message and finding.xid == code
+
+
+def test_no_code_stands_twice_and_none_is_untested() -> None:
+    codes = [code for row in XIDS for code in row.codes]
+    assert len(codes) == len(set(codes)) and set(codes) == EXPECTED.keys()
+
+
+def test_an_unknown_code_restarts_one_process_and_is_named() -> None:
+    assert not is_known(777)
+    history, (finding,) = diagnose(History(), XidSeen(code=777), ("big.1",), 100.0)
+    assert (finding.kind, finding.warning) == ("accelerator_fault", True) and "XID 777: unknown" in finding.message
+    _, (again,) = diagnose(history, XidSeen(code=777), ("big.2",), 200.0)
+    assert again.kind == "accelerator_broken"
+
+
+def test_the_document_has_the_very_table() -> None:
+    section = DETECTION.partition("## Accelerators")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| ([\d, ]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
+    table = [
+        (", ".join(map(str, row.codes)), row.meaning, row.advice, _response(row.kind, row.recurring)) for row in XIDS
+    ]
+    assert [tuple(cell.strip() for cell in row) for row in told] == table
+
+
+def _response(kind: str | None, recurring: bool) -> str:
+    if kind is None:
+        return "told"
+    return f"`{kind}`, {SEVERITY[kind].name}" + ("; SEV1 when it recurs" if recurring else "")
