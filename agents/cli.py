@@ -9,10 +9,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import uvloop
 
+from agents.accelerators.driver import Choice, NoDriver
 from agents.daemon import Options, run_agent
 from agents.run_dir import BadRunDir, RunDir, default_run_dir
 from events import origin
@@ -79,6 +80,12 @@ def parse(argv: list[str] | None = None) -> Options:
         metavar="GIB",
         help="for states of training, kept and copied between nodes; 0: none (a quarter of the host's)",
     )
+    parser.add_argument(
+        "--accelerators",
+        choices=get_args(Choice),
+        default="auto",
+        help="who tells of the GPUs' health: nvml, fake (tells only of ordered XIDs), none (auto: nvml where it works)",
+    )
     parser.add_argument("--creds", type=_file, metavar="FILE", help="NATS credentials file")
     parser.add_argument("--nkey", type=_file, metavar="FILE", help="NATS nkey seed file")
     parser.add_argument("--tls-ca", type=_file, metavar="FILE", help="CA certificate of the NATS server")
@@ -110,6 +117,7 @@ def parse(argv: list[str] | None = None) -> Options:
             tls_ca=given.tls_ca,
         ),
         memory_bytes=given.memory_gib,
+        accelerators=given.accelerators,
         fork_server_arguments=tuple(given.fork_server),
     )
 
@@ -131,6 +139,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         code = uvloop.run(run_agent(options))
     except BadRunDir as error:
         print(f"unicron-agent: --{error}", file=sys.stderr)
+        code = 2
+    except NoDriver as error:
+        print(f"unicron-agent: --accelerators: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
 

@@ -57,6 +57,7 @@ from agents.handling import adoption, commits, exits, joining, kept_states, orde
 from agents.handling.turn import Turn, newest_of
 from agents.state import (
     MAX_TASKS,
+    AcceleratorSaw,
     Action,
     Appended,
     Commanded,
@@ -105,6 +106,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:
             reports.stalled(turn, given)
         case ForkServerDied():
             adoption.fork_server_died(turn)
+        case AcceleratorSaw():
+            reports.accelerator_saw(turn, given)
         case TimerFired():
             _timer_fired(turn, given)
         case LogSeen(identity=identity):

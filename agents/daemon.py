@@ -26,8 +26,12 @@ from typing import assert_never
 import msgspec
 
 from agents import core, host
+from agents.accelerators.diagnosis import Finding
+from agents.accelerators.driver import Choice
+from agents.accelerators.watch import AcceleratorWatch, open_driver
 from agents.copies import Copies
 from agents.fork_link import ForkLink
+from agents.gpus import visible_gpus
 from agents.log_identity import log_identity
 from agents.log_layout import worker_log
 from agents.log_service import answer
@@ -38,6 +42,7 @@ from agents.outbox import Outbox
 from agents.rotated_log import tail
 from agents.run_dir import BadRunDir, RunDir
 from agents.state import (
+    AcceleratorSaw,
     Action,
     Append,
     Appended,
@@ -74,7 +79,7 @@ from events.nats_commands import NatsCommandFeed
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.prose import summary
-from events.vocabulary import Command, Heartbeat, MemoryService, Name, NodeJoined
+from events.vocabulary import Command, Heartbeat, MemoryService, Name, NodeJoined, WorkerId
 
 logger = logging.getLogger("agents")
 
@@ -88,7 +93,7 @@ _RETIRE_TIMEOUT_S = 10.0
 class Options:
     """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server.
 
-    `memory_bytes`: for states of training; None: a quarter of the host's, 0: none.
+    `memory_bytes`: for states of training; None: a quarter of the host's, 0: none. `accelerators`: who watches them.
     """
 
     nats: tuple[str, ...]
@@ -100,6 +105,7 @@ class Options:
     lease_s: float = 60.0
     login: Login = field(default_factory=Login)
     memory_bytes: int | None = None
+    accelerators: Choice = "auto"
     fork_server_arguments: tuple[str, ...] = ()
 
 
@@ -107,7 +113,7 @@ class Agent:
     """One node's agent. `run` it once."""
 
     def __init__(self, options: Options, run_dir: RunDir) -> None:
-        """`run_dir` is claimed already."""
+        """`run_dir` is claimed already. Raises NoDriver."""
         self._options = options
         self._run_dir = run_dir
         self._boot = run_dir.next_boot(_wall_clock_us())
@@ -151,7 +157,9 @@ class Agent:
                 Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped)
             ),
         )
-        self._node_faults = NodeFaults(self._link.kill)
+        self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
+        self._accelerators: AcceleratorWatch | None = None
+        self._node_faults = NodeFaults(self._link.kill, self._report_xid)
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._has_inventory = asyncio.Event()
         self._has_joined = asyncio.Event()
@@ -182,6 +190,8 @@ class Agent:
             for task in (end, *duties):
                 task.cancel()
             await asyncio.gather(end, *duties, return_exceptions=True)
+            if self._accelerators:
+                await self._accelerators.close()
             await self._sockets.close()
             self._memory_server.close()
             await self._copies.close()
@@ -217,6 +227,7 @@ class Agent:
                 self._outbox.put(event, caused_by=caused_by, on_durable=on_durable)
                 if isinstance(event, NodeJoined):
                     self._has_joined.set()
+                    self._watch_accelerators()
             case TellWorker(worker=worker, message=to_worker):
                 self._sockets.send(worker, to_worker)
             case TellForkServer(message=to_fork_server):
@@ -290,6 +301,34 @@ class Agent:
         )
         config = msgspec.structs.replace(self._state.config, memory=service)
         self._state = msgspec.structs.replace(self._state, config=config)
+
+    # --- accelerators ----------------------------------------------------------------------------
+
+    def _watch_accelerators(self) -> None:
+        """From when the log knows the node and its workers: before that, nobody could make anything of it."""
+        if self._accelerator_driver and not self._accelerators:
+            self._accelerators = AcceleratorWatch(self._accelerator_driver, self._workers_by_slot, self._found)
+
+    def _workers_by_slot(self) -> dict[int, WorkerId]:
+        return {record.slot: worker for worker, record in self._state.memory.workers.items() if not record.foreign}
+
+    def _found(self, accelerator: str, worker: str, finding: Finding) -> None:
+        self.feed(
+            AcceleratorSaw(
+                accelerator=accelerator,
+                worker=worker,
+                kind=finding.kind,
+                xid=finding.xid,
+                message=finding.message,
+            )
+        )
+
+    def _report_xid(self, code: int, worker: str) -> str:
+        if self._accelerators is None:
+            return (
+                "xid: no accelerator is watched here; start the agent with --accelerators fake to drill on a CPU node"
+            )
+        return self._accelerators.report_xid(code, worker)
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -397,7 +436,7 @@ class Agent:
 
 
 async def run_agent(options: Options) -> int:
-    """Claim the run directory and work in it until told to end; the exit code. Raises BadRunDir."""
+    """Claim the run directory and work in it until told to end; the exit code. Raises BadRunDir, NoDriver."""
     run_dir = RunDir(options.run_dir)
     run_dir.claim()
     try:

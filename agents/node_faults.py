@@ -5,7 +5,7 @@ Rules
 * kill: the fork server (workers and store die with it), then this process, by SIGKILL.
 * drop_network: every link but loopback goes down, and up again after `seconds` (0: never). Only in a network namespace
   of the agent's own: elsewhere it would cut off the machine, people included.
-* xid: handed to whatever watches the accelerators; they report it as if the driver had.
+* xid: handed to what watches the accelerators (accelerators/), which takes it as if the driver had reported it.
 """
 
 from __future__ import annotations

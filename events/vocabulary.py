@@ -784,8 +784,8 @@ AnyEvent: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
-    | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken | CommandApplied
-    | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
+    | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
+    | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
     | InjectionRequested | Heartbeat
     | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
     | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted

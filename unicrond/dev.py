@@ -157,6 +157,7 @@ class DevCluster:
                 [
                     *(str(scripts / "unicron-agent"), "--nats", self.nats_url, "--node", name, "--slots", str(slots)),
                     *("--run-dir", str(directory / "run" / name), "--heartbeat-s", str(heartbeat_s)),
+                    *(("--accelerators", "fake") if config.get("injection") else ()),
                 ],
                 directory / f"{name}.log",
                 env,

@@ -5,7 +5,7 @@ Rules
 * What a GPU or an older driver does not support is None, one field at a time. A GPU that the driver has lost is `lost`.
 * An event says its XID alone, so the recovery action is read right after it.
 * nvmlEventSetWait cannot be interrupted: it is called for at most _SLICE_S at a time. One that fails at once (the
-  driver is gone, a GPU was lost) is not called again before the time is up.
+  driver is gone, a GPU was lost) is called again after _AGAIN_S.
 * No CUDA: NVML makes no context.
 """
 
@@ -24,6 +24,7 @@ from agents.accelerators.readings import Reading, RecoveryAction, Throttle, XidS
 logger = logging.getLogger("agents")
 
 _SLICE_S = 0.5
+_AGAIN_S = 5.0
 _ALL_LINKS = 2**32 - 1
 #: NVML_GPU_RECOVERY_ACTION_*; a number that is not here is "other".
 _ACTIONS: dict[int, RecoveryAction] = {
@@ -42,7 +43,7 @@ _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 class NvmlDriver:
-    """The GPUs that the slots' workers run on. `slots`: names as in CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG UUIDs)."""
+    """The GPUs that the slots' workers run on. `slots`: names as in CUDA_VISIBLE_DEVICES (index, UUID, MIG UUID)."""
 
     def __init__(self, slots: Sequence[str]) -> None:
         """Raises NoDriver."""
@@ -78,6 +79,7 @@ class NvmlDriver:
         self._addresses = [_address(device) for device in self._devices]
         self._links = [self._links_of(device) for device in self._devices]
         self._woken = threading.Event()
+        self._complaints: set[str] = set()
         self._has_events = False
         self._events = nvml.nvmlEventSetCreate()
         for name, device in zip(found, self._devices, strict=True):
@@ -126,41 +128,44 @@ class NvmlDriver:
                 rows_pending=None if rows is None else bool(rows[2]),
                 rows_failed=None if rows is None else bool(rows[3]),
                 links_up=sum(map(bool, up)) if None not in up else None,
-                link_errors=_sum(fields, self._link_errors()),
-                link_recoveries=_sum(fields, self._link_recoveries()),
+                link_errors=_first(fields, self._link_errors()),
+                link_recoveries=_first(fields, self._link_recoveries()),
                 throttles=_throttles(self._told(nvml.nvmlDeviceGetCurrentClocksEventReasons, device) or 0),
             )
         except nvml.NVMLError_GpuIsLost:
             return Reading(lost=True)
         except nvml.NVMLError as error:
-            logger.warning("%s cannot be read: %s", self.names[gpu], error)
+            self._complain(f"{self.names[gpu]} cannot be read: {error}")
             return Reading()
 
     def _fields(self, device: Any) -> dict[int, int | None]:
         nvml = self._nvml
-        ids = [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, *self._link_errors(), *self._link_recoveries()]
-        # Newer drivers count per link, and all links together under this scope; the older ones take no scope.
-        scoped = [(field, _ALL_LINKS if field >= nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY else 0) for field in ids]
-        scoped[0] = (ids[0], 0)
-        values = self._told(nvml.nvmlDeviceGetFieldValues, device, scoped) or ()
+        fields = [(nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, 0)]
+        for alternatives in (self._link_errors(), self._link_recoveries()):
+            # The first counts all links by itself; newer ones do under this scope.
+            fields += [(field, _ALL_LINKS if place else 0) for place, ids in enumerate(alternatives) for field in ids]
+        values = self._told(nvml.nvmlDeviceGetFieldValues, device, fields) or ()
         told = {value.fieldId: _value(value) for value in values}
-        return {field: told.get(field) for field in ids}
+        return {field: told.get(field) for field, _ in fields}
 
-    def _link_errors(self) -> list[int]:
-        nvml = self._nvml
-        old = [
-            nvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
-            nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
-            nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
-        ]
-        return [*old, nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC, nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY]
-
-    def _link_recoveries(self) -> list[int]:
+    def _link_errors(self) -> list[list[int]]:
+        """Fields to be summed, by generation of GPUs: the first that the driver knows counts."""
         nvml = self._nvml
         return [
-            nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
-            nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
-            nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS,
+            [
+                nvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+                nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+                nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+            ],
+            [nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC, nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY],
+        ]
+
+    def _link_recoveries(self) -> list[list[int]]:
+        nvml = self._nvml
+        return [
+            [nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL],
+            [nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY],
+            [nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS],
         ]
 
     def _ecc(self, device: Any, counter: int) -> Any:
@@ -187,8 +192,9 @@ class NvmlDriver:
             except nvml.NVMLError_Timeout:
                 continue
             except nvml.NVMLError as error:
-                logger.warning("NVML does not wait for events now: %s", error)
-                break
+                self._complain(f"NVML does not tell of events: {error}")
+                self._woken.wait(min(left_s, _AGAIN_S))
+                continue
             seen = self._seen(event)
             if seen is not None:
                 return seen
@@ -205,6 +211,12 @@ class NvmlDriver:
         except self._nvml.NVMLError:
             action = None
         return gpu, XidSeen(code=int(event.eventData), action=action)
+
+    def _complain(self, what: str) -> None:
+        """Each thing once: it would be the same every few seconds."""
+        if what not in self._complaints:
+            self._complaints.add(what)
+            logger.warning("%s", what)
 
     def wake(self) -> None:
         """See Driver."""
@@ -234,9 +246,13 @@ def _action(value: int | None) -> RecoveryAction | None:
     return None if value is None else _ACTIONS.get(value, "other")
 
 
-def _sum(fields: dict[int, int | None], ids: Sequence[int]) -> int | None:
-    told = [value for field in ids if (value := fields[field]) is not None]
-    return sum(told) if told else None
+def _first(fields: dict[int, int | None], alternatives: Sequence[Sequence[int]]) -> int | None:
+    """The sum of the first alternative of which anything is told."""
+    for ids in alternatives:
+        told = [value for field in ids if (value := fields[field]) is not None]
+        if told:
+            return sum(told)
+    return None
 
 
 def _throttles(reasons: int) -> frozenset[Throttle]:

@@ -1,4 +1,4 @@
-"""Reports: what workers, and the watch over them, say. Rules: core.py."""
+"""Reports: what workers, and the watches over them and over accelerators, say. Rules: core.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TypeAlias, assert_never
 from msgspec.structs import replace
 
 from agents.handling import commits, joining, kept_states, memberships
-from agents.handling.turn import Turn
-from agents.state import Disconnect, Link, Stalled, TellWorker, Worker
+from agents.handling.turn import MAX_TEXT, Turn
+from agents.state import AcceleratorSaw, Disconnect, Link, Stalled, TellWorker, Worker
 from agents.trainer.messages import (
     Captured,
     Committed,
@@ -26,6 +26,7 @@ from agents.trainer.messages import (
     Trouble,
 )
 from events.vocabulary import (
+    AcceleratorReported,
     CheckpointSaved,
     CorruptionSuspected,
     DegradationObserved,
@@ -164,5 +165,19 @@ def stalled(turn: Turn, stalled: Stalled) -> None:
             stopped=stalled.stopped,
             still_us=stalled.still_us,
             limit_us=mark.limit_us,
+        )
+    )
+
+
+def accelerator_saw(turn: Turn, saw: AcceleratorSaw) -> None:
+    """Where a worker has gone meanwhile, nobody runs there."""
+    turn.append(
+        AcceleratorReported(
+            node=turn.config.node,
+            accelerator=saw.accelerator[:MAX_TEXT],
+            worker=saw.worker if saw.worker in turn.memory.workers else "",
+            kind=saw.kind,
+            xid=saw.xid,
+            message=saw.message[:MAX_TEXT],
         )
     )

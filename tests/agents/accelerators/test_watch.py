@@ -1,0 +1,88 @@
+"""The watch's threads and its one door, on the fake driver."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agents.accelerators.fake import FakeDriver
+from agents.accelerators.readings import Reading, XidSeen
+from agents.accelerators.watch import AcceleratorWatch
+
+Told = tuple[str, str, str | None, str]
+
+
+class Rig:
+    """A node of four slots on three GPUs (two slots share one); slots 1 and 3 are taken."""
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver(["a", "b", "c", "b"])
+        self.workers = {1: "big.1", 3: "big.2"}
+        self.told: asyncio.Queue[Told] = asyncio.Queue()
+        self.watch = AcceleratorWatch(
+            self.driver,
+            lambda: self.workers,
+            lambda gpu, worker, finding: self.told.put_nowait((gpu, worker, finding.kind, finding.message)),
+            poll_s=0.02,
+        )
+
+    async def next(self) -> Told:
+        return await asyncio.wait_for(self.told.get(), 10)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.watch.close()
+    assert not [thread for thread in threading.enumerate() if "accelerator" in thread.name], "no thread stays"
+
+
+async def test_an_event_is_told_for_everybody_on_the_gpu(rig: Rig) -> None:
+    rig.driver.report(1, XidSeen(code=48))
+    assert {(await rig.next())[:3], (await rig.next())[:3]} == {
+        ("b", "big.1", "ecc_error"),
+        ("b", "big.2", "ecc_error"),
+    }
+    rig.driver.report(0, XidSeen(code=79))
+    assert (await rig.next())[:3] == ("a", "", "accelerator_broken")
+
+
+async def test_counters_are_read_again_and_again(rig: Rig) -> None:
+    rig.driver.readings[2] = Reading(rows_failed=True)
+    assert (await rig.next())[:3] == ("c", "", "ecc_error")
+    rig.workers[2] = "small.1"
+    assert (await rig.next())[:3] == ("c", "small.1", "ecc_error")
+
+
+async def test_an_ordered_xid_goes_through_the_same_door(rig: Rig) -> None:
+    assert rig.watch.report_xid(31, "big.1") == ""
+    assert (await rig.next())[2] == "illegal_memory_access"
+    await rig.next()
+    rig.workers = {1: "big.3", 3: "big.2"}
+    rig.driver.report(1, XidSeen(code=31))
+    assert (await rig.next())[2] == "accelerator_broken", "it recurs, whoever said so first"
+    assert rig.watch.report_xid(31, "big.77") == "xid: no worker big.77 runs here"
+
+
+async def test_a_driver_that_hangs_in_one_place_still_tells_in_the_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, mended = threading.Event(), threading.Event()
+
+    def hang(gpu: int) -> Reading:
+        hanging.set()
+        mended.wait(30)
+        return Reading()
+
+    monkeypatch.setattr(rig.driver, "read", hang)
+    await asyncio.to_thread(hanging.wait, 10)
+    before_s = time.monotonic()
+    rig.driver.report(0, XidSeen(code=119))
+    assert (await rig.next())[:3] == ("a", "", "driver_error")
+    assert time.monotonic() - before_s < 5
+    mended.set()
