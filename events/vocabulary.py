@@ -65,8 +65,8 @@ ErrorKind: TypeAlias = Literal[
     "illegal_memory_access",
     "nccl_error",
     "corruption",
-    "accelerator_fault",
-    "accelerator_broken",
+    "gpu_fault",
+    "gpu_broken",
 ]
 #: How a process came to its end: by itself with a code, by a signal, by one with a core dump, or by SIGKILL from the
 #: kernel's OOM killer. "maybe_oom_killed": that cannot be told here, and nobody else is known to have done it.

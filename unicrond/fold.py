@@ -25,6 +25,7 @@ from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from unicrond.costs import accrue
 from unicrond.folding import (
+    accelerators,
     commands,
     deadlines,
     incidents,
@@ -102,6 +103,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.HangSuspected: suspicions.hang_suspected,
     v.DegradationObserved: _nothing,  # news for people
     v.CorruptionSuspected: suspicions.corruption_suspected,
+    v.AcceleratorReported: accelerators.accelerator_reported,
     v.StateKept: kept_states.state_kept,
     v.StateTaken: _nothing,  # the regrouping that follows says what the fold must know
     v.CommandApplied: commands.command_applied,

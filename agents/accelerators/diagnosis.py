@@ -33,7 +33,7 @@ SUSTAINED = 3
 LINK_ERRORS_MIN = 100
 
 #: What the table calls broken and the driver, asked, does not.
-_BROKEN: frozenset[ErrorKind] = frozenset({"accelerator_broken", "ecc_error", "nvlink_error", "driver_error"})
+_BROKEN: frozenset[ErrorKind] = frozenset({"gpu_broken", "ecc_error", "nvlink_error", "driver_error"})
 _NEEDS: dict[RecoveryAction, str] = {
     "reset": "a reset",
     "reboot": "a reboot of the node",
@@ -105,14 +105,14 @@ def _kind(
 ) -> tuple[ErrorKind | None, str]:
     """The kind, and in words why it is not the table's."""
     if seen.action is not None and seen.action != "none":
-        kind = row.kind if row.kind in _BROKEN else "accelerator_broken"
+        kind = row.kind if row.kind in _BROKEN else "gpu_broken"
         return kind, f"; the driver says that the GPU needs {_NEEDS[seen.action]}"
     if seen.code == RECOVERY_ACTION_CHANGED and seen.action == "none":
         return None, "; the driver says that the GPU needs nothing any more"
     if row.recurring and before is not None and before[1] != workers and now_s - before[0] < RECURS_S:
-        return "accelerator_broken", ", again on this GPU under another worker"
+        return "gpu_broken", ", again on this GPU under another worker"
     if row.kind in _BROKEN and seen.action == "none":
-        return "accelerator_fault", "; the driver says that the GPU needs no recovery"
+        return "gpu_fault", "; the driver says that the GPU needs no recovery"
     return row.kind, ""
 
 
@@ -155,18 +155,18 @@ def _reading(
 
 def _states(now: Reading) -> Iterator[tuple[str, ErrorKind, str]]:
     if now.lost:
-        yield "lost", "accelerator_broken", "the driver has lost the GPU"
+        yield "lost", "gpu_broken", "the driver has lost the GPU"
     if now.action is not None and now.action != "none":
         message = f"the driver says that the GPU needs {_NEEDS[now.action]}"
-        yield f"action {now.action}", "accelerator_broken", message
+        yield f"action {now.action}", "gpu_broken", message
     if now.rows_failed:
         yield "rows", "ecc_error", "memory rows can be remapped no more"
 
 
 def _growth(history: History, before: Reading, now: Reading, now_s: float) -> Iterator[Finding]:
     grown = max(_more(before.ecc_volatile, now.ecc_volatile), _more(before.ecc_aggregate, now.ecc_aggregate))
-    if grown and not _explained(history, now_s, "ecc_error", "accelerator_fault"):
-        kind: ErrorKind = "accelerator_fault" if now.action == "none" else "ecc_error"
+    if grown and not _explained(history, now_s, "ecc_error", "gpu_fault"):
+        kind: ErrorKind = "gpu_fault" if now.action == "none" else "ecc_error"
         yield Finding(kind=kind, message=f"{grown} more uncorrectable ECC errors", warning=True)
     down = _more(now.links_up, before.links_up)
     if down and not _explained(history, now_s, "nvlink_error"):

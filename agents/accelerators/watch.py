@@ -80,7 +80,7 @@ class AcceleratorWatch:
         logger.info("accelerators are watched: %s", ", ".join(driver.names))
 
     def report_xid(self, code: int, worker: str) -> str:
-        """Take a code as if the driver had reported it, of the worker's GPU; "": of the node's first. Why not, or ""."""
+        """Take a code as if the driver had reported it, of the worker's GPU ("": the node's first). Why not, or ""."""
         slots = [slot for slot, name in self._workers().items() if name == worker]
         if worker and not slots:
             return f"xid: no worker {worker} runs here"

@@ -43,23 +43,23 @@ XIDS: tuple[Xid, ...] = (
     Xid((63,), "row remapping recorded", "none", None),
     Xid((64,), "row remapping failed", "reset the GPU", "ecc_error"),
     Xid((92,), "high rate of single-bit ECC errors", "none", None),
-    Xid((94,), "contained ECC error", "restart the program", "accelerator_fault"),
+    Xid((94,), "contained ECC error", "restart the program", "gpu_fault"),
     Xid((95,), "uncontained ECC error", "reset the GPU", "ecc_error"),
     Xid((74, 144, 145, 146, 147, 148, 149, 150), "NVLink error", "diagnose the link", "nvlink_error"),
-    Xid((79,), "GPU has fallen off the bus", "reboot the node", "accelerator_broken"),
-    Xid((46,), "GPU stopped: timeout", "reset the GPU", "accelerator_broken"),
-    Xid((62,), "micro-controller halt", "reset the GPU", "accelerator_broken"),
-    Xid((109,), "context switch timeout", "reset the GPU", "accelerator_broken"),
-    Xid((110,), "security fault", "reset the GPU", "accelerator_broken"),
+    Xid((79,), "GPU has fallen off the bus", "reboot the node", "gpu_broken"),
+    Xid((46,), "GPU stopped: timeout", "reset the GPU", "gpu_broken"),
+    Xid((62,), "micro-controller halt", "reset the GPU", "gpu_broken"),
+    Xid((109,), "context switch timeout", "reset the GPU", "gpu_broken"),
+    Xid((110,), "security fault", "reset the GPU", "gpu_broken"),
     Xid((119, 120), "GSP timeout or error", "reset the GPU", "driver_error"),
     Xid((136,), "link training failed", "reset the GPU", "nvlink_error"),
     Xid((137,), "NVLink privilege error", "none", None),
     Xid((140,), "unrecovered ECC error", "reset the GPU", "ecc_error"),
-    Xid((143,), "GPU initialisation failed", "reset the GPU", "accelerator_broken"),
-    Xid((RECOVERY_ACTION_CHANGED,), "recovery action changed", "what the driver says", "accelerator_broken"),
+    Xid((143,), "GPU initialisation failed", "reset the GPU", "gpu_broken"),
+    Xid((RECOVERY_ACTION_CHANGED,), "recovery action changed", "what the driver says", "gpu_broken"),
     Xid((155,), "NVLink software error", "reset the GPU", "nvlink_error"),
-    Xid((156,), "resource retired", "reset the GPU", "accelerator_broken"),
-    Xid((158,), "fatal timeout", "reset the GPU", "accelerator_broken"),
+    Xid((156,), "resource retired", "reset the GPU", "gpu_broken"),
+    Xid((158,), "fatal timeout", "reset the GPU", "gpu_broken"),
 )
 
 _BY_CODE = {code: row for row in XIDS for code in row.codes}
@@ -68,7 +68,7 @@ _BY_CODE = {code: row for row in XIDS for code in row.codes}
 def xid(code: int) -> Xid:
     """The row of a code; for one that is not in the table the conservative default."""
     row = _BY_CODE.get(code)
-    return row or Xid((code,), "unknown XID", "look it up in the vendor's catalogue", "accelerator_fault", True)
+    return row or Xid((code,), "unknown XID", "look it up in the vendor's catalogue", "gpu_fault", True)
 
 
 def is_known(code: int) -> bool:

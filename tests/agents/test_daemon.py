@@ -60,7 +60,8 @@ class AgentProcess:
 
     def start(self) -> subprocess.Popen[bytes]:
         flags = ["--nats", self.url, "--node", "n1", "--slots", "2", "--run-dir", str(self.run_dir)]
-        flags += ["--heartbeat-s", "0.1", "--lease-s", "20", *(f"--fork-server={flag}" for flag in LIGHT)]
+        flags += ["--heartbeat-s", "0.1", "--lease-s", "20", "--accelerators", "fake"]
+        flags += [*(f"--fork-server={flag}" for flag in LIGHT)]
         with (self.run_dir / "agent.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "agents.cli", *flags], stdout=log, stderr=log, env=environment()

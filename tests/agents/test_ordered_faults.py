@@ -13,7 +13,15 @@ import pytest
 from agents.node_faults import is_in_own_namespace
 from agents.state import Commanded, StrikeNode, Struck, TellForkServer, TellWorker
 from agents.trainer.messages import Inject, Kill
-from events.vocabulary import CommandApplied, CommandFailed, Fault, InjectFault, NodeJoined, WorkerExited
+from events.vocabulary import (
+    AcceleratorReported,
+    CommandApplied,
+    CommandFailed,
+    Fault,
+    InjectFault,
+    NodeJoined,
+    WorkerExited,
+)
 from tests.agents.node import NODE, Node, stop
 from tests.agents.processes import ROOT, children, environment, has_ended
 from tests.agents.test_core import running
@@ -206,3 +214,25 @@ def test_links_go_down_and_come_back_in_a_namespace() -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+async def test_an_ordered_xid_is_told_as_if_the_driver_had_reported_it(
+    agent: AgentProcess, coordinator: Coordinator
+) -> None:
+    """The fake driver stands for the GPU; what it reports takes the way of a real one's."""
+    await coordinator.trained("a.1")
+    for number, worker, kind in ((94, "a.1", "gpu_fault"), (45, "a.1", None), (79, "", "gpu_broken")):
+        fault = Fault(kind="xid", worker=worker, xid=number)
+        order = await coordinator.command(
+            lambda id, fault=fault: InjectFault(command_id=id, node="n1", epoch=1, injection="f1", fault=fault)
+        )
+        told = await coordinator.until(AcceleratorReported, xid=number)
+        # Slot 0 is the worker's, and the node's first accelerator.
+        assert (told.worker, told.kind, told.accelerator) == ("a.1", kind, "fake 0"), told
+        await coordinator.until(CommandApplied, command_id=order)
+    order = await coordinator.command(
+        lambda id: InjectFault(
+            command_id=id, node="n1", epoch=1, injection="f1", fault=Fault(kind="xid", worker="a.7", xid=79)
+        )
+    )
+    assert "no worker a.7" in (await coordinator.until(CommandFailed, command_id=order)).reason

@@ -3,7 +3,8 @@
 Rules
 -----
 * One incident per (task, generation): the first root cause names it.
-* A broken connection is a symptom, and gives its place to the cause that explains it.
+* A broken connection is a symptom, and gives its place to the cause that explains it. So does any other cause to a
+  worse one on another node: the response to it is about that node.
 * A lost node is one incident for all its tasks and takes over what it explains.
 """
 
@@ -51,8 +52,8 @@ def blame(
     for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
         if not shares_generation(incident) and not (worker and incident.worker == worker):
             continue
-        if is_symptom(incident) and severity < incident.severity:
-            # The root cause of what so far was only a broken connection.
+        if severity < incident.severity and (is_symptom(incident) or node != incident.node):
+            # The root cause of what so far was only a broken connection; or what is worse, and acts on another node.
             return with_incident(
                 state,
                 replace(

@@ -36,7 +36,7 @@ def test_what_recurs_under_another_worker_is_the_gpus_fault() -> None:
     assert gpu.kinds(code(31), BURST_S + 1) == ["illegal_memory_access"], "the same worker: the same program"
     gpu.workers = ("big.2",)
     (finding,) = gpu.sees(code(31))
-    assert finding.kind == "accelerator_broken" and "again on this GPU" in finding.message
+    assert finding.kind == "gpu_broken" and "again on this GPU" in finding.message
     gpu.workers = ("big.3",)
     assert gpu.kinds(code(31), RECURS_S + 1) == ["illegal_memory_access"], "long ago is not again"
 
@@ -48,9 +48,9 @@ def test_a_burst_is_one_event() -> None:
 
 
 def test_the_drivers_word_counts_more_than_the_table() -> None:
-    assert Gpu("big.1").kinds(code(94, "reset")) == ["accelerator_broken"]
+    assert Gpu("big.1").kinds(code(94, "reset")) == ["gpu_broken"]
     assert Gpu("big.1").kinds(code(48, "reset")) == ["ecc_error"], "which kind of broken the code still says"
-    assert Gpu("big.1").kinds(code(74, "none")) == ["accelerator_fault"], "not fatal"
+    assert Gpu("big.1").kinds(code(74, "none")) == ["gpu_fault"], "not fatal"
     assert Gpu("big.1").kinds(code(31, "none")) == ["illegal_memory_access"]
     assert Gpu("big.1").kinds(code(43, "none")) == [None]
 
@@ -59,7 +59,7 @@ def test_154_says_what_the_driver_says() -> None:
     actions: list[RecoveryAction] = ["reset", "reboot", "drain", "other"]
     for action in actions:
         (finding,) = Gpu("big.1").sees(code(154, action))
-        assert finding.kind == "accelerator_broken" and "needs" in finding.message
+        assert finding.kind == "gpu_broken" and "needs" in finding.message
     (finding,) = Gpu("big.1").sees(code(154, "none"))
     assert finding.kind is None and "needs nothing" in finding.message
 
@@ -87,7 +87,7 @@ def test_the_first_reading_is_where_counts_begin() -> None:
 def test_errors_that_a_code_has_told_are_not_told_again() -> None:
     gpu = Gpu("big.1")
     gpu.sees(Reading(ecc_volatile=0, links_up=18))
-    assert gpu.kinds(code(94)) == ["accelerator_fault"]
+    assert gpu.kinds(code(94)) == ["gpu_fault"]
     assert gpu.sees(Reading(ecc_volatile=1, links_up=18)) == ()
     assert gpu.kinds(Reading(ecc_volatile=2, links_up=18), BURST_S + 1) == ["ecc_error"]
     assert gpu.kinds(code(74)) == ["nvlink_error"]
@@ -97,7 +97,7 @@ def test_errors_that_a_code_has_told_are_not_told_again() -> None:
 def test_errors_of_a_gpu_that_needs_no_recovery_restart_the_process() -> None:
     gpu = Gpu("big.1")
     gpu.sees(Reading(action="none", ecc_volatile=0))
-    assert gpu.kinds(Reading(action="none", ecc_volatile=1)) == ["accelerator_fault"]
+    assert gpu.kinds(Reading(action="none", ecc_volatile=1)) == ["gpu_fault"]
 
 
 def test_a_link_that_goes_down_is_an_error_and_one_that_comes_up_is_not() -> None:
@@ -110,8 +110,8 @@ def test_a_link_that_goes_down_is_an_error_and_one_that_comes_up_is_not() -> Non
 
 def test_a_state_is_told_when_it_begins_and_to_every_new_worker() -> None:
     for reading, kind in (
-        (Reading(lost=True), "accelerator_broken"),
-        (Reading(action="reboot"), "accelerator_broken"),
+        (Reading(lost=True), "gpu_broken"),
+        (Reading(action="reboot"), "gpu_broken"),
         (Reading(rows_failed=True), "ecc_error"),
     ):
         gpu = Gpu("big.1")
@@ -129,7 +129,7 @@ def test_a_state_is_told_when_it_begins_and_to_every_new_worker() -> None:
 def test_a_lost_gpus_counts_go_on_from_where_they_were() -> None:
     gpu = Gpu("big.1")
     gpu.sees(Reading(ecc_volatile=1, links_up=4))
-    assert gpu.kinds(Reading(lost=True)) == ["accelerator_broken"]
+    assert gpu.kinds(Reading(lost=True)) == ["gpu_broken"]
     assert gpu.kinds(Reading(ecc_volatile=2, links_up=4)) == ["ecc_error"]
 
 

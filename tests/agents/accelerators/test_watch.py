@@ -49,7 +49,7 @@ async def test_an_event_is_told_for_everybody_on_the_gpu(rig: Rig) -> None:
         ("b", "big.2", "ecc_error"),
     }
     rig.driver.report(0, XidSeen(code=79))
-    assert (await rig.next())[:3] == ("a", "", "accelerator_broken")
+    assert (await rig.next())[:3] == ("a", "", "gpu_broken")
 
 
 async def test_counters_are_read_again_and_again(rig: Rig) -> None:
@@ -65,7 +65,7 @@ async def test_an_ordered_xid_goes_through_the_same_door(rig: Rig) -> None:
     await rig.next()
     rig.workers = {1: "big.3", 3: "big.2"}
     rig.driver.report(1, XidSeen(code=31))
-    assert (await rig.next())[2] == "accelerator_broken", "it recurs, whoever said so first"
+    assert (await rig.next())[2] == "gpu_broken", "it recurs, whoever said so first"
     assert rig.watch.report_xid(31, "big.77") == "xid: no worker big.77 runs here"
 
 

@@ -37,9 +37,9 @@ def test_no_code_stands_twice_and_none_is_untested() -> None:
 def test_an_unknown_code_restarts_one_process_and_is_named() -> None:
     assert not is_known(777)
     history, (finding,) = diagnose(History(), XidSeen(code=777), ("big.1",), 100.0)
-    assert (finding.kind, finding.warning) == ("accelerator_fault", True) and "XID 777: unknown" in finding.message
+    assert (finding.kind, finding.warning) == ("gpu_fault", True) and "XID 777: unknown" in finding.message
     _, (again,) = diagnose(history, XidSeen(code=777), ("big.2",), 200.0)
-    assert again.kind == "accelerator_broken"
+    assert again.kind == "gpu_broken"
 
 
 def test_the_document_has_the_very_table() -> None:

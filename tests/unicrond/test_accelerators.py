@@ -1,0 +1,113 @@
+"""What accelerators tell, in the fold and in decisions: news, a restart, a node out of service."""
+
+from __future__ import annotations
+
+import pytest
+
+from events import vocabulary as v
+from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.test_decide import members, two_tasks
+from tests.unicrond.test_escalation import said
+from unicrond.state import Severity
+
+SEEDS = range(10)
+
+
+def report(cluster: MiniCluster, node: str, kind: v.ErrorKind | None, worker: str = "", xid: int = 0) -> None:
+    event = v.AcceleratorReported(
+        node=node, accelerator="GPU-1", worker=worker, kind=kind, xid=xid, message=f"XID {xid}: test"
+    )
+    cluster.say(cluster.hosts[node], event)
+
+
+def node_of(cluster: MiniCluster, worker: str) -> str:
+    return cluster.state.tasks[worker.rpartition(".")[0]].workers[worker].node
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_broken_one_takes_its_node_out_of_service(seed: int) -> None:
+    cluster = two_tasks(seed)
+    worker = members(cluster, "big")[1]
+    node = node_of(cluster, worker)
+    report(cluster, node, "gpu_broken", worker, 79)
+    cluster.run_but_isolation()
+    (isolated,) = said(cluster, v.NodeIsolated)
+    assert isolated.node == node and "GPU-1: XID 79" in isolated.reason
+    (incident,) = cluster.state.closed
+    assert (incident.severity, incident.kind, incident.response) == (Severity.SEV1, "gpu_broken", "reconfigure")
+    assert node not in {w.node for task in cluster.state.tasks.values() for w in task.workers.values()}
+    cluster.run()
+    cluster.assert_whole()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fault_restarts_the_process_on_it(seed: int) -> None:
+    cluster = two_tasks(seed)
+    worker = members(cluster, "big")[1]
+    node = node_of(cluster, worker)
+    report(cluster, node, "gpu_fault", worker, 94)
+    cluster.run()
+    cluster.assert_whole()
+    assert not said(cluster, v.NodeIsolated) and worker not in members(cluster, "big")
+    (incident,) = cluster.state.closed
+    assert (incident.severity, incident.worker, incident.node) == (Severity.SEV2, worker, node)
+
+
+def test_what_the_process_says_of_the_same_fault_is_its_symptom() -> None:
+    cluster = two_tasks(1)
+    worker = members(cluster, "big")[0]
+    report(cluster, node_of(cluster, worker), "gpu_fault", worker, 94)
+    cluster.report(worker, "ecc_error")
+    assert len(cluster.state.incidents) == 1
+    report(cluster, node_of(cluster, worker), "gpu_broken", worker, 79)
+    (incident,) = cluster.state.incidents.values()
+    assert incident.symptoms == 2 and incident.severity is Severity.SEV1
+
+
+def test_the_node_that_is_isolated_is_the_one_with_the_broken_accelerator() -> None:
+    """Though a peer on another node was the first to report, and that was no mere symptom."""
+    cluster = two_tasks(1)
+    peer, worker = members(cluster, "big")[:2]
+    assert node_of(cluster, peer) != node_of(cluster, worker)
+    cluster.report(peer, "nccl_error")
+    report(cluster, node_of(cluster, worker), "gpu_broken", worker, 79)
+    node = node_of(cluster, worker)
+    cluster.run_but_isolation()
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [node]
+    cluster.run()
+    cluster.assert_whole()
+
+
+def test_one_that_nobody_runs_on() -> None:
+    cluster = two_tasks(1)
+    cluster.add_host("idle")
+    cluster.run()
+    workers = {node_of(cluster, worker): worker for task in ("big", "small") for worker in members(cluster, task)}
+    report(cluster, "idle", "gpu_fault", xid=94)
+    assert not cluster.state.incidents, "there is nothing to restart"
+    nobody = "idle" if "idle" not in workers else next(iter(workers))
+    before = len(cluster.state.closed)
+    for _ in range(3):
+        report(cluster, nobody, "gpu_broken", xid=79)
+    (incident,) = cluster.state.incidents.values()
+    assert (incident.node, incident.worker, incident.symptoms) == (nobody, "", 2)
+    cluster.run_but_isolation()
+    assert [event.node for event in said(cluster, v.NodeIsolated)] == [nobody]
+    report(cluster, nobody, "gpu_broken", xid=79)
+    assert not cluster.state.incidents and len(cluster.state.closed) == before + 1, "it is out of service already"
+    cluster.run()
+    cluster.assert_whole()
+
+
+def test_news_and_what_is_stale_change_nothing() -> None:
+    cluster = two_tasks(1)
+    worker = members(cluster, "big")[1]
+    node = node_of(cluster, worker)
+    other = next(name for name in cluster.hosts if name != node)
+    before = cluster.state
+    report(cluster, node, None, worker, 63)
+    report(cluster, node, "gpu_fault", "big.99", 94)
+    report(cluster, other, "gpu_fault", worker, 94)
+    report(cluster, node, "cuda_error", "gone.1", 8)
+    assert (cluster.state.incidents, cluster.state.tasks) == (before.incidents, before.tasks)
+    assert not cluster.decide()

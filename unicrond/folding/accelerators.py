@@ -1,0 +1,55 @@
+"""Accelerators: what their own driver tells, beside what the processes on them say.
+
+Rules
+-----
+* It belongs to the incident of the worker who runs there, as if the worker had said it (`incidents.blame`).
+* Where nobody runs there, a fault that would restart a process is nothing to anybody; one that takes the node out of
+  service does so before somebody is started there.
+* A node that is isolated already is not isolated again by what nobody runs on.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding import incidents
+from unicrond.folding.changes import with_incident, worker_known
+from unicrond.severity import severity_of
+from unicrond.state import ClusterState, NodeStatus, Severity, TaskStatus
+
+
+def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, envelope: Envelope) -> ClusterState:
+    node = state.nodes.get(event.node)
+    if event.kind is None or node is None or node.status is not NodeStatus.UP:
+        return state
+    message = f"{event.accelerator}: {event.message}"[:1024]
+    known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
+    if known is not None and known[1].alive and known[0].status is TaskStatus.ACTIVE and known[1].node == event.node:
+        task, worker = known
+        return incidents.blame(
+            state,
+            envelope,
+            kind=event.kind,
+            node=event.node,
+            worker=worker.worker,
+            generations={task.name: incidents.broken_generation(task, [worker.worker])},
+            message=message,
+        )
+    if severity_of(event.kind, state.severity) is not Severity.SEV1 or node.isolated:
+        return state
+    for incident in state.incidents.values():
+        if incident.node == event.node and incident.severity is Severity.SEV1:
+            return with_incident(state, replace(incident, symptoms=incident.symptoms + 1))
+    return incidents.open_incident(
+        state,
+        envelope,
+        kind=event.kind,
+        node=event.node,
+        worker="",
+        generations={},
+        message=message,
+        log_tail="",
+        occurred_us=envelope.observed_at_us,
+    )
