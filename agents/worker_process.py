@@ -55,7 +55,7 @@ def become_worker(
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT), "ascii")
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot]
-            # As NVML and nvidia-smi number them: the accelerator that is watched for the slot is the one it computes on.
+            # Numbered as NVML does: the accelerator that is watched for the slot is the one it computes on.
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         os.environ.update(launch.spec.env)
         if launch.spec.cwd:

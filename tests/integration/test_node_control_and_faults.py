@@ -120,3 +120,17 @@ async def test_drain_and_ordered_faults(tmp_path: Path) -> None:
         state = await whole(dev, incidents=3)
         assert (state.closed[2].kind, state.closed[2].severity) == ("node_lost", Severity.SEV1)
         assert not state.injections
+
+        # The fake driver's word, by the way that a real one's takes.
+        victim = members(state)[1]
+        await inject(dev).xid(94, task=TASK, rank=1)
+        state = await whole(dev, incidents=4)
+        contained = state.closed[3]
+        assert (contained.kind, contained.worker, contained.severity) == ("gpu_fault", victim, Severity.SEV2)
+        assert "XID 94" in contained.message and victim not in members(state)
+        node = state.tasks[TASK].workers[members(state)[0]].node
+        await inject(dev).xid(79, node=node)
+        state = await whole(dev, incidents=5)
+        broken = state.closed[4]
+        assert (broken.kind, broken.node, broken.severity) == ("gpu_broken", node, Severity.SEV1)
+        assert state.nodes[node].isolations == 1 and node not in nodes_used(state)
