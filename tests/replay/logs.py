@@ -97,6 +97,12 @@ def eventful(seed: int) -> list[Entry]:
         ),
     )
     cluster.say(host, v.CorruptionSuspected(**told, sign="loss", suspect="", value=float("inf"), usual=1.0))
+    cluster.say(
+        host,
+        v.AcceleratorReported(
+            node="n0", accelerator="GPU-1", worker="", kind=None, xid=63, message="XID 63: row remapping recorded"
+        ),
+    )
     cluster.run()
     cluster.train(task)
     cluster.say(
