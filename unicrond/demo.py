@@ -96,7 +96,7 @@ class Story:
                 if holds(state):
                     return state
             await asyncio.sleep(0.05)
-        raise NotHealed(f"waited {HEAL_TIMEOUT_S:g} s for this: {what}")
+        raise NotHealed(f"waited {HEAL_TIMEOUT_S:g} s for this: {what}; {_where_things_stand(state)}")
 
     async def _healed(self, workers: int) -> ClusterState:
         opened = sum(1 for fault in self.faults if fault.what.startswith("SIGKILL"))
@@ -133,6 +133,19 @@ class Story:
             "iterations": self.iterations or 1_000_000,
             "checkpoint": {"interval": 100},
         }
+
+
+def _where_things_stand(state: ClusterState) -> str:
+    """What is not as it should be, for a person who must find out why."""
+    told = [f"incident {i.id} ({i.kind}, {i.worker or i.node}: {i.message}) is open" for i in state.incidents.values()]
+    for node in state.nodes.values():
+        isolated = f", isolated ({node.reason})" if node.isolated else ""
+        told.append(f"node {node.name} is {node.status}{isolated}")
+    for task in state.tasks.values():
+        workers = ", ".join(f"{w.worker} {w.status} on {w.node}" for w in task.workers.values())
+        given = state.plan.assignments[task.name].workers if task.name in state.plan.assignments else 0
+        told.append(f"task {task.name} at iteration {task.iteration} is given {given} workers and has: {workers or 'none'}")
+    return "; ".join(told)
 
 
 def _trained(state: ClusterState, iterations: int) -> bool:

@@ -138,6 +138,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dir", type=Path, help="keep all files here, logs above all")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="unicron-chaos-") as name:
-        uvloop.run(run(arguments.faults, arguments.seed, Path(name)))
+        uvloop.run(run(arguments.faults, arguments.seed, arguments.dir or Path(name)))
