@@ -144,7 +144,9 @@ def _where_things_stand(state: ClusterState) -> str:
     for task in state.tasks.values():
         workers = ", ".join(f"{w.worker} {w.status} on {w.node}" for w in task.workers.values())
         given = state.plan.assignments[task.name].workers if task.name in state.plan.assignments else 0
-        told.append(f"task {task.name} at iteration {task.iteration} is given {given} workers and has: {workers or 'none'}")
+        told.append(
+            f"task {task.name} at iteration {task.iteration} is given {given} workers and has: {workers or 'none'}"
+        )
     return "; ".join(told)
 
 
