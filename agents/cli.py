@@ -87,13 +87,13 @@ def parse(argv: list[str] | None = None) -> Options:
         help="who tells of the GPUs' health: nvml, fake (tells only of ordered XIDs), none (auto: nvml where it works)",
     )
     parser.add_argument("--creds", type=_file, metavar="FILE", help="NATS credentials file")
-    parser.add_argument("--nkey", type=_file, metavar="FILE", help="NATS nkey seed file")
+    parser.add_argument("--nkey-seed", type=_file, metavar="FILE", help="NATS nkey seed file")
     parser.add_argument("--tls-ca", type=_file, metavar="FILE", help="CA certificate of the NATS server")
     # For tests and experiments: another --preload, --worker or --store for the fork server.
     parser.add_argument("--fork-server", action="append", default=[], metavar="FLAG=VALUE", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    if given.creds and given.nkey:
-        parser.error("--nkey: give either --creds or --nkey, not both")
+    if given.creds and given.nkey_seed:
+        parser.error("--nkey-seed: give either --creds or --nkey, not both")
     if bool(given.user) != bool(given.password_file):
         parser.error("--user: give --user and --password-file together")
     run_dir = given.run_dir or default_run_dir(given.node)
@@ -113,7 +113,7 @@ def parse(argv: list[str] | None = None) -> Options:
             user=given.user,
             password=given.password_file.read_text().strip() if given.password_file else None,
             creds=given.creds,
-            nkey_seed=given.nkey,
+            nkey_seed=given.nkey_seed,
             tls_ca=given.tls_ca,
         ),
         memory_bytes=given.memory_gib,

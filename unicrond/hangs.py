@@ -11,7 +11,9 @@ Rules
     all wait in the same collective                                          -> it is the group: SEV3
     nobody waits for anybody                                                 -> hangs, after ALONE_LIMITS of it
 * Of a replica of several workers the one that has stood still for longest is blamed; the replica falls as a whole.
-* A committed step, and a new membership, make all earlier suspicions void.
+* A committed step, and a new membership, make all earlier suspicions void. What is told of the iteration that was
+  committed last is late itself, or of one that has agreed to its step and has stood still since, while the others
+  wait in the next iteration: it is believed of a process that is stopped, and after ALONE_LIMITS without a move.
 
 Pure. What does not live here: marks (agents/trainer/marks.py), limits (agents/trainer/baseline.py), the response
 (severity.py, decide.py).
@@ -36,6 +38,13 @@ class Verdict(NamedTuple):
     culprits: tuple[HangSuspected, ...]
     stuck: bool
     reason: str
+
+
+def is_stale(task: Task, told: HangSuspected) -> bool:
+    """It tells of an iteration that its worker has left."""
+    if told.iteration == task.iteration:
+        return not told.stopped and told.still_us < ALONE_LIMITS * told.limit_us
+    return told.iteration < task.iteration
 
 
 def judge(task: Task) -> Verdict | None:

@@ -125,11 +125,28 @@ def test_a_step_makes_suspicions_void(cluster: MiniCluster) -> None:
     assert not cluster.state.incidents and not cluster.state.tasks["big"].suspicions
 
 
-@pytest.mark.parametrize("changes", [{"generation": 99}, {"generation": 0}, {"iteration": 3}, {"worker": "big.99"}])
+@pytest.mark.parametrize("changes", [{"generation": 99}, {"generation": 0}, {"iteration": 2}, {"worker": "big.99"}])
 def test_stale_suspicions_are_ignored(cluster: MiniCluster, changes: dict[str, object]) -> None:
     one, *_ = members(cluster)
     suspect(cluster, one, stopped=True, **changes)
     assert not cluster.state.incidents and not cluster.state.tasks["big"].suspicions
+
+
+def test_who_stops_between_the_agreement_and_the_step_is_found(cluster: MiniCluster) -> None:
+    """The others have committed iteration 3, and it is in it for ever."""
+    stopped = members(cluster)[1]
+    suspect(cluster, stopped, iteration=3, stopped=True)
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [stopped]
+
+
+def test_who_hangs_between_the_agreement_and_the_step_is_found(cluster: MiniCluster) -> None:
+    one, culprit, other = members(cluster)
+    suspect(cluster, one)
+    suspect(cluster, other)
+    suspect(cluster, culprit, iteration=3, entered=7)
+    assert not cluster.state.incidents, "it may be a report that is late"
+    suspect(cluster, culprit, iteration=3, entered=7, still_us=4 * LIMIT_US)
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]
 
 
 def test_a_death_between_suspicions_does_not_disturb(cluster: MiniCluster) -> None:

@@ -8,7 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_task, worker_known
-from unicrond.hangs import judge
+from unicrond.hangs import is_stale, judge
 from unicrond.state import ClusterState, TaskStatus
 
 
@@ -17,7 +17,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = known
-    if event.generation != task.generation or not task.is_member(worker.worker) or event.iteration <= task.iteration:
+    if event.generation != task.generation or not task.is_member(worker.worker) or is_stale(task, event):
         return state
     task = replace(task, suspicions=task.suspicions | {worker.worker: event})
     verdict = judge(task)

@@ -1,0 +1,88 @@
+"""Three nats-servers as one JetStream cluster, for tests: TLS and an nkey login for clients, a SIGKILL for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import nkeys
+import trustme
+
+from events import nats_streams
+from events.nats_connection import Connection, Login
+from events.nats_server import find_program
+from unicrond.dev import free_port
+
+SIZE = 3
+
+
+class NatsCluster:
+    """`urls` and `login` are what a client needs; `ca` and `seed` the files that the login names."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._ports = [free_port() for _ in range(SIZE)]
+        self._routes = [free_port() for _ in range(SIZE)]
+        self.urls = [f"tls://127.0.0.1:{port}" for port in self._ports]
+        self.ca, self.seed = directory / "ca.pem", directory / "user.nk"
+        self.login = Login(nkey_seed=self.seed, tls_ca=self.ca)
+        self.servers: dict[str, asyncio.subprocess.Process] = {}
+
+    def prepare(self) -> None:
+        """Certificates, the user's key, and a configuration for each server."""
+        self.directory.mkdir()
+        authority = trustme.CA()
+        certificate = authority.issue_cert("127.0.0.1")
+        authority.cert_pem.write_to_path(str(self.ca))
+        certificate.cert_chain_pems[0].write_to_path(str(self.directory / "server.pem"))
+        certificate.private_key_pem.write_to_path(str(self.directory / "server.key"))
+        pair = nkeys.from_seed(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
+        self.seed.write_bytes(bytes(pair.seed))
+        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
+        for number in range(SIZE):
+            (self.directory / f"n{number}.conf").write_text(
+                f"""
+server_name: n{number}
+listen: "127.0.0.1:{self._ports[number]}"
+tls {{ cert_file: "{self.directory}/server.pem", key_file: "{self.directory}/server.key" }}
+authorization {{ users: [{{ nkey: {pair.public_key.decode()} }}] }}
+jetstream {{ store_dir: "{self.directory}/n{number}" }}
+cluster {{ name: unicron, listen: "127.0.0.1:{self._routes[number]}", routes: [{routes}] }}
+"""
+            )
+
+    async def start(self, name: str) -> None:
+        """Start one server, again after a kill."""
+        with (self.directory / f"{name}.log").open("ab") as output:
+            self.servers[name] = await asyncio.create_subprocess_exec(
+                str(find_program()), "-c", str(self.directory / f"{name}.conf"), stdout=output, stderr=output
+            )
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            self.servers[name].kill()
+        await self.servers[name].wait()
+
+    async def leader(self, connection: Connection, stream: str) -> str:
+        """The server that leads `stream`; "" while there is none."""
+        told: dict[str, Any] = await nats_streams.api(connection, f"STREAM.INFO.{stream}", {})
+        return str(told.get("cluster", {}).get("leader", ""))
+
+
+@asynccontextmanager
+async def nats_cluster(directory: Path) -> AsyncIterator[NatsCluster]:
+    """Three servers that will have ended."""
+    cluster = NatsCluster(directory)
+    cluster.prepare()
+    try:
+        await asyncio.gather(*(cluster.start(f"n{number}") for number in range(SIZE)))
+        yield cluster
+    finally:
+        for name in list(cluster.servers):
+            await cluster.kill(name)

@@ -1,0 +1,144 @@
+"""The log on three servers with TLS and an nkey: servers die and leaders change, and no node is ever called lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import yaml
+
+from events import nats_streams
+from events.nats_connection import connect
+from events.subjects import BEAT_STREAM, EVENT_STREAM
+from tests.integration.nats_cluster import NatsCluster, nats_cluster
+from unicrond.dev import Part, free_port
+from unicrond.state import ClusterState, NodeStatus
+
+SCRIPTS = Path(sys.executable).parent
+NODES = ("n1", "n2")
+TIMEOUT_S = 60.0
+
+
+class Head:
+    """A coordinator on the cluster's log, two agents, and what its API says."""
+
+    def __init__(self, directory: Path, nats: NatsCluster) -> None:
+        self.nats = nats
+        self.url = f"http://127.0.0.1:{free_port()}"
+        config = {
+            "state_dir": str(directory / "state"),
+            "checkpoint_dir": str(directory / "checkpoints"),
+            "heartbeat_s": 0.5,
+            "nats": {
+                "url": ",".join(nats.urls),
+                "nkey_seed": str(nats.seed),
+                "tls_ca": str(nats.ca),
+                "replicas": len(nats.urls),
+            },
+            "api": {"port": int(self.url.rpartition(":")[2])},
+        }
+        (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
+        env = os.environ | {"PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(directory / "cache")}
+        command = [str(SCRIPTS / "unicrond"), "run", "--config", str(directory / "unicron.yaml")]
+        self.parts = [Part("coordinator", command, directory / "coordinator.log", env)]
+        for node in NODES:
+            command = [str(SCRIPTS / "unicron-agent"), *self.login(), "--node", node, "--heartbeat-s", "0.5"]
+            command += ["--slots", "1", "--run-dir", str(directory / node)]
+            self.parts.append(Part(node, command, directory / f"{node}.log", env))
+
+    def login(self) -> list[str]:
+        """What every client is told."""
+        return ["--nats", ",".join(self.nats.urls), "--nkey-seed", str(self.nats.seed), "--tls-ca", str(self.nats.ca)]
+
+    async def get(self, path: str) -> Any:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:
+            response.raise_for_status()
+            return await response.json()
+
+    async def submit(self) -> None:
+        spec = {
+            "name": "big",
+            "max_workers": len(NODES),
+            "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
+            "global_batch": 12,
+            "iterations": 1_000_000,
+            "checkpoint": {"interval": 0},
+        }
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/v1/tasks", data=json.dumps(spec)) as response,
+        ):
+            assert response.status == 201, await response.text()
+
+    async def until(self, what: str, holds: Callable[[ClusterState], object]) -> ClusterState:
+        deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()
+        while time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                state = msgspec.convert((await self.get("/v1/state"))["state"], ClusterState)
+                if holds(state):
+                    return state
+            await asyncio.sleep(0.05)  # the API is all that a person has
+        raise AssertionError(f"waited {TIMEOUT_S:g} s for: {what}; {state.nodes} {state.incidents}")
+
+    async def trains_on(self, since: ClusterState | None = None) -> ClusterState:
+        """All nodes are up, and the task, on both, is well past where it was."""
+        reached = since.tasks["big"].iteration if since else 0
+        return await self.until(
+            "both nodes train",
+            lambda s: (
+                [node.status for node in s.nodes.values()] == [NodeStatus.UP] * len(NODES)
+                and "big" in s.tasks
+                and s.tasks["big"].confirmed
+                and s.tasks["big"].membership is not None
+                and len(s.tasks["big"].membership.members) == len(NODES)
+                and s.tasks["big"].iteration > reached + 3
+            ),
+        )
+
+
+@asynccontextmanager
+async def head(directory: Path, nats: NatsCluster) -> AsyncIterator[Head]:
+    made = Head(directory, nats)
+    try:
+        for part in made.parts:
+            await part.start()
+        yield made
+    finally:
+        for part in reversed(made.parts):
+            await part.stop()
+
+
+@pytest.mark.timeout(240)
+async def test_servers_die_and_leaders_change_and_nobody_is_lost(tmp_path: Path) -> None:
+    async with nats_cluster(tmp_path / "nats") as nats, head(tmp_path, nats) as cluster:
+        connection = await connect(nats.urls, name="test", login=nats.login, timeout_s=TIMEOUT_S)
+        await cluster.until("the coordinator and both nodes are there", lambda s: len(s.nodes) == len(NODES))
+        await cluster.submit()
+        state = await cluster.trains_on()
+        leader = await nats.leader(connection, EVENT_STREAM)
+        await nats.kill(leader)
+        state = await cluster.trains_on(state)
+        assert await nats.leader(connection, EVENT_STREAM) not in ("", leader)
+        await nats.start(leader)
+        for stream in (EVENT_STREAM, BEAT_STREAM):
+            await nats_streams.api(connection, f"STREAM.LEADER.STEPDOWN.{stream}", {})
+            state = await cluster.trains_on(state)
+        assert state.incidents_total == 0 and {node.returns_us for node in state.nodes.values()} == {()}
+        replayed = await asyncio.create_subprocess_exec(
+            *(str(SCRIPTS / "unicron-replay"), "state", *cluster.login(), "--json"), stdout=asyncio.subprocess.PIPE
+        )
+        told, _ = await replayed.communicate()
+        assert replayed.returncode == 0
+        assert json.loads(told)["state"]["tasks"]["big"]["iteration"] >= state.tasks["big"].iteration
+        await connection.close()
