@@ -1,7 +1,7 @@
 """What is trained and how often it is killed: the same for every system.
 
-The global batch is the same at every number of ranks: 48 samples of 64 tokens, four micro-batches on each rank. On a
-machine whose cores are all busy an iteration lasts equally long then, however many ranks share them.
+The same GPT at every number of ranks, four micro-batches on each. The more ranks share the machine's two cores, the
+smaller a micro-batch, so that an iteration lasts about 200 ms (plain Megatron-core, quiet machine) at each of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 
 System: TypeAlias = Literal["unicrond", "torchrun", "torchft"]
 SYSTEMS: tuple[System, ...] = get_args(System)
-SAMPLES = 48
+#: Samples of 64 tokens in a micro-batch, by ranks.
+SAMPLES = {2: 8, 3: 4, 4: 3, 6: 2}
 MICRO_BATCHES_PER_RANK = 4
 #: Steps that every rank makes at the full global batch between two faults, at least; at most nine more, by chance.
 STEADY_STEPS = 8
@@ -35,6 +36,11 @@ class Cell:
         """Of one iteration over all ranks."""
         return MICRO_BATCHES_PER_RANK * self.ranks
 
+    @property
+    def samples(self) -> int:
+        """Of one micro-batch."""
+        return 1 if self.paced_s else SAMPLES[self.ranks]
+
     def task(self, data: str) -> TaskSpec:
         return TaskSpec(
             name="recovery",
@@ -42,8 +48,8 @@ class Cell:
             model=PACED_MODEL if self.paced_s else MODEL,
             optimizer=OptimizerSpec(lr=1e-3, clip_grad=1.0),
             data=data,
-            global_batch=self.micro_batches if self.paced_s else SAMPLES,
-            micro_batch=1 if self.paced_s else SAMPLES // self.micro_batches,
+            global_batch=self.micro_batches * self.samples,
+            micro_batch=self.samples,
             iterations=1_000_000,
             checkpoint=CheckpointSpec(interval=0),
         )

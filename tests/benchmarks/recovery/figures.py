@@ -9,7 +9,8 @@ A fault's figures
 * `again`: micro-batches computed that had been finished before by anybody, until the first new full step;
   `again_survivors`: those of them that a process had finished which the kill did not hit.
 * `missing`: micro-batches that the steps up to the first full one lacked.
-* `other_ms`: of `next_step_ms`, what was neither a micro-batch nor the optimizer's step, at the rank that stepped last.
+* `other_ms`: of `next_step_ms`, what was neither a micro-batch nor the optimizer's step, at the slowest rank: the
+  one of those that made the step which ended its last micro-batch last. The others waited for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 from tests.benchmarks.recovery.witness import Line
 
-#: Stages of unicrond's budget, one after the other at the rank that stepped last; together they are `next_step_ms`.
+#: Stages of unicrond's budget, one after the other at the slowest rank; together they are `next_step_ms`.
 STAGES = ("detect", "log", "decide", "command", "stop", "regroup", "own", "redo", "reduce", "step")
 
 
@@ -85,7 +86,7 @@ def recovery(lines: Sequence[Line], killed: Line, full: int) -> Recovery:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step as the last of its ranks made it."""
+    """A step as the last of its ranks made it. `process`: the slowest."""
 
     iteration: int
     micro_batches: int
@@ -95,10 +96,17 @@ class _Step:
 
 def _steps(after: Sequence[Line]) -> list[_Step]:
     last: dict[int, Line] = {}
+    slowest: dict[int, str] = {}
+    makers = {(line.process, line.numbers[0]) for line in after if line.word == "stepped"}
     for line in after:
         if line.word == "stepped":
             last[line.numbers[0]] = line
-    return [_Step(line.numbers[0], line.numbers[1], line.at_us, line.process) for line in last.values()]
+        elif line.word == "computed" and (line.process, line.numbers[0]) in makers:
+            slowest[line.numbers[0]] = line.process
+    return [
+        _Step(iteration, line.numbers[1], line.at_us, slowest.get(iteration, line.process))
+        for iteration, line in last.items()
+    ]
 
 
 def _other_us(lines: Sequence[Line], killed_us: int, step: _Step) -> int:
@@ -123,7 +131,7 @@ def steady_ms(lines: Sequence[Line], windows: Sequence[tuple[int, int]]) -> list
 
 
 def budget(lines: Sequence[Line], found: Recovery, logged: dict[str, int]) -> dict[str, tuple[float, float]]:
-    """Milliseconds by stage at the survivor that stepped last, and how many of them it computed (micro-batches and the
+    """Milliseconds by stage at the slowest survivor, and how many of them it computed (micro-batches and the
     optimizer's step). `logged`: when the agent had seen the worker's end ("detect"), the log held it ("log"), the
     coordinator had decided ("decide"), in microseconds of the wall clock. A stage that was over before its
     predecessor is 0.

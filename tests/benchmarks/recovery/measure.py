@@ -24,7 +24,7 @@ from typing import Any
 
 from agents.trainer import corpus
 from tests.benchmarks.recovery import moves
-from tests.benchmarks.recovery.cell import STEADY_STEPS, SYSTEMS, Cell
+from tests.benchmarks.recovery.cell import SAMPLES, STEADY_STEPS, SYSTEMS, Cell
 from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, recovery, steady_ms
 from tests.benchmarks.recovery.systems import START, default_peers
 from tests.benchmarks.recovery.waiting import steady, until
@@ -143,7 +143,7 @@ def show_logs(directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3, 4, 6])
+    parser.add_argument("--ranks", nargs="+", type=int, choices=SAMPLES, default=[*SAMPLES])
     parser.add_argument("--faults", nargs="+", choices=["kill", *moves.MEASURE], default=["kill"])
     parser.add_argument("--repetitions", type=int, default=5, help="faults in each round (5)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each system (2)")
