@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.recovery.figures import NotYet, budget, recovery, steady_ms
+from tests.benchmarks.recovery.figures import NotYet, budget, lost_ms, recovery, steady_ms
 from tests.benchmarks.recovery.witness import Line
 
 FULL = 4
@@ -88,6 +88,8 @@ def test_a_step_given_up_and_a_smaller_batch() -> None:
     found = recovery(seen, killed(seen), FULL)
     assert (found.next_step_ms, found.full_step_ms) == (45.0, 286.0)
     assert (found.again, found.again_survivors, found.rolled_back, found.missing) == (2, 2, 0, 2)
+    # From 90 to 401 ms one and a half iterations of 40 ms were made.
+    assert lost_ms(seen, killed(seen), 500_000, FULL, 40.0) == 311 - 60
 
 
 def test_back_to_a_checkpoint() -> None:
@@ -105,6 +107,7 @@ def test_back_to_a_checkpoint() -> None:
     found = recovery(seen, killed(seen), FULL)
     assert (found.next_step_ms, found.new_step_ms, found.rolled_back) == (2986.0, 3086.0, 1)
     assert (found.again, found.again_survivors) == (1, 1)
+    assert lost_ms(seen, killed(seen), 5_000_000, FULL, 40.0) == 3111 - 40
 
 
 def test_only_iterations_between_faults_are_steady() -> None:

@@ -11,6 +11,10 @@ A fault's figures
 * `missing`: micro-batches that the steps up to the first full one lacked.
 * `other_ms`: of `next_step_ms`, what was neither a micro-batch nor the optimizer's step, at the slowest rank: the
   one of those that made the step which ended its last micro-batch last. The others waited for it.
+
+And, from the last step before the kill until all ranks train steadily again, with the usual iteration of the run:
+
+* `lost_ms`: how much longer that lasted than its work (new steps, each in proportion to its global batch) usually does.
 """
 
 from __future__ import annotations
@@ -115,6 +119,16 @@ def _other_us(lines: Sequence[Line], killed_us: int, step: _Step) -> int:
     spans = _computing(mine)
     spans.extend((line.at_us, step.at_us) for line in mine if line.word == "agreed" and line.at_us > killed_us)
     return step.at_us - killed_us - sum(max(0, ended - max(begun, killed_us)) for begun, ended in spans)
+
+
+def lost_ms(lines: Sequence[Line], killed: Line, until_us: int, full: int, usual_ms: float) -> float:
+    """See the module's words; `until_us`: when all trained steadily."""
+    before = _steps([line for line in lines if line.at_us < killed.at_us])
+    begun_us, last = max((step.at_us, step.iteration) for step in before)
+    after = [line for line in lines if killed.at_us < line.at_us <= until_us]
+    new = [step for step in _steps(after) if step.iteration > last]
+    work = sum(step.micro_batches / full for step in new)
+    return (max(step.at_us for step in new) - begun_us) / 1e3 - work * usual_ms
 
 
 def steady_ms(lines: Sequence[Line], windows: Sequence[tuple[int, int]]) -> list[float]:

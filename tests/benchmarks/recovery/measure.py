@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from typing import Any
 from agents.trainer import corpus
 from tests.benchmarks.recovery import moves
 from tests.benchmarks.recovery.cell import SAMPLES, STEADY_STEPS, SYSTEMS, Cell
-from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, recovery, steady_ms
+from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, lost_ms, recovery, steady_ms
 from tests.benchmarks.recovery.systems import START, default_peers
 from tests.benchmarks.recovery.waiting import steady, until
 from tests.benchmarks.recovery.witness import Line, Traces, now_us
@@ -54,6 +55,7 @@ async def kills(cell: Cell, data: Path, directory: Path, peers: Path) -> dict[st
     random_numbers = random.Random(cell.seed)
     traces = Traces(directory)
     found: list[dict[str, Any]] = []
+    deaths: list[Line] = []
     windows: list[tuple[int, int]] = []
     async with START[cell.system](cell, data, directory, peers) as running:
         since_us = now_us()
@@ -63,12 +65,17 @@ async def kills(cell: Cell, data: Path, directory: Path, peers: Path) -> dict[st
             delay_us = random_numbers.randrange(40_000)
             killed, result = await one_kill(traces, cell, directory, processes[number % cell.ranks], delay_us)
             stages = await unicrond_stages(running, traces, killed, result) if cell.system == "unicrond" else {}
+            deaths.append(killed)
             found.append({**asdict(result), "stages": stages})
             tell(cell, found[-1])
             since_us = now_us()
         await steady(traces, cell, since_us, STEADY_STEPS)
         windows.append((since_us, now_us()))
-    return {"faults": found, "iterations_ms": [round(took, 2) for took in steady_ms(traces.lines, windows)]}
+    iterations_ms = steady_ms(traces.lines, windows)
+    usual_ms = statistics.median(iterations_ms)
+    for one, killed, (_, until_us) in zip(found, deaths, windows[1:], strict=True):
+        one["lost_ms"] = lost_ms(traces.lines, killed, until_us, cell.micro_batches, usual_ms)
+    return {"faults": found, "iterations_ms": [round(took, 2) for took in iterations_ms]}
 
 
 async def unicrond_stages(

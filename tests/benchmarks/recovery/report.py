@@ -48,7 +48,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 def kill_table(rows: Rows, paced_s: float) -> list[str]:
     head = (
         "ranks, system", "faults", "next step, ms", "next step at the full batch, ms", "computed again",
-        "of it a survivor's", "micro-batches missing", "steps rolled back", "iteration, ms",
+        "of it a survivor's", "micro-batches missing", "steps back", "lost in all, ms", "iteration, ms",
     )  # fmt: skip
     lines = []
     for ranks in sorted({row["ranks"] for row in rows}):
@@ -64,7 +64,13 @@ def kill_table(rows: Rows, paced_s: float) -> list[str]:
             lines.append(
                 (
                     *(f"{ranks}, {system}", str(len(found)), of("next_step_ms"), of("full_step_ms"), of("again")),
-                    *(of("again_survivors"), of("missing"), of("rolled_back"), f"{statistics.median(steady):.0f}"),
+                    *(
+                        of("again_survivors"),
+                        of("missing"),
+                        of("rolled_back"),
+                        of("lost_ms"),
+                        f"{statistics.median(steady):.0f}",
+                    ),
                 )
             )
     return table(head, lines)

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 TASK = "recovery"
 HEARTBEAT_S = 0.5
-JOIN_TIMEOUT_MS = 200
+JOIN_TIMEOUT_MS = 100
 QUORUM_TICK_MS = 10
 HEARTBEAT_TIMEOUT_MS = 500
 #: Repeated blows to one node are the benchmark's own, and no reason to isolate it.

@@ -59,7 +59,7 @@ def main() -> None:
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=live_in,
         state_dict=state,
         min_replica_size=1,
@@ -68,7 +68,7 @@ def main() -> None:
         store_port=store.port,
         rank=0,
         world_size=1,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=10),
         heartbeat_interval=timedelta(milliseconds=100),
         hostname="127.0.0.1",
         init_sync=False,
