@@ -1,11 +1,12 @@
 """Giving the training state to members that have none: one skeleton, then its bytes in chunks, by broadcast.
 
 A chunk bounds the memory; a member that already has state takes part, since a broadcast is the whole group's, and
-lets go of each chunk.
+lets go of each chunk. Small tensors share one: a state has hundreds, and everybody stands while it is given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ def give(group: Group, tree: object) -> None:
     told = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8).to(group.device)
     group.broadcast(told, group.rank)
     group.finish()
-    for tensor in tensors:
-        data = tensor_bytes(tensor).to(group.device)
-        _broadcast(group, data, group.rank)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    for together in _chunks(sizes):
+        parts = [tensor_bytes(tensor).to(group.device) for tensor in tensors[together]]
+        _broadcast(group, parts[0] if len(parts) == 1 else torch.cat(parts), group.rank)
 
 
 def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
@@ -44,14 +46,28 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
     group.broadcast(told, source)
     group.finish()
     skeleton = told.cpu().numpy().tobytes()
-    tensors, received_bytes = [], 0
-    for dtype, shape in shapes(skeleton):
-        data = torch.empty(size_bytes(dtype, shape), dtype=torch.uint8, device=group.device)
+    found = shapes(skeleton)
+    sizes = [size_bytes(dtype, shape) for dtype, shape in found]
+    tensors = []
+    for together in _chunks(sizes):
+        data = torch.empty(sum(sizes[together]), dtype=torch.uint8, device=group.device)
         _broadcast(group, data, source)
-        received_bytes += data.numel()
-        if keep:
-            tensors.append(tensor_of(data, dtype, shape))
-    return (unflatten(skeleton, tensors) if keep else None), received_bytes
+        if keep:  # each in memory of its own: who lets go of one must not keep the others, and it must be aligned
+            parts = [data] if len(sizes[together]) == 1 else [part.clone() for part in data.split(sizes[together])]
+            tensors += [tensor_of(part, *kind) for part, kind in zip(parts, found[together], strict=True)]
+    return (unflatten(skeleton, tensors) if keep else None), sum(sizes)
+
+
+def _chunks(sizes: Sequence[int]) -> Iterator[slice]:
+    """Which tensors travel together, in order: at most CHUNK_BYTES, or one that is larger."""
+    begin, length = 0, 0
+    for number, size in enumerate(sizes):
+        if number > begin and length + size > CHUNK_BYTES:
+            yield slice(begin, number)
+            begin, length = number, 0
+        length += size
+    if sizes:
+        yield slice(begin, len(sizes))
 
 
 def _broadcast(group: Group, data: torch.Tensor, source: int) -> None:

@@ -1,0 +1,23 @@
+"""Which tensors of a state travel together."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.trainer import transfer
+from agents.trainer.transfer import CHUNK_BYTES
+
+sizes_of_tensors = st.lists(st.integers(0, 2 * CHUNK_BYTES) | st.integers(0, 1000), max_size=40)
+
+
+@given(sizes_of_tensors)
+def test_each_tensor_once_in_order_and_few_broadcasts(sizes: list[int]) -> None:
+    chunks = list(transfer._chunks(sizes))
+    assert [number for chunk in chunks for number in range(len(sizes))[chunk]] == list(range(len(sizes)))
+    assert all(sum(sizes[chunk]) <= CHUNK_BYTES or len(sizes[chunk]) == 1 for chunk in chunks)
+    assert all(sizes[chunk] for chunk in chunks)
+    for before, after in itertools.pairwise(chunks):
+        assert sum(sizes[before]) + sizes[after][0] > CHUNK_BYTES
