@@ -325,7 +325,7 @@ async def test_every_command_has_help_with_an_example() -> None:
 
 
 def _help(words: list[str]) -> str:
-    from unicrond.ctl import parser
+    from unicrond.ctl_parser import parser
 
     found = parser()
     for word in words:
@@ -346,7 +346,7 @@ def imported_by(code: str, stdin: bytes = b"") -> set[str]:
 
 def test_nothing_heavy_is_imported() -> None:
     heavy = {"torch", "megatron", "numba", "numpy", "aiohttp", "rich", "nats", "uvloop", "asyncio"}
-    assert not imported_by("import unicrond.ctl, unicrond.ctl_commands") & heavy
+    assert not imported_by("import unicrond.ctl, unicrond.ctl_parser, unicrond.ctl_commands") & heavy
     body = encode(healed_cluster().log[1].envelope)
     quick = imported_by("from unicrond.ctl import main; main(['events', 'decode'])", body)
     assert not quick & (heavy | {"argparse", "http", "yaml", "unicrond.state"})
