@@ -6,13 +6,18 @@ from typing import assert_never
 
 from events.vocabulary import (
     AcceleratorReported,
+    AnyCommand,
+    AnyDecision,
     AnyEvent,
+    AnyObservation,
     CheckpointSaved,
+    Command,
     CommandApplied,
     CommandFailed,
     CoordinatorStarted,
     CorruptionSuspected,
     DeadlinePassed,
+    Decision,
     DegradationObserved,
     DropState,
     ErrorReported,
@@ -33,6 +38,7 @@ from events.vocabulary import (
     NodeReadmitted,
     NodeReturned,
     NodeUncordoned,
+    Observation,
     PlanAdopted,
     SetMembership,
     SetPeers,
@@ -59,6 +65,18 @@ from events.vocabulary import (
 
 def summary(event: AnyEvent) -> str:
     """One sentence without a full stop. May hold any text that the event holds."""
+    match event:
+        case Observation():
+            return _observed(event)
+        case Decision():
+            return _decided(event)
+        case Command():
+            return _commanded(event)
+        case _:
+            assert_never(event)
+
+
+def _observed(event: AnyObservation) -> str:
     match event:
         case NodeJoined():
             adopted = f", adopting {_count(len(event.workers), 'worker')}" if event.workers else ""
@@ -163,6 +181,12 @@ def summary(event: AnyEvent) -> str:
             return f"fault ordered: {_fault(event.fault, event.node)}"
         case Heartbeat():
             return f"node {event.node} lives, beat {event.beat}, {_count(event.workers, 'worker')}"
+        case _:
+            assert_never(event)
+
+
+def _decided(event: AnyDecision) -> str:
+    match event:
         case CoordinatorStarted():
             return f"coordinator started term {event.term}, version {event.version}"
         case NodeLost():
@@ -207,6 +231,12 @@ def summary(event: AnyEvent) -> str:
         case FailureRateEstimated():
             hours = event.worker_mtbf_us / 3.6e9
             return f"a worker fails every {hours:.4g} h, after {_count(event.failures, 'failure')}"
+        case _:
+            assert_never(event)
+
+
+def _commanded(event: AnyCommand) -> str:
+    match event:
         case StartWorker():
             return (
                 f"start worker {event.worker} of task {event.spec.name} on {event.node}"

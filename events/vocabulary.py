@@ -780,15 +780,18 @@ class InjectFault(Command, frozen=True, kw_only=True):
     fault: Fault
 
 
-AnyEvent: TypeAlias = (
+AnyObservation: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
     | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
     | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
     | InjectionRequested | Heartbeat
-    | CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
+)  # fmt: skip
+AnyDecision: TypeAlias = (
+    CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
     | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
-    | StartWorker | StopWorker | SetMembership | SetPeers | DropState | InjectFault
 )  # fmt: skip
+AnyCommand: TypeAlias = StartWorker | StopWorker | SetMembership | SetPeers | DropState | InjectFault
+AnyEvent: TypeAlias = AnyObservation | AnyDecision | AnyCommand
