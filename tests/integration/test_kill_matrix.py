@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agents.trainer import corpus
 from events.vocabulary import CheckpointSpec, OptimizerSpec, TaskSpec
 from tests.integration.kill_chain import ACTIONS, POINTS, STEPS_AFTER, VICTIMS, WITHIN, Cell, Run
 from tests.integration.regroup_rig import ForkServer, Rig
@@ -36,19 +35,6 @@ from tests.integration.test_regroup import (
 
 LAYOUTS = {"dp": (1, 1), "tp": (2, 1), "pp": (1, 2)}
 Reference = Callable[[str, int], list[dict[int, str]]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    corpus.build(prefix)
-    return prefix
 
 
 def matrix_task(data: Path, layout: str, **changes: object) -> TaskSpec:

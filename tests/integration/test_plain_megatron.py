@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from agents.trainer import corpus
 from events.vocabulary import CheckpointSpec, OptimizerSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import SMALL, begin, complete
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    corpus.build(prefix)
-    return prefix
 
 
 @dataclass

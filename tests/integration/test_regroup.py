@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,19 +25,6 @@ Reference: TypeAlias = dict[str, torch.Tensor]
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 THREE = ("t.1", "t.2", "t.3")
 SMALL = ModelSpec(layers=1, hidden=32, heads=2, seq=16)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    corpus.build(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

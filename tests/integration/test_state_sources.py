@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from agents.memory_regions import MemoryRegions, NoRegion
 from agents.memory_server import MemoryServer
 from agents.state import Held
-from agents.trainer import corpus, memory_exchange
+from agents.trainer import memory_exchange
 from agents.trainer.memory import Memory
 from agents.trainer.memory_exchange import NoAnswer
 from agents.trainer.messages import Captured, Parked, Taken
@@ -27,19 +27,6 @@ from tests.integration.test_regroup import complete, failure_free, last_commit, 
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 TOKEN = "a token"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    corpus.build(prefix)
-    return prefix
 
 
 @pytest.fixture

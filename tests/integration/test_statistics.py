@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agents.trainer import corpus, marks
+from agents.trainer import marks
 from agents.trainer.messages import Degraded, Suspected, Trouble
 from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 
 ODD = str(Path(__file__).with_name("odd_gpt.py"))
 THREE = ("t.1", "t.2", "t.3")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    corpus.build(prefix)
-    return prefix
 
 
 def odd_task(data: Path, what: str, worker: int, iteration: int, **env: str) -> TaskSpec:
