@@ -11,9 +11,10 @@ from pathlib import Path
 from replay.export import Export
 from replay.opening import PROGRAM, UsageError, as_json, open_source, require_reached, resolve, say, state_at
 from replay.progress import with_bar
-from replay.report import digest_json, entry_json, entry_line, state_json, state_page
+from replay.report import digest_json, entry_line, state_json, state_page
 from replay.selection import Selection
 from replay.source import Chunk, read
+from unicrond.event_lines import entry_json
 
 
 async def state_command(options: argparse.Namespace) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from events.envelope import Entry, Quarantined
 from events.prose import summary
 from replay.point import format_time
@@ -23,18 +21,6 @@ def entry_line(entry: Entry) -> str:
     else:
         said = summary(entry.envelope.event)
     return f"{format_time(entry.recorded_at_us)} {entry.seq:>7} {clean(said)}"
-
-
-def entry_json(entry: Entry) -> dict[str, Any]:
-    """The entry as plain JSON types, its prose with it."""
-    if isinstance(entry, Quarantined):
-        return {"seq": entry.seq, "recorded_at_us": entry.recorded_at_us, "quarantined": entry.reason}
-    return {
-        "seq": entry.seq,
-        "recorded_at_us": entry.recorded_at_us,
-        "summary": summary(entry.envelope.event),
-        "envelope": msgspec.to_builtins(entry.envelope),
-    }
 
 
 def digest_json(state: ClusterState) -> dict[str, Any]:

@@ -31,13 +31,13 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from events.codec import API_PRODUCER, BadEvent
-from events.envelope import Entry, Envelope, Quarantined
+from events.envelope import Envelope, Quarantined
 from events.log import EventLog
-from events.prose import summary
 from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancelled, TaskSubmitted, Text
 from unicrond.config import Config, is_loopback
 from unicrond.coordinator import Coordinator
 from unicrond.costs import costs_at
+from unicrond.event_lines import entry_json
 from unicrond.faults import faults
 from unicrond.log_reading import LogReader, LogsUnavailable
 from unicrond.metrics import exposition
@@ -53,18 +53,6 @@ from unicrond.work import achieved_waf, delivered_flop
 T = TypeVar("T", bound=msgspec.Struct)
 _ASKED = "asked by a person"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def entry_json(entry: Entry) -> dict[str, Any]:
-    """An entry as plain JSON types, with its prose."""
-    if isinstance(entry, Quarantined):
-        return {"seq": entry.seq, "recorded_at_us": entry.recorded_at_us, "quarantined": entry.reason}
-    return {
-        "seq": entry.seq,
-        "recorded_at_us": entry.recorded_at_us,
-        "summary": summary(entry.envelope.event),
-        "envelope": msgspec.to_builtins(entry.envelope),
-    }
 
 
 class Api:

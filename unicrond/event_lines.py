@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from events.envelope import Entry, Quarantined
+from events.prose import summary
 from unicrond.tables import clean
 
 #: What a person who watches wants to hear of; the rest is the machinery that brings it about.
@@ -39,6 +41,18 @@ NOTEWORTHY = frozenset(
 
 #: An event is at most 256 KiB of msgpack; as JSON it is not much longer.
 LINE_BYTES_MAX = 4 * 1024 * 1024
+
+
+def entry_json(entry: Entry) -> dict[str, Any]:
+    """The entry as plain JSON types, its prose with it."""
+    if isinstance(entry, Quarantined):
+        return {"seq": entry.seq, "recorded_at_us": entry.recorded_at_us, "quarantined": entry.reason}
+    return {
+        "seq": entry.seq,
+        "recorded_at_us": entry.recorded_at_us,
+        "summary": summary(entry.envelope.event),
+        "envelope": msgspec.to_builtins(entry.envelope),
+    }
 
 
 class BadEventStream(ValueError):
