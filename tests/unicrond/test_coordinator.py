@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -15,6 +14,7 @@ from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.log import MAX_BATCH, Fenced
 from events.memory_log import MemoryBeatLog, MemoryLog
+from tests.unicrond.coordinators import running
 from unicrond.coordinator import Coordinator, batches
 from unicrond.fold import fold
 from unicrond.policy import Policy
@@ -28,19 +28,6 @@ def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelop
 def joined(node: str = "n1") -> v.NodeJoined:
     store = v.StoreAddress(host="127.0.0.1", port=1)
     return v.NodeJoined(node=node, address="127.0.0.1", slots=1, store=store, agent_boot=1, version="test")
-
-
-@asynccontextmanager
-async def running(log: MemoryLog, beats: MemoryBeatLog | None = None) -> AsyncIterator[Coordinator]:
-    coordinator = Coordinator(log, beats or MemoryBeatLog(), Policy(), heartbeat_s=0.2)
-    task = asyncio.create_task(coordinator.run())
-    try:
-        await asyncio.wait_for(coordinator.live.wait(), 5)
-        yield coordinator
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> list[Recorded]:
@@ -189,16 +176,11 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
 
 async def test_the_severities_of_the_configuration_stand_in_the_log() -> None:
     log = MemoryLog()
-    coordinator = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=0.2, severity={"nan_loss": 1})
-    task = asyncio.create_task(coordinator.run())
-    read = await entries_until(log, lambda e: isinstance(e, v.CoordinatorStarted))
-    await asyncio.wait_for(coordinator.live.wait(), 5)
-    started = read[0].envelope.event
-    assert isinstance(started, v.CoordinatorStarted) and started.severity == {"nan_loss": 1}
-    assert coordinator.state.severity == {"nan_loss": 1}
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    async with running(log, severity={"nan_loss": 1}) as coordinator:
+        read = await entries_until(log, lambda e: isinstance(e, v.CoordinatorStarted))
+        started = read[0].envelope.event
+        assert isinstance(started, v.CoordinatorStarted) and started.severity == {"nan_loss": 1}
+        assert coordinator.state.severity == {"nan_loss": 1}
 
 
 @given(st.lists(st.integers(0, 1200), max_size=6))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -20,6 +18,7 @@ from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
+from tests.unicrond.coordinators import running
 from unicrond import code_identity
 from unicrond import snapshots as module
 from unicrond.coordinator import Coordinator
@@ -113,19 +112,6 @@ def test_the_fingerprint_is_that_of_the_folding_code(tmp_path: Path, monkeypatch
 # --- a coordinator with a store ----------------------------------------------------------------
 
 
-@asynccontextmanager
-async def running(log: MemoryLog, snapshots: Snapshots | None) -> AsyncIterator[Coordinator]:
-    coordinator = Coordinator(log, MemoryBeatLog(), Policy(), heartbeat_s=30.0, snapshots=snapshots)
-    task = asyncio.create_task(coordinator.run())
-    try:
-        await asyncio.wait_for(coordinator.live.wait(), 5)
-        yield coordinator
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
 async def filled_log(seed: int = 1) -> MemoryLog:
     log = MemoryLog()
     await fill(log, troubled(seed).log)
@@ -151,7 +137,7 @@ async def test_a_restart_reads_only_the_tail(monkeypatch: pytest.MonkeyPatch) ->
         return real_read(after_seq, until_seq=until_seq)
 
     monkeypatch.setattr(log, "read", read)
-    async with running(log, Snapshots(store)) as coordinator:
+    async with running(log, heartbeat_s=30.0, snapshots=Snapshots(store)) as coordinator:
         assert min(asked) == last - 6, "the entry that the snapshot ends with, and what came after"
         assert coordinator.state.seq > last
 
@@ -184,7 +170,7 @@ async def test_a_wrong_snapshot_is_ignored_with_one_line(fault: str, caplog: pyt
     with caplog.at_level(logging.WARNING, logger="unicrond"):
         assert await Snapshots(store).restore(log) is None
     assert len(caplog.records) == 1 and "the snapshot is not used" in caplog.text
-    async with running(log, Snapshots(store)) as coordinator:
+    async with running(log, heartbeat_s=30.0, snapshots=Snapshots(store)) as coordinator:
         assert coordinator.state.tasks
 
 
@@ -196,7 +182,7 @@ async def chatter(log: MemoryLog, first: int, count: int) -> None:
 
 async def test_a_coordinator_writes_one_every_so_many_entries() -> None:
     log, store = MemoryLog(), MemoryStore()
-    async with running(log, Snapshots(store, every=50)):
+    async with running(log, heartbeat_s=30.0, snapshots=Snapshots(store, every=50)):
         for turn in range(4):
             store.tried.clear()
             await chatter(log, turn * 60 + 1, 60)
@@ -209,7 +195,7 @@ async def test_a_coordinator_writes_one_every_so_many_entries() -> None:
 
 async def test_a_store_that_is_away_does_not_stop_the_coordinator(caplog: pytest.LogCaptureFixture) -> None:
     log, store = MemoryLog(), MemoryStore(fails=True)
-    async with running(log, Snapshots(store, every=5)):
+    async with running(log, heartbeat_s=30.0, snapshots=Snapshots(store, every=5)):
         for turn in range(2):
             store.tried.clear()
             await chatter(log, turn * 6 + 1, 6)

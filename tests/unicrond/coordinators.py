@@ -1,0 +1,36 @@
+"""A coordinator in its loop, over logs in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+
+from events.memory_log import MemoryBeatLog, MemoryLog
+from events.vocabulary import ErrorKind, SeverityLevel
+from unicrond.coordinator import Coordinator
+from unicrond.policy import Policy
+from unicrond.snapshots import Snapshots
+
+
+@asynccontextmanager
+async def running(
+    log: MemoryLog,
+    beats: MemoryBeatLog | None = None,
+    *,
+    heartbeat_s: float = 0.2,
+    severity: Mapping[ErrorKind, SeverityLevel] | None = None,
+    snapshots: Snapshots | None = None,
+) -> AsyncIterator[Coordinator]:
+    """A coordinator that is live; it is cancelled at the end."""
+    coordinator = Coordinator(
+        log, beats or MemoryBeatLog(), Policy(), heartbeat_s, severity=severity, snapshots=snapshots
+    )
+    task = asyncio.create_task(coordinator.run())
+    try:
+        await asyncio.wait_for(coordinator.live.wait(), 5)
+        yield coordinator
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
