@@ -340,7 +340,9 @@ class Coordinator:
 def batches(events: Sequence[AnyEvent]) -> Iterator[list[AnyEvent]]:
     """The events in batches that can be written atomically, a decision together with the commands behind it.
 
-    Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn.
+    Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn. Should the
+    coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those who
+    replace them take the nearest state.
     """
     batch: list[AnyEvent] = []
     group: list[AnyEvent] = []

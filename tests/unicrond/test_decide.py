@@ -7,6 +7,7 @@ import pytest
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.stories import random_life
+from unicrond.decide import decide
 from unicrond.fold import fold_all
 from unicrond.state import ClusterState, Severity, TaskStatus, digest
 
@@ -50,6 +51,26 @@ def test_a_killed_worker_is_one_incident_and_is_replaced_on_its_node(seed: int) 
     assert cluster.state.plan.epoch == epoch, "a restart in place needs no new plan"
     assert victim not in members(cluster, "big")
     assert node in {w.node for w in cluster.state.tasks["big"].workers.values()}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_membership_that_not_all_were_told_of_is_replaced_after_its_deadline(seed: int) -> None:
+    """The coordinator died between the two batches of a decision with more commands than one batch holds."""
+    cluster = two_tasks(seed)
+    victim, *survivors = members(cluster, "big")
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
+    events = decide(cluster.state, {}, cluster.policy)
+    commanded = [place for place, event in enumerate(events) if isinstance(event, v.SetMembership)]
+    assert len(commanded) == len(survivors) == 2
+    for event in events[: commanded[1]]:
+        cluster.append(event, "coordinator", cluster.state.term)
+    cluster.take_over()
+    cluster.run()
+    assert members(cluster, "big") == survivors and not cluster.state.tasks["big"].confirmed
+    cluster.run(passing=("regroup", "exit"))
+    cluster.assert_whole()
+    assert not set(survivors) & set(members(cluster, "big"))
+    assert [incident.kind for incident in cluster.state.closed] == ["process_exit", "hang"]
 
 
 @pytest.mark.parametrize("seed", range(20))
