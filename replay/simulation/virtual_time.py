@@ -3,8 +3,8 @@
 Rules
 -----
 * `time()` is the only time there is. When nothing is ready it jumps to the earliest timer.
-* The same calls in the same order give the same run: the ready queue is first in, first out, and the timers' heap is
-  a function of what was pushed.
+* The same calls in the same order give the same run: the ready queue is first in, first out; timers of one moment go
+  off in the order in which they were set.
 * Work for a thread (`asyncio.to_thread`) is done in the loop, after a virtual delay.
 * Nothing ready and no timer is a deadlock of the simulation itself: it raises, it never hangs.
 """
@@ -12,9 +12,13 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import selectors
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
 
 from unicrond.coordinator import Clock
@@ -29,7 +33,7 @@ class Deadlock(RuntimeError):
 
 
 class _Jump(selectors.BaseSelector):
-    """A selector that waits by letting time pass."""
+    """No selector: it holds the time, and what asyncio registers."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -43,10 +47,7 @@ class _Jump(selectors.BaseSelector):
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise Deadlock("nothing is ready and no timer runs")
-        self.now_s += timeout
-        return []
+        raise AssertionError("the loop takes its turns without a selector")
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return self._keys
@@ -58,10 +59,38 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, thread_s: Callable[[], float] = lambda: 0.0) -> None:
         self._jump = _Jump()
         self._thread_s = thread_s
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._order = itertools.count()
         super().__init__(self._jump)
 
     def time(self) -> float:
         return self._jump.now_s
+
+    # Half of a simulation is timers: a heap of tuples, and a turn without a selector, take half as long as asyncio's.
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def _run_once(self) -> None:
+        """One turn: what is ready; where nothing is, the time of the next timer and all that go off then."""
+        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]  # asyncio's own queue
+        timers = self._timers
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers:
+                raise Deadlock("nothing is ready and no timer runs")
+            self._jump.now_s = max(self._jump.now_s, timers[0][0])
+        while timers and timers[0][0] <= self._jump.now_s:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self.create_future()
