@@ -71,7 +71,7 @@ from agents.state import (
     WorkerSaid,
 )
 from agents.trainer.messages import Exited, Forget, FromForkServer, Hello, Inventory, KeepFailed, Kept
-from agents.watch import Watch
+from agents.watch import MarkFiles, Watch
 from agents.worker_sockets import WorkerSockets
 from events.envelope import Envelope
 from events.logs_request import logs_subject
@@ -152,7 +152,7 @@ class Agent:
         self._exchange_port, self._token = port, token
         self._memory_server = MemoryServer(self._regions, token, lambda held: self.feed(StateHeld(held=held)))
         self._watch = Watch(
-            run_dir.marks,
+            MarkFiles(run_dir.marks),
             on_late=lambda worker, mark, still_us, stopped: self.feed(
                 Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped)
             ),

@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from agents.trainer import marks
 from agents.trainer.marks import Mark
@@ -43,11 +44,47 @@ class _Watched:
     stopped_us: int = 0
 
 
-class Watch:
-    """`on_late(worker, mark, still_us, stopped)` is called in the loop. `directory`: where the marks are."""
+class Signs(Protocol):
+    """What can be seen of workers from outside; `now_us` is the clock of their marks."""
 
-    def __init__(self, directory: Path, on_late: Callable[[WorkerId, Mark, int, bool], None]) -> None:
+    def now_us(self) -> int: ...
+    def mark(self, worker: WorkerId) -> Mark | None: ...
+    def take_away(self, worker: WorkerId) -> Mark | None: ...
+    def is_stopped(self, pid: int) -> bool: ...
+
+
+class MarkFiles:
+    """This machine's: marks in a directory, and the kernel's word."""
+
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
+
+    def now_us(self) -> int:
+        return marks.now_us()
+
+    def mark(self, worker: WorkerId) -> Mark | None:
+        return marks.read(self._directory / worker)
+
+    def take_away(self, worker: WorkerId) -> Mark | None:
+        mark = self.mark(worker)
+        with contextlib.suppress(OSError):
+            (self._directory / worker).unlink()
+        return mark
+
+    def is_stopped(self, pid: int) -> bool:
+        """The kernel shows the process as stopped by a signal or a debugger."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+class Watch:
+    """`on_late(worker, mark, still_us, stopped)` is called in the loop."""
+
+    def __init__(self, signs: Signs, on_late: Callable[[WorkerId, Mark, int, bool], None]) -> None:
+        self._signs = signs
         self._on_late = on_late
         self._watched: dict[WorkerId, _Watched] = {}
 
@@ -62,11 +99,7 @@ class Watch:
         watched = self._watched.pop(worker, None)
         if watched is not None and watched.timer is not None:
             watched.timer.cancel()
-        path = self._directory / worker
-        mark = marks.read(path)
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return mark
+        return self._signs.take_away(worker)
 
     def close(self) -> None:
         """Stop watching; the marks stay, for the next agent."""
@@ -78,19 +111,19 @@ class Watch:
     def _look_in(self, worker: WorkerId, after_us: int) -> None:
         watched = self._watched[worker]
         after_us = max(after_us, _MIN_US)
-        watched.looked_for_us = marks.now_us() + after_us
+        watched.looked_for_us = self._signs.now_us() + after_us
         watched.timer = asyncio.get_running_loop().call_later(after_us / 1e6, self._look, worker)
 
     def _look(self, worker: WorkerId) -> None:
-        watched, now_us = self._watched[worker], marks.now_us()
-        mark = marks.read(self._directory / worker)
+        watched, now_us = self._watched[worker], self._signs.now_us()
+        mark = self._signs.mark(worker)
         if mark is None or not mark.limit_us:
             self._look_in(worker, int(IDLE_S * 1e6))
             return
         here = (mark.generation, mark.iteration)
         if here != watched.late:
             watched.late, watched.times = here, 0
-        stopped = _is_stopped(watched.pid)
+        stopped = self._signs.is_stopped(watched.pid)
         watched.stopped_us = (watched.stopped_us or now_us) if stopped else 0
         due_us = mark.boundary_us + mark.limit_us * 2**watched.times
         if stopped and not watched.times:
@@ -104,12 +137,3 @@ class Watch:
             self._on_late(worker, mark, max(0, now_us - mark.changed_us), stopped)
             if worker in self._watched:
                 self._look_in(worker, int(IDLE_S * 1e6))
-
-
-def _is_stopped(pid: int) -> bool:
-    """The kernel shows the process as stopped by a signal or a debugger."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")

@@ -21,6 +21,7 @@ from agents.state import (
     ArmTimer,
     Commanded,
     Config,
+    CopyState,
     Disconnect,
     Finish,
     ForkServerDied,
@@ -29,6 +30,8 @@ from agents.state import (
     Input,
     Leave,
     LogSeen,
+    Stalled,
+    StateHeld,
     StrikeNode,
     Struck,
     TellForkServer,
@@ -38,12 +41,14 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import FromForkServer, FromWorker, Hello, Inventory, ToForkServer, ToWorker
+from agents.trainer.messages import Exited, FromForkServer, FromWorker, Hello, Inventory, ToForkServer, ToWorker
+from agents.watch import Watch
 from events.envelope import Envelope
-from events.vocabulary import Command, Heartbeat, NodeJoined
+from events.vocabulary import Command, Fault, Heartbeat, MemoryService, NodeJoined
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint
 from replay.simulation.network import Pipe
 from replay.simulation.process import Process
+from replay.simulation.progress import HostSigns
 
 if TYPE_CHECKING:
     from replay.simulation.fork_server import ForkServer
@@ -72,6 +77,8 @@ class Agent:
             start_max_age_s=host.start_max_age_s,
             hello_wait_s=1.0,
             commit_interval_s=1.0,
+            held_interval_s=6.0,
+            memory=MemoryService(node=host.name, host=host.name, port=9000, token="token"),
         )
         #: Feeds until it is killed: before its memory is written, or after so many of the actions of that turn.
         self.crash_before_memory = False
@@ -84,6 +91,14 @@ class Agent:
         self._workers: dict[str, tuple[Process, Pipe[FromWorker], Pipe[ToWorker]]] = {}
         self._fork_server: ForkServer | None = None
         self._lines: tuple[Pipe[ToForkServer], Pipe[FromForkServer]] | None = None
+        self._watch = Watch(
+            HostSigns(host),
+            lambda worker, mark, still_us, stopped: self.feed(
+                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped)
+            ),
+        )
+        #: Copies under way, and where to.
+        self._copies: dict[tuple[str, int], tuple[MemoryService, ...]] = {}
         self._has_inventory = asyncio.Event()
         self._has_joined = asyncio.Event()
         self._beat = 0
@@ -134,8 +149,12 @@ class Agent:
                     running.cancel()
                 fired = TimerFired(name=name, key=key)
                 self._timers[name, key] = self.host.loop.call_later(after_s, self._fire, fired)
-            case StrikeNode(command_id=command_id):
-                self.feed(Struck(command_id=command_id, reason="people order no faults here"))
+            case CopyState(task=task, shard=shard, peers=peers):
+                if (task, shard) not in self._copies:
+                    self.host.loop.call_later(self.host.drawn.uniform(0.01, 0.3), self._copy, task, shard)
+                self._copies[task, shard] = peers
+            case StrikeNode(fault=fault, command_id=command_id):
+                self._strike(fault, command_id)
             case Disconnect(worker=worker):
                 self._drop_worker(worker)
             case Finish():
@@ -143,6 +162,26 @@ class Agent:
             case _:
                 # Loud: whatever comes up in a simulation needs its part of the model.
                 raise NotImplementedError(f"the simulated agent has no part for {type(action).__name__}")
+
+    def _strike(self, fault: Fault, command_id: str) -> None:
+        """See agents/node_faults.py."""
+        if fault.kind == "kill":
+            if self._fork_server is not None:
+                self._fork_server.die()
+            self.crash()
+            return
+        reason = "no accelerator is watched here"
+        if fault.kind == "drop_network":
+            self.host.drop_network(fault.seconds)
+            reason = ""
+        self.feed(Struck(command_id=command_id, reason=reason))
+
+    def _copy(self, task: str, shard: int) -> None:
+        """The newest state of the shard, to the first peer that takes it."""
+        peers = self._copies.pop((task, shard))
+        kept = self._fork_server.memory.of(task, shard) if self.alive and self._fork_server is not None else ()
+        if kept:
+            any(self.host.training.push(self.host, peer, task, shard, kept[0]) for peer in peers)
 
     def _fire(self, fired: TimerFired) -> None:
         self._timers.pop((fired.name, fired.key), None)
@@ -156,6 +195,7 @@ class Agent:
             return
         self.alive = False
         self._serving.cancel()
+        self._watch.close()
         for timer in self._timers.values():
             timer.cancel()
         for process, outgoing, incoming in list(self._workers.values()):
@@ -203,7 +243,11 @@ class Agent:
     def _fork_server_said(self, message: FromForkServer) -> None:
         if isinstance(message, Inventory):
             self._has_inventory.set()
-        self.feed(ForkServerSaid(message=message))
+        mark = self._watch.drop(message.worker) if isinstance(message, Exited) else None
+        self.feed(ForkServerSaid(message=message, mark=mark))
+        if isinstance(message, Inventory) and self._fork_server is not None:
+            for held in list(self._fork_server.memory.held()):
+                self.feed(StateHeld(held=held))
 
     def lose_fork_server(self, *, has_died: bool) -> None:
         """The line broke; or the process has ended."""
@@ -230,6 +274,8 @@ class Agent:
         def take(message: FromWorker) -> None:
             if isinstance(message, Hello):
                 self.feed(WorkerConnected(hello=message))
+                if self.alive and worker in self.state.memory.workers:
+                    self._watch.follow(worker, process.pid)
             else:
                 self.feed(WorkerSaid(worker=worker, message=message))
 

@@ -58,8 +58,16 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_fork_server": (3, 0.0, (), 1),
     "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
     "kill_worker": (10, 0.0, ("", "", "computed", "reduced", "agreeing", "committed", "regrouped"), 1),
-    "hang_worker": (3, 20.0, (), 1),
+    "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
     "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
+    "report_error": (2, 0.0, ("store_error", "nccl_error", "collective_timeout", "nvlink_error"), 1),
+    "order_fault": (
+        4,
+        3.0,
+        ("kill", "stop", "hang", "exception", "nan", "exit", "slow", "kill_node", "drop_network"),
+        1,
+    ),
+    "cordon": (3, 15.0, ("", "drain"), 2),
     "reset_group": (4, 0.0, (), 1),
     "break_worker_line": (2, 0.0, (), 1),
     "break_fork_line": (2, 0.0, (), 1),
@@ -253,8 +261,12 @@ def _kill_worker(world: World, fault: Fault) -> None:
 
 
 def _hang_worker(world: World, fault: Fault) -> None:
+    """The whole process, shown as stopped or not; or its main thread alone, for a time or for ever."""
     for process in _victims(world, fault):
-        process.hung = True
+        process.hung = fault.how in ("", "stopped")
+        process.stopped = fault.how == "stopped"
+        process.stuck = not process.hung
+        process.for_ever = fault.how == "for_ever"
         _until(world, fault, process.go_on)
 
 
@@ -264,6 +276,13 @@ def _raise_in_worker(world: World, fault: Fault) -> None:
             process.replica.raise_in(fault.how)  # type: ignore[arg-type]  # `how` is an error kind
 
 
+def _report_error(world: World, fault: Fault) -> None:
+    """The worker tells of an error, and goes on."""
+    for process in _victims(world, fault):
+        if process.replica is not None:
+            process.replica.report(fault.how)  # type: ignore[arg-type]  # `how` is an error kind
+
+
 def _reset_group(world: World, fault: Fault) -> None:
     for process in _victims(world, fault):
         if process.replica is not None:
@@ -271,9 +290,10 @@ def _reset_group(world: World, fault: Fault) -> None:
 
 
 def _break_worker_line(world: World, fault: Fault) -> None:
-    for host, process in zip(_hosts(world, fault), _victims(world, fault), strict=False):
-        if host.agent is not None and host.agent.alive:
-            host.agent.break_worker_line(process.worker)
+    for process in _victims(world, fault):
+        agent = process.host.agent
+        if agent is not None and agent.alive:
+            agent.break_worker_line(process.worker)
 
 
 def _break_fork_line(world: World, fault: Fault) -> None:
@@ -318,6 +338,32 @@ def _bad_weather(world: World, fault: Fault) -> None:
             link.delay_s = (0.001, 0.7)
             link.in_order = False
         _until(world, fault, link.heal)
+
+
+# --- people --------------------------------------------------------------------------------------
+
+
+def _order_fault(world: World, fault: Fault) -> None:
+    """unicronctl inject: now, at the next such phase, or in an iteration to come."""
+    for process in _victims(world, fault):
+        kind, worker = ("kill", "") if fault.how == "kill_node" else (fault.how, process.worker)
+        committed = world.witness.committed.get(process.launch.task, 0)
+        ordered = v.Fault(
+            kind=kind,  # type: ignore[arg-type]  # `how` is a fault's kind
+            worker="" if kind == "drop_network" else worker,
+            phase=("", "", "backward", "reduce", "step", "regroup")[fault.pick] if worker else "",
+            at_iteration=committed + 2 if worker and fault.pick % 2 else 0,
+            seconds=fault.for_s if kind in ("drop_network", "slow") else 0.0,
+        )
+        world.ask(v.InjectionRequested(node=process.host.name, fault=ordered))
+
+
+def _cordon(world: World, fault: Fault) -> None:
+    for host in _hosts(world, fault):
+        world.cordoned.add(host.name)
+        world.ask(v.NodeCordoned(node=host.name, drain=fault.how == "drain", reason="simulated"))
+        uncordoned = v.NodeUncordoned(node=host.name, reason="simulated")
+        _until(world, fault, lambda uncordoned=uncordoned: world.ask(uncordoned))  # type: ignore[misc]
 
 
 def _cancel(world: World, fault: Fault) -> None:

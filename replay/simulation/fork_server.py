@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from agents.trainer.messages import (
     Exited,
     ExitedAck,
+    Forget,
     Forked,
     FromForkServer,
     Inventory,
@@ -17,6 +18,7 @@ from agents.trainer.messages import (
     Spawn,
     ToForkServer,
 )
+from replay.simulation.memory import NodeMemory
 from replay.simulation.network import Pipe
 from replay.simulation.process import Process
 
@@ -32,6 +34,7 @@ class ForkServer:
         self.port = port
         self.alive = True
         self.processes: dict[str, Process] = {}
+        self.memory = NodeMemory()
         self._exits: dict[str, Exited] = {}
         self._agent: Pipe[FromForkServer] | None = None
         self._lonely_since_s = host.loop.time()
@@ -78,6 +81,8 @@ class ForkServer:
                     self.processes[worker].signal(number)
             case ExitedAck(worker=worker):
                 self._exits.pop(worker, None)
+            case Forget(task=task):
+                self.memory.forget(task)
             case Retire():
                 self.die()
 
@@ -96,7 +101,7 @@ class ForkServer:
         else:
             process = Process(self.host, spawn.launch, self.host.next_pid(), spawn.slot)
             self.host.witness.worker_spawned(self.host, process)
-            self.processes[worker] = process
+            self.processes[worker] = self.host.launched[worker] = process
             self._say(Forked(worker=worker, pid=process.pid))
 
     def reap(self, process: Process) -> None:

@@ -86,6 +86,8 @@ class Host:
         self.supervised = True
         self.agent: Agent | None = None
         self.fork_server: ForkServer | None = None
+        #: Workers whose marks lie in the run directory.
+        self.launched: dict[str, Process] = {}
         self._starting_fork_server = False
         self._pid = 100
         self._store_port = 4000
@@ -145,12 +147,27 @@ class Host:
             self.on = False
             self._power += 1
             self._starting_fork_server = False
+            self.launched.clear()
             agent, self.agent = self.agent, None
             if agent is not None:
                 agent.crash()
             if self.fork_server is not None:
                 self.fork_server.die()
                 self.fork_server = None
+
+    def drop_network(self, seconds: float) -> None:
+        """Its links go down, and up again."""
+        reach, others = self.training.reach, [name for name in self.training.hosts if name != self.name]
+        self.link.cut = True
+        for other in others:
+            reach.cut(self.name, other)
+
+        def mend() -> None:
+            self.link.cut = False
+            for other in others:
+                reach.mend(self.name, other)
+
+        self.loop.call_later(seconds, mend)
 
     def power_on(self, *, disk_lost: bool = False) -> None:
         """The node boots; a run directory in memory is empty then."""
@@ -172,6 +189,11 @@ class Host:
     def store_serves(self, port: int) -> bool:
         """Its rendezvous store answers at the port."""
         return self.on and self.fork_server is not None and self.fork_server.alive and self.fork_server.port == port
+
+    def serves_memory_to(self, other: Host) -> bool:
+        """Its agent answers another node's questions for states."""
+        answers = self.on and self.agent is not None and self.agent.alive
+        return answers and self.training.reach.reaches(self.name, other.name)
 
     @property
     def remembers(self) -> bool:

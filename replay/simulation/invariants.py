@@ -30,6 +30,8 @@ RULES: dict[str, str] = {
     "state_is_sound": "The coordinator's own invariants hold after every entry.",
     "symptoms_are_no_incidents": "A broken connection opens no incident where one of the same generation is open.",
     "plan_within_healthy_nodes": "A plan seats no worker on a node that was not healthy, and no more than its slots.",
+    "cordoned_nodes_get_nobody": "No worker is started on a node that people have cordoned.",
+    "ordered_faults_strike_once": "A fault that people have ordered strikes once, whatever is repeated.",
     "stale_commands_never_act": "An agent that has seen a newer term or epoch does nothing about an older command.",
     "generations_never_go_back": "A worker is never told a membership older than one that it was told before.",
     "slots_are_held_once": "No GPU slot is held by two living processes, and no worker id by two processes.",
@@ -42,6 +44,8 @@ RULES: dict[str, str] = {
     "incidents_close": "At rest no incident is open.",
     "decide_is_quiet_at_rest": "At rest `decide` asks for nothing.",
     "tasks_train": "At rest a task with enough healthy nodes is being trained, and gets on.",
+    "states_have_copies": "At rest the newest states of a task lie in the memory of two nodes, where there are two.",
+    "memory_is_given_back": "At rest no node keeps states of a task that has ended.",
     "nobody_is_left_over": "At rest the living processes are those that the state knows.",
     "nodes_are_seen": "At rest every node that runs is up and takes work.",
 }
@@ -139,6 +143,11 @@ def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int
 # --- when somebody acts --------------------------------------------------------------------------
 
 
+def cordoned_nodes_get_nobody(known: ClusterState, start: v.StartWorker) -> str:
+    """`known`: the state that the start was decided in."""
+    return f"{start.worker} is started on {start.node}, which is cordoned" if known.nodes[start.node].cordoned else ""
+
+
 def stale_commands_never_act(highest: tuple[int, int], given: Commanded, actions: Sequence[Action]) -> str:
     """`highest`: the newest (term, epoch) that the node was ever told."""
     fence = (given.term, given.command.epoch)
@@ -220,6 +229,19 @@ def _has_room(state: ClusterState, task: Task) -> bool:
     shape = Shape(task.spec.tp, task.spec.pp)
     wanted = -(-task.spec.min_workers // shape.workers)
     return not place({task.name: wanted}, {task.name: shape}, {k: max(0, n) for k, n in free.items()}, {}).short
+
+
+def states_have_copies(state: ClusterState, copies: Mapping[str, int]) -> str:
+    """`copies`: per task that trains, on how many nodes a new state of its every shard lies, at least."""
+    wanted = min(2, sum(node.status is NodeStatus.UP for node in state.nodes.values()))
+    few = {task: count for task, count in copies.items() if count < wanted}
+    return "; ".join(f"new states of {task} lie on {count} of {wanted} nodes" for task, count in few.items())
+
+
+def memory_is_given_back(state: ClusterState, keeping: Sequence[tuple[str, str]]) -> str:
+    """`keeping`: (node, task) of every state in memory."""
+    ended = {task.name for task in state.tasks.values() if task.status is not TaskStatus.ACTIVE}
+    return "; ".join(f"{node} keeps states of {task}" for node, task in sorted(keeping) if task in ended)
 
 
 def nobody_is_left_over(state: ClusterState, living: Sequence[tuple[str, str, str]]) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -187,6 +188,37 @@ def _keep_broken_replicas() -> None:
     _patch(reconcile, "living_members", make)
 
 
+def _start_on_cordoned_nodes() -> None:
+    def make(has_room: Any) -> Any:
+        def anywhere(batch: Any, nodes: Any) -> bool:
+            known = {name: replace(node, cordoned=False) for name, node in batch.state.nodes.items()}
+            room = SimpleNamespace(state=replace(batch.state, nodes=known), occupied=batch.occupied)
+            return bool(has_room(room, nodes))
+
+        return anywhere
+
+    in_service = property(lambda self: self.status is NodeStatus.UP and not self.isolated)
+    _patch(state.Node, "schedulable", lambda _: in_service)
+    _patch(reconcile, "_schedulable", lambda schedulable: lambda nodes: (schedulable(nodes)[0], []))
+    _patch(decide, "_has_room", make)
+
+
+def _judge_nobody() -> None:
+    _patch_fold(v.HangSuspected, lambda _: lambda before, event, envelope: before)
+
+
+def _order_again() -> None:
+    _patch_fold(v.InjectFault, lambda _: lambda before, event, envelope: before)
+
+
+def _keep_for_ever() -> None:
+    _patch(decide, "_drop_state", lambda _: lambda batch, task: None)
+
+
+def _tell_no_peers() -> None:
+    _patch(decide, "_tell_peers", lambda _: lambda batch, task, serving: None)
+
+
 def _no_deadlines() -> None:
     _patch(coordinator, "deadlines", lambda _: lambda state, policy: {})
 
@@ -308,6 +340,11 @@ MUTANTS: dict[str, Mutant] = {
     "double_start": Mutant("missing workers are started twice", _double_start),
     "plan_with_isolated_nodes": Mutant("lost and isolated nodes are planned with", _plan_with_isolated_nodes),
     "keep_broken_replicas": Mutant("dead members stay members", _keep_broken_replicas),
+    "start_on_cordoned_nodes": Mutant("cordoned nodes get workers", _start_on_cordoned_nodes),
+    "judge_nobody": Mutant("no hang is ever found", _judge_nobody),
+    "order_again": Mutant("an ordered fault is commanded again and again", _order_again),
+    "keep_for_ever": Mutant("states of ended tasks stay in memory", _keep_for_ever),
+    "tell_no_peers": Mutant("copies of states go where they went before nodes came or left", _tell_no_peers),
     "no_deadlines": Mutant("no deadline ever passes", _no_deadlines),
     "act_on_a_stale_epoch": Mutant("an agent takes a command of an old epoch for a new one", _act_on_a_stale_epoch),
     "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),

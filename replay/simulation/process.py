@@ -6,7 +6,8 @@ Rules
   newest Regrouped, Committed, Saved and Completed repeated.
 * Quit gives the main thread some time; then the process ends all the same, with code 0. Without an agent for the
   lease it ends itself.
-* A hung process hears and says nothing, and only SIGKILL ends it.
+* A hung process hears and says nothing, and only SIGKILL ends it; the kernel may show it as `stopped`. A stuck one
+  hears and answers, but its main thread does not move.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from agents.trainer.messages import (
     Completed,
     FromWorker,
     Hello,
+    Inject,
     Launch,
     Membership,
     Quit,
@@ -29,6 +31,7 @@ from agents.trainer.messages import (
     Saved,
     ToWorker,
 )
+from events.vocabulary import Fault
 from replay.simulation.network import Pipe
 
 if TYPE_CHECKING:
@@ -48,7 +51,11 @@ class Process:
         self.pid = pid
         self.slot = slot
         self.ended: int | None = None
-        self.hung = False
+        self.hung = self.stopped = self.stuck = False
+        #: It will never go on by itself.
+        self.for_ever = False
+        #: Faults that people have ordered, and that have not struck yet.
+        self.ordered: list[Fault] = []
         self.replica: Replica | None = None
         self.memberships: dict[int, Membership] = {}
         self.quit_asked = False
@@ -98,9 +105,10 @@ class Process:
 
     def go_on(self) -> None:
         """It hung, and does no more."""
-        if self.alive and self.hung:
-            self.hung = False
-            self._look_for_agent()
+        if self.alive and (self.hung or self.stuck) and not self.for_ever:
+            if self.hung:
+                self._look_for_agent()
+            self.hung = self.stopped = self.stuck = False
             if self.replica is not None:
                 self.replica.wake()
 
@@ -159,6 +167,8 @@ class Process:
             if not self.quit_asked:
                 self.quit_asked = True
                 self.host.loop.call_later(QUIT_GRACE_S, self._quit_in_the_end)
+        elif isinstance(message, Inject):
+            self.ordered.append(message.fault)
         elif isinstance(message, Membership) and message.generation not in self.memberships:
             self.host.witness.worker_told(self.launch.task, self.worker, message)
             self.memberships[message.generation] = message

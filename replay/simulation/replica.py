@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 from agents.classify import EXIT_NO_MEMBERSHIP
 from agents.trainer import regrouping
+from agents.trainer.injection import PHASES, Point
 from agents.trainer.ledger import Account, Ledger, Total
 from agents.trainer.messages import (
+    Captured,
     Committed,
     Completed,
     FromWorker,
@@ -24,13 +26,16 @@ from agents.trainer.messages import (
     Ready,
     Regrouped,
     Saved,
+    Taken,
     Trouble,
 )
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.sampling import Sampling
-from events.vocabulary import ErrorKind, Phase
+from events.vocabulary import ErrorKind, Fault, Phase
 from replay.simulation.buckets import BUCKETS, Buckets, from_row, to_row
 from replay.simulation.group import Broken, End, Row, Superseded
+from replay.simulation.memory import Copy
+from replay.simulation.progress import Progress
 
 if TYPE_CHECKING:
     from replay.simulation.process import Process
@@ -43,7 +48,13 @@ def next_params(params: int, iteration: int, gradient: int) -> int:
 
 
 Moment = Literal["computed", "reduced", "agreeing", "committed", "regrouped"]
-Origin = Literal["own", "replica", "checkpoint", "init"]
+Origin = Literal["own", "replica", "memory", "peer", "checkpoint", "init"]
+_ORIGINS: tuple[Origin, ...] = get_args(Origin)
+#: Where an ordered fault strikes, by the training loop's name for it (agents/trainer/injection.py).
+_POINTS: dict[Moment, Point] = {
+    "computed": "computed", "reduced": "reducing", "agreeing": "agreed", "committed": "saving", "regrouped": "formed",
+}  # fmt: skip
+_ORDERED_ERRORS: dict[str, ErrorKind] = {"exception": "exception", "oom": "out_of_memory", "nan": "nan_loss"}
 _STATE, _NO_STATE = 1, 0
 
 
@@ -73,7 +84,8 @@ class Replica:
         self.spec = shards[0].launch.spec
         self.lead_worker = shards[0].worker
         self.generation = 0
-        self.iteration_time_s = 0.0
+        interval = self.spec.checkpoint.interval or 0
+        self.progress = Progress(shards[0].host.clock.monotonic_us, interval)
         self._sampling = Sampling(self.spec.seed, self.spec.global_batch, self.spec.micro_batch, None)
         self._membership: Membership | None = None
         self._end: End | None = None
@@ -93,6 +105,7 @@ class Replica:
         self._waker: asyncio.Future[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._failure: ErrorKind | None = None
+        self._slow_s = 0.0
         #: Die there the next time: see `_reached`.
         self.die_at: Moment | Literal[""] = ""
         for shard in shards:
@@ -127,14 +140,43 @@ class Replica:
 
     def _reached(self, moment: Moment) -> None:
         """A moment of the training at which a death is of interest: it comes now, or a little later."""
+        self._obey(_POINTS[moment])
         if self.die_at == moment:
             self.die_at = ""
             victim = self.training.drawn.choice(self.shards)
             self.training.loop.call_later(self.training.drawn.choice((0.0, 0.005, 0.015)), victim.end, signal.SIGKILL)
 
+    def _obey(self, point: Point) -> None:
+        """Let the ordered faults strike that are due at this point."""
+        for shard in self.shards:
+            for fault in list(shard.ordered):
+                if PHASES[fault.phase] == point and fault.at_iteration in (0, self._ledger.iteration):
+                    shard.ordered.remove(fault)
+                    self._strike(shard, fault)
+
+    def _strike(self, shard: Process, fault: Fault) -> None:
+        soon = self.training.loop.call_soon
+        match fault.kind:
+            case "kill":
+                soon(shard.end, signal.SIGKILL)
+            case "exit":
+                soon(shard.end, 3 << 8)
+            case "stop":
+                shard.hung = shard.stopped = shard.for_ever = True
+            case "hang":
+                shard.stuck = shard.for_ever = True
+            case "slow":
+                self._slow_s = fault.seconds
+            case kind if kind in _ORDERED_ERRORS:
+                self.raise_in(_ORDERED_ERRORS[kind])
+
     def raise_in(self, kind: ErrorKind) -> None:
         """The next micro-batch fails with an error of this kind."""
         self._failure = kind
+
+    def report(self, kind: ErrorKind) -> None:
+        """It has seen an error that does not end it."""
+        self.shards[0].say(self._trouble(kind, "simulated", "reduce"))
 
     def reset(self) -> None:
         """A connection of its group is reset; the process lives."""
@@ -193,7 +235,7 @@ class Replica:
                 timer.cancel()
 
     async def _while_hung(self) -> None:
-        while any(shard.hung for shard in self.shards):
+        while any(shard.hung or shard.stuck for shard in self.shards):
             await self._sleep(None)
 
     async def _wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -283,6 +325,10 @@ class Replica:
 
     async def _compute(self, micro_batch: int, *, is_last: bool) -> None:
         """One micro-batch. Inside the last backward the reduction of the buckets begins, one after the other."""
+        self.progress.working(self._ledger.finished)
+        self._obey("micro_batch")
+        if self._slow_s:
+            await self._work(self._slow_s)
         if is_last and self._end is not None:
             await self._work(self.training.micro_batch_s * 0.4)
             self._buckets.add(micro_batch)
@@ -303,7 +349,13 @@ class Replica:
             raise Superseded
 
     async def _gather(self, row: Row) -> list[Row]:
-        """A collective of the present group. Raises Broken, Superseded, QuitAsked."""
+        """A collective of the present group, and the wait for it. Raises Broken, Superseded, QuitAsked."""
+        self.progress.entering()
+        rows = await self._rows(row)
+        self.progress.leaving()
+        return rows
+
+    async def _rows(self, row: Row) -> list[Row]:
         end = self._end
         assert end is not None
         result = end.gather(row, self.training.collective_timeout_s)
@@ -332,12 +384,14 @@ class Replica:
         assert end is not None
         while buckets.start_next(end, timeout_s):
             pass
-        rows = await self._gather(self._ledger.account(self._sampling).row())
+        self.progress.entering()
+        rows = await self._rows(self._ledger.account(self._sampling).row())
         await self._wait(lambda: buckets.settled or bool(self._newest(self.generation, urgent_only=True)))
         if buckets.error:
             raise Broken(buckets.error)
         if not buckets.settled:
             raise Superseded
+        self.progress.leaving()
         total = Total(self.generation, tuple(Account.from_row(row) for row in rows))
         total.check(self._ledger.iteration, self.spec.micro_batches)
         return total
@@ -366,7 +420,11 @@ class Replica:
         self._tell_committed()
         self._reached("committed")
         hand, self._next_hand = self._next_hand, None
+        self.progress.committed(iteration)
         self._begin(iteration + 1)
+        self.progress.begun(iteration + 1)
+        if self._is_lead() and iteration % self.training.capture_every == 0:
+            await self._capture(iteration)
         interval = self.spec.checkpoint.interval
         if interval and iteration % interval == 0 and iteration < self.spec.iterations:
             await self._save_if_lead()
@@ -412,8 +470,25 @@ class Replica:
         self.training.save(self.task, iteration, self._params)
         self.shards[0].say(Saved(iteration=iteration, path=f"/checkpoints/{iteration}", size_bytes=1, duration_us=1))
 
+    async def _capture(self, iteration: int) -> None:
+        """Training waits for the copy; a thread of each shard seals it in its node's memory."""
+        await self._work(0.002)
+        for number, shard in enumerate(self.shards):
+            copy = Copy(iteration, self.generation, self._params, shard.host.name)
+            self.training.loop.call_later(self.training.drawn.uniform(0.002, 0.05), self._seal, shard, number, copy)
+
+    def _seal(self, shard: Process, number: int, copy: Copy) -> None:
+        server = shard.host.fork_server
+        if shard.alive and not shard.hung and server is not None and shard.worker in server.processes:
+            server.memory.keep(self.task, number, copy)
+            captured = Captured(
+                shard=number, iteration=copy.iteration, generation=copy.generation, size_bytes=1, duration_us=2000
+            )
+            shard.say(captured)
+
     async def _complete(self) -> None:
         told = False
+        self.progress.idle()
         while True:
             try:
                 if self._is_lead() and not told:
@@ -450,6 +525,7 @@ class Replica:
     async def _regroup(self, target: Membership | None) -> bool:
         """Take a seat in the next group, state included. True: step first, with the sums that are complete."""
         while True:
+            self.progress.idle()
             self._verdict, self._transfer_owed, self._next_hand, self._target = None, False, None, 0
             try:
                 membership, verdict = await self._join(target)
@@ -457,6 +533,7 @@ class Replica:
                 await self._park(left_out.membership)
             target = None
             self._membership, self._verdict = membership, verdict
+            self.progress.regrouped(membership.generation)
             if self._apply(verdict):
                 self._tell_regrouped(membership, "own")
                 return True
@@ -574,36 +651,49 @@ class Replica:
         assert verdict is not None and end is not None
         if end.rank == verdict.source and verdict.fresh:
             self._find_state()
-        told = [_NO_STATE, 0, 0, 0]
+        told = [_NO_STATE, 0, 0, 0, 0]
         if end.rank == verdict.source:
-            told = [_STATE, self._ledger.iteration - 1, self._params, self._lineage]
+            origin = _ORIGINS.index(self._origin if verdict.fresh else "replica")
+            told = [_STATE, self._ledger.iteration - 1, self._params, self._lineage, origin]
         told += to_row(self._buckets.final(), self.spec.micro_batches)
         await self._work(self.training.drawn.uniform(0.01, 0.1))
         rows = await self._gather(told)
         if end.rank in verdict.receivers and end.rank != verdict.source:
-            has, iteration, self._params, self._lineage, *final = rows[verdict.source]
+            has, iteration, self._params, self._lineage, origin, *final = rows[verdict.source]
             assert has == _STATE
             hand = list(self._ledger.held)
             self._begin(iteration + 1)
             self._buckets.adopt(from_row(final, self.spec.micro_batches))
             self._ledger.deal(hand, redone=False)
             self._has_state = True
-            self._origin = ("checkpoint" if iteration else "init") if verdict.fresh else "replica"
+            self._origin = _ORIGINS[origin]
         self._transfer_owed = False
         return self._origin if end.rank in verdict.receivers or verdict.fresh else "own"
 
     def _find_state(self) -> None:
-        """Nobody has state: take the newest checkpoint, or begin."""
-        saved = self.training.newest_checkpoint(self.task)
-        iteration, self._params = saved if saved is not None else (0, 0)
-        self._origin = "checkpoint" if saved is not None else "init"
+        """Nobody has state: take the newest that anybody keeps, of the same the nearest, or begin."""
+        assert self._end is not None and self._membership is not None
+        members = [end.replica.shards for end in self._end.group.present.values()]
+        found = self.training.nearest_state(self.task, self.shards, members, self._membership.peers)
+        iteration, self._params, self._origin = 0, 0, "init"
+        if found is not None:
+            iteration, self._params, self._origin = found.iteration, found.params, found.source
+            self.shards[0].say(self._taken(self._origin, iteration))
         self._lineage = self.training.witness.new_lineage(self.task)
         hand = list(self._ledger.held)
         self._begin(iteration + 1)
         self._ledger.deal(hand, redone=False)
         self._has_state = True
 
+    def _taken(self, source: Origin, iteration: int) -> Taken:
+        saved = self.training.newest_checkpoint(self.task)
+        return Taken(
+            generation=self.generation, source=source, iteration=iteration, size_bytes=1, duration_us=1, tried=(),
+            storage_iteration=saved[0] if saved else 0, saved_us=0,
+        )  # fmt: skip
+
     def _tell_regrouped(self, membership: Membership, source: Origin) -> None:
+        self.progress.begun(self._ledger.iteration)
         self.training.witness.regrouped(self, membership)
         self._reached("regrouped")
         self._say_all(

@@ -102,12 +102,13 @@ async def _play(world: World) -> None:
     if await _broke_within(world, FAULTY_UNTIL_S):
         return
     world.heal()
+    world.uncordon_all()
     world.submit_last()
     resting_since_s, before = -1.0, dict(world.witness.committed)
     while world.loop.time() < FAULTY_UNTIL_S + REST_WITHIN_S:
         if await _broke_within(world, _LOOK_S):
             return
-        if _unrest(world, {}) not in ("", "tasks_train"):
+        if _unrest(world, {}) not in ("", "tasks_train", "states_have_copies"):
             resting_since_s, before = -1.0, dict(world.witness.committed)
         elif resting_since_s < 0:
             resting_since_s = world.loop.time()
@@ -130,6 +131,7 @@ async def _broke_within(world: World, duration_s: float) -> bool:
 def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str]]:
     state = world.witness.state
     yield "nodes_are_seen", rules.nodes_are_seen(state, [host.name for host in world.hosts.values() if host.on])
+    yield "memory_is_given_back", rules.memory_is_given_back(state, _keeping(world))
     yield "incidents_close", rules.incidents_close(state)
     living = [
         (host.name, process.launch.task, process.worker) for host in world.hosts.values() for process in host.processes
@@ -137,6 +139,25 @@ def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str
     yield "nobody_is_left_over", rules.nobody_is_left_over(state, living)
     yield "decide_is_quiet_at_rest", rules.decide_is_quiet_at_rest(state, world.policy)
     yield "tasks_train", rules.tasks_train(state, _training(world, state, before))
+    yield "states_have_copies", rules.states_have_copies(state, _copies(world, state, before))
+
+
+def _copies(world: World, state: ClusterState, before: dict[str, int]) -> dict[str, int]:
+    """Per active task with workers, the nodes that keep a state of a shard not much older than `before`; the least."""
+    found = {}
+    for name, task in state.tasks.items():
+        assignment = state.plan.assignments.get(name)
+        if task.status is TaskStatus.ACTIVE and assignment is not None and assignment.workers:
+            since = before.get(name, 0) - 2 * world.training.capture_every
+            shards = range(task.spec.replica_workers)
+            found[name] = min(world.training.keepers(name, shard, since) for shard in shards)
+    return found
+
+
+def _keeping(world: World) -> list[tuple[str, str]]:
+    """(node, task) of every state in memory."""
+    servers = {name: host.fork_server for name, host in world.hosts.items()}
+    return [(name, task) for name, server in servers.items() if server is not None for task in server.memory.tasks]
 
 
 def _training(world: World, state: ClusterState, before: dict[str, int]) -> dict[str, bool]:

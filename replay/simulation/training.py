@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from agents.state import StateHeld
 from agents.trainer.messages import Membership
 from agents.trainer.sampling import Sampling, samples_digest
-from events.vocabulary import TaskSpec
+from events.vocabulary import MemoryService, TaskSpec
 from replay.simulation.group import Group
+from replay.simulation.memory import Copy, Found, best, held, in_members_memory, in_peers_memory
 from replay.simulation.network import Reach
 from replay.simulation.process import Process
 from replay.simulation.replica import Replica, next_params
@@ -27,7 +30,7 @@ _KEEP = 2
 
 
 class Training:
-    """`micro_batch_s`: how long one takes to compute."""
+    """`micro_batch_s`: how long one takes to compute. `capture_every`: iterations between two states in memory."""
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Training:
         micro_batch_s: float,
         fault_wait_s: float,
         collective_timeout_s: float,
+        capture_every: int,
     ) -> None:
         self.loop = loop
         self.drawn = drawn
@@ -45,6 +49,7 @@ class Training:
         self.micro_batch_s = micro_batch_s
         self.fault_wait_s = fault_wait_s
         self.collective_timeout_s = collective_timeout_s
+        self.capture_every = capture_every
         self.reach = Reach()
         self.hosts: dict[str, Host] = {}
         self.replicas: list[Replica] = []
@@ -82,6 +87,32 @@ class Training:
         """Iteration and parameters."""
         saved = self._checkpoints.get(task)
         return saved[-1] if saved else None
+
+    # --- states in memory ------------------------------------------------------------------------
+
+    def push(self, origin: Host, peer: MemoryService, task: str, shard: int, copy: Copy) -> bool:
+        """A copy goes from one node's agent to another's, if that one takes it."""
+        other = self.hosts.get(peer.node)
+        if other is None or not other.serves_memory_to(origin) or other.fork_server is None:
+            return False
+        copy = copy._replace(origin=origin.name)
+        other.fork_server.memory.keep(task, shard, copy)
+        if other.agent is not None:
+            other.agent.feed(StateHeld(held=held(task, shard, copy)))
+        return True
+
+    def keepers(self, task: str, shard: int, since: int) -> int:
+        """Nodes that keep a state of the shard after `since` or a later iteration."""
+        servers = [host.fork_server for host in self.hosts.values() if host.fork_server is not None]
+        return sum(any(copy.iteration >= since for copy in server.memory.of(task, shard)) for server in servers)
+
+    def nearest_state(
+        self, task: str, shards: list[Process], members: list[list[Process]], peers: Sequence[MemoryService]
+    ) -> Found | None:
+        """The best state for a group of `members`, none of which has any; `shards` asks for it."""
+        found = in_members_memory(task, members) + in_peers_memory(task, shards, peers, self.hosts)
+        saved = self.newest_checkpoint(task)
+        return best([*found, Found("checkpoint", *saved)] if saved else found)
 
     # --- the right answer ------------------------------------------------------------------------
 

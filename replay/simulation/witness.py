@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from agents.state import Action, Commanded, Input
+from agents.state import Action, Append, Commanded, Input
 from agents.trainer.ledger import Total
 from agents.trainer.messages import Membership
 from agents.trainer.sampling import DIGEST_MODULUS
@@ -47,6 +47,7 @@ class Witness:
         self._spawned: dict[str, set[str]] = {}
         self._fences: dict[str, tuple[int, int]] = {}
         self._told: dict[str, int] = {}
+        self._struck: set[str] = set()
         self._steps: dict[tuple[str, int, int], list[tuple[Total, int, str]]] = {}
         self._lineages = 0
 
@@ -91,6 +92,9 @@ class Witness:
         if isinstance(event, v.PlanAdopted):
             known = self.states[envelope.based_on]
             self.broke("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(known, event))
+        if isinstance(event, v.StartWorker) and envelope.term == before.term:
+            known = self.states[envelope.based_on]
+            self.broke("cordoned_nodes_get_nobody", rules.cordoned_nodes_get_nobody(known, event))
         if isinstance(event, v.StepCommitted) and event.task in after.tasks:
             spec = after.tasks[event.task].spec
             iterations = range(event.first, event.last + 1)
@@ -106,6 +110,14 @@ class Witness:
             highest = self._fences.get(host.name, (0, 0))
             self.broke("stale_commands_never_act", rules.stale_commands_never_act(highest, given, actions))
             self._fences[host.name] = max(highest, (given.term, given.command.epoch))
+            if isinstance(given.command, v.InjectFault) and host.remembers:
+                self._strikes(given.command, actions)
+
+    def _strikes(self, command: v.InjectFault, actions: Sequence[Action]) -> None:
+        if any(not isinstance(action, Append) for action in actions):
+            if command.injection in self._struck:
+                self.broke("ordered_faults_strike_once", f"{command.injection} strikes {command.node} again")
+            self._struck.add(command.injection)
 
     def disk_lost(self, host: Host) -> None:
         """The node remembers nothing, or will not remember what comes."""

@@ -50,6 +50,7 @@ class World:
             micro_batch_s=self.shape.uniform(0.08, 0.25),
             fault_wait_s=self.shape.choice((8.0, 20.0)),
             collective_timeout_s=self.shape.choice((5.0, 15.0)),
+            capture_every=self.shape.choice((1, 2, 4)),
         )
         self.witness.training = self.training
         self.hosts = self._hosts()
@@ -59,6 +60,7 @@ class World:
         )
         self._api = Endpoint(self.server, Link(loop, self.drawn("api")), self.witness.acknowledged)
         self._asked = 0
+        self.cordoned: set[str] = set()
         self._asking: set[asyncio.Task[list[int]]] = set()
 
     def drawn(self, part: str) -> random.Random:
@@ -103,6 +105,12 @@ class World:
     def submit_last(self) -> None:
         """One more task, after all faults: whatever has become of the others, this one must train."""
         self.submit(self._spec("last", _FOREVER))
+
+    def uncordon_all(self) -> None:
+        """People take every node into service again."""
+        for name in self.cordoned:
+            self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))
+        self.cordoned.clear()
 
     def _spec(self, name: str, iterations: int) -> v.TaskSpec:
         tp, pp = self.shape.choice(((1, 1), (1, 1), (1, 1), (2, 1), (1, 2)))

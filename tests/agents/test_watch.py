@@ -17,7 +17,7 @@ import pytest
 from agents import watch
 from agents.trainer import marks
 from agents.trainer.marks import Mark, Marker
-from agents.watch import Watch
+from agents.watch import MarkFiles, Watch
 
 WORKER = "big.1"
 LIMIT_US = 60_000
@@ -29,7 +29,7 @@ class Told:
     def __init__(self, directory: Path) -> None:
         self.queue: asyncio.Queue[tuple[Mark, int, bool]] = asyncio.Queue()
         self.watch = Watch(
-            directory, lambda _, mark, still_us, stopped: self.queue.put_nowait((mark, still_us, stopped))
+            MarkFiles(directory), lambda _, mark, still_us, stopped: self.queue.put_nowait((mark, still_us, stopped))
         )
 
     async def next(self, within_s: float = 5.0) -> tuple[Mark, int, bool]:

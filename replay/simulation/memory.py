@@ -1,0 +1,107 @@
+"""States of training in the memory of nodes (agents/trainer/memory.py, agents/memory_server.py, sources.py).
+
+Two states of each shard; a new one takes the place of the older. They are the fork server's, and go with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+from agents.state import Held
+from events.vocabulary import MemoryService
+
+if TYPE_CHECKING:
+    from replay.simulation.host import Host
+    from replay.simulation.process import Process
+
+#: A state's source, nearest first.
+Source: TypeAlias = Literal["memory", "peer", "checkpoint"]
+SOURCES: tuple[Source, ...] = ("memory", "peer", "checkpoint")
+
+
+class Copy(NamedTuple):
+    """The parameters after `iteration`, which a shard of `generation` captured on `origin`."""
+
+    iteration: int
+    generation: int
+    params: int
+    origin: str
+
+
+class Found(NamedTuple):
+    """Where a state could be taken from."""
+
+    source: Source
+    iteration: int
+    params: int
+
+
+class NodeMemory:
+    """What one node keeps, newest first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], tuple[Copy, ...]] = {}
+
+    def keep(self, task: str, shard: int, copy: Copy) -> None:
+        """Write over the older of two."""
+        two = (*self._kept.get((task, shard), ())[:1], copy)
+        self._kept[task, shard] = tuple(sorted(two, key=lambda c: (c.generation, c.iteration), reverse=True))
+
+    def of(self, task: str, shard: int) -> tuple[Copy, ...]:
+        """What is kept of a shard."""
+        return self._kept.get((task, shard), ())
+
+    def forget(self, task: str) -> None:
+        """Give up what is kept of the task; of all where `task` is ""."""
+        self._kept = {key: kept for key, kept in self._kept.items() if task and key[0] != task}
+
+    def held(self) -> Iterator[Held]:
+        """The newest of every shard, as an agent finds them."""
+        for (task, shard), kept in self._kept.items():
+            yield held(task, shard, kept[0])
+
+    @property
+    def tasks(self) -> set[str]:
+        """Tasks of which anything is kept."""
+        return {task for task, _ in self._kept}
+
+
+def held(task: str, shard: int, copy: Copy) -> Held:
+    """As an agent's core is told of it."""
+    return Held(
+        task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin, size_bytes=1
+    )
+
+
+def in_members_memory(task: str, members: Sequence[Sequence[Process]]) -> list[Found]:
+    """What all shards of a member find on their own nodes."""
+    found = []
+    for shards in members:
+        kept = [{c.iteration: c for c in _of(shard.host, task, number)} for number, shard in enumerate(shards)]
+        common = [copy for copy in kept[0].values() if all(copy.iteration in other for other in kept)]
+        found += [Found("memory", copy.iteration, copy.params) for copy in common]
+    return found
+
+
+def in_peers_memory(
+    task: str, shards: Sequence[Process], peers: Sequence[MemoryService], hosts: Mapping[str, Host]
+) -> list[Found]:
+    """What the agents of the peers answer all shards of one member."""
+    kept: list[dict[int, Copy]] = []
+    for number, shard in enumerate(shards):
+        asked = [hosts[peer.node] for peer in peers if peer.node in hosts and peer.node != shard.host.name]
+        there = [host for host in asked if host.serves_memory_to(shard.host)]
+        kept.append({copy.iteration: copy for host in there for copy in _of(host, task, number)})
+    common = [copy for copy in kept[0].values() if all(copy.iteration in other for other in kept)]
+    return [Found("peer", copy.iteration, copy.params) for copy in common]
+
+
+def best(found: Sequence[Found]) -> Found | None:
+    """The newest, of the same iteration the nearest; of the same source the first."""
+    return min(found, key=lambda one: (-one.iteration, SOURCES.index(one.source)), default=None)
+
+
+def _of(host: Host, task: str, shard: int) -> tuple[Copy, ...]:
+    server = host.fork_server
+    return server.memory.of(task, shard) if host.on and server is not None and server.alive else ()

@@ -1,0 +1,105 @@
+"""What an agent sees of its workers without their help: marks, as agents/trainer/detection.py makes them.
+
+The baseline (how long an iteration may last) and the watch that looks at the marks (agents/watch.py) are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from agents.trainer.baseline import Baseline
+from agents.trainer.marks import Mark
+from events.vocabulary import Phase, WorkerId
+
+if TYPE_CHECKING:
+    from replay.simulation.host import Host
+
+#: Nothing is late before that; and before the usual time is known.
+_FLOOR_US = 2_000_000
+_START_US = 20_000_000
+
+
+class Progress:
+    """Where a replica's main thread is; its shards take the same turns. `interval`: iterations between checkpoints."""
+
+    def __init__(self, now_us: Callable[[], int], interval: int) -> None:
+        self._now_us = now_us
+        self._interval = interval
+        self._baseline = Baseline(floor_us=_FLOOR_US, start_us=_START_US)
+        self._phase: Phase = "start"
+        self._generation = self._iteration = self._micro_batch = self._entered = self._left = 0
+        self._boundary_us = self._limit_us = 0
+        self._changed_us = now_us()
+
+    @property
+    def mark(self) -> Mark:
+        """What a reader finds."""
+        return Mark(
+            self._phase, self._generation, self._iteration, self._micro_batch, self._entered, self._left,
+            self._boundary_us, self._limit_us, self._changed_us,
+        )  # fmt: skip
+
+    def regrouped(self, generation: int) -> None:
+        """It is in another group."""
+        self._generation = generation
+        self._entered = self._left = self._limit_us = 0
+        self._baseline.reset()
+        self._changed_us = self._now_us()
+
+    def begun(self, iteration: int) -> None:
+        """An iteration begins, or goes on in another group."""
+        self._iteration, self._micro_batch = iteration, 0
+        self._boundary_us = self._changed_us = self._now_us()
+        self._limit_us = self._baseline.limit_us(checkpoint=self._is_saving(iteration))
+
+    def committed(self, iteration: int) -> None:
+        """The iteration is over."""
+        self._baseline.add(self._now_us() - self._boundary_us, checkpoint=self._is_saving(iteration))
+
+    def idle(self) -> None:
+        """No iteration runs: nothing is late."""
+        self._phase, self._limit_us = "regroup", 0
+        self._changed_us = self._now_us()
+
+    def working(self, micro_batch: int) -> None:
+        """A micro-batch begins."""
+        self._phase, self._micro_batch = "forward", micro_batch
+        self._changed_us = self._now_us()
+
+    def entering(self) -> None:
+        """It enters a collective."""
+        self._phase = "reduce"
+        self._entered += 1
+        self._changed_us = self._now_us()
+
+    def leaving(self) -> None:
+        """The collective is over."""
+        self._left = self._entered
+        self._changed_us = self._now_us()
+
+    def _is_saving(self, iteration: int) -> bool:
+        """The iteration's time holds the checkpoint of the one before."""
+        return bool(self._interval) and iteration > 1 and (iteration - 1) % self._interval == 0
+
+
+class HostSigns:
+    """A node's marks, for its agents' watches (agents.watch.Signs)."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def now_us(self) -> int:
+        return self._host.clock.monotonic_us()
+
+    def mark(self, worker: WorkerId) -> Mark | None:
+        process = self._host.launched.get(worker)
+        return process.replica.progress.mark if process is not None and process.replica is not None else None
+
+    def take_away(self, worker: WorkerId) -> Mark | None:
+        mark = self.mark(worker)
+        self._host.launched.pop(worker, None)
+        return mark
+
+    def is_stopped(self, pid: int) -> bool:
+        return any(process.pid == pid and process.stopped for process in self._host.launched.values())
