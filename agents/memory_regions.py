@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from agents.state import Held
@@ -52,6 +53,15 @@ class MemoryRegions:
         """The fork server gives up the task's, or all."""
         self._kept = {key: kept for key, kept in self._kept.items() if task not in ("", key[0])}
 
+    def of_task(self, task: Name) -> dict[int, Memory]:
+        """Openings of all that is kept of the task, by shard."""
+        opened = {}
+        for of, shard in sorted(self._kept):
+            if of == task:
+                with contextlib.suppress(NoRegion):
+                    opened[shard] = self.open(of, shard)
+        return opened
+
     def open(self, task: Name, shard: int) -> Memory:
         """Raises NoRegion."""
         kept = self._kept.get((task, shard))
@@ -96,6 +106,7 @@ class MemoryRegions:
                         generation=head.generation,
                         origin=node,
                         size_bytes=head.size_bytes,
+                        shards=head.tp * head.pp,
                     )
                 )
         return found

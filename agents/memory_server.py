@@ -28,6 +28,7 @@ from agents.trainer.memory_exchange import (
     Fetch,
     Fetched,
     HeadOf,
+    HeldShard,
     Holds,
     NoAnswer,
     Push,
@@ -129,25 +130,31 @@ class MemoryServer:
     def _answer(self, connection: socket.socket, request: Request) -> None:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             raise _Refusal("the token is not this node's")
-        memory = self._memory(request)
+        opened = self._opened(request)
         try:
             match request:
                 case Ask():
-                    say(connection, Holds(heads=tuple(HeadOf.of(head) for head in memory.heads())))
-                case Fetch(iteration=iteration):
-                    self._give(connection, memory, iteration)
+                    say(connection, Holds(shards=tuple(_told(shard, memory) for shard, memory in opened.items())))
+                case Fetch():
+                    self._give(connection, opened[request.shard], request)
                 case Push():
-                    self._take(connection, memory, request)
+                    self._take(connection, opened[request.shard], request)
         finally:
-            memory.close()
+            for memory in opened.values():
+                memory.close()
 
-    def _memory(self, request: Request) -> Memory:
+    def _opened(self, request: Request) -> dict[int, Memory]:
+        """The memory that is asked about, by shard."""
         assert self._loop is not None
 
-        async def reach() -> Memory:
-            if isinstance(request, Push):
-                return await self._regions.make(request.task, request.shard)
-            return self._regions.open(request.task, request.shard)
+        async def reach() -> dict[int, Memory]:
+            match request:
+                case Ask():
+                    return self._regions.of_task(request.task)
+                case Fetch():
+                    return {request.shard: self._regions.open(request.task, request.shard)}
+                case Push():
+                    return {request.shard: await self._regions.make(request.task, request.shard)}
 
         try:
             return asyncio.run_coroutine_threadsafe(reach(), self._loop).result(SILENCE_TIMEOUT_S)
@@ -156,10 +163,10 @@ class MemoryServer:
         except (TimeoutError, RuntimeError):
             raise _Refusal("the agent is ending") from None
 
-    def _give(self, connection: socket.socket, memory: Memory, iteration: int) -> None:
-        with memory.reading(iteration) as found:
+    def _give(self, connection: socket.socket, memory: Memory, wanted: Fetch) -> None:
+        with memory.reading(wanted.iteration, (wanted.tp, wanted.pp)) as found:
             if found is None:
-                raise _Refusal(f"iteration {iteration} is not here, or is being overwritten")
+                raise _Refusal(f"iteration {wanted.iteration} is not here, or is being overwritten")
             head, view = found
             say(connection, Fetched(head=HeadOf.of(head)))
             send(connection, view)
@@ -178,7 +185,7 @@ class MemoryServer:
         try:
             say(connection, Accepted())
             read_into(connection, draft.view)
-            draft.seal(head.iteration, head.generation, head.digest)
+            draft.seal(head.iteration, head.generation, head.digest, head.layout)
         except ValueError as error:
             raise _Refusal(str(error)) from None
         finally:
@@ -191,8 +198,13 @@ class MemoryServer:
             generation=head.generation,
             origin=push.origin,
             size_bytes=head.size_bytes,
+            shards=head.tp * head.pp,
             duration_us=int((time.monotonic() - started) * 1e6),
         )
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._on_copy, held)
+
+
+def _told(shard: int, memory: Memory) -> HeldShard:
+    return HeldShard(shard=shard, heads=tuple(HeadOf.of(head) for head in memory.heads()))

@@ -117,6 +117,7 @@ class Held(_Part, frozen=True, kw_only=True):
     generation: int
     origin: Name
     size_bytes: int
+    shards: int
     duration_us: int = 0
 
 

@@ -40,6 +40,7 @@ from events.vocabulary import (
     NodeUncordoned,
     Observation,
     PlanAdopted,
+    ReshapeRequested,
     SetMembership,
     SetPeers,
     StartWorker,
@@ -52,6 +53,7 @@ from events.vocabulary import (
     TaskCancelled,
     TaskCompleted,
     TaskFailed,
+    TaskReshaped,
     TaskSubmitted,
     ThroughputCorrected,
     TransitionCompleted,
@@ -153,13 +155,15 @@ def _observed(event: AnyObservation) -> str:
                 f" ({event.size_bytes} bytes{copied}, {_seconds(event.duration_us)})"
             )
         case StateTaken():
+            anew = f", put together anew from shards of {event.resharded_from}" if event.resharded_from else ""
             tried = f", after {_count(len(event.tried), 'source')} that failed" if event.tried else ""
             saved = (
                 f"; storage has {event.storage_iteration}, {_seconds(event.saved_us)} saved" if event.saved_us else ""
             )
             return (
                 f"worker {event.worker} on {event.node} took the state after iteration {event.iteration} from"
-                f" {_SOURCES[event.source]} ({event.size_bytes} bytes in {_seconds(event.duration_us)}){tried}{saved}"
+                f" {_SOURCES[event.source]} ({event.size_bytes} bytes in {_seconds(event.duration_us)})"
+                f"{anew}{tried}{saved}"
             )
         case CommandApplied():
             return f"node {event.node} applied command {event.command_id}"
@@ -170,6 +174,11 @@ def _observed(event: AnyObservation) -> str:
             return (
                 f"task {spec.name} submitted: weight {spec.weight:g}, {spec.min_workers} to {spec.max_workers}"
                 f" workers, {_count(spec.iterations, 'iteration')}"
+            )
+        case ReshapeRequested():
+            return (
+                f"task {event.task} is to go on with tp {event.tp}, pp {event.pp} and {event.min_workers} to"
+                f" {event.max_workers} workers: {event.reason}"
             )
         case TaskCancelled():
             return f"task {event.task} cancelled: {event.reason}"
@@ -214,6 +223,11 @@ def _decided(event: AnyDecision) -> str:
             return (
                 f"task {event.task} generation {event.generation}: {_count(len(event.members), 'member')}{joiners},"
                 f" {urgent}; {event.reason}"
+            )
+        case TaskReshaped():
+            return (
+                f"task {event.task} has tp {event.tp}, pp {event.pp} and {event.min_workers} to {event.max_workers}"
+                f" workers from now on: {event.reason}"
             )
         case TaskFailed():
             return f"task {event.task} failed: {event.reason}"

@@ -472,7 +472,8 @@ class StateKept(Observation, frozen=True, kw_only=True):
     """The node's memory holds shard `shard` of the task's state after `iteration`. Told now and then, not each time.
 
     `origin`: the node whose worker captured it; another one's is a copy. `duration_us`: for how long training
-    stood still for it; of a copy, how long it took to come.
+    stood still for it; of a copy, how long it took to come. `shards`: how many make up the state in this layout, its
+    tp * pp; 0 in logs older than the field.
     """
 
     node: Name
@@ -483,6 +484,7 @@ class StateKept(Observation, frozen=True, kw_only=True):
     origin: Name
     size_bytes: Count
     duration_us: Micros
+    shards: Count = 0
 
 
 class StateTaken(Observation, frozen=True, kw_only=True):
@@ -490,6 +492,7 @@ class StateTaken(Observation, frozen=True, kw_only=True):
 
     `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
     source; `saved_us`: what training again from there would have taken, at the pace last measured.
+    `resharded_from`: the tp and pp of what was taken, where they are others than the task's; else "".
     """
 
     node: Name
@@ -503,6 +506,7 @@ class StateTaken(Observation, frozen=True, kw_only=True):
     tried: tuple[Text, ...] = ()
     storage_iteration: Count = 0
     saved_us: Micros = 0
+    resharded_from: Text = ""
 
 
 class CommandApplied(Observation, frozen=True, kw_only=True):
@@ -524,6 +528,17 @@ class TaskSubmitted(Request, frozen=True, kw_only=True):
 
 class TaskCancelled(Request, frozen=True, kw_only=True):
     task: Name
+    reason: Text
+
+
+class ReshapeRequested(Request, frozen=True, kw_only=True):
+    """A person asks for other replicas of a running task, of `tp` * `pp` workers; it goes on from where it stands."""
+
+    task: Name
+    tp: Positive
+    pp: Positive
+    min_workers: Positive
+    max_workers: Positive
     reason: Text
 
 
@@ -675,6 +690,18 @@ class MembershipDecided(Decision, frozen=True, kw_only=True):
     reason: Text
 
 
+class TaskReshaped(Decision, frozen=True, kw_only=True):
+    """From now on the task's replicas have tp * pp workers: those of the old layout have handed the state over and are
+    gone. What they kept is put together anew by the first of the new ones."""
+
+    task: Name
+    tp: Positive
+    pp: Positive
+    min_workers: Positive
+    max_workers: Positive
+    reason: Text
+
+
 class TaskFailed(Decision, frozen=True, kw_only=True):
     task: Name
     reason: LongText
@@ -747,7 +774,8 @@ class SetMembership(Command, frozen=True, kw_only=True):
     """Tell the node's workers of the task the membership of `generation` (see MembershipDecided).
 
     `peers`: nodes that hold the task's state in memory, or are to: copies go to the first that is not the
-    node itself. `mtbf_us`: expected time to the task's next failure, 0 = not known.
+    node itself. `mtbf_us`: expected time to the task's next failure, 0 = not known. `handover`: workers of another
+    layout are about to take the state from the nodes' memory, so that the lead need not write it to storage.
     """
 
     task: Name
@@ -758,6 +786,7 @@ class SetMembership(Command, frozen=True, kw_only=True):
     store: StoreAddress
     peers: tuple[MemoryService, ...] = ()
     mtbf_us: Micros = 0
+    handover: bool = False
 
 
 class SetPeers(Command, frozen=True, kw_only=True):
@@ -785,12 +814,14 @@ AnyObservation: TypeAlias = (
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
     | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
-    | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | NodeCordoned | NodeUncordoned
+    | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned
+    | NodeUncordoned
     | InjectionRequested | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
-    | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskFailed | TransitionCompleted
+    | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
+    | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
 AnyCommand: TypeAlias = StartWorker | StopWorker | SetMembership | SetPeers | DropState | InjectFault

@@ -5,6 +5,7 @@
     GET  /v1/events?after=SEQ[&follow=1]   server-sent events
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
+    POST /v1/tasks/NAME/reshape            {"tp", "pp", "min_workers", "max_workers", "reason"}
     POST /v1/nodes/NAME/cordon             {"drain", "reason"}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/faults                        see ordering.py; 409 unless the configuration allows it
@@ -44,7 +45,8 @@ from unicrond.metrics import exposition
 from unicrond.ordering import FaultOrder, Refused, ordered
 from unicrond.plan_problems import worker_mtbf_us
 from unicrond.planning.problem import ProblemError
-from unicrond.state import TaskStatus, digest, to_json
+from unicrond.reshape_order import ReshapeOrder, asked_for
+from unicrond.state import Task, TaskStatus, digest, to_json
 from unicrond.task_file import understood
 from unicrond.timeouts import contradictions
 from unicrond.what_if import BadChange, Changes, foreseen, what_if
@@ -86,6 +88,7 @@ class Api:
         app.router.add_get("/v1/events", self.events)
         app.router.add_post("/v1/tasks", self.submit)
         app.router.add_post("/v1/tasks/{task}/cancel", self.cancel)
+        app.router.add_post("/v1/tasks/{task}/reshape", self.reshape)
         app.router.add_post("/v1/nodes/{node}/cordon", self.cordon)
         app.router.add_post("/v1/nodes/{node}/uncordon", self.uncordon)
         app.router.add_post("/v1/faults", self.inject)
@@ -195,12 +198,15 @@ class Api:
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a task; its workers stop, its checkpoints stay."""
-        name = request.match_info["task"]
-        task = self._coordinator.state.tasks.get(name)
-        if task is None or task.status is not TaskStatus.ACTIVE:
-            return _error(404, f"task: {name} is not active; see `unicronctl tasks`")
+        name = self._task(request).name
         reason = (await _body(request, _Reason)).reason or _ASKED
         return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
+
+    async def reshape(self, request: web.Request) -> web.Response:
+        """Another tp, pp, or number of workers for a running task. 400 says which field is wrong."""
+        task = self._task(request)
+        event = asked_for(self._coordinator.state, task, await _body(request, ReshapeOrder))
+        return await self._append(event, {name: getattr(event, name) for name in event.__struct_fields__}, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:
         """No new workers for a node; with drain, those that it has move away at an iteration boundary."""
@@ -220,6 +226,13 @@ class Api:
         order = await _body(asked, FaultOrder)
         event = ordered(order, self._coordinator.state, allowed=self._config.injection)
         return await self._append(event, {"node": event.node, "worker": event.fault.worker}, 202)
+
+    def _task(self, asked: web.Request) -> Task:
+        name = asked.match_info["task"]
+        task = self._coordinator.state.tasks.get(name)
+        if task is None or task.status is not TaskStatus.ACTIVE:
+            raise Refused(404, f"task: {name} is not active; see `unicronctl tasks`")
+        return task
 
     def _node(self, asked: web.Request) -> str:
         name = asked.match_info["node"]

@@ -89,6 +89,10 @@ class Client:
         """Cancel a task; {"task", "seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/cancel", body={"reason": reason})
 
+    def reshape(self, task: str, order: dict[str, Any]) -> dict[str, Any]:
+        """Ask for another layout (unicrond.reshape_order.ReshapeOrder); the request in full, and {"seq"}."""
+        return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/reshape", body=order)
+
     def cordon(self, node: str, *, drain: bool, reason: str) -> dict[str, Any]:
         """No new workers for the node (drain: nor those that it has); {"node", "seq"}."""
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/cordon", body={"drain": drain, "reason": reason})

@@ -210,6 +210,16 @@ def cancel(options: argparse.Namespace) -> None:
     _say(options, answer, f"task {options.task} is cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
 
 
+def reshape(options: argparse.Namespace) -> None:
+    """Another layout for a task."""
+    fields = ("tp", "pp", "min_workers", "max_workers", "reason")
+    order = {name: value for name in fields if (value := getattr(options, name)) is not None}
+    answer = client_of(options).reshape(options.task, order)
+    form = f"tp {answer.get('tp')}, pp {answer.get('pp')}"
+    workers = f"{answer.get('min_workers')} to {answer.get('max_workers')} workers"
+    _say(options, answer, f"task {options.task} is to have {form} and {workers}, from sequence {answer.get('seq')} on")
+
+
 def cordon(options: argparse.Namespace) -> None:
     """No new workers for a node."""
     answer = client_of(options).cordon(options.node, drain=False, reason=options.reason)
@@ -372,6 +382,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "plan": plan,
     "submit": submit,
     "cancel": cancel,
+    "reshape": reshape,
     "cordon": cordon,
     "drain": drain,
     "uncordon": uncordon,

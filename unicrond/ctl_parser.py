@@ -57,6 +57,7 @@ def parser() -> Parser:
     _add(commands, "nodes", "the nodes, and what runs on them", "nodes", "nodes --json")
     _add(commands, "tasks", "the tasks and their progress", "tasks")
     _add_submit_and_cancel(commands)
+    _add_reshape(commands)
     _add_node_control(commands)
     _add_inject(commands)
     _add_logs(commands)
@@ -105,6 +106,25 @@ def _add_submit_and_cancel(commands: Commands) -> None:
     cancel = _add(commands, "cancel", "end a task; its checkpoints stay", "cancel big --reason 'wrong data'")
     cancel.add_argument("task", metavar="TASK")
     cancel.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
+
+
+def _add_reshape(commands: Commands) -> None:
+    reshape = _add(
+        commands,
+        "reshape",
+        "another layout or size for a running task; it goes on from where it stands (docs/transition.md)",
+        "reshape big --tp 2 --pp 1",
+        "reshape big --max-workers 4",
+    )
+    reshape.add_argument("task", metavar="TASK")
+    for flag, text in (
+        ("--tp", "tensor parallel size (default: as it is)"),
+        ("--pp", "pipeline parallel size (default: as it is)"),
+        ("--min-workers", "default: the present one, in whole replicas"),
+        ("--max-workers", "default: the present one, in whole replicas"),
+    ):
+        reshape.add_argument(flag, type=_positive, metavar="N", help=text)
+    reshape.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
 
 
 def _add_node_control(commands: Commands) -> None:
@@ -215,5 +235,5 @@ def _count(text: str) -> int:
 
 def _positive(text: str) -> int:
     if not _count(text):
-        raise argparse.ArgumentTypeError("0 bytes are nothing; give 1 or more")
+        raise argparse.ArgumentTypeError("0 is none; give 1 or more")
     return int(text)

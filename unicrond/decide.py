@@ -23,6 +23,8 @@ A task's membership changes for four reasons:
   the group broke, all live   -> urgent, same members (SEV3 reattempt in place)
   nobody has state            -> all that are ready; state from a checkpoint, or from the seed
   the plan says otherwise     -> planned, at an iteration boundary, when all newcomers are ready
+  it is to have another tp, pp -> planned, with no members at all: all hand over at an iteration boundary and park.
+                                 When the last has ended the task is described anew, and planned for.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from unicrond.planning.placement import Shape, place
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy
+from unicrond.reshaping import is_in_place
 from unicrond.severity import RESPONSE
 from unicrond.state import (
     ClusterState,
@@ -128,7 +131,9 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
             batch.add(plan)
     unsettled = [task for task in state.tasks.values() if not _settled(state, task)]
     for task in unsettled:
-        if task.status is TaskStatus.ACTIVE:
+        if task.status is TaskStatus.ACTIVE and task.reshape is not None:
+            _reshape(batch, task, task.reshape)
+        elif task.status is TaskStatus.ACTIVE:
             _regroup(batch, task, fresh)
             if fresh:
                 _staff(batch, task)
@@ -294,6 +299,7 @@ def _trigger(state: ClusterState) -> str:
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
     changes = [f"node {n.name} {_why_not(n)}" for n in state.nodes.values() if n.name in planned and not n.schedulable]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
+    changes += [f"task {t.name} reshaped" for t in active_tasks(state) if t.reshaped_us > state.plan.adopted_us]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
     active = [task.name for task in active_tasks(state)]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
@@ -313,8 +319,8 @@ def _why_not(node: Node) -> str:
 # --- memberships ---------------------------------------------------------------------------------
 
 
-def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
-    """At most one new membership for the task (see the four reasons above)."""
+def _mend(batch: Batch, task: Task) -> bool:
+    """The urgent membership that a broken group asks for; whether it did."""
     current = task.membership.members if task.membership else ()
     living = reconcile.living_members(task)
     if len(living) < len(current):
@@ -324,13 +330,24 @@ def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
             gone = len(current) - len(living)
             reason = f"{gone} of {len(current)} members are gone"
             _set_membership(batch, task, survivors, urgent=True, reason=reason)
-            return
-    with_state = [m for m in living if task.workers[m.worker].status is WorkerStatus.MEMBER]
-    if with_state and _ripe(batch.state, task):
+            return True
+    if _with_state(task, living) and _ripe(batch.state, task):
         _set_membership(batch, task, living, urgent=True, reason="the group broke and all members live")
+        return True
+    return False
+
+
+def _with_state(task: Task, members: tuple[v.Member, ...]) -> list[v.Member]:
+    return [member for member in members if task.workers[member.worker].status is WorkerStatus.MEMBER]
+
+
+def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
+    """At most one new membership for the task (see the reasons above)."""
+    if _mend(batch, task) or not fresh:
         return
-    if not fresh:
-        return
+    current = task.membership.members if task.membership else ()
+    living = reconcile.living_members(task)
+    with_state = _with_state(task, living)
     staff = reconcile.staffing(batch.state, task)
     if staff.starting:
         return
@@ -355,8 +372,32 @@ def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
     _set_membership(batch, task, target, urgent=False, reason=reason)
 
 
+def _reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
+    """The next step of a task to another layout: hand over and park, end, be described anew."""
+    if is_in_place(task.spec, asked) or task.at_rest:
+        fields = ("task", "tp", "pp", "min_workers", "max_workers", "reason")
+        batch.add(v.TaskReshaped(**{name: getattr(asked, name) for name in fields}))
+        return
+    if _mend(batch, task):
+        return
+    members = task.membership.members if task.membership else ()
+    with_state = _with_state(task, reconcile.living_members(task))
+    if task.leavers or (with_state and not task.confirmed):
+        return  # on the way from one group to the next
+    if members and with_state:
+        before, after = (f"tp {form.tp}, pp {form.pp}" for form in (task.spec, asked))
+        _set_membership(batch, task, (), urgent=False, reason=f"{before} is to be {after}: all leave", handover=True)
+        return
+    broken = reconcile.staffing(batch.state, task).broken  # those end anyway, as those that have parked do
+    for worker in task.workers.values():
+        if worker.can_train and worker.replica not in broken:
+            batch.stop(task, worker, "the task is to have another layout")
+
+
 def _settled(state: ClusterState, task: Task) -> bool:
     """Nothing is to be done for the task: in a large cluster this is nearly every one."""
+    if task.reshape is not None:
+        return False
     return task.status is TaskStatus.ACTIVE and reconcile.staffing(state, task).settled and not _ripe(state, task)
 
 
@@ -372,7 +413,9 @@ def _ripe(state: ClusterState, task: Task) -> bool:
     )
 
 
-def _set_membership(batch: Batch, task: Task, members: tuple[v.Member, ...], *, urgent: bool, reason: str) -> None:
+def _set_membership(
+    batch: Batch, task: Task, members: tuple[v.Member, ...], *, urgent: bool, reason: str, handover: bool = False
+) -> None:
     state = batch.state
     generation = task.generation + 1
     # A newcomer to a live group has no state; where nobody has any, all are joiners.
@@ -408,6 +451,7 @@ def _set_membership(batch: Batch, task: Task, members: tuple[v.Member, ...], *, 
                 store=store,
                 peers=peers,
                 mtbf_us=mtbf_us,
+                handover=handover,
             )
         )
 

@@ -49,7 +49,9 @@ def peers(state: ClusterState, task: Task) -> tuple[v.MemoryService, ...]:
     """The targets, and all others to ask for the state."""
     keepers = [state.nodes.get(kept.node) for kept in newest_first(task)]
     known = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
-    return tuple(dict.fromkeys([*targets(serving(state), task.name), *known]))[:PEERS_MAX]
+    # All shards must be within reach, where they are to be put together anew.
+    most = max([PEERS_MAX, *(COPIES + kept.shards for kept in task.kept.values())])
+    return tuple(dict.fromkeys([*targets(serving(state), task.name), *known]))[:most]
 
 
 def peers_are_stale(serving: Serving, task: Task) -> bool:
@@ -65,16 +67,17 @@ def newest_first(task: Task) -> list[KeptState]:
 
 def nearest(state: ClusterState, task: Task) -> str:
     """In words: what the task would start from if nobody had state."""
-    shards: dict[int, KeptState] = {}
-    nodes: dict[str, None] = {}
+    layouts: dict[int, dict[int, KeptState]] = {}
     for kept in newest_first(task):
         node = state.nodes.get(kept.node)
         if node is not None and node.status is NodeStatus.UP:
-            shards.setdefault(kept.shard, kept)
-            nodes.setdefault(kept.node)
-    if len(shards) == task.spec.replica_workers:
-        iteration = min(kept.iteration for kept in shards.values())
+            layouts.setdefault(kept.shards or task.spec.replica_workers, {}).setdefault(kept.shard, kept)
+    whole = [list(shards.values()) for count, shards in layouts.items() if len(shards) == count]
+    if whole:
+        kept_now = max(whole, key=lambda shards: min(kept.iteration for kept in shards))
+        iteration = min(kept.iteration for kept in kept_now)
         if iteration >= task.checkpoint_iteration:
+            nodes = dict.fromkeys(kept.node for kept in kept_now)
             return f"the memory of {' or '.join(nodes)} (iteration {iteration} or later)"
     if task.checkpoint_iteration:
         return f"the checkpoint of iteration {task.checkpoint_iteration}, if it is valid"

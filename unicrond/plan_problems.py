@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 from unicrond import reconcile
 from unicrond.last_answer import kept_while_equal
+from unicrond.planning.placement import Shape
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.situation import NodeLoad, Situation
 from unicrond.policy import Policy
@@ -114,11 +115,11 @@ def healthy_problem_of(state: ClusterState) -> Problem:
 
 
 def present_replicas(state: ClusterState, task: Task) -> list[tuple[str, ...]]:
-    """The replicas that the plan gives the task now; those on a cordoned node only while they live."""
+    """The replicas that the plan gives the task now; those on a cordoned node only while they live. Of a task that has
+    been reshaped since, those that have its present shape."""
     assignment = state.plan.assignments.get(task.name)
-    replicas = [
-        nodes for nodes in (assignment.replicas if assignment else ()) if len(nodes) == task.spec.replica_workers
-    ]
+    shape = Shape(task.spec.tp, task.spec.pp)
+    replicas = [nodes for nodes in (assignment.replicas if assignment else ()) if shape.fits(nodes)]
     if any(state.nodes[node].cordoned for nodes in replicas for node in nodes):
         for nodes in reconcile.staffing(state, task).missing:
             if nodes in replicas and any(state.nodes[node].cordoned for node in nodes):

@@ -15,7 +15,16 @@ from typing import Any
 
 import msgspec
 
-from events.vocabulary import Fault, HangSuspected, Member, MemoryService, StoreAddress, TaskAssignment, TaskSpec
+from events.vocabulary import (
+    Fault,
+    HangSuspected,
+    Member,
+    MemoryService,
+    ReshapeRequested,
+    StoreAddress,
+    TaskAssignment,
+    TaskSpec,
+)
 from unicrond.ledger import Ledger
 
 
@@ -136,6 +145,7 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     origin: str
     size_bytes: int
+    shards: int = 0
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +163,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `timings`: microseconds per iteration by the last TIMINGS_MAX reports of the present generation, its first
     WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were measured (waf.py).
     `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
+    `reshape`: the layout that it is asked to have (reshaping.py); `reshaped_us`: when it last got another; then
+    `submitted_seq` is the number of that event, since when it is what it is.
     """
 
     spec: TaskSpec
@@ -181,6 +193,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     warm: int = 0
     measured: dict[str, int] = {}
     transition_us: int = 0
+    reshape: ReshapeRequested | None = None
+    reshaped_us: int = 0
     peers: tuple[MemoryService, ...] = ()
     kept: dict[str, KeptState] = {}
     params_digest: str = ""

@@ -26,6 +26,7 @@ def captured(turn: Turn, task: str, capture: Captured) -> None:
             generation=capture.generation,
             origin=turn.config.node,
             size_bytes=capture.size_bytes,
+            shards=capture.shards,
             duration_us=capture.duration_us,
         ),
     )
@@ -67,6 +68,7 @@ def tell_held(turn: Turn, held: Held) -> None:
             generation=held.generation,
             origin=held.origin,
             size_bytes=held.size_bytes,
+            shards=held.shards,
             duration_us=held.duration_us,
         )
     )

@@ -1,6 +1,6 @@
 """Checkpoints on storage: the farthest source of state, and the only one that outlives all nodes.
 
-    <dir>/iteration-00000120/manifest.json     task, iteration, generation; per shard its files and what lies where
+    <dir>/iteration-00000120/manifest.json     task, iteration, generation, tp, pp; per shard files and what lies where
     <dir>/iteration-00000120/shard-0/          torch's distributed-checkpoint format: .metadata, __0_0.distcp
 
 Rules
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from agents.trainer.state import BadState, flatten, shapes, unflatten
 from agents.trainer.state_bytes import check, named
 
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"^iteration-([0-9]{8,})$")
 _DRAFT = re.compile(r"^\.draft-([0-9]{8,})-")
 _MANIFEST = "manifest.json"
@@ -73,6 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task: str
     iteration: int
     generation: int
+    tp: int
+    pp: int
     shards: tuple[ShardRecord, ...]
 
     @property
@@ -90,7 +92,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be written, of which `shard` of `shards` is this one. `writer` keeps the drafts of different attempts
+    """What is to be written, of which this is `shard` of tp * pp. `writer` keeps the drafts of different attempts
     apart and is the same for all shards of one."""
 
     directory: Path
@@ -98,7 +100,8 @@ class Job:
     iteration: int
     generation: int
     shard: int
-    shards: int
+    tp: int
+    pp: int
     writer: str
     keep: int
 
@@ -115,7 +118,7 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
     record = _write_shard(draft, job.shard, tree)
     midway()
     _write_synced(draft / f"shard-{job.shard}.json", msgspec.json.encode(record))
-    records = [_record(draft, shard) for shard in range(job.shards)]
+    records = [_record(draft, shard) for shard in range(job.tp * job.pp)]
     if any(other is None for other in records) or not _is_publisher(draft):
         return None
     manifest = Manifest(
@@ -123,6 +126,8 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
         task=job.task,
         iteration=job.iteration,
         generation=job.generation,
+        tp=job.tp,
+        pp=job.pp,
         shards=tuple(other for other in records if other is not None),
     )
     _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
@@ -133,23 +138,26 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
     return Saved(final, manifest.size_bytes)
 
 
-def newest_iterations(directory: Path, task: str, shards: int) -> list[int]:
-    """Iterations of the checkpoints that look whole (manifest and sizes), newest first; others are told on stderr."""
-    found = []
+def newest_iterations(directory: Path, task: str) -> dict[int, tuple[int, int]]:
+    """Iterations of the checkpoints that look whole (manifest and sizes), newest first, and the tp and pp of each;
+    others are told on stderr."""
+    found = {}
     for iteration, path in _found(directory):
         try:
-            _manifest(path, task, iteration, shards)
+            manifest = _manifest(path, task, iteration)
         except (OSError, BadState, msgspec.MsgspecError) as error:
             print(f"checkpoint {path} is passed over: {error}", file=sys.stderr, flush=True)
         else:
-            found.append(iteration)
+            found[iteration] = manifest.tp, manifest.pp
     return found
 
 
-def load(directory: Path, task: str, iteration: int, shard: int, shards: int) -> tuple[dict[str, Any], int]:
+def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
     """One shard's tree, and the bytes that were read. Raises OSError, BadState, msgspec.MsgspecError."""
     path = directory / f"iteration-{iteration:08d}"
-    manifest = _manifest(path, task, iteration, shards)
+    manifest = _manifest(path, task, iteration)
+    if shard >= len(manifest.shards):
+        raise BadState(f"it has {len(manifest.shards)} shards, and none of number {shard}")
     record = manifest.shards[shard]
     for file in record.files:
         if _digest(path / file.name) != file.blake2b:
@@ -173,12 +181,12 @@ def _found(directory: Path) -> list[tuple[int, Path]]:
     return sorted(named_so, reverse=True)
 
 
-def _manifest(path: Path, task: str, iteration: int, shards: int) -> Manifest:
+def _manifest(path: Path, task: str, iteration: int) -> Manifest:
     manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
     if (manifest.format, manifest.task, manifest.iteration) != (FORMAT, task, iteration):
         raise BadState(f"its manifest is of task {manifest.task}, iteration {manifest.iteration}")
-    if len(manifest.shards) != shards:
-        raise BadState(f"it has {len(manifest.shards)} shards, this task has tp * pp = {shards}")
+    if len(manifest.shards) != manifest.tp * manifest.pp:
+        raise BadState(f"it has {len(manifest.shards)} shards, of tp * pp = {manifest.tp} * {manifest.pp}")
     for number, record in enumerate(manifest.shards):
         for file in record.files:
             if Path(file.name).parts[:-1] != (f"shard-{number}",):

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from agents.trainer import context, randomness, transfer
@@ -41,12 +42,14 @@ from agents.trainer.detection import Detection
 from agents.trainer.faults import NanLoss
 from agents.trainer.group import Broken, Group, Superseded
 from agents.trainer.injection import Point
+from agents.trainer.layout import layout_of
 from agents.trainer.ledger import Account, Ledger, Total
 from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Taken
 from agents.trainer.randomness import seed_all
 from agents.trainer.reduction import Reduction
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.rendezvous import LeftOut, Rendezvous, Seat, Stranded
+from agents.trainer.resharding import NoLayout, reshard
 from agents.trainer.sampling import Sampling, work_seed
 from agents.trainer.saving import Saving
 from agents.trainer.sources import Candidate, Sources, newest, ordered
@@ -152,6 +155,10 @@ class Hook:
         here = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         spec = here.launch.spec
+
+        def layout() -> object:
+            return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
+
         accumulation = Accumulation(
             (parameter for module in models for parameter in module.parameters()),
             exact=spec.accumulation == "exact",
@@ -159,7 +166,7 @@ class Hook:
         )
         hook = Hook(
             _context=here,
-            _state=(state := TrainingState(models, optimizer, scheduler, randomness)),
+            _state=(state := TrainingState(models, optimizer, scheduler, randomness, layout)),
             _saving=Saving(here, state),
             _sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
             _accumulation=accumulation,
@@ -373,11 +380,14 @@ class Hook:
                 iteration, duration_us / 1e6, self._loss, self._membership, leads=self._in_lead_replica()
             )
 
-    def _save_and_wait(self) -> None:
-        """Have the last committed iteration on storage; all shards of the replica take part."""
+    def _save_and_wait(self, *, handover: bool = False) -> None:
+        """Have the last committed iteration on storage; all shards of the replica take part. `handover`: memory will
+        do, where it has room."""
         if self._ledger.iteration > 1:
             self._context.phase = "checkpoint"
-            self._saving.save_and_wait(self._ledger.iteration - 1, self._context.generation, self._loss)
+            last = self._ledger.iteration - 1, self._context.generation, self._loss
+            if not (handover and self._saving.capture_and_wait(*last)):
+                self._saving.save_and_wait(*last)
 
     def _complete(self) -> None:
         """Let the lead save and say that the task is complete; leave together."""
@@ -506,7 +516,7 @@ class Hook:
         assert self._membership is not None
         started, rank = time.monotonic(), group.rank
         tried: list[str] = []
-        sources = Sources(self._context, self._saving.memory, self._membership.peers)
+        sources = Sources(self._context, self._saving.memory, self._membership.peers, self._resharded)
         row = sources.row(is_first=rank == 0)
         rows = self._rendezvous.together(partial(_gathered, group, row))
         for candidate in ordered(rows):
@@ -516,7 +526,8 @@ class Hook:
             answers = self._rendezvous.together(partial(_gathered, group, [taken]))
             if answers[candidate.rank][0]:
                 if candidate.rank == rank:
-                    self._tell_taken(candidate.kind, taken, started, tried, newest(rows, "checkpoint"))
+                    stored = newest(rows, "checkpoint")
+                    self._tell_taken(candidate.kind, taken, started, tried, stored, sources.resharded_from)
                 return candidate.rank
         if rank == 0:
             self._origin = "init"
@@ -525,13 +536,19 @@ class Hook:
         return 0
 
     def _take(self, sources: Sources, candidate: Candidate, tried: list[str]) -> int:
-        """Live in the candidate's state, if it is sound for all shards; its size in bytes, 0 if it is not."""
+        """Live in the candidate's state, if it is sound for all shards; its size in bytes, 0 if it is not.
+
+        Raises NoLayout where it can never be taken over by this layout: to begin from the seed instead would throw
+        away a training that nobody asked to end.
+        """
         tree: dict[str, Any] | None = None
         size_bytes, reason = 0, "another shard of the replica could not take it"
         try:
             loaded, size_bytes = sources.load(candidate)
             self._state.require_fitting(loaded)
             tree = loaded
+        except NoLayout:
+            raise
         except BadState as error:
             reason = str(error)
         if self._context.replica.all_true(tree is not None) and tree is not None:
@@ -541,6 +558,10 @@ class Hook:
         tried.append(f"{candidate}: {reason}"[:1024])
         print(f"{self._context.launch.worker}: no state from {tried[-1]}", flush=True)
         return 0
+
+    def _resharded(self, shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """This shard's state, from all those of another layout."""
+        return reshard(self._state.capture(0, 0.0), shards)
 
     def _live_in(self, tree: dict[str, Any]) -> None:
         iteration, self._loss = self._state.restore(tree)
@@ -554,7 +575,8 @@ class Hook:
         self._has_state = True
 
     def _tell_taken(
-        self, source: Origin, size_bytes: int, started: float, tried: Sequence[str] = (), storage_iteration: int = 0
+        self, source: Origin, size_bytes: int, started: float, tried: Sequence[str] = (), storage_iteration: int = 0,
+        resharded_from: str = "",
     ) -> None:  # fmt: skip
         assert self._membership is not None
         iteration = self._ledger.iteration - 1
@@ -569,6 +591,7 @@ class Hook:
                 tried=tuple(tried),
                 storage_iteration=storage_iteration,
                 saved_us=int(max(0, iteration - storage_iteration) * self._pace_s * 1e6) if nearer else 0,
+                resharded_from=resharded_from,
             )
         )
 
@@ -588,11 +611,12 @@ class Hook:
 
     def _park(self, target: Membership) -> NoReturn:
         """This worker is no longer a member: say so, and wait to be ended. Its last group stays open, see
-        `rendezvous.py`. Where nobody stays, the lead's replica is the last that can save the state."""
+        `rendezvous.py`. Where nobody stays, the lead's replica is the last that can save the state: to memory, where
+        others are about to take it from there, else to storage."""
         present = () if self._membership is None else self._membership.members
         staying = {member.worker for member in present}.intersection(member.worker for member in target.members)
         if self._has_state and not staying and self._in_lead_replica():
-            self._save_and_wait()
+            self._save_and_wait(handover=target.handover)
         self._context.channel.send(Parked(generation=target.generation, iteration=max(0, self._ledger.iteration - 1)))
         self._context.channel.wait(lambda: False)
         raise QuitAsked

@@ -5,8 +5,8 @@ Rules
 * The memory is a memfd that the fork server holds; workers and the agent open it by its path under /proc. It goes
   with the fork server, so nothing of it can be left behind.
 * A page of heads, then two slots. A writer takes the slot that does not hold the newest state: it voids its head,
-  writes the payload, and seals it with a head that names iteration, generation, size and blake2b of the payload,
-  and carries a digest of its own. Who is killed half-way leaves a void head: the other slot is untouched.
+  writes the payload, and seals it with a head that names iteration, generation, tp, pp, size and blake2b of the
+  payload, and carries a digest of its own. Who is killed half-way leaves a void head: the other slot is untouched.
 * Readers believe a head whose digest is right, and a payload that has the digest its head names.
 * A slot is locked while it is written (exclusively) or read (shared), by open file description, so that the kernel
   lifts the locks of the dead. Nobody waits for a lock: a writer that finds its slot taken has no turn.
@@ -28,10 +28,10 @@ from hashlib import blake2b
 
 import msgspec
 
-_MAGIC = b"unicrnM1"
+_MAGIC = b"unicrnM2"
 _PAGE_BYTES = 4096
 _HEAD_STRIDE = 1024
-_HEAD = struct.Struct("<8sQQQQ32s")
+_HEAD = struct.Struct("<8sQQQQII32s")
 _DIGEST_BYTES = 32
 _FLOCK = struct.Struct("hhqqi4x")
 _SLOTS = (0, 1)
@@ -42,12 +42,19 @@ class TooLarge(Exception):
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a sealed slot holds: the state after `iteration`, reduced under `generation`."""
+    """What a sealed slot holds: the state after `iteration`, reduced under `generation`, by a replica of tp * pp."""
 
     iteration: int
     generation: int
     size_bytes: int
     digest: bytes
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """tp and pp."""
+        return self.tp, self.pp
 
 
 def digest_of(payload: bytes | memoryview) -> bytes:
@@ -97,11 +104,13 @@ class Memory:
         return next(iter(self.heads()), None)
 
     @contextmanager
-    def reading(self, iteration: int) -> Iterator[tuple[Head, memoryview] | None]:
-        """The sealed state after `iteration`, kept from being overwritten; None where there is none, or it is being
-        overwritten. Its digest is for the reader to check (`digest_of`)."""
+    def reading(
+        self, iteration: int, layout: tuple[int, int] | None = None
+    ) -> Iterator[tuple[Head, memoryview] | None]:
+        """The sealed state after `iteration` (of that tp and pp, where they are given), kept from being overwritten;
+        None where there is none, or it is being overwritten. Its digest is for the reader to check (`digest_of`)."""
         for slot, found, _ in self._sealed():
-            if found.iteration == iteration and self._lock(slot, fcntl.F_RDLCK):
+            if found.iteration == iteration and layout in (None, found.layout) and self._lock(slot, fcntl.F_RDLCK):
                 try:
                     # Only what is read under the lock holds.
                     again = next(((h, at) for s, h, at in self._sealed() if s == slot and h == found), None)
@@ -163,9 +172,9 @@ class Memory:
             start = slot * _HEAD_STRIDE
             packed = bytes(mapped[start : start + _HEAD.size])
             own = bytes(mapped[start + _HEAD.size : start + _HEAD.size + _DIGEST_BYTES])
-            magic, iteration, generation, size_bytes, at, digest = _HEAD.unpack(packed)
+            magic, iteration, generation, size_bytes, at, tp, pp, digest = _HEAD.unpack(packed)
             if magic == _MAGIC and own == digest_of(packed) and at + size_bytes <= len(mapped):
-                found.append((slot, Head(iteration, generation, size_bytes, digest), at))
+                found.append((slot, Head(iteration, generation, size_bytes, digest, tp, pp), at))
         return sorted(found, key=lambda entry: (entry[1].generation, entry[1].iteration), reverse=True)
 
     def _void(self, slot: int) -> None:
@@ -173,7 +182,7 @@ class Memory:
         self._mapped()[start : start + _HEAD_STRIDE] = bytes(_HEAD_STRIDE)
 
     def _seal(self, slot: int, at: int, head: Head) -> None:
-        packed = _HEAD.pack(_MAGIC, head.iteration, head.generation, head.size_bytes, at, head.digest)
+        packed = _HEAD.pack(_MAGIC, head.iteration, head.generation, head.size_bytes, at, head.tp, head.pp, head.digest)
         start = slot * _HEAD_STRIDE
         self._mapped()[start : start + _HEAD.size + _DIGEST_BYTES] = packed + digest_of(packed)
 
@@ -194,13 +203,16 @@ class Draft:
         self._at = at
         self.view = view
 
-    def seal(self, iteration: int, generation: int, digest: bytes | None = None) -> Head:
-        """Make it the newest state. `digest`: what the view must have (it came from elsewhere); ValueError if not."""
+    def seal(
+        self, iteration: int, generation: int, digest: bytes | None = None, layout: tuple[int, int] = (1, 1)
+    ) -> Head:
+        """Make it the newest state. `digest`: what the view must have (it came from elsewhere); ValueError if not.
+        `layout`: tp and pp of the replica whose shard it is."""
         found = digest_of(self.view)
         if digest is not None and digest != found:
             self.abandon()
             raise ValueError("the payload does not have the digest that it was announced with")
-        head = Head(iteration, generation, len(self.view), found)
+        head = Head(iteration, generation, len(self.view), found, *layout)
         self._memory._seal(self._slot, self._at, head)
         self.abandon()
         return head

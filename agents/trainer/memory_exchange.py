@@ -2,7 +2,7 @@
 
 A connection carries one request and its answer, each a frame (`framing.py`) and, where a state goes with it, its bytes:
 
-    Ask    ->  Holds                       which states of the shard the node keeps
+    Ask    ->  Holds                       which states of the task the node keeps
     Fetch  ->  Fetched, bytes              one of them
     Push   ->  Accepted; bytes -> Stored   a copy, to be kept there
            ->  Refused                     anything else: the reason
@@ -29,6 +29,8 @@ CONNECT_TIMEOUT_S = 2.0
 SILENCE_TIMEOUT_S = 10.0
 _FRAME_MAX_BYTES = 64 * 1024
 _CHUNK_BYTES = 1 << 20
+#: tp or pp, as a head has room for.
+Degree: TypeAlias = Annotated[int, Meta(ge=1, lt=2**32)]
 Digest: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -39,28 +41,38 @@ class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     generation: Count
     size_bytes: Count
     digest: Digest
+    tp: Degree
+    pp: Degree
 
     @staticmethod
     def of(head: Head) -> HeadOf:
-        return HeadOf(
-            iteration=head.iteration, generation=head.generation, size_bytes=head.size_bytes, digest=head.digest
-        )
+        return HeadOf(**msgspec.structs.asdict(head))
 
     def head(self) -> Head:
-        return Head(self.iteration, self.generation, self.size_bytes, self.digest)
+        return Head(**msgspec.structs.asdict(self))
+
+
+class HeldShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is kept of one shard, newest first."""
+
+    shard: Count
+    heads: tuple[HeadOf, ...]
 
 
 class Ask(Message, frozen=True, kw_only=True):
     token: Text
     task: Name
-    shard: Count
 
 
 class Fetch(Message, frozen=True, kw_only=True):
+    """One of the states that were told: the shard's, of a replica of tp * pp, after `iteration`."""
+
     token: Text
     task: Name
     shard: Count
     iteration: Count
+    tp: Degree
+    pp: Degree
 
 
 class Push(Message, frozen=True, kw_only=True):
@@ -74,7 +86,7 @@ class Push(Message, frozen=True, kw_only=True):
 
 
 class Holds(Message, frozen=True, kw_only=True):
-    heads: tuple[HeadOf, ...]
+    shards: tuple[HeldShard, ...]
 
 
 class Fetched(Message, frozen=True, kw_only=True):
@@ -104,20 +116,22 @@ class NoAnswer(Exception):
     """The node cannot be reached, refuses, or does not keep its word. The text says which."""
 
 
-def ask(service: MemoryService, task: str, shard: int) -> list[Head]:
-    """What the node keeps of the shard, newest first. Raises NoAnswer."""
+def ask(service: MemoryService, task: str) -> dict[int, list[Head]]:
+    """What the node keeps of the task, by shard, newest first. Raises NoAnswer."""
     with _connected(service) as connection:
-        say(connection, Ask(token=service.token, task=task, shard=shard))
-        return [head.head() for head in _answer(connection, Holds).heads]
+        say(connection, Ask(token=service.token, task=task))
+        return {held.shard: [head.head() for head in held.heads] for held in _answer(connection, Holds).shards}
 
 
 class Fetching:
     """One state on its way here: its head is known, then `receive` takes the bytes. Raises NoAnswer."""
 
-    def __init__(self, service: MemoryService, task: str, shard: int, iteration: int) -> None:
+    def __init__(self, service: MemoryService, task: str, shard: int, iteration: int, layout: tuple[int, int]) -> None:
         self._connection = _connected(service)
+        tp, pp = layout
         try:
-            say(self._connection, Fetch(token=service.token, task=task, shard=shard, iteration=iteration))
+            wanted = Fetch(token=service.token, task=task, shard=shard, iteration=iteration, tp=tp, pp=pp)
+            say(self._connection, wanted)
             self.head = _answer(self._connection, Fetched).head.head()
         except BaseException:
             self._connection.close()

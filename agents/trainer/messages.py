@@ -76,7 +76,8 @@ class Regrouped(Message, frozen=True, kw_only=True):
 class Parked(Message, frozen=True, kw_only=True):
     """Left the group at an iteration boundary for a membership without this worker; waits for Quit.
 
-    Where no present member stays in the new membership, the lead saves a checkpoint before it parks.
+    Where no present member stays in the new membership, the lead saves before it parks: to storage, or where the
+    membership says `handover`, to the nodes' memory.
     """
 
     generation: Count
@@ -141,12 +142,16 @@ class Saved(Message, frozen=True, kw_only=True):
 
 
 class Captured(Message, frozen=True, kw_only=True):
-    """The node's memory holds the state after `iteration`; training stood still for `duration_us`."""
+    """The node's memory holds the state after `iteration`; training stood still for `duration_us`.
+
+    `shards`: how many make up a replica of this layout.
+    """
 
     shard: Count
     iteration: Count
     generation: Count
     size_bytes: Count
+    shards: Count
     duration_us: Count
 
 
@@ -161,6 +166,7 @@ class Taken(Message, frozen=True, kw_only=True):
     tried: tuple[Text, ...]
     storage_iteration: Count
     saved_us: Count
+    resharded_from: Text
 
 
 class Completed(Message, frozen=True, kw_only=True):
@@ -177,7 +183,7 @@ class Completed(Message, frozen=True, kw_only=True):
 class Membership(Message, frozen=True, kw_only=True):
     """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
-    `peers`, `mtbf_us`: see events.vocabulary.SetMembership.
+    `peers`, `mtbf_us`, `handover`: see events.vocabulary.SetMembership.
     """
 
     generation: Positive
@@ -187,6 +193,7 @@ class Membership(Message, frozen=True, kw_only=True):
     store: StoreAddress
     peers: tuple[MemoryService, ...] = ()
     mtbf_us: Count = 0
+    handover: bool = False
 
 
 class Quit(Message, frozen=True, kw_only=True):

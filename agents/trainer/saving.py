@@ -175,7 +175,8 @@ class Saving:
         midway: Callable[[], None],
     ) -> Future[None] | None:  # fmt: skip
         """In the sealing thread."""
-        head = draft.seal(iteration, generation)
+        spec = self._context.launch.spec
+        head = draft.seal(iteration, generation, layout=(spec.tp, spec.pp))
         source = self.memory or self._private
         if self.memory is not None:
             self._context.channel.send(
@@ -184,6 +185,7 @@ class Saving:
                     iteration=iteration,
                     generation=generation,
                     size_bytes=head.size_bytes,
+                    shards=spec.replica_workers,
                     duration_us=int(cost_s * 1e6),
                 )
             )
@@ -205,6 +207,21 @@ class Saving:
                 self._write(job, read(view, copy=False), midway)
             except (OSError, BadState) as error:
                 print(f"{self._context.launch.worker}: no checkpoint of {job.iteration}: {error}", file=sys.stderr)
+
+    def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
+        """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.
+
+        False where that cannot be: no memory or no room, the task wants none, or somebody reads the slot.
+        """
+        self._settle()
+        wanted = self.memory is not None and self._to_memory.every != 0
+        if not self._context.replica.all_true(wanted):
+            return False
+        if not self._context.replica.all_true(self._to_memory.last == iteration):
+            self._capture(iteration, loss, generation, to_storage=False)
+            self._settle()
+        newest = None if self.memory is None else self.memory.newest()
+        return self._context.replica.all_true(newest is not None and newest.iteration == iteration)
 
     # --- storage ---------------------------------------------------------------------------------
 
@@ -255,7 +272,8 @@ class Saving:
             iteration=iteration,
             generation=generation,
             shard=replica.shard,
-            shards=replica.size,
+            tp=launch.spec.tp,
+            pp=launch.spec.pp,
             writer=f"{launch.replica}-{generation}",
             keep=launch.spec.checkpoint.keep,
         )

@@ -7,6 +7,8 @@ Rules
 * The newest iteration first: nothing is trained again that anybody still has. Of the same iteration the nearest:
   memory here, memory of another node, storage. (What is nearer is saved to more often, so it is newer as well,
   unless it was left behind by a task that has moved away since.)
+* A state of another layout (tp, pp) than the task has now is as good as one of its own: it is there where all shards of
+  that layout are found, on whatever nodes, this one among them; each new shard puts its own together (`resharding.py`).
 * A state is believed when its digest is right, its names, shapes and dtypes fit, and every number is finite, for all
   shards. If not, the next candidate is tried. With none left, training begins from the seed.
 """
@@ -15,8 +17,9 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -26,12 +29,16 @@ from agents.trainer import checkpoint, memory_exchange
 from agents.trainer.context import Context
 from agents.trainer.memory import Head, Memory, digest_of
 from agents.trainer.memory_exchange import Fetching, NoAnswer
+from agents.trainer.resharding import NoLayout
 from agents.trainer.state import BadState
 from agents.trainer.state_bytes import read
 from events.vocabulary import MemoryService
 
 Kind: TypeAlias = Literal["memory", "peer", "checkpoint"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+#: tp and pp.
+Degrees: TypeAlias = tuple[int, int]
+Tree: TypeAlias = dict[str, Any]
 #: How many iterations of each kind are told; a slot more of storage than is usually kept.
 TOLD: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
 ROW_WORDS = sum(TOLD.values())
@@ -85,30 +92,44 @@ def split(row: Sequence[int]) -> dict[Kind, list[int]]:
 
 
 class Sources:
-    """One shard's way to the state. `memory`: its node's."""
+    """One shard's way to the state. `memory`: its node's. `reshard`: this shard's state from all of another layout."""
 
-    def __init__(self, context: Context, memory: Memory | None, peers: tuple[MemoryService, ...]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        memory: Memory | None,
+        peers: tuple[MemoryService, ...],
+        reshard: Callable[[Iterable[Tree]], Tree],
+    ) -> None:
         self._context = context
         self._memory = memory
-        self._peers = [peer for peer in peers if peer.node != context.launch.node]
-        self._held: dict[int, MemoryService] = {}
+        self._peers = peers
+        self._reshard = reshard
+        self._layout: Degrees = (context.launch.spec.tp, context.launch.spec.pp)
+        #: By iteration, who has which shard, and in which layout: of this one where there is a choice.
+        self._held: dict[int, tuple[Degrees, dict[int, MemoryService]]] = {}
+        self._stored: dict[int, Degrees] = {}
+        #: Of what was loaded last: its layout where that is another than the task's, else "".
+        self.resharded_from = ""
 
     def row(self, *, is_first: bool) -> list[int]:
         """What this replica has to offer. All its shards call this. `is_first`: it is member 0's."""
-        told: dict[Kind, list[int]] = {"memory": [] if self._memory is None else _iterations(self._memory.heads())}
+        heads = [] if self._memory is None else self._memory.heads()
+        told: dict[Kind, list[int]] = {"memory": [head.iteration for head in heads if head.layout == self._layout]}
         if is_first:
             told["peer"] = self._ask_peers()
             told["checkpoint"] = self._look_at_storage()
         return row_of(self._common(told))
 
-    def load(self, candidate: Candidate) -> tuple[dict[str, Any], int]:
-        """This shard's tree, a copy of its own, and its size in bytes. Raises BadState with the reason."""
-        take: dict[Kind, Callable[[int], tuple[dict[str, Any], int]]] = {
+    def load(self, candidate: Candidate) -> tuple[Tree, int]:
+        """This shard's tree, a copy of its own, and the bytes that were read for it. Raises BadState."""
+        take: dict[Kind, Callable[[int], tuple[Tree, int]]] = {
             "memory": self._from_memory,
             "peer": self._from_peer,
             "checkpoint": self._from_storage,
         }
         try:
+            self.resharded_from = ""
             tree, size_bytes = take[candidate.kind](candidate.iteration)
         except (OSError, NoAnswer, msgspec.MsgspecError) as error:
             raise BadState(str(error)) from None
@@ -126,56 +147,89 @@ class Sources:
 
     def _ask_peers(self) -> list[int]:
         launch = self._context.launch
+        others: dict[tuple[int, Degrees], dict[int, MemoryService]] = {}
         for peer in self._peers:
             try:
-                heads = memory_exchange.ask(peer, launch.task, launch.shard)
+                kept = memory_exchange.ask(peer, launch.task)
             except NoAnswer as error:
                 print(f"{launch.worker}: no state from the memory of {peer.node}: {error}", file=sys.stderr, flush=True)
                 continue
-            for iteration in _iterations(heads):
-                self._held.setdefault(iteration, peer)
+            for shard, heads in kept.items():
+                for head in heads:
+                    if head.layout != self._layout:
+                        others.setdefault((head.iteration, head.layout), {}).setdefault(shard, peer)
+                    elif shard == launch.shard and peer.node != launch.node:
+                        self._held.setdefault(head.iteration, (head.layout, {shard: peer}))
+        for (iteration, (tp, pp)), shards in sorted(others.items()):
+            if shards.keys() == set(range(tp * pp)):
+                self._held.setdefault(iteration, ((tp, pp), shards))
         return list(self._held)
 
     def _look_at_storage(self) -> list[int]:
-        launch, replica = self._context.launch, self._context.replica
-        if not launch.spec.checkpoint.dir:
-            return []
-        return checkpoint.newest_iterations(Path(launch.spec.checkpoint.dir), launch.spec.name, replica.size)
+        spec = self._context.launch.spec
+        if spec.checkpoint.dir:
+            self._stored = checkpoint.newest_iterations(Path(spec.checkpoint.dir), spec.name)
+        return list(self._stored)
 
     # --- taking ----------------------------------------------------------------------------------
 
-    def _from_memory(self, iteration: int) -> tuple[dict[str, Any], int]:
+    def _from_memory(self, iteration: int) -> tuple[Tree, int]:
         if self._memory is None:
             raise BadState("this node keeps no memory")
-        with self._memory.reading(iteration) as found:
+        with self._memory.reading(iteration, self._layout) as found:
             if found is None:
                 raise BadState("it has been overwritten, or is being")
             return _checked(*found)
 
-    def _from_peer(self, iteration: int) -> tuple[dict[str, Any], int]:
-        launch = self._context.launch
+    def _from_peer(self, iteration: int) -> tuple[Tree, int]:
         if iteration not in self._held:
             raise BadState("no node keeps it")
-        fetching = Fetching(self._held[iteration], launch.task, launch.shard, iteration)
+        layout, shards = self._held[iteration]
+        return self._put_together(layout, lambda shard: self._fetched(shards[shard], shard, iteration, layout))
+
+    def _fetched(self, service: MemoryService, shard: int, iteration: int, layout: Degrees) -> tuple[Tree, int]:
+        fetching = Fetching(service, self._context.launch.task, shard, iteration, layout)
         if fetching.head.size_bytes > _size_limit():
             raise BadState(f"it is said to be {fetching.head.size_bytes} bytes long")
         view = memoryview(bytearray(fetching.head.size_bytes))
         fetching.receive(view)
         return _checked(fetching.head, view)
 
-    def _from_storage(self, iteration: int) -> tuple[dict[str, Any], int]:
-        spec, replica = self._context.launch.spec, self._context.replica
-        return checkpoint.load(Path(spec.checkpoint.dir), spec.name, iteration, replica.shard, replica.size)
+    def _from_storage(self, iteration: int) -> tuple[Tree, int]:
+        if iteration not in self._stored:
+            raise BadState("it is not on storage")
+        spec = self._context.launch.spec
+        load = partial(checkpoint.load, Path(spec.checkpoint.dir), spec.name, iteration)
+        return self._put_together(self._stored[iteration], load)
+
+    def _put_together(self, layout: Degrees, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
+        """This shard as it was kept; or, in another layout, all shards of that, one after the other."""
+        if layout == self._layout:
+            return shard_of(self._context.launch.shard)
+        self.resharded_from = _in_words(layout)
+        sizes_bytes: list[int] = []
+
+        def shards() -> Iterator[Tree]:
+            for shard in range(layout[0] * layout[1]):
+                tree, size_bytes = shard_of(shard)
+                sizes_bytes.append(size_bytes)
+                yield tree
+
+        try:
+            return self._reshard(shards()), sum(sizes_bytes)
+        except NoLayout as error:
+            hint = f"submit the task with {_in_words(layout)}, or under another name"
+            raise NoLayout(f"it was kept with {_in_words(layout)}, and {error}; {hint}") from None
 
 
-def _checked(head: Head, view: memoryview) -> tuple[dict[str, Any], int]:
+def _in_words(layout: Degrees) -> str:
+    return f"tp {layout[0]}, pp {layout[1]}"
+
+
+def _checked(head: Head, view: memoryview) -> tuple[Tree, int]:
     if digest_of(view) != head.digest:
         raise BadState("its bytes do not have the digest that was taken of them")
     return read(view, copy=True), head.size_bytes
-
-
-def _iterations(heads: Sequence[Head]) -> list[int]:
-    return list(dict.fromkeys(head.iteration for head in heads))
 
 
 def _size_limit() -> int:

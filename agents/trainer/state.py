@@ -10,8 +10,8 @@ Rules
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -118,18 +118,25 @@ class TrainingState:
     """The objects that make up a worker's state: Megatron's (or plain torch's) model, optimizer and scheduler.
 
     The optimizer's state has its step count and the loss scale; where the data stands follows from the iteration.
+    `layout`: how the tensors lie in the whole, as a tree, for who is to cut them anew (`resharding.py`); None where
+    that is not known.
     """
 
     models: Sequence[torch.nn.Module]
     optimizer: Any
     scheduler: Any
     generators: Generators | None = None
+    layout: Callable[[], object] = lambda: None
+    _layout: list[object] = field(default_factory=list)
 
     def capture(self, iteration: int, loss: float) -> dict[str, object]:
         """The state after `iteration` (the last committed one) as a tree that aliases the live tensors."""
+        if not self._layout:  # asked for once: it does not change, and Megatron takes its time
+            self._layout.append(self.layout())
         return {
             "iteration": iteration,
             "loss": loss,
+            "layout": self._layout[0],
             "tensors": dict(self._tensors()),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),

@@ -81,6 +81,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "disk_full": (2, 10.0, (), 1),
     "leave": (2, 10.0, (), 1),
     "cancel": (1, 0.0, (), 0),
+    "reshape": (2, 0.0, ("1 1", "2 1", "1 2"), 0),
 }
 
 
@@ -368,6 +369,14 @@ def _cordon(world: World, fault: Fault) -> None:
 
 def _cancel(world: World, fault: Fault) -> None:
     world.ask(v.TaskCancelled(task=f"t{fault.pick % 3}", reason="simulated"))
+
+
+def _reshape(world: World, fault: Fault) -> None:
+    """No fault, but no quiet either: another tp and pp, one replica or two."""
+    tp, pp = map(int, fault.how.split())
+    most = (1 + fault.pick // 3 % 2) * tp * pp
+    task = f"t{fault.pick % 3}"
+    world.ask(v.ReshapeRequested(task=task, tp=tp, pp=pp, min_workers=tp * pp, max_workers=most, reason="simulated"))
 
 
 _EFFECTS: dict[str, Callable[[World, Fault], None]] = {kind: globals()[f"_{kind}"] for kind in _KINDS}

@@ -26,7 +26,7 @@ def trained(*peers: MemoryService) -> Node:
 
 
 def capture(iteration: int) -> Captured:
-    return Captured(shard=0, iteration=iteration, generation=1, size_bytes=10, duration_us=5)
+    return Captured(shard=0, iteration=iteration, generation=1, size_bytes=10, shards=1, duration_us=5)
 
 
 def test_every_capture_is_copied_and_told_now_and_then() -> None:
@@ -55,7 +55,7 @@ def test_nowhere_to_copy_to() -> None:
 
 def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
     node = trained(service("n2"))
-    held = Held(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10)
+    held = Held(task="b", shard=1, iteration=7, generation=2, origin="n3", size_bytes=10, shards=1)
     actions = node.feed(StateHeld(held=held))
     assert not any(isinstance(action, CopyState) for action in actions)
     assert (node.of(StateKept)[0].task, node.of(StateKept)[0].origin) == ("b", "n3")
@@ -63,7 +63,7 @@ def test_a_copy_that_came_is_told_and_not_passed_on() -> None:
 
 def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     node = Node()
-    node.feed(StateHeld(held=Held(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10)))
+    node.feed(StateHeld(held=Held(task="b", shard=0, iteration=7, generation=2, origin=NODE, size_bytes=10, shards=1)))
     assert not node.appended
     node.boot()
     assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "StateKept"]
@@ -92,8 +92,9 @@ def test_where_a_worker_took_its_state_from() -> None:
             tried=("memory of iteration 10: no",),
             storage_iteration=4,
             saved_us=50,
+            resharded_from="tp 2, pp 1",
         ),
     )
     (told,) = node.of(StateTaken)
     assert (told.worker, told.source, told.iteration, told.saved_us) == ("a.1", "peer", 9, 50)
-    assert told.tried == ("memory of iteration 10: no",)
+    assert (told.tried, told.resharded_from) == (("memory of iteration 10: no",), "tp 2, pp 1")

@@ -50,16 +50,16 @@ def measure(megabytes: int, directory: Path) -> dict[str, float]:
             timed("take: memory here", lambda: (digest_of(found[1]), read(found[1], copy=True)))
 
         def from_peer() -> None:
-            fetching = Fetching(service, "t", 0, 3)
+            fetching = Fetching(service, "t", 0, 3, (1, 1))
             view = memoryview(bytearray(fetching.head.size_bytes))
             fetching.receive(view)
             assert digest_of(view) == fetching.head.digest
             read(view, copy=True)
 
         timed("take: another node's memory (loopback)", from_peer)
-    job = checkpoint.Job(directory, "t", 1, 1, 0, 1, "0-1", 2)
+    job = checkpoint.Job(directory, "t", 1, 1, 0, 1, 1, "0-1", 2)
     timed("write to storage, in a thread", lambda: checkpoint.write(job, tree))
-    timed("take: storage (page cache)", lambda: checkpoint.load(directory, "t", 1, 0, 1))
+    timed("take: storage (page cache)", lambda: checkpoint.load(directory, "t", 1, 0))
     memory.close()
     other.close()
     return spent

@@ -183,6 +183,7 @@ class Rig:
         self.exits: dict[str, int] = {}
         self.pids: dict[str, int] = {}
         self.places: dict[str, tuple[int, int]] = {}
+        self._first_replica = 0
         self.nodes: dict[str, str] = {}
         self.memories: dict[tuple[str, int], Memory] = {}
         self._memory_fds: list[int] = []
@@ -247,7 +248,8 @@ class Rig:
         """Start workers "name.number"; replica and shard follow from the order in which they are started."""
         spec = self.spec if spec is None else _replace(spec, name=self.task, checkpoint=self.spec.checkpoint)
         for worker in workers:
-            self.places[worker] = divmod(len(self.places), spec.replica_workers)
+            replica, shard = divmod(len(self.places), spec.replica_workers)
+            self.places[worker] = self._first_replica + replica, shard
             environment = {**spec.env, **({"UNICRON_FAULT": fault} if fault else {})}
             self.nodes[worker] = node
             held = self.memory(node, self.places[worker][1]) if memory else None
@@ -267,9 +269,15 @@ class Rig:
             spawn = Spawn(launch=launch, log_path=str(self.directory / f"{worker}.log"), slot=0)
             self.server.connection.sendall(frame(spawn))
 
+    def reshape(self, spec: TaskSpec) -> None:
+        """From now on workers are started for the task in that form, the next with shard 0 of a new replica."""
+        self.spec = _replace(spec, name=self.task, checkpoint=_replace(spec.checkpoint, dir=str(self.checkpoints)))
+        self._first_replica = 1 + max((replica for replica, _ in self.places.values()), default=-1)
+        self.places.clear()
+
     def tell(
         self, generation: int, workers: Sequence[str], *, joiners: Sequence[str] = (), urgent: bool = False,
-        also: Sequence[str] = (), peers: Sequence[MemoryService] = (), mtbf_us: int = 0,
+        also: Sequence[str] = (), peers: Sequence[MemoryService] = (), mtbf_us: int = 0, handover: bool = False,
     ) -> None:  # fmt: skip
         """Tell the membership to its members, to those that said Hello later as well, and to `also` (leavers)."""
         members = tuple(
@@ -284,6 +292,7 @@ class Rig:
             store=self.server.store,
             peers=tuple(peers),
             mtbf_us=mtbf_us,
+            handover=handover,
         )
         self._newest = membership
         for worker in [*workers, *also]:

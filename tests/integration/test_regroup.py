@@ -60,8 +60,9 @@ def task(data: Path, **changes: object) -> TaskSpec:
 
 def parameters(rig: Rig, size: int = 1, shard: int = 0) -> dict[str, torch.Tensor]:
     """The parameters in the newest checkpoint."""
-    newest = checkpoint.newest_iterations(rig.checkpoints, rig.task, size)[0]
-    tree, _ = checkpoint.load(rig.checkpoints, rig.task, newest, shard, size)
+    newest, layout = next(iter(checkpoint.newest_iterations(rig.checkpoints, rig.task).items()))
+    assert layout[0] * layout[1] == size
+    tree, _ = checkpoint.load(rig.checkpoints, rig.task, newest, shard)
     tensors: dict[str, torch.Tensor] = tree["tensors"]
     return tensors
 

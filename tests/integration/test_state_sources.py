@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,19 +12,16 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents.memory_regions import MemoryRegions, NoRegion
-from agents.memory_server import MemoryServer
-from agents.state import Held
 from agents.trainer import memory_exchange
 from agents.trainer.memory import Memory
-from agents.trainer.memory_exchange import NoAnswer
+from agents.trainer.memory_exchange import Fetching, NoAnswer
 from agents.trainer.messages import Captured, Parked, Taken
 from events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
+from tests.integration.memory_nodes import TOKEN, OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import complete, failure_free, last_commit, lose, regrouped, stopped, task
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
-TOKEN = "a token"
 
 
 @pytest.fixture
@@ -49,47 +44,6 @@ def digest(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFact
     )[1]
     assert run.completed is not None
     return run.completed.params_digest
-
-
-class OtherNode:
-    """Another node's memory of one shard, served by the real server in a loop of its own."""
-
-    def __init__(self, node: str, memory: Memory) -> None:
-        self._node, self._memory = node, memory
-        self.copies: list[Held] = []
-
-    def __enter__(self) -> MemoryService:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self._server = MemoryServer(Regions(self._memory), TOKEN, self.copies.append)
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
-        return MemoryService(node=self._node, host="127.0.0.1", port=self._server.port, token=TOKEN)
-
-    async def _start(self) -> None:
-        self._server.start("127.0.0.1", 0)
-
-    def __exit__(self, *_: object) -> None:
-        self._server.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-class Regions(MemoryRegions):
-    """One region, of every task's shard 0, held by the test."""
-
-    def __init__(self, memory: Memory) -> None:
-        super().__init__(lambda _: None, 1)
-        self._memory = memory
-
-    def open(self, task: str, shard: int) -> Memory:
-        if shard:
-            raise NoRegion("this node keeps nothing of it")
-        return self._memory.reopen()
-
-    async def make(self, task: str, shard: int) -> Memory:
-        return self.open(task, shard)
 
 
 def stopped_worker(run: Rig, worker: str) -> bool:
@@ -151,7 +105,7 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: Tas
 def test_the_node_is_lost_and_another_nodes_memory_is_not(rig: Start, spec: TaskSpec, digest: str) -> None:
     with rig(spec) as run:
         kept = lose_the_last(run)
-        with OtherNode("n3", run.memory("n3")) as n3:
+        with OtherNode("n3", {0: run.memory("n3")}) as n3:
             with run.memory("n1").reading(kept) as found:
                 assert found is not None
                 memory_exchange.push(n3, run.task, 0, "n1", *found)
@@ -268,19 +222,21 @@ def test_a_task_moves_to_other_nodes_without_a_loss(rig: Start, spec: TaskSpec, 
 
 def test_who_does_not_know_the_token_gets_nothing(rig: Start, spec: TaskSpec) -> None:
     memory = Memory.private(1 << 20)
-    with OtherNode("n3", memory) as service:
+    with OtherNode("n3", {0: memory}) as service:
         draft = memory.draft(5)
         assert draft is not None
         draft.view[:] = b"state"
         head = draft.seal(4, 1)
-        assert memory_exchange.ask(service, "t", 0) == [head]
+        assert memory_exchange.ask(service, "t") == {0: [head]}
         stranger = replace(service, token="another")
         with pytest.raises(NoAnswer, match="token"):
-            memory_exchange.ask(stranger, "t", 0)
+            memory_exchange.ask(stranger, "t")
         with pytest.raises(NoAnswer, match="token"):
             memory_exchange.push(stranger, "t", 0, "n1", head, memoryview(b"state"))
         with pytest.raises(NoAnswer, match="nothing of it"):
-            memory_exchange.ask(service, "t", 1)
+            Fetching(service, "t", 1, 4, (1, 1))
+        with pytest.raises(NoAnswer, match="iteration 4 is not here"):
+            Fetching(service, "t", 0, 4, (2, 1))
         with pytest.raises(NoAnswer, match="here already"):
             memory_exchange.push(service, "t", 0, "n1", head, memoryview(b"state"))
         newer = replace(head, iteration=5)

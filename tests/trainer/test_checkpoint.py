@@ -71,7 +71,7 @@ def tree(iteration: int) -> dict[str, Any]:
 
 
 def job(directory: Path, iteration: int, shard: int = 0, shards: int = 1, keep: int = 2) -> checkpoint.Job:
-    return checkpoint.Job(directory, "t", iteration, 3, shard, shards, "0-3", keep)
+    return checkpoint.Job(directory, "t", iteration, 3, shard, shards, 1, "0-3", keep)
 
 
 def write(directory: Path, *iterations: int) -> None:
@@ -82,13 +82,13 @@ def write(directory: Path, *iterations: int) -> None:
 
 
 def load(directory: Path, iteration: int) -> dict[str, Any]:
-    return checkpoint.load(directory, "t", iteration, 0, 1)[0]
+    return checkpoint.load(directory, "t", iteration, 0)[0]
 
 
 def test_the_newest_are_kept_and_old_ones_go(tmp_path: Path) -> None:
     (tmp_path / ".draft-00000001-9-1").mkdir()
     write(tmp_path, 1, 2, 3)
-    assert checkpoint.newest_iterations(tmp_path, "t", 1) == [3, 2]
+    assert list(checkpoint.newest_iterations(tmp_path, "t")) == [3, 2]
     assert same(load(tmp_path, 3), tree(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-00000002", "iteration-00000003"]
 
@@ -112,11 +112,10 @@ def test_others_can_read_it(tmp_path: Path) -> None:
 
 def test_the_shard_that_comes_last_publishes(tmp_path: Path) -> None:
     assert checkpoint.write(job(tmp_path, 5, 1, 2), tree(5)) is None
-    assert checkpoint.newest_iterations(tmp_path, "t", 2) == []
+    assert checkpoint.newest_iterations(tmp_path, "t") == {}
     saved = checkpoint.write(job(tmp_path, 5, 0, 2), tree(5))
     assert saved is not None
-    assert checkpoint.newest_iterations(tmp_path, "t", 2) == [5]
-    assert checkpoint.newest_iterations(tmp_path, "t", 1) == [], "another number of shards"
+    assert checkpoint.newest_iterations(tmp_path, "t") == {5: (2, 1)}
 
 
 def test_shards_that_end_together_publish_once(tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_shards_that_end_together_publish_once(tmp_path: Path) -> None:
         results = list(pool.map(lambda shard: checkpoint.write(job(tmp_path, 5, shard, 4), tree(5)), range(4)))
     assert sum(result is not None for result in results) == 1
     for shard in range(4):
-        assert same(checkpoint.load(tmp_path, "t", 5, shard, 4)[0], tree(5))
+        assert same(checkpoint.load(tmp_path, "t", 5, shard)[0], tree(5))
 
 
 @pytest.mark.parametrize("damage", ["cut", "no file", "no manifest", "bad manifest", "other task", "outside"])
@@ -144,7 +143,7 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path, damage: str, capsys: p
         manifest.write_text(manifest.read_text().replace("shard-0/", "../"))
     else:
         manifest.write_text(manifest.read_text().replace('"t"', '"u"'))
-    assert checkpoint.newest_iterations(tmp_path, "t", 1) == [1]
+    assert checkpoint.newest_iterations(tmp_path, "t") == {1: (1, 1)}
     assert "is passed over" in capsys.readouterr().err
 
 
@@ -167,7 +166,7 @@ def test_what_is_not_finite_is_no_state(tmp_path: Path) -> None:
 
 
 def test_none_is_none(tmp_path: Path) -> None:
-    assert checkpoint.newest_iterations(tmp_path / "nowhere", "t", 1) == []
+    assert checkpoint.newest_iterations(tmp_path / "nowhere", "t") == {}
 
 
 # --- as bytes ------------------------------------------------------------------------------------

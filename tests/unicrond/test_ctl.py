@@ -17,7 +17,7 @@ import pytest
 
 from events.codec import encode
 from events.envelope import Envelope
-from events.vocabulary import NodeLeft, PlanAdopted, StepCommitted, TaskCancelled, TaskSubmitted
+from events.vocabulary import NodeLeft, PlanAdopted, StepCommitted, TaskCancelled, TaskReshaped, TaskSubmitted
 from tests.unicrond.serving import Served, healed_cluster, serving
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +194,19 @@ async def test_submit_and_cancel(served: Served) -> None:
     assert "task: nobody is not active" in one_line(await ctl("cancel", "nobody", url=served.url), 1)
 
 
+async def test_reshape(served: Served) -> None:
+    last = await served.log.last_seq()
+    done = await ctl("reshape", "big", "--max-workers", "1", "--reason", "small for a day", url=served.url)
+    assert (done.code, done.err) == (0, "")
+    assert "task big is to have tp 1, pp 1 and 1 to 1 workers, from sequence" in done.out
+    await served.until(TaskReshaped, last)
+    assert served.coordinator.state.tasks["big"].spec.max_workers == 1
+    assert "already; ask for others" in one_line(await ctl("reshape", "big", url=served.url), 1)
+    assert "tp: 64 workers" in one_line(await ctl("reshape", "big", "--tp", "64", url=served.url), 1)
+    assert "task: nobody is not active" in one_line(await ctl("reshape", "nobody", "--tp", "2", url=served.url), 1)
+    assert "--tp: 0 is none; give 1 or more" in one_line(await ctl("reshape", "big", "--tp", "0"), 2)
+
+
 async def test_a_token_is_given_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     (tmp_path / "wrong").write_text("guess\n")
@@ -241,7 +254,7 @@ BAD_USAGE = [
     (["tasks", "--jsn"], "unrecognized arguments: --jsn"),
     (["logs"], "arguments are required: TASK"),
     (["logs", "big", "--rank", "one"], "--rank: 'one' is no whole number; give 0 or more"),
-    (["logs", "big", "--tail-bytes", "0"], "--tail-bytes: 0 bytes are nothing"),
+    (["logs", "big", "--tail-bytes", "0"], "--tail-bytes: 0 is none"),
     (["events", "--after", "-1"], "--after: '-1' is no whole number; give 0 or more"),
     (["events", "--type", "PlanAdoptd"], "--type: no event type 'PlanAdoptd'; did you mean PlanAdopted?"),
     (["tasks", "--url", "head:7470"], "--url: 'head:7470' is no http address; give one like http://127.0.0.1:7470"),

@@ -22,6 +22,7 @@ def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterS
         generation=event.generation,
         origin=event.origin,
         size_bytes=event.size_bytes,
+        shards=event.shards,
     )
     return with_task(state, replace(task, kept=task.kept | {f"{event.node}/{event.shard}": kept}))
 

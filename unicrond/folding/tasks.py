@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding.changes import with_task
+from unicrond.reshaping import changes_nothing, reshaped
 from unicrond.state import ClusterState, Task, TaskStatus
 
 
@@ -27,6 +28,25 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,
         ),
     )
+
+
+def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelope) -> ClusterState:
+    """The last one asked for holds; to ask for what is there takes back what was asked for before."""
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    return with_task(state, replace(task, reshape=None if changes_nothing(task.spec, event) else event))
+
+
+def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    spec = reshaped(task.spec, event)
+    in_place = (spec.tp, spec.pp) == (task.spec.tp, task.spec.pp)
+    task = replace(task, spec=spec, reshape=None, submitted_seq=state.seq, reshaped_us=state.now_us)
+    # What was measured is of replicas of another form.
+    return with_task(state, task if in_place else replace(task, measured={}, timings=(), warm=0))
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:

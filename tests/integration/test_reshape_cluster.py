@@ -1,0 +1,108 @@
+"""`unicronctl reshape` with all real parts: a task in training gets another tp and pp, then another size, in place."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replay.command import unicron_replay
+from unicrond.client import Client
+from unicrond.ctl import main as unicronctl
+from unicrond.dev import DevCluster, small_cluster
+from unicrond.state import ClusterState, Task, TaskStatus
+
+TIMEOUT_S = 90.0
+TASK = {
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "seq": 16},
+    "global_batch": 8,
+    "iterations": 1_000_000,
+    "checkpoint": {"interval": 0, "memory_interval": 100_000},  # nothing but the handover is ever saved
+}
+
+
+async def until(dev: DevCluster, what: str, holds: Callable[[Task], object], name: str = "big") -> ClusterState:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        state, _ = await dev.state()
+        task = state.tasks[name]
+        assert task.status is TaskStatus.ACTIVE and not state.incidents_total, state.closed
+        if holds(task):
+            return state
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"waited {TIMEOUT_S:g} s for: {what}; {state.tasks}")
+
+
+def trains(task: Task, form: tuple[int, int, int], beyond: int) -> bool:
+    """With that tp, pp and number of workers, past iteration `beyond`."""
+    members = task.membership.members if task.membership else ()
+    as_asked = (task.spec.tp, task.spec.pp, len(members)) == form and task.reshape is None
+    return as_asked and task.confirmed and task.committed_generation == task.generation and task.iteration > beyond
+
+
+def told(client: Client, kind: str) -> list[dict[str, Any]]:
+    return [event.envelope["event"] for event in client.events() if event.type == kind]
+
+
+async def reshape(dev: DevCluster, *flags: str) -> None:
+    assert await asyncio.to_thread(unicronctl, ["--url", dev.url, "reshape", "big", *flags]) == 0
+
+
+@pytest.mark.timeout(240)
+async def test_a_task_changes_its_form_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0) as dev:
+        env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        await dev.submit({**TASK, "name": "big", "max_workers": 4, "env": env})
+        await until(dev, "four replicas train", lambda task: trains(task, (1, 1, 4), 10))
+        await reshape(dev, "--tp", "2")
+        state = await until(dev, "tp 2", lambda task: trains(task, (2, 1, 4), 15))
+        at = state.tasks["big"].iteration
+        await reshape(dev, "--tp", "1", "--pp", "2", "--reason", "one GPU is small")
+        state = await until(dev, "pp 2", lambda task: trains(task, (1, 2, 4), at + 5))
+        stay, at = state.tasks["big"].membership, state.tasks["big"].iteration
+        assert stay is not None
+        await reshape(dev, "--max-workers", "2")
+        state = await until(dev, "one replica of the two", lambda task: trains(task, (1, 2, 2), at + 5))
+        left, at = state.tasks["big"].membership, state.tasks["big"].iteration
+        assert left is not None and {m.worker for m in left.members} < {m.worker for m in stay.members}
+        await reshape(dev, "--max-workers", "4")
+        state = await until(dev, "two replicas", lambda task: trains(task, (1, 2, 4), at + 5))
+        again = state.tasks["big"].membership
+        assert again is not None and {m.worker for m in left.members} < {m.worker for m in again.members}
+
+        # Another task is worth more: half of the workers move to it, and come back when it ends.
+        at = state.tasks["big"].iteration
+        await dev.submit({**TASK, "name": "other", "weight": 9, "max_workers": 2, "env": env})
+        state = await until(dev, "big makes room", lambda task: trains(task, (1, 2, 2), at + 5))
+        left = state.tasks["big"].membership
+        assert left is not None and {m.worker for m in left.members} < {m.worker for m in again.members}
+        await until(dev, "other trains", lambda task: task.iteration > 5 and len(task.workers) == 2, "other")
+        at = state.tasks["big"].iteration
+        assert await asyncio.to_thread(unicronctl, ["--url", dev.url, "cancel", "other"]) == 0
+        state = await until(dev, "big has all again", lambda task: trains(task, (1, 2, 4), at + 5))
+        again = state.tasks["big"].membership
+        assert again is not None and {m.worker for m in left.members} < {m.worker for m in again.members}
+
+        client = Client(dev.url)
+        steps = [step for step in told(client, "StepCommitted") if step["task"] == "big"]
+        ran = [(step["first"], step["last"]) for step in steps]
+        assert ran[0][0] == 1 and all(last + 1 == first for (_, last), (first, _) in pairwise(ran))
+        assert sum(step["redone"] for step in steps) == 0
+        assert all(step["samples"] == 8 * (step["last"] - step["first"] + 1) for step in steps)
+        taken = [event for event in told(client, "StateTaken") if event["resharded_from"]]
+        assert {event["resharded_from"] for event in taken} == {"tp 1, pp 1", "tp 2, pp 1"}
+        assert {event["source"] for event in taken} == {"peer"} and not told(client, "CheckpointSaved")
+        reshaped = told(client, "TaskReshaped")
+        assert [(e["tp"], e["pp"], e["max_workers"]) for e in reshaped] == [(2, 1, 4), (1, 2, 4), (1, 2, 2), (1, 2, 4)]
+        assert reshaped[1]["reason"] == "one GPU is small"
+        reasons = [event["reason"] for event in told(client, "MembershipDecided")]
+        assert any(reason == "tp 1, pp 1 is to be tp 2, pp 1: all leave" for reason in reasons)
+        assert unicronctl(["--url", dev.url, "reshape", "big", "--tp", "4"]) == 1
+        assert "tp: 4 workers of a stage share a node, and none has more than 2 slots" in capsys.readouterr().err
+        verified = await asyncio.to_thread(unicron_replay, "verify", "--nats", dev.nats_url)
+        assert verified.returncode == 0, verified.stdout + verified.stderr

@@ -1,0 +1,161 @@
+"""States put together anew: every cut of a small model into every other, without Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.trainer.layout import layout_of
+from agents.trainer.resharding import Layout, NoLayout, Piece, reshard
+from agents.trainer.state import BadState
+
+LAYERS, WIDTH, DEPTH = 4, 12, 3
+WHOLE = {
+    "layers.weight": torch.arange(LAYERS * WIDTH * DEPTH, dtype=torch.float32).reshape(LAYERS, WIDTH, DEPTH),
+    "layers.norm": torch.arange(100.0, 100 + LAYERS * DEPTH).reshape(LAYERS, DEPTH),
+    "output": torch.arange(500.0, 500 + WIDTH),
+}
+forms = st.sampled_from([(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2, 4)])
+
+
+def cut(form: tuple[int, int], shard: int, whole: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Layout]:
+    """The tensors of one shard by their local names, and where they lie: weights cut by tp along their width, layers by
+    pp; norms are the same in all tp; the output stands in the last stage."""
+    (tp, pp), tensors, pieces = form, {}, {}
+    stage, rank = divmod(shard, tp)
+    width = WIDTH // tp
+    for number in range(LAYERS // pp):
+        layer = stage * (LAYERS // pp) + number
+        weight = whole["layers.weight"][layer, rank * width : (rank + 1) * width].clone()
+        tensors[f"0.{number}.weight"], tensors[f"0.{number}.norm"] = weight, whole["layers.norm"][layer].clone()
+        shape = tuple(weight.shape)
+        pieces[f"0.{number}.weight"] = (
+            Piece("layers.weight", (LAYERS, WIDTH, DEPTH), (layer, rank * width, 0), (0, 0), shape),
+        )
+        pieces[f"0.{number}.norm"] = (Piece("layers.norm", (LAYERS, DEPTH), (layer, 0), (0,), (DEPTH,)),)
+    if stage == pp - 1:
+        # In two pieces that lie the other way round here, as the halves of a gated layer do.
+        half, begin = width // 2, rank * width
+        mine = whole["output"][begin : begin + width]
+        tensors["0.output"] = torch.cat([mine[half:], mine[:half]])
+        pieces["0.output"] = (
+            Piece("output", (WIDTH,), (begin,), (width - half,), (half,)),
+            Piece("output", (WIDTH,), (begin + half,), (0,), (width - half,)),
+        )
+    return tensors, Layout(tp, pp, pieces, {f"state.{number}": name for number, name in enumerate(tensors)})
+
+
+def state(form: tuple[int, int], shard: int, *, trained: bool = True) -> dict[str, Any]:
+    """What a shard captures. Untrained: a worker that has just been started, with values of its own."""
+    tensors, layout = cut(form, shard, WHOLE)
+    moments, _ = cut(form, shard, {name: tensor * 2 + 1 for name, tensor in WHOLE.items()})
+    return {
+        "iteration": 7 if trained else 0,
+        "loss": 0.5,
+        "layout": msgspec.to_builtins(layout),
+        "tensors": tensors if trained else {name: torch.full_like(t, -1.0) for name, t in tensors.items()},
+        "optimizer": {
+            "state": {
+                number: {"step": torch.tensor(7.0), "exp_avg": moments[name]} for number, name in enumerate(tensors)
+            }
+            if trained
+            else {},
+            "param_groups": [
+                {"lr": 0.25 if trained else 1.0, "betas": (0.9, 0.99), "params": list(range(len(tensors)))}
+            ],
+        },
+        "scheduler": {"num_steps": 56 if trained else 0},
+        "generators": {"torch": torch.tensor([1 if trained else 0]), "megatron": {"rank": torch.tensor([shard])}},
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def shards(form: tuple[int, int]) -> list[dict[str, Any]]:
+    return [state(form, shard) for shard in range(form[0] * form[1])]
+
+
+@given(forms, forms)
+def test_any_form_from_any_other(before: tuple[int, int], after: tuple[int, int]) -> None:
+    for shard in range(after[0] * after[1]):
+        assert same(reshard(state(after, shard, trained=False), shards(before)), state(after, shard))
+
+
+def test_steps_are_not_shared_between_parameters() -> None:
+    made = reshard(state((1, 1), 0, trained=False), shards((2, 1)))
+    made["optimizer"]["state"][0]["step"] += 1
+    assert float(made["optimizer"]["state"][1]["step"]) == 7.0
+
+
+def test_fp32_masters_are_cut_as_their_parameters() -> None:
+    def mixed(form: tuple[int, int], shard: int, trained: bool) -> dict[str, Any]:
+        tree = state(form, shard, trained=trained)
+        tensors: dict[str, torch.Tensor] = tree["tensors"]
+        layout = msgspec.convert(tree["layout"], Layout)
+        names = list(tensors)
+        paths = {f"fp32_from_fp16_params.0.{number}": name for number, name in enumerate(names)}
+        tree["optimizer"] = {
+            "optimizer": tree["optimizer"],
+            "grad_scaler": {"scale": torch.tensor([64.0 if trained else 1.0])},
+            "fp32_from_fp16_params": [[tensors[name] * 3 for name in names], []],
+        }
+        inner = {f"optimizer.{path}": name for path, name in layout.optimizer.items()}
+        tree["layout"] = msgspec.to_builtins(msgspec.structs.replace(layout, optimizer=inner | paths))
+        tree["tensors"] = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        return tree
+
+    own = mixed((1, 2), 1, trained=False)
+    shards_there = [mixed((2, 1), shard, trained=True) for shard in (0, 1)]
+    assert same(reshard(own, shards_there), mixed((1, 2), 1, trained=True))
+    del own["optimizer"]["fp32_from_fp16_params"]  # as an optimizer tells itself that keeps its tensors elsewhere
+    assert same(reshard(own, shards_there), mixed((1, 2), 1, trained=True))
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(BadState, match=r"of 0\.0\.weight 18 of 36 numbers are there"):
+        reshard(state((1, 1), 0, trained=False), shards((2, 1))[:1])
+
+
+def test_another_model_is_no_source() -> None:
+    odd = state((2, 1), 0)
+    odd["layout"]["tensors"]["0.0.norm"][0][1] = [LAYERS, DEPTH + 1]
+    with pytest.raises(BadState, match=r"layers\.norm is \(4, 4\) as a whole in the state, \(4, 3\) here"):
+        reshard(state((1, 1), 0, trained=False), [odd])
+
+
+def test_what_is_not_cut_as_its_parameter_is_refused() -> None:
+    odd = state((1, 1), 0)
+    odd["optimizer"]["state"][0]["exp_avg"] = torch.zeros(WIDTH, 1)  # factored: one number for each row
+    with pytest.raises(BadState, match=r"state:exp_avg: 0\.0\.weight is \(12, 3\)"):
+        reshard(state((2, 1), 0, trained=False), [odd])
+
+
+def test_shards_of_different_iterations_are_no_state() -> None:
+    mixed = [state((2, 1), 0), {**state((2, 1), 1), "iteration": 8}]
+    with pytest.raises(BadState, match="iterations 7 and 8"):
+        reshard(state((1, 1), 0, trained=False), mixed)
+
+
+def test_without_a_layout_it_cannot_be() -> None:
+    with pytest.raises(NoLayout, match="does not tell how its tensors lie"):
+        reshard(state((1, 1), 0, trained=False), [{**state((2, 1), 0), "layout": None}])
+    with pytest.raises(BadState, match="layout is not understood"):
+        reshard(state((1, 1), 0, trained=False), [{**state((2, 1), 0), "layout": {"tp": 2}}])
+
+
+def test_a_plain_model_has_none() -> None:
+    model = torch.nn.Linear(3, 2)
+    assert layout_of([model], torch.optim.Adam(model.parameters()), 1, 1) is None

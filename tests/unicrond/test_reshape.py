@@ -1,0 +1,192 @@
+"""Another tp and pp for a running task: handed over at a boundary, described anew, planned for."""
+
+from __future__ import annotations
+
+import pytest
+
+from events import vocabulary as v
+from tests.unicrond.cluster import MiniCluster
+from unicrond.ordering import Refused
+from unicrond.reshape_order import ReshapeOrder, asked_for
+from unicrond.state import TaskStatus
+
+SEEDS = range(20)
+
+
+def cluster_of(seed: int, **spec: object) -> MiniCluster:
+    """Two nodes of two slots, and a task on all of them."""
+    cluster = MiniCluster(seed)
+    for name in ("n0", "n1"):
+        cluster.add_host(name, slots=2)
+    cluster.submit("big", **{"max_workers": 4, **spec})
+    cluster.run()
+    cluster.train("big", steps=5)
+    cluster.run()
+    return cluster
+
+
+def ask(cluster: MiniCluster, **order: object) -> v.ReshapeRequested:
+    asked = asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(**order))  # type: ignore[arg-type]
+    cluster.append(asked, "api", cluster.state.term)
+    return asked
+
+
+def decided(cluster: MiniCluster, kind: type, since: int = 0) -> list:
+    return [entry.envelope.event for entry in cluster.log[since:] if isinstance(entry.envelope.event, kind)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
+    cluster = cluster_of(seed)
+    before = len(cluster.log)
+    asked = ask(cluster, tp=2)
+    assert (asked.min_workers, asked.max_workers) == (2, 4)
+    cluster.source = "peer"
+    cluster.run()
+    cluster.assert_whole()
+    task = cluster.state.tasks["big"]
+    assert (task.spec.tp, task.spec.pp, task.reshape) == (2, 1, None)
+    assert [(m.replica, m.shard) for m in task.membership.members] == [(4, 0), (4, 1), (5, 0), (5, 1)]
+    assert all(
+        worker.node == task.workers[f"big.{5 + n // 2 * 2}"].node for n, worker in enumerate(task.workers.values())
+    )
+    leaving, coming = decided(cluster, v.MembershipDecided, before)
+    assert (leaving.members, leaving.urgent, coming.urgent) == ((), False, True)
+    assert {order.handover for order in decided(cluster, v.SetMembership, before) if not order.members} == {True}
+    (reshaped,) = decided(cluster, v.TaskReshaped, before)
+    assert (reshaped.tp, reshaped.pp, reshaped.max_workers) == (2, 1, 4)
+    assert cluster.state.incidents_total == 0
+    assert "task big reshaped" in cluster.state.plan.trigger
+    at = cluster.iterations["big"]
+    cluster.train("big")
+    assert cluster.state.tasks["big"].iteration == at + 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_same_product_with_stages_on_other_nodes(seed: int) -> None:
+    """tp 1, pp 4 spans both nodes; tp 2, pp 2 needs each stage on one."""
+    cluster = cluster_of(seed, pp=4, min_workers=4, model=v.ModelSpec(layers=4))
+    ask(cluster, tp=2, pp=2)
+    cluster.run()
+    cluster.assert_whole()
+    members = cluster.state.tasks["big"].membership.members
+    assert len({m.node for m in members[:2]}) == len({m.node for m in members[2:]}) == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_worker_dies_meanwhile(seed: int) -> None:
+    cluster = cluster_of(seed)
+    ask(cluster, tp=2)
+    for _ in range(cluster.random.randrange(12)):
+        cluster.random.choice(cluster.moves())()
+    living = [(host, worker) for host in cluster.hosts.values() for worker in host.processes]
+    if living:
+        cluster.kill_worker(*cluster.random.choice(living))
+    if seed % 2:
+        cluster.take_over()
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.tasks["big"].spec.tp == 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_is_lost_meanwhile(seed: int) -> None:
+    cluster = cluster_of(seed)
+    ask(cluster, tp=2)
+    for _ in range(cluster.random.randrange(12)):
+        cluster.random.choice(cluster.moves())()
+    cluster.kill_host(cluster.hosts["n1"])
+    cluster.lose(cluster.hosts["n1"])
+    cluster.run()
+    cluster.assert_whole()
+    task = cluster.state.tasks["big"]
+    assert (task.spec.tp, len(task.membership.members)) == (2, 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_before_it_has_begun(seed: int) -> None:
+    cluster = MiniCluster(seed)
+    cluster.add_host("n0", slots=2)
+    cluster.submit("big", max_workers=2)
+    for _ in range(cluster.random.randrange(10)):
+        cluster.random.choice(cluster.moves())()
+    ask(cluster, tp=2)
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.tasks["big"].spec.tp == 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_other_bounds_alone_move_nobody_who_stays(seed: int) -> None:
+    cluster = cluster_of(seed)
+    before = {m.worker for m in cluster.state.tasks["big"].membership.members}
+    mark = len(cluster.log)
+    ask(cluster, max_workers=2)
+    cluster.run()
+    cluster.assert_whole()
+    fewer = {m.worker for m in cluster.state.tasks["big"].membership.members}
+    assert len(fewer) == 2 and fewer < before
+    ask(cluster, max_workers=3)
+    cluster.run()
+    cluster.assert_whole()
+    more = {m.worker for m in cluster.state.tasks["big"].membership.members}
+    assert len(more) == 3 and fewer < more
+    assert not any(decision.urgent for decision in decided(cluster, v.MembershipDecided, mark))
+    assert all(decision.members for decision in decided(cluster, v.MembershipDecided, mark))
+
+
+def test_taken_back_by_asking_for_what_is_there() -> None:
+    cluster = cluster_of(3)
+    ask(cluster, tp=2)
+    cluster.decide()
+    ask(cluster, tp=1, min_workers=1, max_workers=4)
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.tasks["big"].spec.tp == 1
+    assert not decided(cluster, v.TaskReshaped)
+
+
+def test_what_was_measured_is_forgotten_with_the_layout() -> None:
+    cluster = cluster_of(1, throughput={"2": 100, "4": 180})
+    ask(cluster, tp=2, max_workers=2)
+    cluster.run()
+    task = cluster.state.tasks["big"]
+    assert task.spec.throughput == {"2": 100} and not task.measured
+
+
+def test_an_ended_task_is_left_alone() -> None:
+    cluster = cluster_of(1)
+    cluster.append(v.TaskCancelled(task="big", reason="done"), "api", cluster.state.term)
+    for name in ("big", "never-there"):
+        late = v.ReshapeRequested(task=name, tp=2, pp=1, min_workers=2, max_workers=4, reason="late")
+        cluster.append(late, "api", cluster.state.term)
+    cluster.run()
+    assert cluster.state.tasks["big"].status is TaskStatus.CANCELLED and cluster.state.tasks["big"].spec.tp == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "status", "line"),
+    [
+        ({"tp": 3}, 400, "tp: 3 workers of a stage share a node, and none has more than 2 slots; lower it"),
+        ({"tp": 2, "pp": 3}, 400, "pp: the nodes have room for 2 stages of tp 2, not for 3; lower it, or tp"),
+        ({"pp": 4}, 400, "model.layers: 2 does not divide among pp (4); use 4, or another pp"),
+        ({"tp": 2, "max_workers": 3}, 400, "max_workers: 3 is no multiple of tp * pp = 2 * 1; use 2 or 4"),
+        ({"tp": 2, "min_workers": 6}, 400, "min_workers: 6 is more than max_workers (4); lower it"),
+        ({"max_workers": 9}, 400, "max_workers: 9 replicas share 8 micro-batches"),
+        ({}, 409, "tp, pp: task big has tp 1, pp 1 and these bounds already; ask for others"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(order: dict[str, int], status: int, line: str) -> None:
+    cluster = cluster_of(1)
+    with pytest.raises(Refused) as refusal:
+        ask(cluster, **order)
+    assert refusal.value.status == status and str(refusal.value).startswith(line)
+
+
+def test_heads_that_do_not_divide() -> None:
+    cluster = MiniCluster(1)
+    cluster.add_host("n0", slots=3)
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    with pytest.raises(Refused, match=r"^model\.heads: 4 does not divide among tp \(3\); use 3 or 6, or another tp"):
+        ask(cluster, tp=3)
