@@ -44,7 +44,7 @@ test: lint
 	$(BIN)/pytest
 
 matrix: $(STAMP)
-	$(BIN)/pytest -m matrix tests/integration/test_kill_matrix.py
+	$(BIN)/pytest -m matrix tests/integration
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.integration.chaos --faults 20
