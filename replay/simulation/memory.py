@@ -21,12 +21,13 @@ SOURCES: tuple[Source, ...] = ("memory", "peer", "checkpoint")
 
 
 class Copy(NamedTuple):
-    """The parameters after `iteration`, which a shard of `generation` captured on `origin`."""
+    """The parameters after `iteration`, which a shard of `generation` captured on `origin`. `layout`: tp and pp."""
 
     iteration: int
     generation: int
     params: int
     origin: str
+    layout: tuple[int, int]
 
 
 class Found(NamedTuple):
@@ -52,6 +53,12 @@ class NodeMemory:
         """What is kept of a shard."""
         return self._kept.get((task, shard), ())
 
+    def all_of(self, task: str) -> Iterator[tuple[int, Copy]]:
+        """What is kept of all shards of a task."""
+        for (of, shard), kept in self._kept.items():
+            if of == task:
+                yield from ((shard, copy) for copy in kept)
+
     def forget(self, task: str) -> None:
         """Give up what is kept of the task; of all where `task` is ""."""
         self._kept = {key: kept for key, kept in self._kept.items() if task and key[0] != task}
@@ -69,16 +76,21 @@ class NodeMemory:
 
 def held(task: str, shard: int, copy: Copy) -> Held:
     """As an agent's core is told of it."""
+    tp, pp = copy.layout
     return Held(
-        task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin, size_bytes=1
-    )
+        task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin, size_bytes=1,
+        shards=tp * pp,
+    )  # fmt: skip
 
 
 def in_members_memory(task: str, members: Sequence[Sequence[Process]]) -> list[Found]:
     """What all shards of a member find on their own nodes."""
     found = []
     for shards in members:
-        kept = [{c.iteration: c for c in _of(shard.host, task, number)} for number, shard in enumerate(shards)]
+        kept = [
+            {c.iteration: c for c in _of(shard.host, task, number) if c.layout == layout_of(shard)}
+            for number, shard in enumerate(shards)
+        ]
         common = [copy for copy in kept[0].values() if all(copy.iteration in other for other in kept)]
         found += [Found("memory", copy.iteration, copy.params) for copy in common]
     return found
@@ -87,14 +99,32 @@ def in_members_memory(task: str, members: Sequence[Sequence[Process]]) -> list[F
 def in_peers_memory(
     task: str, shards: Sequence[Process], peers: Sequence[MemoryService], hosts: Mapping[str, Host]
 ) -> list[Found]:
-    """What the agents of the peers answer all shards of one member."""
+    """What the agents of the peers answer all shards of one member: their own, or all those of another layout."""
     kept: list[dict[int, Copy]] = []
     for number, shard in enumerate(shards):
-        asked = [hosts[peer.node] for peer in peers if peer.node in hosts and peer.node != shard.host.name]
+        asked = [hosts[peer.node] for peer in peers if peer.node in hosts]
         there = [host for host in asked if host.serves_memory_to(shard.host)]
-        kept.append({copy.iteration: copy for host in there for copy in _of(host, task, number)})
+        others = [host for host in there if host is not shard.host]
+        own = {c.iteration: c for host in others for c in _of(host, task, number) if c.layout == layout_of(shard)}
+        kept.append(_put_together(task, there) | own)
     common = [copy for copy in kept[0].values() if all(copy.iteration in other for other in kept)]
     return [Found("peer", copy.iteration, copy.params) for copy in common]
+
+
+def layout_of(shard: Process) -> tuple[int, int]:
+    """tp and pp."""
+    return shard.launch.spec.tp, shard.launch.spec.pp
+
+
+def _put_together(task: str, hosts: Sequence[Host]) -> dict[int, Copy]:
+    """By iteration, a copy of which all shards of its layout are on these hosts."""
+    shards: dict[tuple[int, tuple[int, int]], dict[int, Copy]] = {}
+    for host in hosts:
+        server = host.fork_server
+        for shard, copy in server.memory.all_of(task) if host.on and server is not None and server.alive else ():
+            shards.setdefault((copy.iteration, copy.layout), {})[shard] = copy
+    whole = {key: found for key, found in shards.items() if len(found) == key[1][0] * key[1][1]}
+    return {iteration: found[0] for (iteration, _), found in sorted(whole.items())}
 
 
 def best(found: Sequence[Found]) -> Found | None:

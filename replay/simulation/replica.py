@@ -34,7 +34,7 @@ from agents.trainer.sampling import Sampling
 from events.vocabulary import ErrorKind, Fault, Phase
 from replay.simulation.buckets import BUCKETS, Buckets, from_row, to_row
 from replay.simulation.group import Broken, End, Row, Superseded
-from replay.simulation.memory import Copy
+from replay.simulation.memory import Copy, layout_of
 from replay.simulation.progress import Progress
 
 if TYPE_CHECKING:
@@ -474,17 +474,34 @@ class Replica:
         """Training waits for the copy; a thread of each shard seals it in its node's memory."""
         await self._work(0.002)
         for number, shard in enumerate(self.shards):
-            copy = Copy(iteration, self.generation, self._params, shard.host.name)
+            copy = Copy(iteration, self.generation, self._params, shard.host.name, layout_of(shard))
             self.training.loop.call_later(self.training.drawn.uniform(0.002, 0.05), self._seal, shard, number, copy)
 
-    def _seal(self, shard: Process, number: int, copy: Copy) -> None:
+    def _seal(self, shard: Process, number: int, copy: Copy) -> bool:
         server = shard.host.fork_server
-        if shard.alive and not shard.hung and server is not None and shard.worker in server.processes:
-            server.memory.keep(self.task, number, copy)
-            captured = Captured(
-                shard=number, iteration=copy.iteration, generation=copy.generation, size_bytes=1, duration_us=2000
-            )
-            shard.say(captured)
+        if not shard.alive or shard.hung or server is None or shard.worker not in server.processes:
+            return False
+        server.memory.keep(self.task, number, copy)
+        captured = Captured(
+            shard=number, iteration=copy.iteration, generation=copy.generation, size_bytes=1,
+            shards=self.spec.replica_workers, duration_us=2000,
+        )  # fmt: skip
+        shard.say(captured)
+        return True
+
+    async def _hand_over(self) -> None:
+        """For workers of another layout: to memory, or to storage where that cannot be."""
+        iteration = self._ledger.iteration - 1
+        if iteration and self._is_lead():
+            await self._work(0.01)
+            sealed = [
+                self._seal(
+                    shard, number, Copy(iteration, self.generation, self._params, shard.host.name, layout_of(shard))
+                )
+                for number, shard in enumerate(self.shards)
+            ]
+            if not all(sealed):
+                await self._save()
 
     async def _complete(self) -> None:
         told = False
@@ -689,7 +706,7 @@ class Replica:
         saved = self.training.newest_checkpoint(self.task)
         return Taken(
             generation=self.generation, source=source, iteration=iteration, size_bytes=1, duration_us=1, tried=(),
-            storage_iteration=saved[0] if saved else 0, saved_us=0,
+            storage_iteration=saved[0] if saved else 0, saved_us=0, resharded_from="",
         )  # fmt: skip
 
     def _tell_regrouped(self, membership: Membership, source: Origin) -> None:
@@ -711,7 +728,7 @@ class Replica:
         present = () if self._membership is None else self._membership.members
         staying = {member.worker for member in present} & {member.worker for member in target.members}
         if self._has_state and not staying:
-            await self._save_if_lead()
+            await (self._hand_over() if target.handover else self._save_if_lead())
         iteration = max(0, self._ledger.iteration - 1)
         self._say_all(Parked(generation=target.generation, iteration=iteration))
         await self._wait(lambda: False)

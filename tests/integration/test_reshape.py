@@ -130,7 +130,7 @@ FORMS = {
 }
 
 
-#: In the plain suite: tensors are joined along one axis and stages are cut, and there is a second replica to give it to.
+#: In the plain suite: tensors are joined, stages are cut, and there is a second replica to give it to.
 ALWAYS = ("tp 2 -> pp 2, two replicas",)
 
 
