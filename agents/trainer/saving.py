@@ -13,6 +13,7 @@ Rules
   it is still being written to; an interval from the task file is a promise, though: there training waits.
 * Where memory has no room for two states, or the last word must be on storage before the process ends, the state
   is written at once, and training waits.
+* Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
 * A disk that fails is told in the worker's log and tried again next time, unless the last word was to be written.
 """
 
@@ -213,13 +214,13 @@ class Saving:
 
         False where that cannot be: no memory or no room, the task wants none, or somebody reads the slot.
         """
-        self._settle()
+        self._await_seal()
         wanted = self.memory is not None and self._to_memory.every != 0
         if not self._context.replica.all_true(wanted):
             return False
         if not self._context.replica.all_true(self._to_memory.last == iteration):
             self._capture(iteration, loss, generation, to_storage=False)
-            self._settle()
+            self._await_seal()
         newest = None if self.memory is None else self.memory.newest()
         return self._context.replica.all_true(newest is not None and newest.iteration == iteration)
 
@@ -257,12 +258,15 @@ class Saving:
 
     def _settle(self) -> None:
         """Wait for what is on its way to storage; its failures are ours."""
-        if self._sealing is not None:
-            self._storing = self._sealing.result() or self._storing
-            self._sealing = None
+        self._await_seal()
         if self._storing is not None:
             self._storing.result()
             self._storing = None
+
+    def _await_seal(self) -> None:
+        if self._sealing is not None:
+            self._storing = self._sealing.result() or self._storing
+            self._sealing = None
 
     def _job(self, iteration: int, generation: int) -> checkpoint.Job:
         launch, replica = self._context.launch, self._context.replica
