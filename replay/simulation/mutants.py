@@ -109,13 +109,7 @@ def _forget_repetitions() -> None:
 
 
 def _skip_the_symptom_merge() -> None:
-    def make(_: Any) -> Any:
-        def blame(before: Any, envelope: Any, **blamed: Any) -> Any:
-            return incidents.open_incident(before, envelope, **blamed, occurred_us=envelope.observed_at_us)
-
-        return blame
-
-    _patch(incidents, "blame", make)
+    _patch(incidents, "blame", lambda _: incidents.open_incident)
 
 
 def _forget_lost_workers() -> None:

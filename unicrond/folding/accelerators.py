@@ -16,6 +16,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import incidents
 from unicrond.folding.changes import with_incident, worker_known
+from unicrond.folding.incidents import Fact
 from unicrond.severity import severity_of
 from unicrond.state import ClusterState, NodeStatus, Severity, TaskStatus
 
@@ -28,28 +29,26 @@ def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, enve
     known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
     if known is not None and known[1].alive and known[0].status is TaskStatus.ACTIVE and known[1].node == event.node:
         task, worker = known
-        return incidents.blame(
-            state,
-            envelope,
+        fact = Fact(
             kind=event.kind,
             node=event.node,
             worker=worker.worker,
             generations={task.name: incidents.broken_generation(task, [worker.worker])},
             message=message,
+            occurred_us=envelope.observed_at_us,
         )
+        return incidents.blame(state, fact)
     if severity_of(event.kind, state.severity) is not Severity.SEV1 or node.isolated:
         return state
     for incident in state.incidents.values():
         if incident.node == event.node and incident.severity is Severity.SEV1:
             return with_incident(state, replace(incident, symptoms=incident.symptoms + 1))
-    return incidents.open_incident(
-        state,
-        envelope,
+    fact = Fact(
         kind=event.kind,
         node=event.node,
         worker="",
         generations={},
         message=message,
-        log_tail="",
         occurred_us=envelope.observed_at_us,
     )
+    return incidents.open_incident(state, fact)

@@ -78,11 +78,11 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
             state = with_task(state, without_workers(task, [worker.worker]))
             return strikes.strike(
                 state,
-                envelope,
                 task=task.name,
                 worker=worker,
                 kind="start_failed",
                 broken=task.generation - 1,
                 message=f"{event.node} could not start {worker.worker}: {event.reason}",
+                occurred_us=envelope.observed_at_us,
             )
     return state

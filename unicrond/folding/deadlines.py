@@ -31,11 +31,11 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
                 late = task.is_member(worker.worker) and worker.alive and worker.generation != task.generation
                 if late or worker in task.leavers:
                     what = f"did not {'join' if late else 'leave for'} generation {generation} in time"
-                    state = strikes.give_up(state, envelope, name, worker, "hang", what)
+                    state = strikes.give_up(state, name, worker, "hang", what, envelope.observed_at_us)
     if kind == "start":
         for task in state.tasks.values():
             late_starter = task.workers.get(subject)
             if late_starter is not None and late_starter.status is WorkerStatus.STARTING:
                 what = "did not become ready in time"
-                return strikes.give_up(state, envelope, task.name, late_starter, "start_failed", what)
+                return strikes.give_up(state, task.name, late_starter, "start_failed", what, envelope.observed_at_us)
     return state

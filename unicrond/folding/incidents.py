@@ -1,4 +1,4 @@
-"""Incidents: facts open them (`blame`), and only decisions close them.
+"""Incidents: facts open them (`blame`), and only decisions close them (responses.py).
 
 Rules
 -----
@@ -10,14 +10,29 @@ Rules
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from msgspec.structs import replace
 
-from events import vocabulary as v
-from events.envelope import Envelope
-from unicrond.folding import strikes
-from unicrond.folding.changes import with_incident, with_task, with_worker, worker_known
+from unicrond.folding.changes import with_incident
 from unicrond.severity import severity_of
-from unicrond.state import CLOSED_INCIDENTS_MAX, ClusterState, Incident, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.state import ClusterState, Incident, Severity, Task, TaskStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that went wrong. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
+    clock. `place`: where in its work the worker was.
+    """
+
+    kind: str
+    node: str
+    worker: str
+    generations: dict[str, int]
+    message: str
+    occurred_us: int
+    log_tail: str = ""
+    place: str = ""
 
 
 def is_symptom(incident: Incident) -> bool:
@@ -30,103 +45,63 @@ def broken_generation(task: Task, workers: list[str]) -> int:
     return task.generation if any(task.is_member(worker) for worker in workers) else task.generation - 1
 
 
-def blame(
-    state: ClusterState,
-    envelope: Envelope,
-    *,
-    kind: str,
-    node: str,
-    worker: str,
-    generations: dict[str, int],
-    message: str,
-    log_tail: str = "",
-    place: str = "",
-) -> ClusterState:
+def blame(state: ClusterState, fact: Fact) -> ClusterState:
     """Opens an incident, or gives the fact to the open one that it belongs to."""
-    severity = severity_of(kind, state.severity)
+    severity = severity_of(fact.kind, state.severity)
 
     def shares_generation(incident: Incident) -> bool:
-        return any(incident.generations.get(task) == broken for task, broken in generations.items())
+        return any(incident.generations.get(task) == broken for task, broken in fact.generations.items())
 
     # The generation says more than the worker, who may have reported an older group's end as well.
     for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
-        if not shares_generation(incident) and not (worker and incident.worker == worker):
+        if not shares_generation(incident) and not (fact.worker and incident.worker == fact.worker):
             continue
-        if severity < incident.severity and (is_symptom(incident) or node != incident.node):
+        if severity < incident.severity and (is_symptom(incident) or fact.node != incident.node):
             # The root cause of what so far was only a broken connection; or what is worse, and acts on another node.
-            return with_incident(
-                state,
-                replace(
-                    incident,
-                    kind=kind,
-                    severity=severity,
-                    node=node,
-                    worker=worker,
-                    generations=incident.generations | generations,
-                    message=message,
-                    log_tail=log_tail,
-                    place=place or incident.place,
-                    ripe=False,
-                    occurred_us=min(incident.occurred_us, envelope.observed_at_us),
-                    symptoms=incident.symptoms + 1,
-                ),
+            incident = replace(
+                incident,
+                kind=fact.kind,
+                node=fact.node,
+                worker=fact.worker,
+                message=fact.message,
+                log_tail=fact.log_tail,
+                place=fact.place or incident.place,
+                ripe=False,
+                occurred_us=min(incident.occurred_us, fact.occurred_us),
             )
         return with_incident(
             state,
             replace(
                 incident,
                 severity=min(severity, incident.severity),
-                generations=incident.generations | generations,
-                log_tail=incident.log_tail or log_tail,
+                generations=incident.generations | fact.generations,
+                log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
             ),
         )
-    return open_incident(
-        state,
-        envelope,
-        kind=kind,
-        node=node,
-        worker=worker,
-        generations=generations,
-        message=message,
-        log_tail=log_tail,
-        place=place,
-        occurred_us=envelope.observed_at_us,
-    )
+    return open_incident(state, fact)
 
 
-def open_incident(
-    state: ClusterState,
-    envelope: Envelope,
-    *,
-    kind: str,
-    node: str,
-    worker: str,
-    generations: dict[str, int],
-    message: str,
-    log_tail: str,
-    place: str = "",
-    occurred_us: int,
-) -> ClusterState:
+def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
+    """An incident of its own, whatever others are open."""
     incident = Incident(
         id=f"i{state.seq}",
-        kind=kind,
-        severity=severity_of(kind, state.severity),
-        node=node,
-        worker=worker,
-        generations=generations,
-        message=message,
-        occurred_us=occurred_us,
+        kind=fact.kind,
+        severity=severity_of(fact.kind, state.severity),
+        node=fact.node,
+        worker=fact.worker,
+        generations=fact.generations,
+        message=fact.message,
+        occurred_us=fact.occurred_us,
         detected_us=state.now_us,
-        log_tail=log_tail,
-        place=place,
+        log_tail=fact.log_tail,
+        place=fact.place,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 
 
 def lose_workers_of(
     state: ClusterState,
-    envelope: Envelope,
     node: str,
     gone: dict[str, list[str]],
     *,
@@ -149,70 +124,10 @@ def lose_workers_of(
         generations = incident.generations | generations
         occurred_us = min(occurred_us, incident.occurred_us)
     state = replace(state, incidents={k: i for k, i in state.incidents.items() if i not in explained})
-    state = open_incident(
-        state,
-        envelope,
-        kind=kind,
-        node=node,
-        worker="",
-        generations=generations,
-        message=message,
-        log_tail="",
-        occurred_us=occurred_us,
-    )
+    fact = Fact(kind=kind, node=node, worker="", generations=generations, message=message, occurred_us=occurred_us)
+    state = open_incident(state, fact)
     opened = state.incidents[f"i{state.seq}"]
     symptoms = sum(1 + incident.symptoms for incident in explained)
     detected_us = min([opened.detected_us, *(incident.detected_us for incident in explained)])
     redone = sum(incident.redone for incident in explained)
     return with_incident(state, replace(opened, symptoms=symptoms, detected_us=detected_us, redone=redone))
-
-
-def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:
-    incident = state.incidents.get(event.incident)
-    known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
-    if incident is None or known is None or not known[1].alive:
-        return state
-    task, worker = known
-    broken = broken_generation(task, [worker.worker])
-    incident = replace(
-        incident,
-        severity=min(Severity(event.severity), incident.severity),
-        node=worker.node,
-        worker=worker.worker,
-        generations=incident.generations | {task.name: broken},
-        ripe=True,
-    )
-    task = strikes.struck(with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker)
-    return with_incident(with_task(state, task), incident)
-
-
-def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:
-    incident = state.incidents.get(event.incident)
-    if incident is None:
-        return state
-    closed = replace(
-        incident,
-        response=event.response,
-        closed_us=state.now_us,
-        detection_us=event.detection_us,
-        transition_us=event.transition_us,
-        detection_flop=event.detection_flop,
-        transition_flop=event.transition_flop,
-        sub_health_flops=event.sub_health_flops,
-    )
-    if incident.severity < Severity.SEV3:
-        state = replace(state, ledger=replace(state.ledger, failures=state.ledger.failures + 1))
-    for name in incident.tasks if incident.resumed_us else ():
-        task = state.tasks.get(name)
-        if task is not None and task.status is TaskStatus.ACTIVE:
-            state = with_task(state, replace(task, transition_us=_averaged(task.transition_us, event.transition_us)))
-    return replace(
-        state,
-        incidents={name: i for name, i in state.incidents.items() if name != event.incident},
-        closed=(*state.closed, closed)[-CLOSED_INCIDENTS_MAX:],
-    )
-
-
-def _averaged(before_us: int, measured_us: int) -> int:
-    """D_transition of a task: the newest transition counts a quarter."""
-    return max(1, (3 * before_us + measured_us) // 4 if before_us else measured_us)

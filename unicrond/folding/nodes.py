@@ -65,7 +65,6 @@ def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envel
             state = with_node(state, _came_back(state, state.nodes[event.node]))
         state = incidents.lose_workers_of(
             state,
-            envelope,
             event.node,
             missing,
             kind="process_exit" if alive else "node_lost",
@@ -108,7 +107,6 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     gone = {task: workers for task, workers in gone.items() if workers}
     state = incidents.lose_workers_of(
         state,
-        envelope,
         event.node,
         gone,
         kind="node_lost",

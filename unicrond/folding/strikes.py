@@ -4,44 +4,44 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from events.envelope import Envelope
 from unicrond.folding import incidents
 from unicrond.folding.changes import with_task, with_worker
+from unicrond.folding.incidents import Fact
 from unicrond.state import ClusterState, Task, Worker, WorkerStatus
 
 
 def strike(
     state: ClusterState,
-    envelope: Envelope,
     *,
     task: str,
     worker: Worker,
     kind: str,
     broken: int,
     message: str,
+    occurred_us: int,
     log_tail: str = "",
 ) -> ClusterState:
     """A worker is gone though nobody asked: count it against its node and its task, and open an incident."""
     state = with_task(state, struck(state.tasks[task], worker))
-    return incidents.blame(
-        state,
-        envelope,
+    fact = Fact(
         kind=kind,
         node=worker.node,
         worker=worker.worker,
         generations={task: broken},
         message=message,
+        occurred_us=occurred_us,
         log_tail=log_tail,
     )
+    return incidents.blame(state, fact)
 
 
-def give_up(state: ClusterState, envelope: Envelope, name: str, worker: Worker, kind: str, what: str) -> ClusterState:
+def give_up(state: ClusterState, name: str, worker: Worker, kind: str, what: str, occurred_us: int) -> ClusterState:
     """The worker is lost, though it may run; `decide` has its process ended."""
     task = state.tasks[name]
     broken = incidents.broken_generation(task, [worker.worker])
     state = with_task(state, with_worker(task, replace(worker, status=WorkerStatus.LOST)))
     message = f"worker {worker.worker} on {worker.node} {what}"
-    return strike(state, envelope, task=name, worker=worker, kind=kind, broken=broken, message=message)
+    return strike(state, task=name, worker=worker, kind=kind, broken=broken, message=message, occurred_us=occurred_us)
 
 
 def struck(task: Task, worker: Worker) -> Task:

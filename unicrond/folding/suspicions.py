@@ -8,6 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_task, worker_known
+from unicrond.folding.incidents import Fact
 from unicrond.hangs import is_stale, judge
 from unicrond.state import ClusterState, TaskStatus
 
@@ -25,27 +26,20 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
         return with_task(state, task)
     state = with_task(state, replace(task, suspicions={}))
     if verdict.stuck:
-        return incidents.blame(
-            state,
-            envelope,
+        fact = Fact(
             kind="collective_timeout",
             node=worker.node,
             worker=worker.worker,
             generations={task.name: task.generation},
             message=verdict.reason,
+            occurred_us=envelope.observed_at_us,
             place=f"iteration {event.iteration}, {event.phase}",
         )
+        return incidents.blame(state, fact)
     for culprit in verdict.culprits:
         since_us = max(0, envelope.observed_at_us - culprit.still_us)
-        where = f"hangs in {culprit.phase} of iteration {culprit.iteration}"
-        state = strikes.give_up(
-            state,
-            replace(envelope, observed_at_us=since_us),
-            task.name,
-            task.workers[culprit.worker],
-            "hang",
-            f"{where}: {verdict.reason}",
-        )
+        what = f"hangs in {culprit.phase} of iteration {culprit.iteration}: {verdict.reason}"
+        state = strikes.give_up(state, task.name, task.workers[culprit.worker], "hang", what, since_us)
     return state
 
 
@@ -58,4 +52,4 @@ def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, enve
     if event.generation != task.generation or not task.is_member(worker.worker):
         return state
     what = f"has other parameters than the other replicas before iteration {event.iteration}"
-    return strikes.give_up(state, envelope, task.name, worker, "corruption", what)
+    return strikes.give_up(state, task.name, worker, "corruption", what, envelope.observed_at_us)

@@ -8,6 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import stray, with_incident, with_task, with_worker, without_workers, worker_known
+from unicrond.folding.incidents import Fact
 from unicrond.severity import severity_of
 from unicrond.state import ClusterState, Severity, Task, TaskStatus, WorkerStatus
 
@@ -84,12 +85,12 @@ def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope
     starting = worker.status is WorkerStatus.STARTING
     return strikes.strike(
         state,
-        envelope,
         task=task.name,
         worker=worker,
         kind="start_failed" if starting else "process_exit",
         broken=broken,
         message=f"worker {event.worker} on {event.node} ended by {how}" + (" while it started" if starting else ""),
+        occurred_us=envelope.observed_at_us,
         log_tail=event.log_tail,
     )
 
@@ -104,17 +105,17 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
     severity = severity_of(event.kind, state.severity)
     if severity is Severity.SEV3 and (event.generation < task.generation or not task.is_member(worker.worker)):
         return state  # the group that broke has been left behind already
-    return incidents.blame(
-        state,
-        envelope,
+    fact = Fact(
         kind=event.kind,
         node=worker.node,
         worker=worker.worker,
         generations={task.name: incidents.broken_generation(task, [worker.worker])},
         message=event.message,
+        occurred_us=envelope.observed_at_us,
         log_tail=event.detail,
         place=_place(task, event),
     )
+    return incidents.blame(state, fact)
 
 
 def _place(task: Task, event: v.ErrorReported) -> str:

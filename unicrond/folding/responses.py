@@ -1,0 +1,62 @@
+"""What is decided about incidents: escalation, and their end."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding import incidents, strikes
+from unicrond.folding.changes import with_incident, with_task, with_worker, worker_known
+from unicrond.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus, WorkerStatus
+
+
+def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:
+    incident = state.incidents.get(event.incident)
+    known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
+    if incident is None or known is None or not known[1].alive:
+        return state
+    task, worker = known
+    broken = incidents.broken_generation(task, [worker.worker])
+    incident = replace(
+        incident,
+        severity=min(Severity(event.severity), incident.severity),
+        node=worker.node,
+        worker=worker.worker,
+        generations=incident.generations | {task.name: broken},
+        ripe=True,
+    )
+    task = strikes.struck(with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker)
+    return with_incident(with_task(state, task), incident)
+
+
+def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:
+    incident = state.incidents.get(event.incident)
+    if incident is None:
+        return state
+    closed = replace(
+        incident,
+        response=event.response,
+        closed_us=state.now_us,
+        detection_us=event.detection_us,
+        transition_us=event.transition_us,
+        detection_flop=event.detection_flop,
+        transition_flop=event.transition_flop,
+        sub_health_flops=event.sub_health_flops,
+    )
+    if incident.severity < Severity.SEV3:
+        state = replace(state, ledger=replace(state.ledger, failures=state.ledger.failures + 1))
+    for name in incident.tasks if incident.resumed_us else ():
+        task = state.tasks.get(name)
+        if task is not None and task.status is TaskStatus.ACTIVE:
+            state = with_task(state, replace(task, transition_us=_averaged(task.transition_us, event.transition_us)))
+    return replace(
+        state,
+        incidents={name: i for name, i in state.incidents.items() if name != event.incident},
+        closed=(*state.closed, closed)[-CLOSED_INCIDENTS_MAX:],
+    )
+
+
+def _averaged(before_us: int, measured_us: int) -> int:
+    """D_transition of a task: the newest transition counts a quarter."""
+    return max(1, (3 * before_us + measured_us) // 4 if before_us else measured_us)
