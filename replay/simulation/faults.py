@@ -12,10 +12,11 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agents.state import AcceleratorSaw
 from events import vocabulary as v
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
     "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
     "report_error": (2, 0.0, ("store_error", "nccl_error", "collective_timeout", "nvlink_error"), 1),
+    "ill_accelerator": (2, 0.0, ("ecc_error", "nvlink_error", "cuda_error", ""), 1),
     "order_fault": (
         4,
         3.0,
@@ -282,6 +284,17 @@ def _report_error(world: World, fault: Fault) -> None:
     for process in _victims(world, fault):
         if process.replica is not None:
             process.replica.report(fault.how)  # type: ignore[arg-type]  # `how` is an error kind
+
+
+def _ill_accelerator(world: World, fault: Fault) -> None:
+    """A driver reports an error of an accelerator, somebody's or nobody's; without a kind it is only news."""
+    workers = {process.host.name: process.worker for process in _victims(world, fault)}
+    for host in _hosts(world, fault):
+        if host.agent is not None:
+            worker = workers.get(host.name, "") if fault.pick else ""
+            kind: Any = fault.how or None
+            saw = AcceleratorSaw(accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated")
+            host.agent.feed(saw)
 
 
 def _reset_group(world: World, fault: Fault) -> None:
