@@ -8,7 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import strikes
 from unicrond.folding.changes import with_task
-from unicrond.state import TIMINGS_MAX, WARM_UP, ClusterState, Task
+from unicrond.state import TIMINGS_MAX, WARM_UP, ClusterState
 
 
 def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> ClusterState:
@@ -17,9 +17,17 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
         return state
     # Nine of ten events are steps: what rarely changes is looked at, and the task is made anew once.
     progressed = event.last > task.best_iteration
-    newest = event.generation == task.generation and task.membership is not None
-    if newest and task.strikes and task.membership is not None:
-        task = strikes.acquit(task, {member.node for member in task.membership.members})
+    membership, warm, timings = task.membership, task.warm, task.timings
+    newest = event.generation == task.generation
+    iteration_us = event.duration_us // max(1, event.last - event.first + 1)
+    if newest and membership is not None and task.strikes:
+        task = strikes.acquit(task, {member.node for member in membership.members})
+    if newest and iteration_us:
+        # Keep the time of what was just committed, if the group has warmed up.
+        if warm < WARM_UP:
+            warm += 1
+        else:
+            timings = (*timings, iteration_us)[-TIMINGS_MAX:]
     below, suspicions = task.struck_below, task.suspicions
     if progressed and below:
         below = {node: number for node, number in below.items() if node}
@@ -28,28 +36,21 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     task = replace(
         task,
         iteration=event.last,
-        best_iteration=max(event.last, task.best_iteration),
+        best_iteration=event.last if progressed else task.best_iteration,
         committed_generation=event.generation,
         loss=event.loss,
         first_loss=event.loss if task.first_loss is None else task.first_loss,
         first_commit_us=task.first_commit_us or state.now_us,
         last_commit_us=state.now_us,
-        iteration_us=event.duration_us // max(1, event.last - event.first + 1),
-        reattempts=0 if newest else task.reattempts,
+        iteration_us=iteration_us,
+        reattempts=0 if newest and membership is not None else task.reattempts,
         stuck=0 if progressed else task.stuck,
         struck_below=below,
         suspicions=suspicions,
+        timings=timings,
+        warm=warm,
     )
-    return with_task(state, _timed(task, event.generation))
-
-
-def _timed(task: Task, generation: int) -> Task:
-    """Keep the time of what was just committed, if the newest group did it and has warmed up."""
-    if generation != task.generation or not task.iteration_us:
-        return task
-    if task.warm < WARM_UP:
-        return replace(task, warm=task.warm + 1)
-    return replace(task, timings=(*task.timings, task.iteration_us)[-TIMINGS_MAX:])
+    return with_task(state, task)
 
 
 def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope) -> ClusterState:
