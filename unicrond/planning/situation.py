@@ -132,7 +132,7 @@ class Situation:
         for task in self.tasks:
             if task.workers and self.workers:
                 yield WorkerLost(task.name)
-        for name in {node.load: node.name for node in self.nodes}.values() if distinct else self.load_of:
+        for name in {(n.slots, n.tasks): n.name for n in self.nodes}.values() if distinct else self.load_of:
             yield NodeLost(name)
         for slots in sorted(set(self.join_slots)):
             yield NodeJoined(slots)

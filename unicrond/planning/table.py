@@ -77,11 +77,9 @@ class _Key(NamedTuple):
     scale: Scale
 
 
-class _Scenario(NamedTuple):
-    """The tasks `first`, `first + 1`, ... take `forms` instead of standing at rest."""
-
-    first: int
-    forms: tuple[int, ...]
+#: The tasks `first`, `first + 1`, ... take these forms instead of standing at rest; the row of the table that asks. A
+#: plain tuple that begins with a number: hundreds are sorted for every table, and these are sorted four times as fast.
+_Scenario: TypeAlias = tuple[int, tuple[int, ...], int]
 
 
 @dataclass
@@ -209,7 +207,7 @@ class Planner:
             last = max(len(here) - behind, first + 1)
             if first >= sweep.prefix_valid or last < sweep.suffix_valid:
                 continue
-            plan = (_answers(sweep, asked, [_Scenario(first, (_OTHER,) * (last - first))])[0] * flat.grain).tolist()
+            plan = (_answers(sweep, asked, [(first, (_OTHER,) * (last - first), 0)])[0] * flat.grain).tolist()
             solution = Solution(problem, tuple(plan[i] for i in places), by.resolution(len(places)))
             return Answer(solution, "incremental", first + len(here) - last)
         return None
@@ -237,18 +235,19 @@ class _Build:
         self.row_of_change: dict[_Change, int] = {}
         self.events: list[NextEvent] = []
         self.resolutions: list[float] = []
-        self.scenarios: dict[_Key, list[tuple[_Scenario, int]]] = {}
+        self.scenarios: dict[_Key, list[_Scenario]] = {}
 
     def table(self) -> Table:
         row_of: dict[NextEvent | _Load, int] = {}
+        load_of = self.situation.load_of
         for event in self.situation.expected(distinct=True):
-            known_by = self.situation.load_of[event.node].load if isinstance(event, NodeLost) else event
+            known_by = load_of[event.node].load if isinstance(event, NodeLost) else event
             row_of[known_by] = self._enlist(event)
         plans = np.zeros((len(self.events), len(self.index)), dtype=np.int64)
         if len(self.index):
             for key, scenarios in self.scenarios.items():
                 scenarios.sort()  # those that begin alike stand together and share the work
-                plans[[row for _, row in scenarios]] = self._solve(key, [scenario for scenario, _ in scenarios])
+                plans[[row for _, _, row in scenarios]] = self._solve(key, scenarios)
             plans *= self.flat.grain
         effort = Effort(self.computed, self.reused, len(self.events), len(self.scenarios))
         resolutions, events = tuple(self.resolutions), tuple(self.events)
@@ -262,7 +261,9 @@ class _Build:
         if hit:
             faulty = tuple(sorted([self.index[name] for name in hit]))
             first, behind = faulty[0], faulty[-1] + 1
-            forms = tuple([_OTHER if i in faulty else _AT_REST for i in range(first, behind)])
+            forms = (_OTHER,) * len(faulty)
+            if behind - first > len(faulty):
+                forms = tuple([_OTHER if i in faulty else _AT_REST for i in range(first, behind)])
         elif finished:
             first, forms = self.index[finished], (ABSENT,)
             gone = (first, *self.waiting)
@@ -273,7 +274,7 @@ class _Build:
             self.events.append(event)
             key = self._key(workers, gone)
             self.resolutions.append(key.scale.resolution(len(self.index) - len(gone)))
-            self.scenarios.setdefault(key, []).append((_Scenario(first, forms), row))
+            self.scenarios.setdefault(key, []).append((first, forms, row))
         return row
 
     def _key(self, workers: int, gone: tuple[int, ...]) -> _Key:
@@ -287,12 +288,12 @@ class _Build:
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
         points = useful(self.flat, self.at_rest, key.workers, float(key.d_running_us), key.scale)
-        if any(_OTHER in scenario.forms for scenario in scenarios):
+        if any(_OTHER in forms for _, forms, _ in scenarios):
             other = useful(self.flat, self.other, key.workers, float(key.d_running_us), key.scale)
         else:
             other = points
-        first = max(scenario.first for scenario in scenarios)
-        last = min(scenario.first + len(scenario.forms) for scenario in scenarios)
+        first = max([first for first, _, _ in scenarios])
+        last = min([first + len(forms) for first, forms, _ in scenarios])
         sweep = self.sweeps[key] = self._sweep(key, points, first + 1, last)
         return _answers(sweep, other, scenarios)
 
@@ -323,7 +324,7 @@ def _answers(sweep: _Sweep, other: Points, scenarios: Sequence[_Scenario]) -> ND
     points = sweep.points
     plans = np.zeros((len(scenarios), len(points.stay)), dtype=np.int64)
     starts = np.zeros(len(scenarios) + 1, dtype=np.int64)
-    np.cumsum([len(scenario.forms) for scenario in scenarios], out=starts[1:])
+    np.cumsum([len(forms) for _, forms, _ in scenarios], out=starts[1:])
     kernel.active().answer(
         points.workers,
         points.values,
@@ -335,9 +336,9 @@ def _answers(sweep: _Sweep, other: Points, scenarios: Sequence[_Scenario]) -> ND
         other.values,
         other.starts,
         other.stay,
-        np.array([scenario.first for scenario in scenarios], dtype=np.int64),
+        np.array([first for first, _, _ in scenarios], dtype=np.int64),
         starts,
-        np.array([form for scenario in scenarios for form in scenario.forms], dtype=np.int64),
+        np.array([form for _, forms, _ in scenarios for form in forms], dtype=np.int64),
         plans,
     )
     return plans
