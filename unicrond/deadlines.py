@@ -7,6 +7,7 @@ Ids name their subject so exactly that one which comes late means nothing any mo
 from __future__ import annotations
 
 from unicrond.policy import Policy
+from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
 
 _SECOND_US = 1_000_000
@@ -29,7 +30,7 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
             length_s = policy.isolation_s * 2 ** min(node.isolations - 1, 10)
             standing[f"isolation:{node.name}#{node.isolations}"] = int(length_s * _SECOND_US)
     for task in state.tasks.values():
-        if task.status is not TaskStatus.ACTIVE:
+        if task.status is not TaskStatus.ACTIVE or staffing(state, task).settled:
             continue
         for worker in task.workers.values():
             if worker.status is WorkerStatus.STARTING:

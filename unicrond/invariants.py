@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
-from unicrond.state import ClusterState, NodeStatus
+from unicrond.last_answer import kept_while_equal
+from unicrond.state import ClusterState, NodeStatus, Plan
 
 
 class InvariantError(AssertionError):
@@ -18,29 +19,31 @@ class InvariantError(AssertionError):
 
 def check(state: ClusterState) -> None:
     """Raises InvariantError if a rule is broken."""
-    used: Counter[str] = Counter()
+    seats: list[str] = []
     for task in state.tasks.values():
-        for worker in task.workers.values():
-            if worker.node not in state.nodes:
-                _fail(state, f"{worker.worker} runs on unknown node {worker.node}")
-        used.update([worker.node for worker in task.workers.values() if worker.replica >= 0])
+        seats += [worker.node for worker in task.workers.values() if worker.replica >= 0]
         if task.membership is not None and len(task.member_names) != len(task.membership.members):
             _fail(state, f"{task.name}: a worker is a member twice")
         if task.iteration > task.best_iteration:
             _fail(state, f"{task.name}: best iteration is behind")
-    for name, count in used.items():
+    for name in {worker.node for task in state.tasks.values() for worker in task.workers.values()}:
+        if name not in state.nodes:
+            _fail(state, f"a worker runs on unknown node {name}")
+    for name, count in Counter(seats).items():
         node = state.nodes[name]
         if count > node.slots_max and node.status is NodeStatus.UP:
             _fail(state, f"{name}: {count} workers on {node.slots_max} slots")
-    planned: Counter[str] = Counter()
-    for assignment in state.plan.assignments.values():
-        for nodes in assignment.replicas:
-            planned.update(nodes)
-    for name, count in planned.items():
+    for name, count in _planned(state.plan).items():
         if name not in state.nodes:
             _fail(state, f"plan {state.plan.epoch} uses unknown node {name}")
         if count > state.nodes[name].slots_max:
             _fail(state, f"plan {state.plan.epoch} puts {count} workers on {name}")
+
+
+@kept_while_equal
+def _planned(plan: Plan) -> Counter[str]:
+    """Workers per node."""
+    return Counter([node for a in plan.assignments.values() for nodes in a.replicas for node in nodes])
 
 
 def _fail(state: ClusterState, story: str) -> NoReturn:

@@ -10,6 +10,7 @@ Rules
   one-step table a look-up. A test holds them to it.
 * What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
   `basis` does not hold it, so that learning by itself never moves a worker.
+* A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from unicrond.planning.placement import Shape
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.situation import NodeLoad, Situation
 from unicrond.policy import Policy
-from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus
+from unicrond.state import ClusterState, Node, NodeStatus, Task, TaskStatus
 from unicrond.waf import linear_flops, throughput
 
 _SECOND_US = 1_000_000
@@ -136,18 +137,25 @@ def _is_faulty(state: ClusterState, task: Task, capacity: Mapping[str, int]) -> 
     return off or len(present_replicas(state, task)) < len(assignment.replicas)
 
 
+@kept_while_equal
+def _largest(nodes: Mapping[str, Node]) -> int:
+    """The most slots of a node that is there or may come back: a larger tensor-parallel group finds no seat at all."""
+    return max([node.slots for node in nodes.values() if node.status is not NodeStatus.LEFT], default=0)
+
+
 def _task_problem(
     state: ClusterState, task: Task, linear: int, *, faulty: bool = False, at_rest: bool = False
 ) -> TaskProblem:
     assignment = None if at_rest else state.plan.assignments.get(task.name)
+    fits = task.spec.tp <= _largest(state.nodes)
     return TaskProblem(
         name=task.name,
         weight=task.spec.weight,
         workers=assignment.workers if assignment else 0,
         faulty=faulty,
         min_workers=task.spec.min_workers,
-        max_workers=task.spec.max_workers,
-        floor=task.spec.min_workers,
+        max_workers=task.spec.max_workers if fits else 0,
+        floor=task.spec.min_workers if fits else 0,
         unit=task.spec.replica_workers,
         throughput=throughput(task, linear),
         d_transition_us=None if at_rest or not task.transition_us else task.transition_us,

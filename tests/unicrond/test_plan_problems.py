@@ -215,3 +215,16 @@ def test_learning_is_quiet_once_it_is_folded() -> None:
     cluster.run()
     assert told(cluster, v.ThroughputCorrected)
     assert decide(cluster.state, {}, cluster.policy) == []
+
+
+def test_a_task_that_no_node_can_seat_keeps_nothing_from_others() -> None:
+    cluster = MiniCluster(1)
+    cluster.add_host("n0")
+    cluster.add_host("n1")
+    cluster.submit("wide", weight=9.0, min_workers=2, max_workers=2, tp=2)
+    cluster.submit("narrow", max_workers=2)
+    cluster.run()
+    assert cluster.state.plan.workers == {"wide": 0, "narrow": 2}
+    cluster.add_host("n2", slots=2)
+    cluster.run()
+    assert cluster.state.plan.workers["wide"] == 2
