@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo matrix chaos endurance fuzz mutants evaluation bench bench-recovery lint clean help
+.PHONY: install test demo matrix gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
 	@echo "make matrix   a fault at every point of an iteration, of every kind (many minutes)"
+	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/gpu.md)"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make lint     ruff, mypy, import-linter"
@@ -45,6 +46,9 @@ test: lint
 
 matrix: $(STAMP)
 	$(BIN)/pytest -m matrix tests/integration
+
+gpu-acceptance: $(STAMP)
+	$(BIN)/python -m tests.gpu.acceptance
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.integration.chaos --faults 20

@@ -39,6 +39,8 @@ _PAUSE_MAX_S = 10.0
 _START_TIMEOUT_S = 120.0
 #: torch's and numpy's thread pools are sized when they are loaded, in the fork server.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+#: To ask whether there is a GPU must not initialise CUDA: a process that has cannot fork workers that use it.
+_NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class ForkServerFailed(RuntimeError):
@@ -176,7 +178,7 @@ class ForkLink:
                 stderr=log,
                 start_new_session=True,  # it outlives us, and no terminal's Ctrl-C is for it
                 pass_fds=(said_fd,),
-                env=dict.fromkeys(_ONE_THREAD, "1") | dict(os.environ),
+                env=dict.fromkeys(_ONE_THREAD, "1") | _NO_CUDA | dict(os.environ),
             )
 
     def _reap(self) -> None:

@@ -66,7 +66,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
         "NCCL itself",
         r"",
         r"NCCL error.*(unhandled cuda error|internal error|invalid (usage|argument))"
-        r"|nccl(UnhandledCudaError|InternalError|InvalidUsage|InvalidArgument)",
+        r"|nccl(UnhandledCudaError|InternalError|InvalidUsage|InvalidArgument)|NCCL communicator cannot be aborted",
         "nccl_error",
     ),
     Symptom("CUDA, by type", r"AcceleratorError", r"", "cuda_error"),
@@ -76,7 +76,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     Symptom(
         "collective timed out",
         r"",
-        r"Timed out waiting|collective operation timeout|[Ww]atchdog caught collective",
+        r"Timed out waiting|collective operation timeout|[Ww]atchdog caught collective|NCCL error: timeout",
         "collective_timeout",
     ),
     Symptom(

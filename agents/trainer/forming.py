@@ -13,7 +13,10 @@ Rules
 * To leave a group at once its sockets are shut down (`group.py`), so they must be known for certain, also while other
   groups form in other threads and the user's code opens sockets of its own. With gloo they are known by their ports:
   every group listens on a port of its own, an accepted connection has it on this side, one made to a member has that
-  member's on the other side.
+  member's on the other side. A NCCL communicator is aborted, and needs none of that.
+* NCCL connects at a communicator's first collective, and blocks until all members are there. So the thread makes the
+  first one, on a stream of its own: the main thread's must not wait for a member that never comes. What it cannot walk
+  away from is NCCL's own meeting; then the thread stays behind until NCCL gives up.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +41,7 @@ _MEET_TIMEOUT = timedelta(seconds=10)
 #: How long one look for the others' words may take; it holds up nobody, but torch warns at the end of each.
 _LOOK_AGAIN = timedelta(seconds=60)
 _NO_STANDBY = "-"
+_POLL_CUDA_S = 0.002
 #: While a device is made, the listening socket that appears is its own.
 _listening = threading.Lock()
 
@@ -95,7 +100,7 @@ class Attempt:
         """Walk away, and close what there is."""
         process_group, sockets, _ = self.take()
         if process_group is not None:
-            shut_down(sockets)
+            _end(process_group, sockets)
 
     def _run(self) -> None:
         process_group: object | None = None
@@ -106,11 +111,12 @@ class Attempt:
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         with self._lock:
-            if self._abandoned:
-                shut_down(sockets)
-            else:
+            abandoned = self._abandoned
+            if not abandoned:
                 self._process_group, self._sockets, self._error = process_group, sockets, error
             self.over = True
+        if abandoned and process_group is not None:
+            _end(process_group, sockets)
         del process_group
         self._channel.wake()
 
@@ -128,9 +134,7 @@ class Attempt:
             store.set(f"port/{place.rank}", "0")
             if self._said(store, "port") is None:
                 return None, {}
-            before = dict(_connected())
-            process_group = _connect_nccl(store, place)
-            return process_group, {fd: name for fd, (name, _) in _connected().items() if fd not in before}
+            return self._connect_nccl(store, place), {}
         device, port = _listen(place.address)
         store.set(f"port/{place.rank}", str(port))
         ports = self._said(store, "port")
@@ -138,6 +142,23 @@ class Attempt:
             return None, {}
         process_group = _connect_gloo(store, place, device)
         return process_group, _sockets_of(port, {int(said) for said in ports})
+
+    def _connect_nccl(self, store: object, place: Place) -> object | None:
+        """None where the attempt was abandoned."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=place.collective_timeout_s)
+        process_group: object = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+        with torch.cuda.device(place.device), torch.cuda.stream(torch.cuda.Stream(place.device)):
+            met = process_group.allreduce([torch.zeros(1, device=place.device)])  # type: ignore[attr-defined]
+            while not met.is_completed():
+                if self._abandoned:
+                    _end(process_group, {})
+                    return None
+                time.sleep(_POLL_CUDA_S)  # CUDA gives no event that a thread could wait for without blocking in it
+        trouble = failure(process_group)
+        if trouble:
+            raise RuntimeError(trouble)
+        return process_group
 
     def _said(self, store: object, what: str) -> list[str] | None:
         """What all members say, as soon as all have; None where the attempt was abandoned."""
@@ -153,12 +174,6 @@ class Attempt:
 
 def _connect_store(address: StoreAddress) -> object:
     return dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
-
-
-def _connect_nccl(store: object, place: Place) -> object:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=place.collective_timeout_s)
-    return dist.ProcessGroupNCCL(store, place.rank, place.size, options)
 
 
 def _connect_gloo(store: object, place: Place, device: object) -> object:
@@ -203,6 +218,20 @@ def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
                     continue
                 if bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listening:
                     yield int(entry.name), name, duplicate
+
+
+def failure(process_group: object) -> str:
+    """What NCCL says has gone wrong with the communicator, "" for nothing: a broken operation counts as completed."""
+    told = process_group.get_error()  # type: ignore[attr-defined]
+    return "" if told.name == "SUCCESS" else f"NCCL error: {told.name.lower().replace('_', ' ')}"
+
+
+def _end(process_group: object, sockets: dict[int, str]) -> None:
+    """Of a group that nobody has used yet."""
+    if isinstance(process_group, dist.ProcessGroupGloo):
+        shut_down(sockets)
+    else:
+        process_group.abort()  # type: ignore[attr-defined]
 
 
 def shut_down(sockets: dict[int, str]) -> None:

@@ -11,11 +11,16 @@ Rules
   group blocks until its timeout (measured). What does work, within a millisecond, is to shut down the group's own
   sockets: every operation in flight fails, here and at the peers, who otherwise notice a death one hop at a time.
   The listening socket must be left alone, or gloo's accept loop ends the process.
+* NCCL is aborted instead, in a thread: an abort may hang (a driver in trouble). One that does not end in time is the
+  process's end: it says so, and another takes its place.
+* Gloo may reduce CUDA tensors (`backend: gloo` on a GPU). It copies back on streams of its own, so who uses a sum makes
+  its stream wait for them first. Everything else a gloo group exchanges is on the CPU.
 * An error is kept as text, never as an exception object: a traceback would keep the group alive.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,11 +30,12 @@ import torch
 import torch.distributed as dist
 
 from agents.trainer.channel import AgentChannel
-from agents.trainer.forming import Attempt, Place, shut_down
+from agents.trainer.forming import Attempt, Place, failure, shut_down
 from agents.trainer.marks import Marker
 
 _POLL_CUDA_S = 0.002
 _CLOSE_TIMEOUT_S = 1.0
+_ABORT_TIMEOUT_S = 10.0
 #: Groups with an operation that would not end: destroying them could block, so they live as long as the process.
 _parked: list[object] = []
 
@@ -40,6 +46,10 @@ class Broken(Exception):
 
 class Superseded(Exception):
     """A newer membership has come; this group is of no use any more."""
+
+
+class AbortHangs(RuntimeError):
+    """The NCCL communicator cannot be got rid of: this process is of no use any more."""
 
 
 class Group:
@@ -56,10 +66,15 @@ class Group:
         self._process_group = process_group
         self._sockets = sockets
         self._channel = channel
-        self._in_flight = _InFlight(channel)
+        self._in_flight = _InFlight(channel, self._polls)
         self._timeout_s = 0.0
         #: Where it is noted that the worker waits here for its peers.
         self.mark = Marker(None)
+
+    @property
+    def _polls(self) -> object | None:
+        """The process group that is to be asked for its operations: a CUDA future is done when the kernel is queued."""
+        return self._process_group if self.device.type == "cuda" else None
 
     def limit(self, timeout_s: float) -> None:
         """Have collectives from now on time out after about so long (the library's own time-out, the last resort)."""
@@ -81,8 +96,8 @@ class Group:
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
         """Start summing the tensor over the members, in place. Never raises: `finish` does."""
         if self.size == 1:
-            return Operation(None, succeeded=True)
-        return self._in_flight.start(lambda: self._process_group.allreduce([tensor]))  # type: ignore[attr-defined]
+            return Operation(done=True)
+        return self._in_flight.start(lambda: self._process_group.allreduce([tensor]), tensor)  # type: ignore[attr-defined]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Start overwriting `tensor` with member `source`'s."""
@@ -99,7 +114,7 @@ class Group:
         def settled() -> bool:
             return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
 
-        if flight.polled:
+        if self._polls is not None:
             while not self._channel.wait(settled, _POLL_CUDA_S):
                 pass
         else:
@@ -112,17 +127,36 @@ class Group:
         self.mark.leaving()
 
     def close(self) -> None:
-        """Leave at once; operations in flight fail. Never raises, blocks for at most _CLOSE_TIMEOUT_S."""
+        """Leave at once; operations in flight fail. Blocks for at most _CLOSE_TIMEOUT_S, or, with NCCL, for at most
+        _ABORT_TIMEOUT_S; then it raises AbortHangs."""
         if self._process_group is None:
             return
+        flight, process_group, polls = self._in_flight, self._process_group, self._polls is not None
+        self._in_flight, self._process_group = _InFlight(self._channel, None), None
+        if polls:
+            _abort(process_group, flight)
+            return
         shut_down(self._sockets)
-        if hasattr(self._process_group, "abort") and self.device.type == "cuda":
-            self._process_group.abort()
-        flight, self._in_flight = self._in_flight, _InFlight(self._channel)
         if not flight.wait_until_over(_CLOSE_TIMEOUT_S):
-            _parked.append(self._process_group)
+            _parked.append(process_group)
         flight.forget()
-        self._process_group = None
+
+
+def _abort(process_group: object, flight: _InFlight) -> None:
+    """End a NCCL communicator. Kernels may write until it has ended: what they write to is held for so long."""
+    over = threading.Event()
+
+    def abort() -> None:
+        try:
+            process_group.abort()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            print(f"aborting the NCCL communicator: {error}", file=sys.stderr)
+        flight.forget()
+        over.set()
+
+    threading.Thread(target=abort, name="abort", daemon=True).start()
+    if not over.wait(_ABORT_TIMEOUT_S):
+        raise AbortHangs(f"the NCCL communicator cannot be aborted within {_ABORT_TIMEOUT_S:g} s")
 
 
 class _Rows:
@@ -136,29 +170,43 @@ class _Rows:
 
 
 class Operation:
-    """One collective under way. `succeeded`: it is known to be done, and done well."""
+    """One collective under way. `tensor`: what it writes to, where somebody asks for it."""
 
-    __slots__ = ("succeeded", "work")
+    __slots__ = ("_done", "_tensor", "work")
 
-    def __init__(self, work: object, succeeded: bool = False) -> None:
-        self.work = work
-        self.succeeded = succeeded
+    def __init__(self, tensor: torch.Tensor | None = None, *, done: bool = False) -> None:
+        self.work: object = None
+        self._tensor = tensor
+        self._done = done
+
+    def end_well(self) -> None:
+        """It is known to be done, and done well. From any thread."""
+        self._done = True
+
+    @property
+    def succeeded(self) -> bool:
+        """Done, and done well: what the caller's stream does from now on sees the result."""
+        if self._done and self._tensor is not None:
+            if self._tensor.is_cuda:
+                self.work.wait()  # type: ignore[attr-defined]
+            self._tensor = None
+        return self._done
 
 
 class _InFlight:
-    """The operations that were started and have not been waited for."""
+    """The operations that were started and have not been waited for. `polls`: the process group to ask, if any."""
 
-    def __init__(self, channel: AgentChannel) -> None:
+    def __init__(self, channel: AgentChannel, polls: object | None) -> None:
         self._channel = channel
+        self._polls = polls
         self._operations: list[Operation] = []
         self._finished = 0
         self._over = threading.Condition()
         self.error: str | None = None
-        self.polled = False
 
-    def start(self, begin: Callable[[], object]) -> Operation:
+    def start(self, begin: Callable[[], object], tensor: torch.Tensor | None = None) -> Operation:
         """Begin an operation. One that cannot even begin counts as failed; what comes after it is not tried."""
-        operation = Operation(None)
+        operation = Operation(tensor)
         if self.error is not None:
             return operation
         try:
@@ -167,16 +215,14 @@ class _InFlight:
             self.error = str(error)
             return operation
         self._operations.append(operation)
-        if torch.cuda.is_available():  # a CUDA future is done when the kernel is queued: ask the work itself
-            self.polled = True
-        else:
+        if self._polls is None:
             operation.work.get_future().add_done_callback(partial(self._note, operation))  # type: ignore[attr-defined]
         return operation
 
     def _note(self, operation: Operation, future: object) -> None:
         try:
             future.value()  # type: ignore[attr-defined]
-            operation.succeeded = True
+            operation.end_well()
         except Exception as error:
             self.error = self.error or str(error)
         with self._over:
@@ -186,25 +232,30 @@ class _InFlight:
 
     def settled(self) -> bool:
         """Whether one has failed or all are done."""
-        if self.polled:
+        if self._polls is not None:
             return self._poll()
         return self.error is not None or self._finished == len(self._operations)
 
     def _poll(self) -> bool:
-        for operation in self._operations:
+        """In their order: that is how they run."""
+        while self._finished < len(self._operations):
+            operation = self._operations[self._finished]
             if not operation.work.is_completed():  # type: ignore[attr-defined]
                 return False
+            trouble = failure(self._polls)
+            if trouble:
+                self.error = trouble
+                return True
             try:
-                operation.work.wait()  # type: ignore[attr-defined]
+                operation.work.wait()  # type: ignore[attr-defined]  # not for it: for this thread's stream
             except RuntimeError as error:
                 self.error = str(error)
                 return True
-            operation.succeeded = True
+            operation.end_well()
+            self._finished += 1
         return True
 
     def wait_until_over(self, timeout_s: float) -> bool:
-        if self.polled:
-            return True
         with self._over:
             return self._over.wait_for(lambda: self._finished == len(self._operations), timeout_s)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from agents.trainer.gpu_copies import copy_from_gpu
 from agents.trainer.state import BadState, flatten, shapes, size_bytes, tensor_bytes, tensor_of, unflatten
 
 _MAGIC = b"unicron2"
@@ -39,14 +40,21 @@ class Flat:
         return Flat(skeleton, tensors, places, end)
 
     def write(self, view: memoryview) -> None:
-        """Copy everything into `view`, which has `size_bytes`. On a GPU this waits for the copies."""
+        """Copy everything into `view`, which has `size_bytes`; everything is there when this returns."""
         head = _MAGIC + len(self.skeleton).to_bytes(8, "little") + self.skeleton
         view[: len(head)] = head
         target = torch.frombuffer(view, dtype=torch.uint8)
+        on_gpu = []
         for tensor, at in zip(self.tensors, self.places, strict=True):
             if tensor.numel():
                 data = tensor_bytes(tensor)
-                target[at : at + data.numel()].copy_(data)
+                place = target[at : at + data.numel()]
+                if data.is_cuda:
+                    on_gpu.append((data, place))
+                else:
+                    place.copy_(data)
+        if on_gpu:
+            copy_from_gpu(on_gpu)
 
 
 def read(view: memoryview, *, copy: bool) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 A chunk bounds the memory; a member that already has state takes part, since a broadcast is the whole group's, and
 lets go of each chunk. Small tensors share one: a state has hundreds, and everybody stands while it is given.
+
+With NCCL everything travels from GPU to GPU. What lived on the CPU (generators' states, an optimizer's step counts) is
+put back there: torch takes it from nowhere else.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ _SKELETON_BYTES_MAX = 256 * 1024 * 1024
 def give(group: Group, tree: object) -> None:
     """Broadcast the tree from this member. Raises what `Group.finish` raises."""
     skeleton, tensors = flatten(tree)
-    group.broadcast(torch.tensor([len(skeleton)], dtype=torch.int64, device=group.device), group.rank)
+    on_cpu = bytes(tensor.device.type == "cpu" for tensor in tensors)
+    head = torch.tensor([len(skeleton), len(tensors)], dtype=torch.int64, device=group.device)
+    group.broadcast(head, group.rank)
     group.finish()
-    told = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8).to(group.device)
+    told = torch.frombuffer(bytearray(skeleton + on_cpu), dtype=torch.uint8).to(group.device)
     group.broadcast(told, group.rank)
     group.finish()
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
@@ -37,16 +42,20 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
 
     Raises what `Group.finish` raises, and BadState.
     """
-    length = torch.zeros(1, dtype=torch.int64, device=group.device)
-    group.broadcast(length, source)
+    head = torch.zeros(2, dtype=torch.int64, device=group.device)
+    group.broadcast(head, source)
     group.finish()
-    if not 0 < int(length) <= _SKELETON_BYTES_MAX:
-        raise BadState(f"a skeleton of {int(length)} bytes is announced")
-    told = torch.zeros(int(length), dtype=torch.uint8, device=group.device)
+    length, count = (int(value) for value in head.tolist())
+    if not 0 < length <= _SKELETON_BYTES_MAX or not 0 <= count <= length:
+        raise BadState(f"a skeleton of {length} bytes with {count} tensors is announced")
+    told = torch.zeros(length + count, dtype=torch.uint8, device=group.device)
     group.broadcast(told, source)
     group.finish()
-    skeleton = told.cpu().numpy().tobytes()
+    received = told.cpu().numpy().tobytes()
+    skeleton, on_cpu = received[:length], received[length:]
     found = shapes(skeleton)
+    if len(found) != count:
+        raise BadState(f"{count} tensors are announced, the skeleton has {len(found)}")
     sizes = [size_bytes(dtype, shape) for dtype, shape in found]
     tensors = []
     for together in _chunks(sizes):
@@ -54,7 +63,10 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
         _broadcast(group, data, source)
         if keep:  # each in memory of its own: who lets go of one must not keep the others, and it must be aligned
             parts = [data] if len(sizes[together]) == 1 else [part.clone() for part in data.split(sizes[together])]
-            tensors += [tensor_of(part, *kind) for part, kind in zip(parts, found[together], strict=True)]
+            tensors += [
+                tensor_of(part.cpu() if lived_on_cpu else part, *kind)
+                for part, kind, lived_on_cpu in zip(parts, found[together], on_cpu[together], strict=True)
+            ]
     return (unflatten(skeleton, tensors) if keep else None), sum(sizes)
 
 

@@ -62,6 +62,8 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
     from agents.trainer.replica import Replica
 
     spec = launch.spec
+    # Or torch's watchdog ends the process when a peer dies: what is to be done about that is decided elsewhere.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # CUDA_VISIBLE_DEVICES shows this worker's own

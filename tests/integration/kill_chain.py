@@ -104,12 +104,36 @@ class Chain:
             self.stages.append(stage)
         self.born = next(number)
 
+    def seats(self) -> dict[int, int]:
+        """A seat for each replica; members at the same time have different ones, lowest first."""
+        seats: dict[int, int] = {}
+
+        def sit(replicas: Sequence[int], present: Sequence[int]) -> None:
+            for replica in replicas:
+                taken = {seats[other] for other in present if other in seats}
+                seats[replica] = next(seat for seat in itertools.count() if seat not in taken)
+
+        present = list(range(self.size))
+        sit(present, present)
+        for stage in self.stages:
+            present = [replica for replica in present if replica != stage.bystander]
+            for joiner in [] if stage.joiner is None else [stage.joiner]:
+                present.append(joiner)
+                sit([joiner], present)
+            present = [replica for replica in present if replica != stage.victim]
+            present += stage.refill
+            sit(stage.refill, present)
+        return seats
+
 
 class Run:
     """One chain, carried out."""
 
-    def __init__(self, server: ForkServer, directory: Path, spec: TaskSpec, cells: Sequence[Cell]) -> None:
-        self.chain = Chain(cells, 3 if spec.replica_workers == 1 else 2)
+    def __init__(
+        self, server: ForkServer, directory: Path, spec: TaskSpec, cells: Sequence[Cell], size: int = 0
+    ) -> None:
+        """`size`: replicas; 0: three, or two where they have shards."""
+        self.chain = Chain(cells, size or (3 if spec.replica_workers == 1 else 2))
         self.traces = directory / "traces"
         self.traces.mkdir()
         spec = replace(spec, entry=str(SCRIPT), args=(str(self.traces), *spec.args))
@@ -127,9 +151,12 @@ class Run:
         """All faults, and STEPS_AFTER steps afterwards."""
         orders = {self.rank(stage): stage.cell.order(stage.generation) for stage in self.chain.stages}
         everybody = [worker for replica in range(self.chain.born) for worker in self.workers(replica)]
+        seats = self.chain.seats()
         with self.rig as rig:
-            for worker in everybody:
-                rig.start(worker, fault=orders.get(worker, ""))
+            for replica in range(self.chain.born):
+                for shard, worker in enumerate(self.workers(replica)):
+                    slot = seats[replica] * self.shards + shard
+                    rig.start(worker, fault=orders.get(worker, ""), slot=slot)
             rig.until(lambda: len({worker for worker, said in rig.said if isinstance(said, Ready)}) == len(everybody))
             members = list(range(self.chain.size))
             self.tell(members, joiners=members)

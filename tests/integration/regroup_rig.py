@@ -72,7 +72,10 @@ def serve(fd: int) -> None:
     import torch.distributed as dist
 
     import agents.trainer.preload  # noqa: F401
+    from agents.gpus import visible_gpus
     from agents.trainer import worker
+
+    gpus = visible_gpus()
 
     read, write = os.pipe()
     store = os.fork()
@@ -119,6 +122,8 @@ def serve(fd: int) -> None:
                             log = os.open(message.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                             os.dup2(log, 1)
                             os.dup2(log, 2)
+                            if gpus:
+                                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[message.slot % len(gpus)]
                             os.environ.update(message.launch.spec.env)
                             worker.run(message.launch)
                         living[pid] = message.launch.worker
@@ -143,6 +148,7 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as fork_link.py does
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.regroup_rig", "serve", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -243,9 +249,11 @@ class Rig:
         return self.memories[node, shard]
 
     def start(
-        self, *workers: str, fault: str = "", spec: TaskSpec | None = None, node: str = "n1", memory: bool = False
+        self, *workers: str, fault: str = "", spec: TaskSpec | None = None, node: str = "n1", memory: bool = False,
+        slot: int = 0,
     ) -> None:  # fmt: skip
-        """Start workers "name.number"; replica and shard follow from the order in which they are started."""
+        """Start workers "name.number"; replica and shard follow from the order in which they are started. `slot`: which
+        of the machine's GPUs, if it has any; with fewer GPUs than slots they share."""
         spec = self.spec if spec is None else _replace(spec, name=self.task, checkpoint=self.spec.checkpoint)
         for worker in workers:
             replica, shard = divmod(len(self.places), spec.replica_workers)
@@ -266,7 +274,7 @@ class Rig:
                 store=self.server.store,
                 spec=_replace(spec, env=environment),
             )
-            spawn = Spawn(launch=launch, log_path=str(self.directory / f"{worker}.log"), slot=0)
+            spawn = Spawn(launch=launch, log_path=str(self.directory / f"{worker}.log"), slot=slot)
             self.server.connection.sendall(frame(spawn))
 
     def reshape(self, spec: TaskSpec) -> None:

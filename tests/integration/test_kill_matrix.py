@@ -58,12 +58,18 @@ def matrix_task(data: Path, layout: str, **changes: object) -> TaskSpec:
 
 @pytest.fixture(scope="module")
 def reference(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return failure_free_digests(server, data, tmp_path_factory)
+
+
+def failure_free_digests(
+    server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFactory, **changes: object
+) -> Reference:
     """Digests of the parameters after each iteration of a failure-free run of one replica, per shard."""
     known: dict[str, list[dict[int, str]]] = {}
 
     def upto(layout: str, iterations: int) -> list[dict[int, str]]:
         if layout not in known or iterations not in known[layout][0]:
-            spec = matrix_task(data, layout, iterations=iterations + 50)
+            spec = matrix_task(data, layout, **{**changes, "iterations": iterations + 50})
             run = Run(server, tmp_path_factory.mktemp("reference"), replace(spec, checkpoint=CheckpointSpec()), ())
             with run.rig as rig:
                 begin(rig, *run.workers(0))
@@ -78,9 +84,12 @@ def reference(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathF
     return upto
 
 
-def check(server: ForkServer, directory: Path, data: Path, layout: str, cells: list[Cell], known: Reference) -> None:
-    spec = matrix_task(data, layout)
-    run = Run(server, directory, spec, cells)
+def check(
+    server: ForkServer, directory: Path, data: Path, layout: str, cells: list[Cell], known: Reference,
+    *, size: int = 0, **changes: object,
+) -> Run:  # fmt: skip
+    spec = matrix_task(data, layout, **changes)
+    run = Run(server, directory, spec, cells, size)
     run.carry_out()
     run.check_work(spec.micro_batches)
     check_samples(run.rig)
@@ -91,6 +100,7 @@ def check(server: ForkServer, directory: Path, data: Path, layout: str, cells: l
         assert max(found) >= run.refilled_at() + STEPS_AFTER
         wrong = {iteration for iteration in found if found[iteration] != {expected[iteration]}}
         assert not wrong, f"other bits from iteration {min(wrong)} on"
+    return run
 
 
 def chains(cells: list[Cell], length: int) -> list[list[Cell]]:

@@ -31,7 +31,7 @@ def digest(model: torch.nn.Module) -> str:
     """blake2b over the bytes of all parameters in name order."""
     found = blake2b(digest_size=16)
     for _, parameter in sorted(model.named_parameters(), key=lambda named: named[0]):
-        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -55,6 +55,8 @@ def main() -> None:
     launch = context.current().launch
     spec = launch.spec
     traced = "--untraced" not in sys.argv
+    if torch.cuda.is_available():  # digests are compared with those of a run that another number of ranks made
+        torch.use_deterministic_algorithms(True)
     with (Path(sys.argv[1]) / f"{launch.worker}.trace").open("a", buffering=1) as trace:
         plain_step = pretrain_gpt._forward_step
 

@@ -81,7 +81,7 @@ class Line:
         self.started: list[tuple[int, Operation]] = []
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
-        operation = Operation(None)
+        operation = Operation()
         self.started.append((int(tensor.numel()), operation))
         return operation
 
@@ -134,13 +134,13 @@ def test_only_final_sums_are_kept() -> None:
     _, _, reduction, line = three_buckets()
     reduction.start(line)
     for _, operation in line.started[:2]:
-        operation.succeeded = True
+        operation.end_well()
     assert set(reduction.complete()) == {1, 2}
     reduction.keep({2})
     assert set(reduction.complete()) == {2}
     again = SimpleNamespace(all_reduce=Line().all_reduce)
     reduction.start(again)  # type: ignore[arg-type]
-    line.started[2][1].succeeded = True  # a straggler of the group that was left
+    line.started[2][1].end_well()  # a straggler of the group that was left
     assert set(reduction.complete()) == {2}
     with pytest.raises(KeyError):
         reduction.sums()
