@@ -148,16 +148,16 @@ class Attempt:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=place.collective_timeout_s)
         process_group: object = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
-        with torch.cuda.device(place.device), torch.cuda.stream(torch.cuda.Stream(place.device)):
-            met = process_group.allreduce([torch.zeros(1, device=place.device)])  # type: ignore[attr-defined]
-            while not met.is_completed():
-                if self._abandoned:
-                    _end(process_group, {})
-                    return None
-                time.sleep(_POLL_CUDA_S)  # CUDA gives no event that a thread could wait for without blocking in it
-        trouble = failure(process_group)
-        if trouble:
-            raise RuntimeError(trouble)
+        stream, one = torch.cuda.Stream(place.device), torch.zeros(1, device=place.device)
+        met = event_behind(process_group.allreduce([one]), stream)  # type: ignore[attr-defined]
+        while not met.query():
+            trouble = failure(process_group)
+            if trouble or self._abandoned:
+                _end(process_group, {})
+                if trouble:
+                    raise RuntimeError(trouble)
+                return None
+            time.sleep(_POLL_CUDA_S)  # CUDA gives no event that a thread could wait for without blocking in it
         return process_group
 
     def _said(self, store: object, what: str) -> list[str] | None:
@@ -220,8 +220,15 @@ def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
                     yield int(entry.name), name, duplicate
 
 
+def event_behind(work: object, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event that happens when the GPU is done with a NCCL operation. `stream`: one that nothing else waits in."""
+    with torch.cuda.stream(stream):
+        work.wait()  # type: ignore[attr-defined]  # queues it behind the operation; blocks nobody
+        return stream.record_event()
+
+
 def failure(process_group: object) -> str:
-    """What NCCL says has gone wrong with the communicator, "" for nothing: a broken operation counts as completed."""
+    """What NCCL's watchdog says has gone wrong with the communicator, "" for nothing."""
     told = process_group.get_error()  # type: ignore[attr-defined]
     return "" if told.name == "SUCCESS" else f"NCCL error: {told.name.lower().replace('_', ' ')}"
 

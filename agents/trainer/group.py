@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from agents.trainer.channel import AgentChannel
-from agents.trainer.forming import Attempt, Place, failure, shut_down
+from agents.trainer.forming import Attempt, Place, event_behind, failure, shut_down
 from agents.trainer.marks import Marker
 
 _POLL_CUDA_S = 0.002
@@ -66,14 +66,14 @@ class Group:
         self._process_group = process_group
         self._sockets = sockets
         self._channel = channel
-        self._in_flight = _InFlight(channel, self._polls)
+        self._in_flight = _InFlight(channel, self._nccl)
         self._timeout_s = 0.0
         #: Where it is noted that the worker waits here for its peers.
         self.mark = Marker(None)
 
     @property
-    def _polls(self) -> object | None:
-        """The process group that is to be asked for its operations: a CUDA future is done when the kernel is queued."""
+    def _nccl(self) -> object | None:
+        """The process group, if it is one of NCCL's: then everything that it exchanges is on the GPU."""
         return self._process_group if self.device.type == "cuda" else None
 
     def limit(self, timeout_s: float) -> None:
@@ -90,7 +90,8 @@ class Group:
         if self._process_group is None:
             rows[0].copy_(mine)
         else:
-            self._in_flight.start(lambda: self._process_group.allgather([rows], [mine]))  # type: ignore[attr-defined]
+            begin = partial(self._process_group.allgather, [rows], [mine])  # type: ignore[attr-defined]
+            self._in_flight.start(begin, mine, *rows)
         return _Rows(rows)
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
@@ -104,7 +105,8 @@ class Group:
         if self._process_group is not None:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._in_flight.start(lambda: self._process_group.broadcast([tensor], options))  # type: ignore[attr-defined]
+            begin = partial(self._process_group.broadcast, [tensor], options)  # type: ignore[attr-defined]
+            self._in_flight.start(begin, tensor)
 
     def finish(self) -> None:
         """Wait for everything started. Raises Broken, Superseded (an urgent membership came) or QuitAsked."""
@@ -114,7 +116,7 @@ class Group:
         def settled() -> bool:
             return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
 
-        if self._polls is not None:
+        if self._nccl is not None:
             while not self._channel.wait(settled, _POLL_CUDA_S):
                 pass
         else:
@@ -131,10 +133,10 @@ class Group:
         _ABORT_TIMEOUT_S; then it raises AbortHangs."""
         if self._process_group is None:
             return
-        flight, process_group, polls = self._in_flight, self._process_group, self._polls is not None
+        flight, process_group, nccl = self._in_flight, self._process_group, self._nccl
         self._in_flight, self._process_group = _InFlight(self._channel, None), None
-        if polls:
-            _abort(process_group, flight)
+        if nccl is not None:
+            _abort(nccl, flight)
             return
         shut_down(self._sockets)
         if not flight.wait_until_over(_CLOSE_TIMEOUT_S):
@@ -142,13 +144,13 @@ class Group:
         flight.forget()
 
 
-def _abort(process_group: object, flight: _InFlight) -> None:
+def _abort(nccl: object, flight: _InFlight) -> None:
     """End a NCCL communicator. Kernels may write until it has ended: what they write to is held for so long."""
     over = threading.Event()
 
     def abort() -> None:
         try:
-            process_group.abort()  # type: ignore[attr-defined]
+            nccl.abort()  # type: ignore[attr-defined]
         except RuntimeError as error:
             print(f"aborting the NCCL communicator: {error}", file=sys.stderr)
         flight.forget()
@@ -170,59 +172,70 @@ class _Rows:
 
 
 class Operation:
-    """One collective under way. `tensor`: what it writes to, where somebody asks for it."""
+    """One collective under way. `held`: what it writes to and reads from, which must live as long."""
 
-    __slots__ = ("_done", "_tensor", "work")
+    __slots__ = ("_done", "_held", "_lands", "over", "work")
 
-    def __init__(self, tensor: torch.Tensor | None = None, *, done: bool = False) -> None:
+    def __init__(self, *held: torch.Tensor, done: bool = False) -> None:
         self.work: object = None
-        self._tensor = tensor
+        #: With NCCL: the event behind it.
+        self.over: torch.cuda.Event | None = None
+        self._held = held
         self._done = done
+        self._lands = False
 
-    def end_well(self) -> None:
-        """It is known to be done, and done well. From any thread."""
+    def end_well(self, *, lands: bool = False) -> None:
+        """It is known to be done, and done well. `lands`: on streams that nobody waits for yet. From any thread."""
+        self._lands = lands and any(tensor.is_cuda for tensor in self._held)
         self._done = True
 
     @property
     def succeeded(self) -> bool:
         """Done, and done well: what the caller's stream does from now on sees the result."""
-        if self._done and self._tensor is not None:
-            if self._tensor.is_cuda:
-                self.work.wait()  # type: ignore[attr-defined]
-            self._tensor = None
+        if self._done and self._lands:
+            self.work.wait()  # type: ignore[attr-defined]
+            self._lands = False
         return self._done
 
 
 class _InFlight:
-    """The operations that were started and have not been waited for. `polls`: the process group to ask, if any."""
+    """The operations that were started and have not been waited for. `nccl`: the process group, if it is one of NCCL's.
 
-    def __init__(self, channel: AgentChannel, polls: object | None) -> None:
+    With NCCL an event behind each operation, on a stream of ours, tells that the GPU is done with it. (The library's
+    own is_completed is also true where the communicator has failed, and its wait may then abort, which may hang.)
+    """
+
+    def __init__(self, channel: AgentChannel, nccl: object | None) -> None:
         self._channel = channel
-        self._polls = polls
+        self._nccl = nccl
+        self._stream: torch.cuda.Stream | None = None
         self._operations: list[Operation] = []
         self._finished = 0
         self._over = threading.Condition()
         self.error: str | None = None
 
-    def start(self, begin: Callable[[], object], tensor: torch.Tensor | None = None) -> Operation:
+    def start(self, begin: Callable[[], object], *held: torch.Tensor) -> Operation:
         """Begin an operation. One that cannot even begin counts as failed; what comes after it is not tried."""
-        operation = Operation(tensor)
+        operation = Operation(*held)
         if self.error is not None:
             return operation
         try:
             operation.work = begin()
+            if self._nccl is not None:
+                self._stream = self._stream or torch.cuda.Stream(held[0].device)
+                operation.over = event_behind(operation.work, self._stream)
         except RuntimeError as error:
             self.error = str(error)
             return operation
         self._operations.append(operation)
-        if self._polls is None:
+        if self._nccl is None:
             operation.work.get_future().add_done_callback(partial(self._note, operation))  # type: ignore[attr-defined]
         return operation
 
     def _note(self, operation: Operation, future: object) -> None:
         try:
             future.value()  # type: ignore[attr-defined]
-            operation.end_well()
+            operation.end_well(lands=True)
         except Exception as error:
             self.error = self.error or str(error)
         with self._over:
@@ -232,28 +245,21 @@ class _InFlight:
 
     def settled(self) -> bool:
         """Whether one has failed or all are done."""
-        if self._polls is not None:
-            return self._poll()
+        if self._nccl is not None:
+            self._poll(self._nccl)
         return self.error is not None or self._finished == len(self._operations)
 
-    def _poll(self) -> bool:
+    def _poll(self, nccl: object) -> None:
         """In their order: that is how they run."""
-        while self._finished < len(self._operations):
+        self.error = self.error or failure(nccl) or None
+        while self.error is None and self._finished < len(self._operations):
             operation = self._operations[self._finished]
-            if not operation.work.is_completed():  # type: ignore[attr-defined]
-                return False
-            trouble = failure(self._polls)
-            if trouble:
-                self.error = trouble
-                return True
-            try:
-                operation.work.wait()  # type: ignore[attr-defined]  # not for it: for this thread's stream
-            except RuntimeError as error:
-                self.error = str(error)
-                return True
+            assert operation.over is not None
+            if not operation.over.query():
+                return
+            torch.cuda.current_stream().wait_event(operation.over)
             operation.end_well()
             self._finished += 1
-        return True
 
     def wait_until_over(self, timeout_s: float) -> bool:
         with self._over:
