@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from events.vocabulary import Member, TaskAssignment, TaskSpec
+from events.vocabulary import Member, TaskAssignment
 from unicrond.last_answer import kept_while_equal
 from unicrond.state import ClusterState, Membership, Node, Task, TaskStatus, Worker, WorkerStatus
 
@@ -38,26 +38,20 @@ class Staffing(msgspec.Struct, frozen=True):
 
 #: Per task, the last answer and what it was made of. These parts never change in place, so the very same ones
 #: have the very same answer: in a large cluster nearly every task is as it was a moment ago.
-_answers: dict[str, tuple[dict[str, Worker], Membership | None, TaskAssignment | None, TaskSpec, Staffing]] = {}
+_answers: dict[str, tuple[dict[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = {}
 _ANSWERS_MAX = 4096
 
 
 def staffing(state: ClusterState, task: Task) -> Staffing:
     """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
-    name, workers, membership, spec = task.spec.name, task.workers, task.membership, task.spec
+    name, workers, membership = task.spec.name, task.workers, task.membership
     assignment = state.plan.assignments.get(name)
     known = _answers.get(name)
-    if (
-        known is None
-        or known[0] is not workers
-        or known[1] is not membership
-        or known[2] is not assignment
-        or known[3] is not spec
-    ):
+    if known is None or known[0] is not workers or known[1] is not membership or known[2] is not assignment:
         if len(_answers) >= _ANSWERS_MAX:
             _answers.clear()
-        _answers[name] = known = (workers, membership, assignment, spec, _staffing(task, assignment))
-    return known[4]
+        _answers[name] = known = (workers, membership, assignment, _staffing(task, assignment))
+    return known[3]
 
 
 def _staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:

@@ -13,6 +13,11 @@ from unicrond.state import TaskStatus
 SEEDS = range(20)
 
 
+def assert_stopped_once(cluster: MiniCluster) -> None:
+    stopped = [order.worker for order in decided(cluster, v.StopWorker)]
+    assert len(stopped) == len(set(stopped))
+
+
 def cluster_of(seed: int, **spec: object) -> MiniCluster:
     """Two nodes of two slots, and a task on all of them."""
     cluster = MiniCluster(seed)
@@ -55,6 +60,7 @@ def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
     assert {order.handover for order in decided(cluster, v.SetMembership, before) if not order.members} == {True}
     (reshaped,) = decided(cluster, v.TaskReshaped, before)
     assert (reshaped.tp, reshaped.pp, reshaped.max_workers) == (2, 1, 4)
+    assert len(decided(cluster, v.WorkerParked, before)) == 4, "nobody is stopped before it has left"
     assert cluster.state.incidents_total == 0
     assert "task big reshaped" in cluster.state.plan.trigger
     at = cluster.iterations["big"]
@@ -63,14 +69,19 @@ def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_same_product_with_stages_on_other_nodes(seed: int) -> None:
-    """tp 1, pp 4 spans both nodes; tp 2, pp 2 needs each stage on one."""
-    cluster = cluster_of(seed, pp=4, min_workers=4, model=v.ModelSpec(layers=4))
-    ask(cluster, tp=2, pp=2)
+def test_as_many_workers_that_need_one_node(seed: int) -> None:
+    """The stages of pp 2 stand on two nodes; tp 2 has no place there."""
+    cluster = MiniCluster(seed)
+    for name in ("n0", "n1"):
+        cluster.add_host(name)
+    cluster.submit("big", pp=2, min_workers=2, max_workers=2)
+    cluster.run()
+    cluster.add_host("n2", slots=2)
+    cluster.run()
+    ask(cluster, tp=2, pp=1)
     cluster.run()
     cluster.assert_whole()
-    members = cluster.state.tasks["big"].membership.members
-    assert len({m.node for m in members[:2]}) == len({m.node for m in members[2:]}) == 1
+    assert {member.node for member in cluster.state.tasks["big"].membership.members} == {"n2"}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -86,6 +97,7 @@ def test_a_worker_dies_meanwhile(seed: int) -> None:
         cluster.take_over()
     cluster.run()
     cluster.assert_whole()
+    assert_stopped_once(cluster)
     assert cluster.state.tasks["big"].spec.tp == 2
 
 
@@ -107,13 +119,16 @@ def test_a_node_is_lost_meanwhile(seed: int) -> None:
 def test_before_it_has_begun(seed: int) -> None:
     cluster = MiniCluster(seed)
     cluster.add_host("n0", slots=2)
-    cluster.submit("big", max_workers=2)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=2)
     for _ in range(cluster.random.randrange(10)):
         cluster.random.choice(cluster.moves())()
-    ask(cluster, tp=2)
+    ask(cluster, tp=1)
+    if cluster.hosts["n0"].processes:
+        cluster.kill_worker(cluster.hosts["n0"], next(iter(cluster.hosts["n0"].processes)))
     cluster.run()
     cluster.assert_whole()
-    assert cluster.state.tasks["big"].spec.tp == 2
+    assert cluster.state.tasks["big"].spec.tp == 1
+    assert_stopped_once(cluster)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
