@@ -277,6 +277,11 @@ class Rig:
             spawn = Spawn(launch=launch, log_path=str(self.directory / f"{worker}.log"), slot=slot)
             self.server.connection.sendall(frame(spawn))
 
+    def forget_memory(self, node: str) -> None:
+        """The node is gone, and what it kept with it."""
+        for key in [key for key in self.memories if key[0] == node]:
+            self.memories.pop(key).close()
+
     def reshape(self, spec: TaskSpec) -> None:
         """From now on workers are started for the task in that form, the next with shard 0 of a new replica."""
         self.spec = _replace(spec, name=self.task, checkpoint=_replace(spec.checkpoint, dir=str(self.checkpoints)))

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from agents.trainer import checkpoint
 from agents.trainer.memory import Memory
 from agents.trainer.messages import Parked, Saved, Taken
 from agents.trainer.resharding import layout_in
-from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
+from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import check_samples, complete, regrouped, stopped, task
@@ -52,22 +53,48 @@ def spec_of(data: Path, form: Form) -> TaskSpec:
         max_workers=tp * pp * replicas,
         model=ModelSpec(layers=2, hidden=32, heads=2, seq=16),
         iterations=ITERATIONS,
+        optimizer=OptimizerSpec(lr=1e-3, warmup_iterations=2, decay_iterations=20),
         checkpoint=CheckpointSpec(dir="(the rig says)", interval=0, memory_interval=1000),
     )
 
 
-def whole_parameters(run: Rig) -> dict[str, torch.Tensor]:
-    """The parameters in the newest checkpoint, by their global names, whatever its layout."""
-    iteration, (tp, pp) = next(iter(checkpoint.newest_iterations(run.checkpoints, run.task).items()))
+def whole_state(run: Rig, form: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Everything in the newest checkpoint that belongs to a tensor, by what it is and the tensor's global name."""
+    iteration, layout = next(iter(checkpoint.newest_iterations(run.checkpoints, run.task).items()))
+    assert layout == form
     found: dict[str, torch.Tensor] = {}
-    for shard in range(tp * pp):
+    for shard in range(form[0] * form[1]):
         tree, _ = checkpoint.load(run.checkpoints, run.task, iteration, shard)
-        for name, (piece,) in layout_in(tree).tensors.items():
-            whole = found.setdefault(piece.key, torch.full(piece.whole, torch.nan))
+        lies = layout_in(tree)
+        values = {f"tensor:{name}": (name, tensor) for name, tensor in tree["tensors"].items()}
+        for path, name in lies.optimizer.items():
+            at: Any = tree["optimizer"]
+            *parents, last = path.split(".")
+            for part in parents:
+                at = at[int(part)] if part.isdecimal() else at[part]
+            what = ".".join(part for part in parents if not part.isdecimal())
+            held = at[int(last)]
+            entries = held if isinstance(held, dict) else {"master": held}
+            values |= {f"{what}:{entry}:{name}": (name, value) for entry, value in entries.items()}
+        for key, (name, value) in values.items():
+            (piece,) = lies.tensors[name]
+            whole_name = f"{key.removesuffix(name)}{piece.key}"
+            if not value.dim():
+                layer = piece.at[: len(piece.whole) - len(piece.shape)]
+                found[f"{whole_name}{layer}"] = value
+                continue
+            whole = found.setdefault(whole_name, torch.full(piece.whole, torch.nan, dtype=value.dtype))
             box = tuple(slice(begin, end) for begin, end in piece.box)
-            whole[box] = tree["tensors"][name].reshape(whole[box].shape)
+            whole[box] = value.reshape(whole[box].shape)
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
     return found
+
+
+def whole_parameters(run: Rig) -> dict[str, torch.Tensor]:
+    """The parameters in the newest checkpoint, by their global names, whatever its layout."""
+    form = next(iter(checkpoint.newest_iterations(run.checkpoints, run.task).values()))
+    named = whole_state(run, form).items()
+    return {name.removeprefix("tensor:"): tensor for name, tensor in named if name.startswith("tensor:")}
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -157,6 +184,7 @@ def test_from_memory(start: Start, data: Path, unchanged: Unchanged, forms: tupl
         assert apart(whole_parameters(run), parameters) <= 1e-6
 
 
+@pytest.mark.matrix
 def test_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
     """Where no node keeps anything."""
     losses, parameters = unchanged((2, 1, 1))
@@ -170,3 +198,37 @@ def test_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
         assert (told.source, told.iteration, told.resharded_from) == ("checkpoint", BOUNDARY, "tp 2, pp 1")
         assert {i: commit.loss for i, commit in run.iterations().items()} == pytest.approx(losses, rel=1e-6)
         assert apart(whole_parameters(run), parameters) <= 1e-6
+
+
+@pytest.mark.parametrize("entry", ["gpt", "bf16"])
+def test_the_same_bits_in_another_layout(start: Start, data: Path, tmp_path: Path, entry: str) -> None:
+    """Storage holds tp 2; workers of pp 2, which find everything done, save what they have taken from it."""
+    before, after = (replace(spec_of(data, form), iterations=20) for form in ((2, 1, 1), (1, 2, 1)))
+    if entry == "bf16":  # with fp32 masters
+        script = Path(__file__).with_name("traced_gpt.py")
+        before, after = (
+            replace(spec, entry=str(script), args=(str(tmp_path), "--bf16", "--untraced")) for spec in (before, after)
+        )
+    with start(before) as run:
+        hand_over(run, ["t.1", "t.2"], memory=False)
+        there = whole_state(run, (2, 1))
+        kinds = {name.rpartition(":")[0] for name in there}
+        moments = {"state:exp_avg", "state:exp_avg_sq", "state:step"}
+        if entry == "bf16":
+            moments = {f"optimizer.{kind}" for kind in moments} | {"fp32_from_fp16_params:master"}
+        assert kinds == {"tensor", *moments}
+        go_on(run, replace(after, iterations=BOUNDARY), ["t.3", "t.4"])
+        here = whole_state(run, (1, 2))
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[name], here[name]) for name in there)
+
+
+def test_where_a_shard_is_missing_the_older_state_on_storage_is_taken(start: Start, data: Path) -> None:
+    spec = spec_of(data, (2, 1, 1))
+    with start(replace(spec, checkpoint=replace(spec.checkpoint, interval=2))) as run:
+        hand_over(run, ["t.1", "t.2"], memory=True)
+        run.forget_memory("n1")
+        go_on(run, replace(spec_of(data, (1, 1, 1)), iterations=BOUNDARY), ["t.3"])
+        (told,) = run.of(Taken, "t.3")
+        assert isinstance(told, Taken)
+        assert (told.source, told.iteration, told.resharded_from) == ("checkpoint", 2, "tp 2, pp 1")
