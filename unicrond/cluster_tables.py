@@ -103,13 +103,17 @@ def tasks_table(state: ClusterState) -> Table:
             loss(task.loss),
             milliseconds(task.iteration_us) if task.iteration_us else "-",
             si(achieved_waf(task, state.now_us), "FLOP/s"),
-            task.reason.partition("\n")[0] or "-",
+            task.reason.partition("\n")[0] or _reshaping(task) or "-",
         )
         for task in state.tasks.values()
     ]
     headers = ("task", "status", "weight", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
     right = frozenset({"weight", "iteration", "loss", "ms/iteration", "WAF"})
     return Table(headers, tuple(rows), right, "no task was submitted")
+
+
+def _reshaping(task: Task) -> str:
+    return f"is to have tp {task.reshape.tp}, pp {task.reshape.pp}" if task.reshape else ""
 
 
 def plan_table(state: ClusterState) -> Table:

@@ -6,6 +6,7 @@ import pytest
 
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
+from unicrond.cluster_tables import tasks_table
 from unicrond.ordering import Refused
 from unicrond.reshape_order import ReshapeOrder, asked_for
 from unicrond.state import TaskStatus
@@ -154,6 +155,7 @@ def test_taken_back_by_asking_for_what_is_there() -> None:
     cluster = cluster_of(3)
     ask(cluster, tp=2)
     cluster.decide()
+    assert tasks_table(cluster.state).rows[0][-1] == "is to have tp 2, pp 1"
     ask(cluster, tp=1, min_workers=1, max_workers=4)
     cluster.run()
     cluster.assert_whole()
