@@ -30,7 +30,8 @@ from events.vocabulary import (
     WorkerExited,
 )
 
-MAX_EVENT_BYTES = 256 * 1024
+#: With its headers below NATS' own default limit of 1 MiB for a message.
+MAX_EVENT_BYTES = 768 * 1024
 #: The producer of what people ask for; no node may have this name.
 API_PRODUCER = "api"
 

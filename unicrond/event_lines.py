@@ -41,7 +41,7 @@ NOTEWORTHY = frozenset(
     }
 )
 
-#: An event is at most 256 KiB of msgpack; as JSON it is not much longer.
+#: An event is at most 768 KiB of msgpack; as JSON it is not much longer.
 LINE_BYTES_MAX = 4 * 1024 * 1024
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from events.codec import MAX_EVENT_BYTES
 from events.vocabulary import TaskSpec
 from unicrond.faults import Fault, faults
 from unicrond.strict_yaml import BadYaml, Place, parse
@@ -31,8 +32,10 @@ from unicrond.work import LINEAR_FLOPS
 BUILT_IN = "gpt"
 #: More workers than any cluster this is for; the planner's tables have one row for each.
 WORKERS_MAX = 131_072
-#: A spec travels inside commands, which may be 256 KiB long.
+#: A spec travels inside commands, and is not to fill them.
 SPEC_BYTES_MAX = 64 * 1024
+#: A name up to this long is not worth shortening.
+SHORT_NAME = 12
 #: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
 WAF_MAX = 2**62
 _PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
@@ -160,11 +163,21 @@ def _workers(spec: TaskSpec) -> Iterator[Fault]:
         yield Fault(("min_workers",), f"{spec.min_workers} is more than max_workers ({spec.max_workers}); lower it")
     if spec.max_workers > WORKERS_MAX:
         yield Fault(("max_workers",), f"{spec.max_workers} is more than {WORKERS_MAX}; lower it")
+    elif spec.max_workers > (most := _membership_max(spec.name)):
+        fix = "lower it, or shorten the name" if len(spec.name) > SHORT_NAME else "lower it"
+        yield Fault(("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}")
     for name in ("min_workers", "max_workers"):
         value = getattr(spec, name)
         if value % unit:
             near = " or ".join(str(n) for n in (value // unit * unit, (value // unit + 1) * unit) if n)
             yield Fault((name,), f"{value} is no multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
+
+
+def _membership_max(name: str) -> int:
+    """How many workers of the task fit into one SetMembership, all of them joiners, on nodes with the longest names."""
+    worker_bytes = len(name) + len(".123456789") + 2
+    member_bytes = worker_bytes + len("worker") + len("node") + len("replica") + len("shard") + 5 + 65 + 2 * 5
+    return (MAX_EVENT_BYTES - SPEC_BYTES_MAX) // (member_bytes + worker_bytes)
 
 
 def _batches(spec: TaskSpec) -> Iterator[Fault]:

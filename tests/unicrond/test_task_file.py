@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from events.codec import encode
 from events.envelope import Envelope
-from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, StartWorker, StoreAddress, TaskSpec
+from events.vocabulary import (
+    CheckpointSpec,
+    Member,
+    ModelSpec,
+    OptimizerSpec,
+    SetMembership,
+    StartWorker,
+    StoreAddress,
+    TaskSpec,
+)
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.throughput import table
 from unicrond.strict_yaml import BadYaml, parse
@@ -145,6 +154,23 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
     with pytest.raises(TaskFileError, match="is not UTF-8 text"):
         load(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize("name", ["a", "gpt3-175b", "x" * 63])
+def test_the_largest_membership_fits_into_one_event(name: str) -> None:
+    text = f"name: {name}\nglobal_batch: 200000\nmax_workers: "
+    said = complaint(f"{text}131072")
+    most = int(said.split("more than ")[1].split()[0])
+    assert most > (1500 if len(name) > 60 else 3500) and ("shorten the name" in said) == (len(name) > 60)
+    assert loads(f"{text}{most}").max_workers == most
+    workers = [f"{name}.{10**8 + number}" for number in range(most)]
+    members = tuple(Member(worker=worker, node="n" * 63, replica=2**16, shard=2**16) for worker in workers)
+    store = StoreAddress(host="h" * 63, port=65535)
+    event = SetMembership(
+        command_id="9.9.n.9", node="n" * 63, epoch=2**40, task=name, generation=2**40, members=members,
+        joiners=tuple(workers), urgent=True, store=store,
+    )  # fmt: skip
+    encode(Envelope(event=event, producer="coordinator", boot=1, number=1, term=1, observed_at_us=2**60))
 
 
 def test_a_spec_that_came_over_the_wire_is_checked_too() -> None:
