@@ -167,7 +167,7 @@ def test_the_largest_membership_fits_into_one_event(name: str) -> None:
     members = tuple(Member(worker=worker, node="n" * 63, replica=2**16, shard=2**16) for worker in workers)
     store = StoreAddress(host="h" * 63, port=65535)
     event = SetMembership(
-        command_id="9.9.n.9", node="n" * 63, epoch=2**40, task=name, generation=2**40, members=members,
+        command_id=f"1.9.{'n' * 63}.1", node="n" * 63, epoch=9, task=name, generation=2**40, members=members,
         joiners=tuple(workers), urgent=True, store=store,
     )  # fmt: skip
     encode(Envelope(event=event, producer="coordinator", boot=1, number=1, term=1, observed_at_us=2**60))
