@@ -129,7 +129,10 @@ class ModelSpec(Value, frozen=True, kw_only=True):
 
 
 class OptimizerSpec(Value, frozen=True, kw_only=True):
-    """Adam with warm-up and cosine decay, as Megatron-core's OptimizerConfig and OptimizerParamScheduler."""
+    """Adam with warm-up and cosine decay, as Megatron-core's OptimizerConfig and OptimizerParamScheduler.
+
+    `distributed`: each replica holds its part of the optimizer's state, and a second copy of another's.
+    """
 
     lr: Annotated[float, Meta(gt=0.0)] = 1e-3
     min_lr: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -137,6 +140,7 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
     decay_iterations: Positive | None = None
     weight_decay: Annotated[float, Meta(ge=0.0)] = 0.01
     clip_grad: Annotated[float, Meta(ge=0.0)] = 1.0
+    distributed: bool = False
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):

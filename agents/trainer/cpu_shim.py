@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import utils
-from megatron.core.optimizer import clip_grads, optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import random as parallel_random
 from torch.overrides import TorchFunctionMode
@@ -40,8 +40,8 @@ def apply() -> None:
         module.torch = _CpuTorch(torch)
     for module in (optimizer, clip_grads):
         module.clip_grad_by_total_norm_fp32 = _with_cuda_names(module.clip_grad_by_total_norm_fp32)
-    mixed_precision = optimizer.Float16OptimizerWithFloat16Params
-    mixed_precision.__init__ = _with_cuda_names(mixed_precision.__init__)
+    for mixed_precision in (optimizer.Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer):
+        mixed_precision.__init__ = _with_cuda_names(mixed_precision.__init__)
 
 
 def _current_device() -> torch.device:

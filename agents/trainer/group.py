@@ -100,6 +100,16 @@ class Group:
             return Operation(done=True)
         return self._in_flight.start(lambda: self._process_group.allreduce([tensor]), tensor)  # type: ignore[attr-defined]
 
+    def all_to_all(
+        self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: Sequence[int], given_sizes: Sequence[int]
+    ) -> None:
+        """Start exchanging: member m gets `given_sizes[m]` elements of `given`, in rank order, and `taken` is filled
+        with `taken_sizes[m]` elements of each."""
+        if self._process_group is not None:
+            options = dist.AllToAllOptions()
+            arguments = (taken, given, list(taken_sizes), list(given_sizes), options)
+            self._in_flight.start(lambda: self._process_group.alltoall_base(*arguments))  # type: ignore[attr-defined]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Start overwriting `tensor` with member `source`'s."""
         if self._process_group is not None:

@@ -20,6 +20,10 @@ Rules
 * The *lead* is the first member: it reports commits, writes checkpoints, and says when the task is complete. Everybody
   keeps the newest commit, so that a new lead can report what the old one took with it.
 * After the last iteration nobody leaves before the lead has saved: if it dies, another does it.
+* With sharded optimizer state (`sharded_optimizer.py`) an iteration is committed when every replica's parameters have
+  been gathered, each from one that has stepped it; a group that breaks before that gathers again in the next. A new
+  group begins with that, then gives state to who has none, then divides the parts anew. Who leaves as planned, leaves
+  its parts with those who stay.
 """
 
 from __future__ import annotations
@@ -45,18 +49,22 @@ from agents.trainer.injection import Point
 from agents.trainer.layout import layout_of
 from agents.trainer.ledger import Account, Ledger, Total
 from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Taken
+from agents.trainer.parts import Part
 from agents.trainer.randomness import seed_all
 from agents.trainer.reduction import Reduction
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.rendezvous import LeftOut, Rendezvous, Seat, Stranded
 from agents.trainer.resharding import NoLayout, reshard
 from agents.trainer.sampling import Sampling, work_seed
-from agents.trainer.saving import Saving
+from agents.trainer.saving import Due, Saving, Whole
+from agents.trainer.sharded_optimizer import ShardedOptimizer
+from agents.trainer.sharing import Sharing
 from agents.trainer.sources import Candidate, Sources, newest, ordered
 from agents.trainer.state import BadState, TrainingState
 from events.vocabulary import StateSource
 
 EXIT_STRANDED = 75
+NOTHING = Due(False, False)
 Origin = StateSource
 
 
@@ -131,6 +139,10 @@ class Hook:
     _origin: Origin = "own"
     _loss: float = 0.0
     _pace_s: float = 0.0
+    _sharing: Sharing | None = None
+    _stepped: bool = False
+    _trained: bool = False
+    _due: Due = NOTHING
     _committed: Committed | None = None
     _committed_told: bool = False
     _boundary_at: float = field(default_factory=time.monotonic)
@@ -175,6 +187,7 @@ class Hook:
             _ledger=Ledger(iteration=0),
             _detection=Detection(here, (parameter for module in models for parameter in module.parameters())),
             _overlap=overlap,
+            _sharing=Sharing(optimizer) if isinstance(optimizer, ShardedOptimizer) else None,
         )
         accumulation.arriving = partial(setattr, here.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
@@ -185,14 +198,17 @@ class Hook:
         """The iterations that are left, one after the other, from wherever the task stands."""
         spec = self._context.launch.spec
         self._regroup(None)
-        while self._ledger.iteration <= spec.iterations:
-            step = Step(self, self._ledger.iteration)
-            self._context.phase = "forward"
-            yield step
-            if not step.agreed:
-                raise RuntimeError("the loop left a step before its micro-batches were all computed and agreed on")
-            self._commit()
-        self._complete()
+        complete = False
+        while not complete:
+            while self._ledger.iteration <= spec.iterations:
+                step = Step(self, self._ledger.iteration)
+                self._context.phase = "forward"
+                yield step
+                if not step.agreed:
+                    raise RuntimeError("the loop left a step before its micro-batches were all computed and agreed on")
+                if self._gather():
+                    self._commit()
+            complete = self._complete()
 
     # --- within an iteration ---------------------------------------------------------------------
 
@@ -262,9 +278,12 @@ class Hook:
         pending = self._rendezvous.pending()
 
         sighting = self._detection.sighting(ledger.iteration, ledger.finished, self._reduction.norm())
+        due = NOTHING
+        if self._sharing is not None and self._membership is not None:
+            due = self._saving.due(ledger.iteration, self._membership, leads=self._in_lead_replica())
 
         def agree() -> list[list[int]]:
-            rows = group.all_gather([ledger.iteration, pending, *sighting.row()])
+            rows = group.all_gather([ledger.iteration, pending, due.word(), *sighting.row()])
             self._fire("agreeing")
             group.finish()
             return rows.read()
@@ -272,7 +291,8 @@ class Hook:
         rows = self._rendezvous.together(agree)
         held_by_all = {row[1] for row in rows} == {pending}
         self._target = pending if held_by_all else 0
-        self._detection.agreed([row[2:] for row in rows])
+        self._due = Due.of(rows[0][2])
+        self._detection.agreed([row[3:] for row in rows])
 
     def _sum(self, group: Group) -> Total:
         """Complete all sums over the replicas, and gather their accounts."""
@@ -295,6 +315,35 @@ class Hook:
         return self._total.loss
 
     # --- between iterations ----------------------------------------------------------------------
+
+    def _gather(self) -> bool:
+        """The loop has stepped: have what other replicas have stepped. False: the live state was lost meanwhile,
+        another iteration begins instead."""
+        self._trained = True
+        if self._sharing is None:
+            return True
+        self._stepped = True
+        self._fire("stepped")
+        while True:
+            try:
+                self._rendezvous.together(self._gather_once)
+            except Broken as failure:
+                self._rendezvous.leave()
+                self._rendezvous.report(failure, self._ledger.iteration, "step")
+            except Superseded:
+                pass
+            else:
+                self._stepped = False
+                return True
+            if not self._regroup(None):
+                return False
+
+    def _gather_once(self) -> None:
+        assert self._sharing is not None
+        group = self._group()
+        self._sharing.gather(group)
+        self._fire("gathering")
+        group.finish()
 
     def _commit(self) -> None:
         """The loop has stepped: report, save, and go where the next iteration is to happen."""
@@ -322,19 +371,24 @@ class Hook:
         self._begin(iteration + 1)
         self._detection.begun(iteration + 1)
         self._fire("committed")
-        self._save(iteration, self._committed.duration_us)
-        if turn is not None and turn.transfer_owed:
-            self._ledger.deal(hand or (), redone=False)
-            try:
+        target = self._context.channel.membership(self._target) if self._target else None
+        try:
+            self._save(iteration, self._committed.duration_us)
+            if turn is not None and turn.transfer_owed:
+                self._ledger.deal(hand or (), redone=False)
                 self._transfer(turn)
-            except Superseded:
-                self._regroup(None)
-            except Broken as failure:
-                self._rendezvous.leave()
-                self._rendezvous.report(failure, self._ledger.iteration, "regroup")
-                self._regroup(None)
-        elif self._target:
-            target, self._target = self._context.channel.membership(self._target), 0
+                return
+            if target is not None:
+                self._leave_parts(target)
+        except Superseded:
+            self._regroup(None)
+            return
+        except Broken as failure:
+            self._rendezvous.leave()
+            self._rendezvous.report(failure, self._ledger.iteration, "regroup")
+            self._regroup(None)
+            return
+        if target is not None:
             self._regroup(target)
         else:
             self._ledger.deal(self._fair_hand() if hand is None else hand, redone=False)
@@ -375,26 +429,68 @@ class Hook:
         """Save what is due after `iteration`, which took `duration_us`."""
         assert self._membership is not None
         self._context.phase = "checkpoint"
+        due = None
         with self._detection.saving():
+            if self._sharing is not None:
+                due, self._due = self._due, NOTHING
+                if due.anything:
+                    self._assemble()
             self._saving.boundary(
-                iteration, duration_us / 1e6, self._loss, self._membership, leads=self._in_lead_replica()
+                iteration, duration_us / 1e6, self._loss, self._membership, leads=self._in_lead_replica(), due=due
             )
+        self._saving.whole = None
+
+    def _assemble(self) -> None:
+        """Have the lead's replica hold the whole optimizer state, to be saved; all take part. Raises Broken,
+        Superseded."""
+        sharing, started = self._sharing, time.monotonic()
+        assert sharing is not None
+        rows = self._rendezvous.together(lambda: sharing.assemble(self._group()))
+        if rows is not None:
+            self._saving.whole = Whole(sharing.optimizer.whole_tree(rows), time.monotonic() - started)
+
+    def _leave_parts(self, target: Membership) -> None:
+        """Before leaving for a planned membership: have those who stay hold every part, or, if nobody stays, the lead
+        hold everything, to be saved. Raises Broken, Superseded."""
+        sharing = self._sharing
+        if sharing is None or self._membership is None:
+            return
+        named = {member.worker for member in target.members}
+        mine = [member for member in self._membership.members if member.shard == self._context.launch.shard]
+        staying = [rank for rank, member in enumerate(mine) if member.worker in named]
+        if not staying:
+            self._assemble()
+        elif not sharing.is_whole_in([sharing.layout[rank] for rank in staying]):
+            nodes = self._nodes(self._membership)
+            self._divide(sharing.cut(nodes, staying))
 
     def _save_and_wait(self, *, handover: bool = False) -> None:
         """Have the last committed iteration on storage; all shards of the replica take part. `handover`: memory will
         do, where it has room."""
         if self._ledger.iteration > 1:
             self._context.phase = "checkpoint"
+            if self._sharing is not None and self._saving.whole is None:
+                rows = self._sharing.alone()
+                if rows is None:
+                    print(
+                        f"{self._context.launch.worker}: this replica has parts of the state only: not saved",
+                        flush=True,
+                    )
+                    return
+                self._saving.whole = Whole(self._sharing.optimizer.whole_tree(rows), 0.0)
             last = self._ledger.iteration - 1, self._context.generation, self._loss
             if not (handover and self._saving.capture_and_wait(*last)):
                 self._saving.save_and_wait(*last)
 
-    def _complete(self) -> None:
-        """Let the lead save and say that the task is complete; leave together."""
+    def _complete(self) -> bool:
+        """Let the lead save and say that the task is complete; leave together. False: the live state was lost before
+        that, and iterations are left."""
         told = False
         while True:
             self._context.mark.idle()
             try:
+                if self._sharing is not None and self._context.launch.spec.checkpoint.dir:
+                    self._assemble()
                 if self._in_lead_replica() and not told:
                     self._save_and_wait()
                 if self._is_lead() and not told:
@@ -408,10 +504,12 @@ class Hook:
                     self._context.channel.flush(5.0)
                 told = told or self._in_lead_replica()
                 self._farewell(self._group())
-                return
+                return True
             except (Broken, Superseded):
                 self._rendezvous.leave()
                 self._regroup(None)
+                if self._ledger.iteration <= self._context.launch.spec.iterations:
+                    return False
 
     def _farewell(self, group: Group) -> None:
         def wave() -> None:
@@ -434,6 +532,8 @@ class Hook:
             sums_complete=self._total is not None,
             held=tuple(self._ledger.held) if self._has_state else (),
             complete=tuple(self._reduction.complete()) if self._has_state else (),
+            stepped=self._stepped,
+            spans=tuple(self._sharing.optimizer.spans()) if self._sharing is not None and self._has_state else (),
         )
 
     def _regroup(self, target: Membership | None) -> bool:
@@ -443,9 +543,11 @@ class Hook:
             self._context.mark.idle()
             self._turn = None
             self._target = 0
+            self._due = NOTHING
             try:
                 micro_batches, buckets = self._context.launch.spec.micro_batches, len(self._accumulation)
-                seat = self._rendezvous.join(self._position(), micro_batches, buckets, target)
+                total = 0 if self._sharing is None else self._sharing.total
+                seat = self._rendezvous.join(self._position(), micro_batches, buckets, target, total)
             except LeftOut as left_out:
                 self._park(left_out.membership)
             except Stranded as stranded:
@@ -475,7 +577,11 @@ class Hook:
         """Act on the verdict as far as this member's own books go; the transfer is left to `_transfer`."""
         rank = self._group().rank
         hand = verdict.dealt[rank]
-        turn = _Turn(verdict, transfer_owed=bool(verdict.receivers))
+        turn = _Turn(verdict, transfer_owed=bool(verdict.receivers) or self._sharing is not None)
+        if self._sharing is not None:
+            self._sharing.layout = list(verdict.shares)
+            if verdict.fresh:
+                self._lose(self._sharing)
         if rank in verdict.step_first:
             turn.next_hand = hand
             return turn, True
@@ -491,9 +597,47 @@ class Hook:
             self._ledger.deal(hand, redone=bool(self._ledger.held))
         return turn, False
 
+    def _lose(self, sharing: Sharing) -> None:
+        """Nobody has state any more; this member's, if it had any, is no more than a part."""
+        if self._has_state:
+            print(f"{self._context.launch.worker}: all holders of a part of the state are lost", flush=True)
+        sharing.optimizer.forget()
+        self._has_state = self._stepped = False
+
     def _transfer(self, turn: _Turn) -> Origin:
-        """Give, take, or stand by while the source's state is broadcast; everybody is at its iteration afterwards."""
-        group, verdict = self._group(), turn.verdict
+        """Bring everybody to the verdict's iteration: parameters, state for who has none, and its parts for each."""
+        verdict, sharing = turn.verdict, self._sharing
+        if sharing is not None and verdict.step_first and self._group().rank not in verdict.step_first:
+            self._rendezvous.together(self._gather_once)
+        origin = self._give_or_take(verdict) if verdict.receivers else "own"
+        if sharing is not None and self._membership is not None:
+            nodes = self._nodes(self._membership)
+            self._divide(sharing.cut(nodes), begin=verdict.fresh and self._origin == "init")
+        turn.transfer_owed = False
+        return origin
+
+    def _nodes(self, membership: Membership) -> list[frozenset[str]]:
+        """The nodes that each replica stands on, in rank order."""
+        found: dict[int, set[str]] = {}
+        for member in membership.members:
+            found.setdefault(member.replica, set()).add(member.node)
+        return [frozenset(nodes) for nodes in found.values()]
+
+    def _divide(self, cut: Sequence[Sequence[Part]], *, begin: bool = False) -> None:
+        """Have each member hold its parts, `cut[rank]`, and nothing else. Raises Broken, Superseded."""
+        group, sharing = self._group(), self._sharing
+        assert sharing is not None
+        if begin:
+            sharing.begin(group, cut)
+        else:
+            self._rendezvous.together(lambda: sharing.divide(group, cut))
+        self._fire("dividing")
+        self._rendezvous.together(partial(_gathered, group, [1]))
+        sharing.adopt(cut)
+
+    def _give_or_take(self, verdict: Verdict) -> Origin:
+        """Give, take, or stand by while the source's state is broadcast."""
+        group = self._group()
         rank, started = group.rank, time.monotonic()
         source = self._find_state(group) if verdict.fresh else verdict.source
         self._fire("giving")
@@ -508,7 +652,9 @@ class Hook:
                 self._origin = told["origin"] if verdict.fresh else "replica"
                 if not verdict.fresh:
                     self._tell_taken("replica", size_bytes, started)
-        turn.transfer_owed = False
+        if self._sharing is not None and verdict.fresh:
+            self._sharing.layout = [()] * group.size
+            self._sharing.layout[source] = [(0, self._sharing.total)]
         return self._origin if rank in verdict.receivers or verdict.fresh else "own"
 
     def _find_state(self, group: Group) -> int:
@@ -529,11 +675,24 @@ class Hook:
                     stored = newest(rows, "checkpoint")
                     self._tell_taken(candidate.kind, taken, started, tried, stored, sources.resharded_from)
                 return candidate.rank
-        if rank == 0:
+        seed = self._untouched(group)
+        if rank == seed:
             self._origin = "init"
             self._stand_after(0)
             self._tell_taken("init", 0, started, tried)
-        return 0
+        return seed
+
+    def _untouched(self, group: Group) -> int:
+        """The first member whose state is still that of the seed. Raises RuntimeError where there is none."""
+        if self._sharing is None:
+            return 0
+        rows = self._rendezvous.together(partial(_gathered, group, [int(self._trained)]))
+        if [1] in rows and [0] not in rows:
+            raise RuntimeError(
+                "all holders of a part of the optimizer's state are lost, and nothing was saved: training has to begin"
+                " anew, in new processes"
+            )
+        return rows.index([0])
 
     def _take(self, sources: Sources, candidate: Candidate, tried: list[str]) -> int:
         """Live in the candidate's state, if it is sound for all shards; its size in bytes, 0 if it is not.
@@ -565,6 +724,7 @@ class Hook:
 
     def _live_in(self, tree: dict[str, Any]) -> None:
         iteration, self._loss = self._state.restore(tree)
+        self._trained = True
         self._pace_s = float(tree.get("pace_s", 0.0))
         self._stand_after(iteration)
 

@@ -11,8 +11,10 @@ Each rule is `action@condition,...`. Actions: `kill` (SIGKILL), `stop` (SIGSTOP)
 Points, in the order of an iteration: `micro_batch` (before each), `forward` and `backward` (in the middle of one),
 `partly` (one bucket's sum is complete, no other has been started), `computed` (all own micro-batches finished),
 `reducing` (reductions in flight), `reduced` (sums complete), `agreeing` (agreement in flight), `agreed` (before
-the optimizer's step), `committed` (after it), `saving` (half a checkpoint is written). While regrouping: `forming`,
-`formed`, `exchanged`, `giving` (state is being broadcast).
+the optimizer's step), `committed` (after it), `saving` (half a checkpoint is written). With sharded optimizer state:
+`stepped` (before the stepped parameters are gathered), `gathering` (while they are). While regrouping: `forming`,
+`formed`, `exchanged`, `giving` (state is being broadcast), `dividing` (parts have arrived, the old ones are still
+held).
 
 The phases that people name are the points of PHASES: those that are passed in every process, whatever was expected when
 it started.
@@ -31,7 +33,7 @@ from events.vocabulary import Fault, FaultPhase
 
 Point: TypeAlias = Literal[
     "micro_batch", "forward", "backward", "partly", "computed", "reducing", "reduced", "agreeing", "agreed",
-    "committed", "saving", "forming", "formed", "exchanged", "giving",
+    "stepped", "gathering", "committed", "saving", "forming", "formed", "exchanged", "giving", "dividing",
 ]  # fmt: skip
 POINTS: tuple[Point, ...] = get_args(Point)
 ACTIONS = ("kill", "stop", "raise", "exit", "hang", "oom", "nan")

@@ -24,6 +24,7 @@ from agents.trainer import corpus
 from agents.trainer.corpus import Corpus
 from agents.trainer.hook import Hook, Step
 from agents.trainer.randomness import seed_all
+from agents.trainer.sharded_optimizer import ShardedOptimizer
 from events.vocabulary import TaskSpec
 
 
@@ -79,16 +80,14 @@ def build_optimizer(spec: TaskSpec, model: GPTModel) -> tuple[Any, OptimizerPara
     """Megatron's Adam and its scheduler, counting samples."""
     wanted = spec.optimizer
     decay_iterations = wanted.decay_iterations or spec.iterations
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=wanted.lr,
-            min_lr=wanted.min_lr,
-            weight_decay=wanted.weight_decay,
-            clip_grad=wanted.clip_grad,
-        ),
-        [model],
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=wanted.lr,
+        min_lr=wanted.min_lr,
+        weight_decay=wanted.weight_decay,
+        clip_grad=wanted.clip_grad,
     )
+    optimizer = ShardedOptimizer(config, [model]) if wanted.distributed else get_megatron_optimizer(config, [model])
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

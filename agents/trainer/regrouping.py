@@ -39,6 +39,16 @@ Rules (buckets that are final)
 * Members behind others (above) have the buckets of an earlier iteration: then none of this one's is final, for it
   has not been reduced without them.
 
+Rules (sharded optimizer state, `parts.py`)
+----------------------------------------------
+* A member *has stepped* `i` when it has made that step with the parts that it holds, and waits for the parameters that
+  others have stepped. Before it, everybody had complete sums of `i`: it counts as such a member, which need not step.
+* Nobody has committed `i` before it has all parameters, so all that are left hold their parts as they are after the
+  same step, once those that step first have done so.
+* Where those with state do not hold every part between them, the live state is lost: they count as members without
+  state, and all take the newest that was saved. With tensor or pipeline parallel replicas that is so for all shards
+  where it is so for one (`rendezvous.py` puts it to the vote).
+
 Pure: a function of the rows that the group exchanged. What does not live here: how rows travel (`group.py`), and
 who acts on the verdict (`hook.py`).
 """
@@ -49,9 +59,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agents.trainer.dealing import deal
+from agents.trainer.parts import Span
 
 _WORD_BITS = 62
-_FIXED = 3
+_FIXED = 4
+
+
+def span_row(spans: Sequence[Span], length: int) -> list[int]:
+    """Spans as a row of `length` pairs of integers."""
+    row = [edge for span in spans for edge in span]
+    return row + [0] * (2 * length - len(row))
+
+
+def spans_of(row: Sequence[int]) -> tuple[Span, ...]:
+    """The inverse of `span_row`."""
+    return tuple((start, stop) for start, stop in zip(row[::2], row[1::2], strict=True) if start < stop)
 
 
 class PositionsContradict(RuntimeError):
@@ -62,7 +84,8 @@ class PositionsContradict(RuntimeError):
 class Position:
     """Where a member stands. Without state, `iteration` is 0 and it holds nothing.
 
-    `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts.
+    `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts. `stepped`: it has
+    stepped the parts that it holds. `spans`: those parts; they travel in a row of their own.
     """
 
     has_state: bool
@@ -70,11 +93,13 @@ class Position:
     sums_complete: bool
     held: tuple[int, ...]
     complete: tuple[int, ...] = ()
+    stepped: bool = False
+    spans: tuple[Span, ...] = ()
 
     def row(self, micro_batches: int, buckets: int) -> list[int]:
-        """As signed 64-bit integers: has_state, iteration, sums_complete, then `held` and `complete` as words of 62
-        bits."""
-        fixed = [int(self.has_state), self.iteration, int(self.sums_complete)]
+        """As signed 64-bit integers: has_state, iteration, sums_complete, stepped, then `held` and `complete` as words
+        of 62 bits."""
+        fixed = [int(self.has_state), self.iteration, int(self.sums_complete), int(self.stepped)]
         return [*fixed, *_words(self.held, micro_batches), *_words(self.complete, buckets)]
 
     @staticmethod
@@ -85,6 +110,7 @@ class Position:
             has_state=bool(row[0]),
             iteration=row[1],
             sums_complete=bool(row[2]),
+            stepped=bool(row[3]),
             held=_numbers(row[_FIXED:middle]),
             complete=_numbers(row[middle:]),
         )
@@ -114,7 +140,8 @@ class Verdict:
     `iteration`: where all go on; 0 where nobody has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
-    `fresh`: nobody has state. `final`: the buckets whose sums of `iteration` stand.
+    `fresh`: nobody has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that each
+    member holds (sharded optimizer state).
     """
 
     iteration: int
@@ -124,11 +151,12 @@ class Verdict:
     dealt: tuple[tuple[int, ...], ...]
     fresh: bool
     final: frozenset[int] = frozenset()
+    shares: tuple[tuple[Span, ...], ...] = ()
 
 
-def judge(positions: Sequence[Position], micro_batches: int) -> Verdict:
-    """The verdict on the members' positions, in rank order."""
-    with_state = [member for member, position in enumerate(positions) if position.has_state]
+def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = True) -> Verdict:
+    """The verdict on the members' positions, in rank order. `whole`: they hold all parts between them."""
+    with_state = [member for member, position in enumerate(positions) if position.has_state and whole]
     receivers = frozenset(range(len(positions))).difference(with_state)
     if not with_state:
         nothing: list[tuple[int, ...]] = [()] * len(positions)
@@ -161,4 +189,5 @@ def judge(positions: Sequence[Position], micro_batches: int) -> Verdict:
         dealt=deal(held, micro_batches),
         fresh=False,
         final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
+        shares=tuple(position.spans if position.has_state else () for position in positions),
     )

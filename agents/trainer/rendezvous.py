@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agents.trainer.channel import QuitAsked
@@ -25,7 +25,8 @@ from agents.trainer.faults import classify_broken
 from agents.trainer.forming import Place
 from agents.trainer.group import Broken, Group, Superseded, form
 from agents.trainer.messages import Membership, Trouble
-from agents.trainer.regrouping import Position, Verdict, judge
+from agents.trainer.parts import covers
+from agents.trainer.regrouping import Position, Verdict, judge, span_row, spans_of
 from agents.trainer.standby import Standby
 from events.vocabulary import Phase
 
@@ -132,10 +133,13 @@ class Rendezvous:
                 )
             )
 
-    def join(self, position: Position, micro_batches: int, buckets: int, target: Membership | None) -> Seat:
+    def join(
+        self, position: Position, micro_batches: int, buckets: int, target: Membership | None, total: int = 0
+    ) -> Seat:
         """Follow the membership, and any newer one that comes meanwhile, until a group has exchanged positions.
 
-        `target`: leave a sound group for it. None: wait for one. Raises LeftOut, Stranded, QuitAsked.
+        `target`: leave a sound group for it. None: wait for one. `total`: elements of the sharded optimizer state, 0:
+        it is not sharded. Raises LeftOut, Stranded, QuitAsked.
         """
         sound, self.group = self.group, None
         if target is None and sound is not None:
@@ -151,7 +155,7 @@ class Rendezvous:
                     sound = None  # kept open: see the rules
                     raise LeftOut(membership)
                 try:
-                    verdict = self._attempt(membership, position, micro_batches, buckets, deadline)
+                    verdict = self._attempt(membership, position, micro_batches, buckets, total, deadline)
                 except Broken as failure:
                     self.report(failure, position.iteration, "regroup")
                 except Superseded:
@@ -168,8 +172,9 @@ class Rendezvous:
                 sound.close()
 
     def _attempt(
-        self, membership: Membership, position: Position, micro_batches: int, buckets: int, deadline: float | None
-    ) -> Verdict:
+        self, membership: Membership, position: Position, micro_batches: int, buckets: int, total: int,
+        deadline: float | None,
+    ) -> Verdict:  # fmt: skip
         launch, injection = self._context.launch, self._context.injection
         mine = [member for member in membership.members if member.shard == launch.shard]
         injection.fire("forming", position.iteration, self.generation)
@@ -186,12 +191,21 @@ class Rendezvous:
         assert group is not None
         injection.fire("formed", position.iteration, self.generation)
 
-        def exchange() -> Verdict:
-            rows = group.all_gather(position.row(micro_batches, buckets))
+        def exchange() -> list[Position]:
+            rows = group.all_gather([len(position.spans), *position.row(micro_batches, buckets)])
             group.finish()
-            return judge([Position.from_row(row, micro_batches) for row in rows.read()], micro_batches)
+            told = rows.read()
+            positions = [Position.from_row(row[1:], micro_batches) for row in told]
+            if not total:
+                return positions
+            length = max(row[0] for row in told)
+            spans = group.all_gather(span_row(position.spans, length))
+            group.finish()
+            return [replace(one, spans=spans_of(row)) for one, row in zip(positions, spans.read(), strict=True)]
 
-        verdict = self.together(exchange)
+        positions = self.together(exchange)
+        whole = covers((one.spans for one in positions if one.has_state), total)
+        verdict = judge(positions, micro_batches, whole=self._replica.all_true(whole))
         injection.fire("exchanged", position.iteration, self.generation)
         return verdict
 

@@ -14,6 +14,8 @@ Rules
 * Where memory has no room for two states, or the last word must be on storage before the process ends, the state
   is written at once, and training waits.
 * Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
+* Where the optimizer's state is sharded, the first replica says in the agreement on an iteration that it is going to
+  save it (`due`), all then give it their parts, and what it saves is the whole state (`whole`).
 * A disk that fails is told in the worker's log and tried again next time, unless the last word was to be written.
 """
 
@@ -60,6 +62,34 @@ class Rhythm:
         self.last, self.look_at = iteration, iteration + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Where to the state after an iteration is to be saved."""
+
+    to_memory: bool
+    to_storage: bool
+
+    @property
+    def anything(self) -> bool:
+        return self.to_memory or self.to_storage
+
+    def word(self) -> int:
+        """As an integer, for the agreement."""
+        return int(self.to_memory) + 2 * int(self.to_storage)
+
+    @staticmethod
+    def of(word: int) -> Due:
+        return Due(bool(word & 1), bool(word & 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A state of the optimizer that was put together for saving, and the time that training stood still for it."""
+
+    tree: dict[str, Any]
+    cost_s: float
+
+
 class Saving:
     """One worker's. `memory`: the node's, None where the agent gives none."""
 
@@ -79,6 +109,8 @@ class Saving:
         self._stored = 0
         self._pace_s = 0.0
         self._was_lead = False
+        #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
+        self.whole: Whole | None = None
 
     # --- at a boundary ---------------------------------------------------------------------------
 
@@ -91,23 +123,32 @@ class Saving:
             self._storing.result()
             self._storing = None
 
-    def boundary(self, iteration: int, duration_s: float, loss: float, membership: Membership, *, leads: bool) -> None:
-        """`iteration` is committed, after `duration_s`; save what is due. `leads`: in the lead's replica."""
-        self._collect()
+    def boundary(
+        self, iteration: int, duration_s: float, loss: float, membership: Membership, *, leads: bool,
+        due: Due | None = None,
+    ) -> None:  # fmt: skip
+        """`iteration` is committed, after `duration_s`; save what is due. `leads`: in the lead's replica. `due`: as it
+        has been found already."""
         self._pace_s = self._pace_s * (1 - _PACE_WEIGHT) + duration_s * _PACE_WEIGHT if self._pace_s else duration_s
+        due = self.due(iteration, membership, leads=leads) if due is None else due
+        if leads and due.anything:
+            self._capture(iteration, loss, membership.generation, to_storage=due.to_storage)
+
+    def due(self, iteration: int, membership: Membership, *, leads: bool) -> Due:
+        """What is to be saved after `iteration`."""
+        self._collect()
         if leads and not self._was_lead:
             self._to_memory.last = self._to_storage.last = 0
             self._to_memory.look_at = self._to_storage.look_at = iteration
         self._was_lead = leads
         if not leads or iteration >= self._context.launch.spec.iterations:
-            return
+            return Due(False, False)
         mtbf_s = membership.mtbf_us / 1e6
         to_memory = self._to_memory.may_be_due(iteration) and self._is_due(
             self._to_memory, iteration, mtbf_s, busy=not _is_over(self._sealing)
         )
         to_storage = self._to_storage.may_be_due(iteration) and self._storage_is_due(iteration, mtbf_s)
-        if to_memory or to_storage:
-            self._capture(iteration, loss, membership.generation, to_storage=to_storage)
+        return Due(to_memory, to_storage)
 
     def _storage_is_due(self, iteration: int, mtbf_s: float) -> bool:
         if self._to_storage.every is not None:
@@ -131,7 +172,8 @@ class Saving:
     # --- capturing -------------------------------------------------------------------------------
 
     def _tree(self, iteration: int, loss: float) -> dict[str, Any]:
-        return {**self._state.capture(iteration, loss), "pace_s": self._pace_s}
+        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s}
+        return tree if self.whole is None else {**tree, "optimizer": self.whole.tree}
 
     def _capture(self, iteration: int, loss: float, generation: int, *, to_storage: bool) -> None:
         started = time.monotonic()
@@ -145,7 +187,7 @@ class Saving:
             return
         assert draft is not None
         flat.write(draft.view)
-        cost_s = time.monotonic() - started
+        cost_s = time.monotonic() - started + (self.whole.cost_s if self.whole else 0.0)
         self._to_memory.cost_s = cost_s
         self._to_memory.saved(iteration)
         job = None

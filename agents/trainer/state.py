@@ -155,6 +155,8 @@ class TrainingState:
             self.optimizer.reload_model_params()
         self.optimizer.load_state_dict(tree["optimizer"])
         if self.scheduler is not None:
+            if hasattr(self.scheduler, "num_steps"):  # Megatron's adds what it loads to where it stands
+                self.scheduler.num_steps = 0
             self.scheduler.load_state_dict(tree["scheduler"])
         if self.generators is not None and tree.get("generators") is not None:
             self.generators.resume(tree["generators"])
