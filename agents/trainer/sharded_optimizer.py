@@ -148,7 +148,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
         Raises BadState where it is not of these parameters.
         """
-        self._held, self._staged, self.chained_optimizers = [], [], []
+        self.forget()
         if "steps" in state_dict:
             self.steps, groups = int(state_dict["steps"]), state_dict["groups"]
         else:
@@ -178,7 +178,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     def forget(self) -> None:
         """Drop all parts."""
-        self._held, self._staged, self.chained_optimizers = [], [], []
+        self._held, self._staged = [], []
+        self.chained_optimizers: list[DistributedOptimizer] = []
 
     def read(self, row: Row, start: int, stop: int) -> torch.Tensor:
         """A stretch of a row that one part held here has all of, counted within its space; not a copy."""

@@ -36,6 +36,8 @@ WITHIN = (
 )  # fmt: skip
 REGROUPING = ("forming", "formed", "exchanged")
 POINTS = (*WITHIN, *REGROUPING, "giving", "saving")
+#: With sharded optimizer state there are others besides.
+SHARED_POINTS = ("stepped", "gathering", "dividing")
 VICTIMS = ("first", "last")
 #: At least so many steps must follow the last fault.
 STEPS_AFTER = 20
@@ -70,10 +72,12 @@ class Stage:
 
 @dataclass
 class Chain:
-    """The plan of one run: replicas are numbers, in the order of their birth."""
+    """The plan of one run: replicas are numbers, in the order of their birth. `one_by_one`: nobody is lost while others
+    regroup after a loss."""
 
     cells: Sequence[Cell]
     size: int
+    one_by_one: bool = False
     stages: list[Stage] = field(default_factory=list)
     born: int = 0
 
@@ -84,12 +88,13 @@ class Chain:
             stage = Stage(cell, generation, list(members), members[0 if cell.victim == "first" else -1])
             if cell.point == "saving":
                 stage.victim = members[0]  # the lead's replica writes
-            elif cell.point in REGROUPING or cell.point == "giving":
-                if self.size > 2:
+            elif cell.point in (*REGROUPING, "giving", "dividing"):
+                alone = self.size == 2 or self.one_by_one
+                if not alone:
                     stage.bystander = members[1]
                     members.remove(members[1])
                     generation += 1
-                if cell.point == "giving" or self.size == 2:
+                if cell.point == "giving" or alone:
                     stage.joiner = next(number)
                     members.append(stage.joiner)
                     generation += 1
@@ -132,8 +137,11 @@ class Run:
     def __init__(
         self, server: ForkServer, directory: Path, spec: TaskSpec, cells: Sequence[Cell], size: int = 0
     ) -> None:
-        """`size`: replicas; 0: three, or two where they have shards."""
-        self.chain = Chain(cells, size or (3 if spec.replica_workers == 1 else 2))
+        """`size`: replicas; 0: three, or two where they have shards and the whole optimizer state."""
+        # Optimizer state that is sharded has two holders of each part: it survives one loss at a time.
+        sharded = spec.optimizer.distributed
+        size = size or (3 if sharded or spec.replica_workers == 1 else 2)
+        self.chain = Chain(cells, size, one_by_one=sharded)
         self.traces = directory / "traces"
         self.traces.mkdir()
         spec = replace(spec, entry=str(SCRIPT), args=(str(self.traces), *spec.args))

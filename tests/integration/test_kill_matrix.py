@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from events.vocabulary import CheckpointSpec, OptimizerSpec, TaskSpec
-from tests.integration.kill_chain import ACTIONS, POINTS, STEPS_AFTER, VICTIMS, WITHIN, Cell, Run
+from tests.integration.kill_chain import ACTIONS, POINTS, SHARED_POINTS, STEPS_AFTER, VICTIMS, WITHIN, Cell, Run
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import (
     SMALL,
@@ -33,6 +33,7 @@ from tests.integration.test_regroup import (
     stopped,
 )
 
+OPTIMIZER = OptimizerSpec(lr=1e-3, warmup_iterations=2, decay_iterations=1000)
 LAYOUTS = {"dp": (1, 1), "tp": (2, 1), "pp": (1, 2)}
 Reference = Callable[[str, int], list[dict[int, str]]]
 
@@ -44,7 +45,7 @@ def matrix_task(data: Path, layout: str, **changes: object) -> TaskSpec:
         "tp": tp,
         "pp": pp,
         "model": replace(SMALL, layers=pp, dropout=0.1),
-        "optimizer": OptimizerSpec(lr=1e-3, warmup_iterations=2, decay_iterations=1000),
+        "optimizer": OPTIMIZER,
         "data": str(data),
         "global_batch": 6,
         "iterations": 10**6,
@@ -114,8 +115,8 @@ def possible(cell: Cell, layout: str) -> bool:
     return not alone_saves and not (cell.point == "micro_batch=1" and layout == "pp")
 
 
-def whole(layout: str) -> list[Cell]:
-    cells = [Cell(action, point, victim) for point in POINTS for action in ACTIONS for victim in VICTIMS]
+def whole(layout: str, points: Sequence[str] = POINTS) -> list[Cell]:
+    cells = [Cell(action, point, victim) for point in points for action in ACTIONS for victim in VICTIMS]
     return [cell for cell in cells if possible(cell, layout)]
 
 
@@ -148,6 +149,35 @@ def test_whole(
     server: ForkServer, data: Path, tmp_path: Path, reference: Reference, layout: str, cells: list[Cell]
 ) -> None:
     check(server, tmp_path, data, layout, cells, reference)
+
+
+# --- optimizer state sharded over the replicas -----------------------------------------------------
+
+SHARDED = {"optimizer": replace(OPTIMIZER, distributed=True)}
+
+
+def test_shards_are_not_missed(server: ForkServer, data: Path, tmp_path: Path, reference: Reference) -> None:
+    """The reference is a replica alone with the plain optimizer; nobody ever goes back to a checkpoint."""
+    cells = [
+        Cell("kill", "backward", "first"),
+        Cell("kill", "reduced", "last"),
+        Cell("kill", "stepped", "first"),
+        Cell("raise", "gathering", "last"),
+        Cell("kill", "dividing", "first"),
+        Cell("kill", "giving", "last"),
+    ]
+    check(server, tmp_path, data, "dp", cells, reference, **SHARDED)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("layout", "cells"),
+    [(layout, cells) for layout in LAYOUTS for cells in chains(whole(layout, (*POINTS, *SHARED_POINTS)), 8)],
+)
+def test_whole_with_shards(
+    server: ForkServer, data: Path, tmp_path: Path, reference: Reference, layout: str, cells: list[Cell]
+) -> None:
+    check(server, tmp_path, data, layout, cells, reference, **SHARDED)
 
 
 # --- sums in floating point ----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import Float16Module
 
 from agents.trainer import context, pretrain_gpt
 from agents.trainer.corpus import Corpus
-from agents.trainer.hook import Hook
+from agents.trainer.hook import Hook, Step
 from agents.trainer.randomness import seed_all
 from events.vocabulary import TaskSpec
 
@@ -77,13 +77,25 @@ def train(spec: TaskSpec, trace: TextIO, traced: bool) -> None:
     model: Any = build(spec)
     optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
     hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text), overlap=True)
+
+    def tell(step: Step) -> None:
+        told = digest(model) if traced else "-"
+        print("stepped", step.iteration, told, step.loss, time.monotonic(), time.process_time(), file=trace)
+
+    before: Step | None = None
     for step in hook.steps():
+        if before is not None and before.iteration + 1 == step.iteration:
+            tell(before)
         for micro_batches in step.lists(at_most=1 if spec.pp == 1 else None):
             step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))
         optimizer.step()
         scheduler.step(increment=spec.global_batch)
-        told = digest(model) if traced else "-"
-        print("stepped", step.iteration, told, step.loss, time.monotonic(), time.process_time(), file=trace)
+        if spec.optimizer.distributed:
+            before = step  # only when the next one begins does this replica have what others have stepped
+        else:
+            tell(step)
+    if before is not None:
+        tell(before)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.trainer.dealing import deal
-from agents.trainer.regrouping import Position, PositionsContradict, Verdict, judge
+from agents.trainer.regrouping import Position, PositionsContradict, Verdict, judge, span_row, spans_of
 
 positions = st.builds(
     Position,
@@ -220,3 +220,26 @@ def weather(seed: int, members: int, micro_batches: int) -> Model:
                 model.advance(draw.choice(model.members))
             model.regroup()
     return model
+
+
+# --- sharded optimizer state -------------------------------------------------------------------------
+
+
+def test_who_has_stepped_waits_for_the_others_step() -> None:
+    stepped = Position(True, 7, True, (0, 3), stepped=True, spans=((0, 64),))
+    verdict = judge([stepped, at(7, (1, 4), sums=True), JOINER], 6)
+    assert (verdict.iteration, verdict.step_first, verdict.shares) == (8, frozenset({0, 1}), (((0, 64),), (), ()))
+    assert judge([stepped, at(8)], 6).step_first == {0}
+
+
+def test_where_a_part_is_lost_nobody_has_state() -> None:
+    verdict = judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 4, whole=False)
+    assert (verdict.fresh, verdict.receivers, verdict.shares) == (True, frozenset({0, 1}), ())
+    assert verdict.dealt == ((0, 2), (1, 3))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**20)).map(lambda two: (two[0], two[0] + two[1]))))
+def test_rows_carry_spans(spans: list[tuple[int, int]]) -> None:
+    row = span_row(spans, len(spans) + 2)
+    assert len(row) == 2 * len(spans) + 4
+    assert spans_of(row) == tuple(spans)

@@ -1,0 +1,96 @@
+"""Parts of the optimizer's state: who holds them, what remains of them after a loss, what has to travel."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.trainer.parts import ALIGN, NowhereHeld, Part, Span, covers, givers, moves, placed
+
+counts = st.integers(1, 9)
+extents = st.lists(st.integers(0, 40).map(lambda units: units * ALIGN), min_size=1, max_size=3)
+nodes = st.lists(st.frozensets(st.sampled_from("abcd"), min_size=1, max_size=2), min_size=1, max_size=9)
+
+
+def spread(extents: list[int], stands: list[frozenset[str]]) -> list[list[Span]]:
+    """The spans that each replica holds."""
+    return [
+        [span for index in indices for span in Part(len(stands), index).spans(extents) if span[0] < span[1]]
+        for indices in placed(stands)
+    ]
+
+
+def elements(spans: list[Span]) -> set[int]:
+    return {element for start, stop in spans for element in range(start, stop, ALIGN)}
+
+
+@given(extents, counts)
+def test_parts_are_all_there_is_and_begin_where_arithmetic_does_not_change(extents: list[int], count: int) -> None:
+    parts = [span for index in range(count) for span in Part(count, index).spans(extents)]
+    assert sum(stop - start for start, stop in parts) == sum(extents)
+    assert elements(parts) == set(range(0, sum(extents), ALIGN))
+    assert all(start % ALIGN == 0 for start, _ in parts)
+
+
+@given(nodes)
+def test_every_part_has_two_holders_and_on_two_nodes_where_that_can_be(stands: list[frozenset[str]]) -> None:
+    held = placed(stands)
+    assert [parts[0] for parts in held] == list(range(len(stands)))
+    for part in range(len(stands)):
+        holders = [replica for replica, parts in enumerate(held) if part in parts]
+        assert len(holders) == min(2, len(stands))
+        other = [replica for replica in holders if replica != part]
+        if any(not stands[part] & nodes for nodes in stands):
+            assert not stands[part] & stands[other[0]]
+
+
+def test_replicas_in_blocks_of_a_node_hold_each_others_parts_one_for_one() -> None:
+    stands = [frozenset(node) for node in "aaaabbbb"]
+    assert placed(stands) == [(r, (r + 4) % 8) for r in range(8)]
+
+
+@given(extents, nodes, st.integers(0, 8))
+def test_the_loss_of_a_replica_loses_nothing(extents: list[int], stands: list[frozenset[str]], lost: int) -> None:
+    held = spread(extents, stands)
+    left = [spans for replica, spans in enumerate(held) if replica != lost % len(stands)]
+    assert covers(left, sum(extents)) == (len(stands) > 1 or not sum(extents))
+
+
+@given(extents, st.lists(st.sampled_from("abc"), min_size=2, max_size=9), st.sampled_from("abc"))
+def test_the_loss_of_a_node_loses_nothing(extents: list[int], at: list[str], lost: str) -> None:
+    stands = [frozenset(node) for node in at]
+    left = [spans for spans, node in zip(spread(extents, stands), at, strict=True) if node != lost]
+    assert covers(left, sum(extents)) == (bool(left) or not sum(extents))
+
+
+@given(extents, nodes, nodes)
+def test_what_travels_is_what_is_missing_and_comes_from_who_has_it(
+    extents: list[int], before: list[frozenset[str]], after: list[frozenset[str]]
+) -> None:
+    size = max(len(before), len(after))
+    held = spread(extents, before) + [[]] * (size - len(before))
+    wanted = spread(extents, after) + [[]] * (size - len(after))
+    found = moves(held, wanted)
+    for move in found:
+        assert elements([(move.start, move.stop)]) <= elements(held[move.source])
+    for target in range(size):
+        arrived = [(move.start, move.stop) for move in found if move.target == target]
+        assert elements(arrived) == elements(wanted[target]) - elements(held[target])
+        assert sum(stop - start for start, stop in arrived) == ALIGN * len(elements(arrived))
+
+
+def test_in_a_group_that_stays_each_replica_gives_its_own_part() -> None:
+    extents = [6 * ALIGN]
+    held = spread(extents, [frozenset("a")] * 3)
+    given = [(move.start // ALIGN, move.stop // ALIGN, move.source) for move in givers(held, extents[0])]
+    assert given == [(0, 2, 0), (2, 4, 1), (4, 6, 2)]
+    assert not moves(held, held)
+
+
+def test_what_nobody_holds_is_missed() -> None:
+    extents = [6 * ALIGN]
+    held = spread(extents, [frozenset("a")] * 4)
+    assert not covers([held[0], held[3]], extents[0])
+    with pytest.raises(NowhereHeld, match="elements 128 to 256"):
+        givers([held[0], held[3]], extents[0])
