@@ -39,7 +39,7 @@ POINTS = (*WITHIN, *REGROUPING, "giving", "saving")
 #: With sharded optimizer state there are others besides.
 SHARED_POINTS = ("stepped", "gathering", "dividing")
 VICTIMS = ("first", "last")
-#: At least so many steps must follow the last fault.
+#: At least so many steps must follow the last fault (and one more, with whose beginning the last may be told).
 STEPS_AFTER = 20
 
 
@@ -170,7 +170,7 @@ class Run:
             self.tell(members, joiners=members)
             for stage in self.chain.stages:
                 members = self.heal(stage)
-            rig.until(lambda: self.refilled_at() and rig.reached(self.refilled_at() + STEPS_AFTER))
+            rig.until(lambda: self.refilled_at() and rig.reached(self.refilled_at() + STEPS_AFTER + 1))
             rig.quit(*rig.living())
             rig.until(lambda: not rig.living())
 

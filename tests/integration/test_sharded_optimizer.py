@@ -125,7 +125,7 @@ def test_a_node_is_lost_with_two_of_four_parts(rig: Start, spec: TaskSpec, diges
 
 
 def test_both_holders_of_a_part_are_lost(rig: Start, spec: TaskSpec, digest: str) -> None:
-    """The survivor has the other parts only: it takes the newest whole state, says so, and trains on to the same bits."""
+    """The survivor has the other parts only: it takes the newest whole state, says so, and comes to the same bits."""
     with rig(spec) as run:
         stop_all_in_iteration_5(run, THREE, ["n1"] * 3)
         newest = run.memory("n1").newest()
