@@ -601,7 +601,9 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
             parts.append(f"{name} goes on with {members} workers in generation {task.generation}")
     if incident.state_from:
         source = _SOURCES.get(incident.state_from, incident.state_from)
-        parts.append(f"no replica was left: {incident.iterations_lost} iterations lost, state from {source}")
+        whole = any(state.tasks[name].spec.optimizer.distributed for name in incident.tasks if name in state.tasks)
+        what = "whole optimizer state" if whole else "replica"
+        parts.append(f"no {what} was left: {incident.iterations_lost} iterations lost, state from {source}")
     return "; ".join(parts)[:1024] or "no task was hit"
 
 
