@@ -280,7 +280,8 @@ class Hook:
         sighting = self._detection.sighting(ledger.iteration, ledger.finished, self._reduction.norm())
         due = NOTHING
         if self._sharing is not None and self._membership is not None:
-            due = self._saving.due(ledger.iteration, self._membership, leads=self._in_lead_replica())
+            with self._detection.saving():
+                due = self._saving.due(ledger.iteration, self._membership, leads=self._in_lead_replica())
 
         def agree() -> list[list[int]]:
             rows = group.all_gather([ledger.iteration, pending, due.word(), *sighting.row()])

@@ -59,7 +59,7 @@ class Sharing:
         """Stage this member's parts, from wherever they are held; the bytes received. Raises what `Group.finish` and
         `moves` raise."""
         wanted = self._layout(cut)
-        arrived = [Held(part, self._empty(part, group.device)) for part in cut[group.rank]]
+        arrived = [Held(part, self._empty(part)) for part in cut[group.rank]]
         received_bytes = 0
         for row, pieces in self._exchange(group, wanted):
             extent = self.optimizer.spaces[row[0]].extent
@@ -107,11 +107,12 @@ class Sharing:
         extents = self.optimizer.extents
         return [[span for part in parts for span in part.spans(extents) if span[0] < span[1]] for parts in cut]
 
-    def _empty(self, part: Part, device: torch.device) -> Rows:
+    def _empty(self, part: Part) -> Rows:
         rows: Rows = {}
         for row in self.optimizer.rows:
-            start, stop = part.within(self.optimizer.spaces[row[0]].extent)
-            rows[row] = torch.zeros(stop - start, device=device)
+            space = self.optimizer.spaces[row[0]]
+            start, stop = part.within(space.extent)
+            rows[row] = torch.zeros(stop - start, device=space.data.device)
         return rows
 
     def _own(self, row: Row, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
