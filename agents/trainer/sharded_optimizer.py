@@ -149,11 +149,11 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         Raises BadState where it is not of these parameters.
         """
         self.forget()
-        if "steps" in state_dict:
-            self.steps, groups = int(state_dict["steps"]), state_dict["groups"]
-        else:
+        if "state" in state_dict.get("optimizer", state_dict):
             rows, self.steps, groups = self._whole_rows(state_dict)
             self._staged = [Held(Part(1, 0), rows)]
+        else:
+            self.steps, groups = int(state_dict["steps"]), state_dict["groups"]
         if len(groups) != len(self._options):
             raise BadState(
                 f"optimizer: the state has {len(groups)} groups of parameters, there are {len(self._options)}"

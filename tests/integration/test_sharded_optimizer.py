@@ -7,7 +7,7 @@ with both holders of a part. Parameters are compared bit by bit with those of pl
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents.trainer import corpus
 from agents.trainer.messages import Parked, Saved, Taken
 from events.vocabulary import CheckpointSpec, TaskSpec
 from tests.integration import test_plain_megatron
@@ -37,19 +36,6 @@ from tests.integration.test_regroup import (
 
 Start: TypeAlias = Callable[[TaskSpec], AbstractContextManager[Rig]]
 FOUR = ("t.1", "t.2", "t.3", "t.4")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    corpus.build(prefix)
-    return prefix
 
 
 @pytest.fixture
