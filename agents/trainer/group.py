@@ -107,8 +107,9 @@ class Group:
         with `taken_sizes[m]` elements of each."""
         if self._process_group is not None:
             options = dist.AllToAllOptions()
-            arguments = (taken, given, list(taken_sizes), list(given_sizes), options)
-            self._in_flight.start(lambda: self._process_group.alltoall_base(*arguments))  # type: ignore[attr-defined]
+            exchange = self._process_group.alltoall_base  # type: ignore[attr-defined]
+            begin = partial(exchange, taken, given, list(taken_sizes), list(given_sizes), options)
+            self._in_flight.start(begin, taken, given)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Start overwriting `tensor` with member `source`'s."""

@@ -185,6 +185,24 @@ def test_from_memory(start: Start, data: Path, unchanged: Unchanged, forms: tupl
 
 
 @pytest.mark.matrix
+def test_with_sharded_optimizer_state(start: Start, data: Path, unchanged: Unchanged) -> None:
+    """Parts are put together before all leave, and divided anew among the new replicas."""
+    losses, parameters = unchanged((2, 1, 2))
+
+    def sharded(form: Form) -> TaskSpec:
+        spec = spec_of(data, form)
+        return replace(spec, optimizer=replace(spec.optimizer, distributed=True))
+
+    with start(sharded((2, 1, 2))) as run:
+        hand_over(run, ["t.1", "t.2", "t.3", "t.4"], memory=True)
+        go_on(run, sharded((1, 2, 3)), workers_of(5, (1, 2, 3)))
+        (told,) = run.of(Taken, "t.5")
+        assert isinstance(told, Taken) and (told.source, told.resharded_from) == ("peer", "tp 2, pp 1")
+        assert {i: commit.loss for i, commit in run.iterations().items()} == pytest.approx(losses, rel=1e-6)
+        assert apart(whole_parameters(run), parameters) <= 1e-6
+
+
+@pytest.mark.matrix
 def test_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
     """Where no node keeps anything."""
     losses, parameters = unchanged((2, 1, 1))
