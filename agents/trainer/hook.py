@@ -342,9 +342,10 @@ class Hook:
     def _gather_once(self) -> None:
         assert self._sharing is not None
         group = self._group()
-        self._sharing.gather(group)
+        arriving = self._sharing.gather(group)
         self._fire("gathering")
         group.finish()
+        self._sharing.land(arriving)
 
     def _commit(self) -> None:
         """The loop has stepped: report, save, and go where the next iteration is to happen."""

@@ -37,10 +37,23 @@ class Sharing:
         """Whether the members together hold everything."""
         return covers(layout, self.total)
 
-    def gather(self, group: Group) -> None:
-        """Start giving the stepped parameters to all; `Group.finish` it. Raises NowhereHeld."""
+    def gather(self, group: Group) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Start giving the stepped parameters to all; `Group.finish` it, and `land` what is returned. Raises
+        NowhereHeld."""
+        arriving = []
         for move in givers(self.layout, self.total):
-            group.broadcast(self.optimizer.bytes_at(move.start, move.stop), move.source)
+            place = self.optimizer.bytes_at(move.start, move.stop)
+            if place.device.type == group.device.type:
+                group.broadcast(place, move.source)
+            else:  # gloo between GPUs
+                arriving.append((place, place.to(group.device)))
+                group.broadcast(arriving[-1][1], move.source)
+        return arriving
+
+    def land(self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put what travelled on another device into its place."""
+        for place, data in arrived:
+            place.copy_(data)
 
     def cut(self, nodes: Sequence[frozenset[str]], staying: Sequence[int] | None = None) -> list[list[Part]]:
         """The parts that each member is to hold. `nodes[r]`: where replica r stands; `staying`: who holds any, None:
