@@ -19,6 +19,7 @@ from unicrond.planning.placement import Shape, place
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution, solve
 from unicrond.policy import Policy
+from unicrond.reconcile import leaving_members
 from unicrond.state import ClusterState, NodeStatus, Severity, Task, TaskStatus, digest
 
 #: Name -> what it says; docs/simulation.md is held to this table by a test.
@@ -31,6 +32,7 @@ RULES: dict[str, str] = {
     "symptoms_are_no_incidents": "A broken connection opens no incident where one of the same generation is open.",
     "plan_within_healthy_nodes": "A plan seats no worker on a node that was not healthy, and no more than its slots.",
     "cordoned_nodes_get_nobody": "No worker is started on a node that people have cordoned.",
+    "handovers_are_awaited": "Who leaves for another layout is not stopped before it has handed over and parked.",
     "ordered_faults_strike_once": "A fault that people have ordered strikes once, whatever is repeated.",
     "stale_commands_never_act": "An agent that has seen a newer term or epoch does nothing about an older command.",
     "generations_never_go_back": "A worker is never told a membership older than one that it was told before.",
@@ -146,6 +148,15 @@ def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int
 def cordoned_nodes_get_nobody(known: ClusterState, start: v.StartWorker) -> str:
     """`known`: the state that the start was decided in."""
     return f"{start.worker} is started on {start.node}, which is cordoned" if known.nodes[start.node].cordoned else ""
+
+
+def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:
+    """`known`: the state that the stop was decided in."""
+    task = known.tasks.get(stop.task)
+    if task is None or task.status is not TaskStatus.ACTIVE or task.reshape is None:
+        return ""
+    whole = [member.worker for member in leaving_members(task)]
+    return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""
 
 
 def stale_commands_never_act(highest: tuple[int, int], given: Commanded, actions: Sequence[Action]) -> str:

@@ -213,6 +213,18 @@ def _tell_no_peers() -> None:
     _patch(decide, "_tell_peers", lambda _: lambda batch, task, serving: None)
 
 
+def _hurry_a_handover() -> None:
+    def make(reshape: Any) -> Any:
+        def at_once(batch: Any, task: Any, asked: Any) -> None:
+            reshape(batch, task, asked)
+            for worker in task.leavers:
+                batch.stop(task, worker, "hurry")
+
+        return at_once
+
+    _patch(decide, "_reshape", make)
+
+
 def _no_deadlines() -> None:
     _patch(coordinator, "deadlines", lambda _: lambda state, policy: {})
 
@@ -339,6 +351,7 @@ MUTANTS: dict[str, Mutant] = {
     "order_again": Mutant("an ordered fault is commanded again and again", _order_again),
     "keep_for_ever": Mutant("states of ended tasks stay in memory", _keep_for_ever),
     "tell_no_peers": Mutant("copies of states go where they went before nodes came or left", _tell_no_peers),
+    "hurry_a_handover": Mutant("who hands its state over is stopped at once", _hurry_a_handover),
     "no_deadlines": Mutant("no deadline ever passes", _no_deadlines),
     "act_on_a_stale_epoch": Mutant("an agent takes a command of an old epoch for a new one", _act_on_a_stale_epoch),
     "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),

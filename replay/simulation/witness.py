@@ -95,6 +95,9 @@ class Witness:
         if isinstance(event, v.StartWorker) and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("cordoned_nodes_get_nobody", rules.cordoned_nodes_get_nobody(known, event))
+        if isinstance(event, v.StopWorker) and envelope.term == before.term:
+            known = self.states[envelope.based_on]
+            self.broke("handovers_are_awaited", rules.handovers_are_awaited(known, event))
         if isinstance(event, v.StepCommitted) and event.task in after.tasks:
             spec = after.tasks[event.task].spec
             iterations = range(event.first, event.last + 1)
