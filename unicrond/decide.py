@@ -29,7 +29,7 @@ A task's membership changes for four reasons:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import cast
 
@@ -353,12 +353,15 @@ def _regroup(batch: Batch, task: Task, fresh: bool) -> None:
         return
     wanted = reconcile.members_of(staff.kept)
     if not with_state:
-        if wanted and not staff.missing and not task.leavers and _places(wanted) != _places(living):
+        untried = _places(wanted) != _places(living) or _ripe(batch.state, task)
+        if wanted and untried and not staff.missing and not task.leavers:
             source = memory_places.nearest(batch.state, task)
             _set_membership(batch, task, wanted, urgent=True, reason=f"nobody has state: start from {source}")
         return
     if not task.confirmed or task.leavers or _places(wanted) == _places(current):
         return
+    if any(_breaks(batch.state, task)):
+        return  # who has left the broken group reaches no boundary with who has not noticed: first all meet again
     stay = tuple(member for member in current if member in wanted)
     newcomers = tuple(member for member in wanted if member not in current)
     if len(stay) == len(current) and staff.missing:
@@ -407,10 +410,14 @@ def _places(members: tuple[v.Member, ...]) -> list[str]:
 
 def _ripe(state: ClusterState, task: Task) -> bool:
     """The newest generation's group broke, and no death has explained it in time."""
-    return any(
-        incident.ripe and incident.severity is Severity.SEV3 and incident.generations.get(task.name) == task.generation
-        for incident in state.incidents.values()
-    )
+    return any(incident.ripe for incident in _breaks(state, task))
+
+
+def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
+    """The incidents in which the newest generation's group broke, as far as is known by itself."""
+    for incident in state.incidents.values():
+        if incident.severity is Severity.SEV3 and incident.generations.get(task.name) == task.generation:
+            yield incident
 
 
 def _set_membership(

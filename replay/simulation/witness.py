@@ -141,6 +141,8 @@ class Witness:
             if process.worker in spawned:
                 self.broke("slots_are_held_once", f"{host.name}: {process.worker} is started a second time")
             spawned.add(process.worker)
+        # Where a node has forgotten everything, an old command starts its worker once more: that process knows nothing.
+        self._told.pop(process.worker, None)
 
     def worker_told(self, task: str, worker: str, membership: Membership) -> None:
         """A worker hears of a membership for the first time."""

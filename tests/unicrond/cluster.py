@@ -173,6 +173,12 @@ class MiniCluster:
 
     # --- what agents and trainers do ---------------------------------------------------------
 
+    def obey_all(self) -> None:
+        """Every command that has been sent is carried out."""
+        for host in self.hosts.values():
+            while host.up and host.commands:
+                self._obey(host)
+
     def _obey(self, host: Host) -> None:
         entry = host.commands.pop(0)
         command = entry.envelope.event
@@ -203,7 +209,7 @@ class MiniCluster:
                 ):
                     process.told = command
 
-    def _group_up(self, task: str) -> bool:
+    def group_up(self, task: str) -> bool:
         """The newest membership that a process was told forms, if all its members are there."""
         told = [p.told for h in self.hosts.values() if h.up for p in h.processes.values() if p.task == task and p.told]
         if not told:
@@ -302,7 +308,7 @@ class MiniCluster:
     def moves(self) -> list:
         """All that could happen next without a fault."""
         moves: list = [lambda h=h: self._obey(h) or True for h in self.hosts.values() if h.up and h.commands]
-        moves += [lambda t=t: self._group_up(t) for t in self.state.tasks]
+        moves += [lambda t=t: self.group_up(t) for t in self.state.tasks]
         moves.append(self.decide)
         return moves
 

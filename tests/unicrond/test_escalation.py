@@ -71,6 +71,47 @@ def test_a_failed_reattempt_restarts_the_culprit_and_a_failed_restart_isolates_i
     cluster.assert_whole()
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nobody_joins_a_broken_group_before_it_has_met_again(seed: int) -> None:
+    """A connection may be broken for one end alone: the other waits in the collective, and would for ever."""
+    cluster = two_tasks(seed)
+    victim, *survivors = members(cluster, "big")
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
+    while len(members(cluster, "big")) == 3 or any(host.commands for host in cluster.hosts.values()):
+        cluster.decide()
+        cluster.obey_all()
+    cluster.group_up("big")
+    assert members(cluster, "big") == survivors and cluster.state.tasks["big"].confirmed
+    mark = len(cluster.log)
+    cluster.report(survivors[0], "connection_broken")
+    cluster.run()
+    cluster.assert_whole()
+    again, whole = said(cluster, v.MembershipDecided, mark)
+    assert [member.worker for member in again.members] == survivors and again.urgent
+    assert len(whole.members) == 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_first_group_that_does_not_form_is_tried_again(seed: int) -> None:
+    cluster = MiniCluster(seed)
+    cluster.add_host("n0")
+    cluster.add_host("n1")
+    cluster.submit("big", max_workers=2)
+    while "big" not in cluster.state.tasks or cluster.state.tasks["big"].membership is None:
+        cluster.decide()
+        cluster.obey_all()
+    first = members(cluster, "big")
+    cluster.obey_all()
+    cluster.report(first[0], "store_error", generation=1)
+    mark = len(cluster.log)
+    while not said(cluster, v.MembershipDecided, mark):
+        assert cluster.pass_deadlines("symptom") or cluster.decide()
+    assert members(cluster, "big") == first and cluster.state.tasks["big"].generation == 2
+    cluster.run()
+    cluster.assert_whole()
+    assert [(i.kind, i.response) for i in cluster.state.closed] == [("store_error", "reattempt in place")]
+
+
 def test_a_step_between_two_breaks_makes_the_second_a_first() -> None:
     cluster = two_tasks(2)
     for _ in range(6):
