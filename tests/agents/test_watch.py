@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +18,26 @@ from agents import watch
 from agents.trainer import marks
 from agents.trainer.marks import Mark, Marker
 from agents.watch import MarkFiles, Watch
+from events.vocabulary import WorkerId
 
 WORKER = "big.1"
 LIMIT_US = 60_000
+
+
+class Open(Watch):
+    """A Watch that shows when it has looked."""
+
+    def __init__(self, files: MarkFiles, on_late: Callable[[WorkerId, Mark, int, bool], None]) -> None:
+        super().__init__(files, on_late)
+        self.looks: asyncio.Queue[WorkerId] = asyncio.Queue()
+        #: What happens right after each of the next looks.
+        self.then: list[Callable[[], None]] = []
+
+    def _look(self, worker: WorkerId) -> None:
+        super()._look(worker)
+        if self.then:
+            self.then.pop(0)()
+        self.looks.put_nowait(worker)
 
 
 class Told:
@@ -28,9 +45,17 @@ class Told:
 
     def __init__(self, directory: Path) -> None:
         self.queue: asyncio.Queue[tuple[Mark, int, bool]] = asyncio.Queue()
-        self.watch = Watch(
+        self.watch = Open(
             MarkFiles(directory), lambda _, mark, still_us, stopped: self.queue.put_nowait((mark, still_us, stopped))
         )
+
+    async def looked(self, times: int, within_s: float = 5.0) -> None:
+        """So many looks from now on have been taken."""
+        while not self.watch.looks.empty():
+            self.watch.looks.get_nowait()
+        async with asyncio.timeout(within_s):
+            for _ in range(times):
+                await self.watch.looks.get()
 
     async def next(self, within_s: float = 5.0) -> tuple[Mark, int, bool]:
         async with asyncio.timeout(within_s):
@@ -79,7 +104,7 @@ async def test_a_limit_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     mark.begun(1, 600_000_000)
     told.watch.follow(WORKER, os.getpid())
-    await asyncio.sleep(0.1)
+    await told.looked(2)
     mark.begun(2, LIMIT_US)
     assert (await told.next())[0].iteration == 2
     told.watch.close()
@@ -88,11 +113,11 @@ async def test_a_limit_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
 async def test_steps_in_time_are_never_told(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
-    for iteration in range(1, 31):
+    for iteration in range(1, 11):
         mark.begun(iteration, 2_000_000)
-        await asyncio.sleep(0.01)
-    mark.begun(31, 0)  # without a limit
-    await asyncio.sleep(0.1)
+        await told.looked(1)
+    mark.begun(11, 0)  # without a limit
+    await told.looked(3)
     assert told.queue.empty()
     told.watch.close()
 
@@ -118,24 +143,25 @@ async def test_a_stopped_process_does_not_use_its_patience(tmp_path: Path) -> No
 
 async def test_a_look_that_is_late_itself_is_not_believed(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
-    mark.begun(1, LIMIT_US)
+    mark.begun(1, 5 * LIMIT_US)
+    # The agent is held up, and so might the worker be; the look that was due meanwhile sees an iteration that is late.
+    told.watch.then = [lambda: time.sleep(0.7), lambda: mark.begun(2, 10_000_000)]
     told.watch.follow(WORKER, os.getpid())
-    await asyncio.sleep(0.03)
-    time.sleep(0.4)  # noqa: ASYNC251 (this is the fault: the agent is held up, and so might the worker be)
-    for _ in range(3):
-        await asyncio.sleep(0)  # the look that was due meanwhile comes now, and sees an iteration that is late
-    mark.begun(2, 10_000_000)
-    await asyncio.sleep(0.1)
-    assert told.queue.empty()
+    await told.looked(4)
+    assert told.queue.empty() and not told.watch.then
     told.watch.close()
 
 
 async def test_the_last_mark_is_handed_out_once(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     told.watch.follow(WORKER, os.getpid())
+    other = Marker(tmp_path / "big.2")
+    other.moved(3)
+    told.watch.follow("big.2", os.getpid())
     mark.begun(9, LIMIT_US)
+    other.begun(10, LIMIT_US)
     last = told.watch.drop(WORKER)
     assert last is not None and last.iteration == 9
     assert told.watch.drop(WORKER) is None
-    await asyncio.sleep(0.15)
-    assert told.queue.empty()
+    assert [(await told.next())[0].iteration for _ in range(2)] == [10, 10], "only the other one is late"
+    told.watch.close()

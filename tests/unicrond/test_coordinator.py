@@ -140,6 +140,7 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
     log, beats = MemoryLog(), MemoryBeatLog()
     names = [f"n{number}" for number in range(1, 6)]
     silent: set[str] = set()
+    rounds: asyncio.Queue[int] = asyncio.Queue()
 
     async def beat_on() -> None:
         for number in itertools.count(1):
@@ -149,6 +150,7 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
                         node=name, agent_boot=1, beat=number, workers=0, load_milli=0, memory_free_bytes=0
                     )
                     await beats.publish(observation(beat, number, name))
+            rounds.put_nowait(number)
             await asyncio.sleep(0.1)
 
     async with running(log, beats) as coordinator, asyncio.TaskGroup() as group:
@@ -158,7 +160,10 @@ async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pyte
         beating = group.create_task(beat_on())
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted) and len(e.assignments[0].replicas) == 5)
         silent.add("n1")
-        await asyncio.sleep(0.15)
+        while not rounds.empty():
+            rounds.get_nowait()
+        for _ in range(2):  # n2's last beat comes later than n1's
+            await rounds.get()
         silent.add("n2")
         lost: set[str] = set()
         async with asyncio.timeout(20):
