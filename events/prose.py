@@ -203,8 +203,8 @@ def _decided(event: AnyDecision) -> str:
         case NodeReturned():
             return f"node {event.node} returned, beat {event.evidence.beat_seq}"
         case NodeIsolated():
-            until = "for good" if event.until_us is None else f"until {event.until_us} us"
-            return f"node {event.node} isolated {until}: {event.reason}"
+            until = "" if event.until_us is None else f" until {event.until_us} us"
+            return f"node {event.node} isolated{until}: {event.reason}"
         case NodeReadmitted():
             return f"node {event.node} readmitted: {event.reason}"
         case IncidentEscalated():

@@ -623,7 +623,7 @@ class NodeReturned(Decision, frozen=True, kw_only=True):
 
 
 class NodeIsolated(Decision, frozen=True, kw_only=True):
-    """The node gets no worker until `until_us` (log time), or for good where it is None."""
+    """The node gets no worker until `until_us` (log time), or until it is readmitted where that is None."""
 
     node: Name
     until_us: Micros | None
