@@ -18,7 +18,7 @@ help:
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
-	@echo "make matrix   a fault at every point of an iteration, of every kind (many minutes)"
+	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/gpu.md)"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"

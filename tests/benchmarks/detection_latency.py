@@ -30,7 +30,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.integration.test_detection import TASK, Cluster, cluster_of, members
+from tests.integration.live import TASK, Live, live_cluster, members
 from unicrond.dev import free_port
 from unicrond.state import ClusterState, NodeStatus
 
@@ -45,14 +45,14 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
-async def entries_after(cluster: Cluster, seq: int) -> list[dict[str, Any]]:
+async def entries_after(cluster: Live, seq: int) -> list[dict[str, Any]]:
     url = f"{cluster.dev.url}/v1/events?after={seq}"
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         lines = (await response.text()).splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
 
-async def first_entry(cluster: Cluster, seq: int, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+async def first_entry(cluster: Live, seq: int, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first recorded entry after `seq` whose event `holds`."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -66,7 +66,7 @@ async def first_entry(cluster: Cluster, seq: int, holds: Callable[[dict[str, Any
 async def node_losses(rounds: int, directory: Path) -> list[float]:
     """Seconds from the stop of a node's agent to NodeLost. No task: it is the node that is judged."""
     found = []
-    async with cluster_of(directory, 3) as cluster:
+    async with live_cluster(directory, nodes=3, workers=3, heartbeat_s=HEARTBEAT_S) as cluster:
         for number in range(rounds):
             name = cluster.dev.node_names[number % 3]
             up = await cluster.until(
@@ -87,20 +87,8 @@ async def worker_faults(rounds: int, directory: Path) -> tuple[dict[str, list[fl
     """Seconds per fault of a worker, and the median iteration."""
     found: dict[str, list[float]] = {"process exit": [], "exception": [], "hang": []}
     iterations: list[float] = []
-    async with cluster_of(directory, 3) as cluster:
-        await cluster.dev.submit(
-            {
-                "name": TASK,
-                "max_workers": 3,
-                "entry": str(HERE / "slow_gpt.py"),
-                "args": [str(MICRO_BATCH_S)],
-                "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
-                "env": {"XDG_CACHE_HOME": str(directory / "cache")},
-                "global_batch": MICRO_BATCHES,
-                "iterations": 1_000_000,
-                "checkpoint": {"interval": 0},
-            }
-        )
+    async with live_cluster(directory, nodes=3, workers=3, heartbeat_s=HEARTBEAT_S) as cluster:
+        await cluster.submit(entry=str(HERE / "slow_gpt.py"), args=[str(MICRO_BATCH_S)], global_batch=MICRO_BATCHES)
         incidents = 0
         for number in range(rounds):
             for kind, signum in (
@@ -119,7 +107,7 @@ async def worker_faults(rounds: int, directory: Path) -> tuple[dict[str, list[fl
     return found, statistics.median(iterations)
 
 
-async def detected(cluster: Cluster, state: ClusterState, kind: str, victim: str, at_us: int) -> float:
+async def detected(cluster: Live, state: ClusterState, kind: str, victim: str, at_us: int) -> float:
     if kind == "process exit":
         entry = await first_entry(cluster, state.seq, lambda e: e["type"] == "WorkerExited" and e["worker"] == victim)
         return float(entry["recorded_at_us"] - at_us) / 1e6

@@ -1,10 +1,13 @@
-"""Several hosts on one machine: every agent in a network namespace of its own, joined by a bridge.
+"""Several hosts on one machine, whose links can be cut.
 
-Runs itself inside `unshare -rnm`, so links are real and can be taken away, and nothing outside is touched:
+    unshare -rnm python -m tests.integration.hosts namespaces link|bus DIR
+    python -m tests.integration.hosts proxies link|bus DIR
 
-    python -m tests.integration.hosts link|bus DIR
+`namespaces`: every agent in a network namespace of its own, joined by a bridge. Links are real, and nothing outside is
+touched. `proxies`: where the kernel forbids that, a TCP proxy stands between the node and NATS, and the connections to
+its peers fall silent (socket filters, `disobedient_gpt.py`).
 
-`link`: a node's only link goes down, then up. The node is lost once, comes back once, training goes on.
+`link`: a node's links go down, then up. The node is lost once, comes back once, training goes on.
 `bus`: a node is cut from NATS but not from its peers. It commits nothing under the old membership.
 Prints one JSON object: the events of the log.
 """
@@ -17,51 +20,146 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 import uvloop
 import yaml
 
-from unicrond.dev import Part
+from agents.trainer import corpus
+from tests.integration.disobedient_gpt import order
+from tests.integration.tcp_proxy import Proxy, proxy_to
+from unicrond.dev import Part, free_port
+from unicrond.inject import inject
 from unicrond.state import ClusterState
 
 NODES = ("n1", "n2", "n3")
-HEAD = "10.77.0.254"
-API = "http://127.0.0.1:7470"
+CUT = "n3"
 HEARTBEAT_S = 0.5
+#: For so long a link is down: longer than it takes to find that out.
+DOWN_S = 6.0
+ENTRY = Path(__file__).with_name("disobedient_gpt.py")
+
+
+class Network(Protocol):
+    """Where the head listens, how a node reaches it, and how the links of CUT are cut."""
+
+    head: str
+    nats_port: int
+    api_port: int
+
+    def prefix(self, node: str) -> tuple[str, ...]:
+        """What a command on that node begins with."""
+
+    def address(self, node: str) -> str: ...
+
+    def nats_url(self, node: str) -> str: ...
+
+    async def cut(self, kind: str) -> None: ...
+
+    async def mend(self, kind: str) -> None: ...
+
+
+class Namespaces:
+    """In here we are root of a network of our own."""
+
+    head = "10.77.0.254"
+    nats_port = 4222
+    api_port = 7470
+
+    def __init__(self) -> None:
+        """A bridge with the head's address, and per node a namespace on a veth pair."""
+        subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)
+        Path("/run/netns").mkdir()
+        ip("link", "set", "lo", "up")
+        ip("link", "add", "br0", "type", "bridge")
+        ip("addr", "add", f"{self.head}/24", "dev", "br0")
+        ip("link", "set", "br0", "up")
+        for node in NODES:
+            ip("netns", "add", node)
+            ip("link", "add", f"{node}-head", "type", "veth", "peer", "name", "eth0", "netns", node)
+            ip("link", "set", f"{node}-head", "master", "br0")
+            ip("link", "set", f"{node}-head", "up")
+            ip("-n", node, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+            ip("-n", node, "link", "set", "eth0", "up")
+            ip("-n", node, "link", "set", "lo", "up")
+
+    def prefix(self, node: str) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", node)
+
+    def address(self, node: str) -> str:
+        return f"10.77.0.{NODES.index(node) + 1}"
+
+    def nats_url(self, node: str) -> str:
+        return f"nats://{self.head}:{self.nats_port}"
+
+    async def cut(self, kind: str) -> None:
+        if kind == "link":
+            await inject(f"http://127.0.0.1:{self.api_port}").drop_network(node=CUT, seconds=DOWN_S)
+        else:
+            # Packets to and from the head vanish; the peers stay within reach.
+            ip("-n", CUT, "route", "add", "blackhole", f"{self.head}/32")
+
+    async def mend(self, kind: str) -> None:
+        if kind == "bus":
+            ip("-n", CUT, "route", "del", "blackhole", f"{self.head}/32")
+
+
+class Proxies:
+    """All on loopback."""
+
+    head = "127.0.0.1"
+
+    def __init__(self, proxy: Proxy, nats_port: int, orders: Path) -> None:
+        self.nats_port = nats_port
+        self.api_port = free_port()
+        self._proxy = proxy
+        self._orders = orders
+
+    def prefix(self, node: str) -> tuple[str, ...]:
+        return ()
+
+    def address(self, node: str) -> str:
+        return self.head
+
+    def nats_url(self, node: str) -> str:
+        return f"nats://{self.head}:{self._proxy.port if node == CUT else self.nats_port}"
+
+    async def cut(self, kind: str) -> None:
+        self._proxy.cut()
+        if kind == "link":
+            order(self._orders, CUT, "silence")
+
+    async def mend(self, kind: str) -> None:
+        if kind == "link":
+            (self._orders / CUT).unlink()
+        self._proxy.mend()
 
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def build_network() -> None:
-    """A bridge with the head's address, and per node a namespace on a veth pair."""
-    subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)
-    Path("/run/netns").mkdir()
-    ip("link", "set", "lo", "up")
-    ip("link", "add", "br0", "type", "bridge")
-    ip("addr", "add", f"{HEAD}/24", "dev", "br0")
-    ip("link", "set", "br0", "up")
-    for number, node in enumerate(NODES, 1):
-        ip("netns", "add", node)
-        ip("link", "add", f"{node}-head", "type", "veth", "peer", "name", "eth0", "netns", node)
-        ip("link", "set", f"{node}-head", "master", "br0")
-        ip("link", "set", f"{node}-head", "up")
-        ip("-n", node, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
-        ip("-n", node, "link", "set", "eth0", "up")
-        ip("-n", node, "link", "set", "lo", "up")
+@asynccontextmanager
+async def network(how: str, orders: Path) -> AsyncIterator[Network]:
+    if how == "namespaces":
+        yield Namespaces()
+        return
+    port = free_port()
+    async with proxy_to("127.0.0.1", port) as proxy:
+        yield Proxies(proxy, port, orders)
 
 
 class Hosts:
-    """The head in the outer namespace, one agent in each inner one."""
+    """The head, and one agent on each node."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, net: Network) -> None:
         self.directory = directory
+        self._api = f"http://127.0.0.1:{net.api_port}"
         self._session: aiohttp.ClientSession
         password = directory / "password"
         password.write_text("secret")
@@ -69,7 +167,9 @@ class Hosts:
             "state_dir": str(directory / "state"),
             "checkpoint_dir": str(directory / "checkpoints"),
             "heartbeat_s": HEARTBEAT_S,
-            "nats": {"host": HEAD, "user": "unicron", "password_file": str(password)},
+            "injection": True,
+            "nats": {"host": net.head, "port": net.nats_port, "user": "unicron", "password_file": str(password)},
+            "api": {"port": net.api_port},
         }
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
         scripts = Path(sys.executable).parent
@@ -84,15 +184,15 @@ class Hosts:
             node: Part(
                 node,
                 [
-                    *("ip", "netns", "exec", node, str(scripts / "unicron-agent")),
-                    *("--nats", f"nats://{HEAD}:4222", "--user", "unicron", "--password-file", str(password)),
-                    *("--node", node, "--slots", "1", "--address", f"10.77.0.{number}"),
+                    *(*net.prefix(node), str(scripts / "unicron-agent")),
+                    *("--nats", net.nats_url(node), "--user", "unicron", "--password-file", str(password)),
+                    *("--node", node, "--slots", "1", "--address", net.address(node)),
                     *("--run-dir", str(directory / node), "--heartbeat-s", str(HEARTBEAT_S)),
                 ],
                 directory / f"{node}.log",
                 env,
             )
-            for number, node in enumerate(NODES, 1)
+            for node in NODES
         }
 
     async def __aenter__(self) -> Hosts:
@@ -108,15 +208,15 @@ class Hosts:
         await self._session.close()
 
     async def state(self) -> ClusterState:
-        async with self._session.get(API + "/v1/state") as response:
+        async with self._session.get(self._api + "/v1/state") as response:
             return msgspec.convert((await response.json())["state"], ClusterState)
 
     async def submit(self, spec: dict[str, Any]) -> None:
-        async with self._session.post(API + "/v1/tasks", data=json.dumps(spec)) as response:
+        async with self._session.post(self._api + "/v1/tasks", data=json.dumps(spec)) as response:
             assert response.status == 201, await response.text()
 
     async def events(self) -> list[dict[str, Any]]:
-        async with self._session.get(API + "/v1/events") as response:
+        async with self._session.get(self._api + "/v1/events") as response:
             lines = (await response.text()).splitlines()
         return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
@@ -137,8 +237,11 @@ def members(state: ClusterState) -> list[str]:
     return [member.node for member in task.membership.members]
 
 
-async def scenario(kind: str, directory: Path) -> list[dict[str, Any]]:
-    async with Hosts(directory) as hosts:
+async def scenario(how: str, kind: str, directory: Path) -> list[dict[str, Any]]:
+    orders, data = directory / "orders", directory / "stdlib"
+    orders.mkdir()
+    corpus.build(data)
+    async with network(how, orders) as net, Hosts(directory, net) as hosts:
         await hosts.submit(
             {
                 "name": "t",
@@ -146,22 +249,18 @@ async def scenario(kind: str, directory: Path) -> list[dict[str, Any]]:
                 "global_batch": 12,
                 "micro_batch": 2,
                 "iterations": 1_000_000,
-                "env": {"XDG_CACHE_HOME": str(directory / "cache")},
+                "entry": str(ENTRY),
+                "args": [str(orders)],
+                "data": str(data),
+                "env": {"UNICRON_BUCKET_BYTES": "16384"},
                 "model": {"layers": 1, "hidden": 32, "seq": 32},
             }
         )
         state = await hosts.until(lambda s: len(members(s)) == 3 and s.tasks["t"].iteration > 5)
-        if kind == "link":
-            ip("link", "set", "n3-head", "down")
-        else:
-            # Packets to and from the head vanish; the peers stay within reach.
-            ip("-n", "n3", "route", "add", "blackhole", f"{HEAD}/32")
+        await net.cut(kind)
         reached = state.tasks["t"].iteration
         await hosts.until(lambda s: sorted(members(s)) == ["n1", "n2"] and s.tasks["t"].iteration > reached + 5)
-        if kind == "link":
-            ip("link", "set", "n3-head", "up")
-        else:
-            ip("-n", "n3", "route", "del", "blackhole", f"{HEAD}/32")
+        await net.mend(kind)
         state = await hosts.until(lambda s: sorted(members(s)) == ["n1", "n2", "n3"] and not s.incidents, 90.0)
         reached = state.tasks["t"].iteration
         await hosts.until(lambda s: s.tasks["t"].iteration > reached + 5)
@@ -169,9 +268,8 @@ async def scenario(kind: str, directory: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    kind, directory = sys.argv[1], Path(sys.argv[2])
-    build_network()
-    print(json.dumps(uvloop.run(scenario(kind, directory))))
+    how, kind, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    print(json.dumps(uvloop.run(scenario(how, kind, directory))))
 
 
 if __name__ == "__main__":

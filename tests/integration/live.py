@@ -1,0 +1,128 @@
+"""One task on a small cluster of real parts, for tests that break it: wait for it, look at it, read its log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from unicrond.client import Client
+from unicrond.dev import DevCluster, small_cluster
+from unicrond.state import ClusterState, TaskStatus
+
+TASK = "big"
+TIMEOUT_S = 60.0
+_LOOK_AGAIN_S = 0.05
+
+
+class Live:
+    """A DevCluster with a task of so many workers, one for each node or fewer."""
+
+    def __init__(self, dev: DevCluster, workers: int) -> None:
+        self.dev = dev
+        self.workers = workers
+        self.client = Client(dev.url)
+        self.directory = dev.directory
+        #: How many have been closed, as of the last `training`.
+        self.incidents = 0
+
+    async def submit(self, name: str = TASK, **fields: Any) -> None:
+        env = {"XDG_CACHE_HOME": str(self.directory / "cache"), **fields.pop("env", {})}
+        await self.dev.submit(
+            {
+                "name": name,
+                "max_workers": self.workers,
+                "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
+                "env": env,
+                "global_batch": 12,
+                "iterations": 1_000_000,
+                "checkpoint": {"interval": 0},
+                **fields,
+            }
+        )
+
+    async def until(
+        self, what: str, holds: Callable[[ClusterState], object], *, may_fail: bool = False
+    ) -> ClusterState:
+        """The first state in which `holds`; the API is asked again and again, as a person would."""
+        deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()
+        while time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                state, _ = await self.dev.state()
+                if holds(state):
+                    return state
+                failed = [task.reason for task in state.tasks.values() if task.status is TaskStatus.FAILED]
+                assert may_fail or not failed, failed
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        told = [f"{i.id} {i.kind} {i.worker}: {i.message}" for i in (*state.closed, *state.incidents.values())]
+        raise AssertionError(f"waited {TIMEOUT_S:g} s for: {what}; {told}")
+
+    async def training(self, incidents: int | None, beyond: int = 15, task: str = TASK) -> ClusterState:
+        """All members train in the newest generation, so many iterations past its first look, nobody is isolated, and
+        so many incidents are closed (None: any number)."""
+        first: list[int] = []
+
+        def holds(state: ClusterState) -> bool:
+            found = state.tasks.get(task)
+            if found is None or not found.confirmed or state.incidents or len(state.closed) < (incidents or 0):
+                return False
+            if len(members(state, task)) != self.workers or found.committed_generation != found.generation:
+                return False
+            first.append(found.iteration)
+            rested = not any(node.isolated for node in state.nodes.values())
+            return rested and found.iteration > first[0] + beyond
+
+        state = await self.until(f"{self.workers} members train, {incidents} incidents are closed", holds)
+        told = [f"{one.kind} {one.worker or one.node}: {one.message}" for one in state.closed[incidents or 0 :]]
+        assert incidents in (None, len(state.closed)), told
+        self.incidents = len(state.closed)
+        return state
+
+    def events(self, *types: str, after: int = 0) -> list[dict[str, Any]]:
+        """The log's events of these types, of all if none is named, after a sequence number."""
+        return [line.envelope["event"] for line in self.client.events(after) if not types or line.type in types]
+
+    async def run(self, program: str, *arguments: str) -> str:
+        """What the program says, one of ours in a process of its own. It must end well."""
+        process = await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).parent / program),
+            *arguments,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+        assert process.returncode == 0, output.decode()
+        return output.decode()
+
+
+@asynccontextmanager
+async def live_cluster(
+    directory: Path, *, nodes: int, workers: int, heartbeat_s: float = 1.0, **settings: Any
+) -> AsyncIterator[Live]:
+    """`settings`: of the coordinator."""
+    async with small_cluster(directory, nodes=nodes, heartbeat_s=heartbeat_s, settings=settings) as dev:
+        yield Live(dev, workers)
+
+
+def members(state: ClusterState, task: str = TASK) -> list[str]:
+    """The workers of the present membership, in rank order."""
+    membership = state.tasks[task].membership if task in state.tasks else None
+    return [member.worker for member in membership.members] if membership else []
+
+
+def nodes_of(state: ClusterState, task: str = TASK) -> set[str]:
+    """Where it has workers."""
+    return {worker.node for worker in state.tasks[task].workers.values()}
+
+
+def seats(state: ClusterState, task: str = TASK) -> dict[str, tuple[str, int]]:
+    """Member -> its node, and the process's id."""
+    workers = state.tasks[task].workers
+    return {name: (workers[name].node, workers[name].pid) for name in members(state, task)}

@@ -1,0 +1,406 @@
+"""Every row of the error table (unicrond/severity.py), struck into a live task of real parts.
+
+Each row says the kind that the incident must have and how it is struck; its severity says what must be left of the
+task. One task of three workers on four nodes lives through all of it, draining and the ladder included. In the plain
+suite a few rows; `make matrix` strikes all. (Links: test_hosts.py. Each kill at each point: test_kill_matrix.py.)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from agents.trainer import corpus
+from events.nats_connection import Login
+from replay.nats_source import open_nats
+from replay.source import read
+from replay.story import Index, Story, Subject
+from tests.integration.disobedient_gpt import order
+from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats
+from unicrond.client import Refused
+from unicrond.inject import inject
+from unicrond.severity import RESPONSE, SEVERITY
+from unicrond.state import ClusterState, Severity, TaskStatus
+
+ENTRY = Path(__file__).with_name("disobedient_gpt.py")
+SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3
+WORKERS = 3
+RANK = 1
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass(frozen=True)
+class Row:
+    """`how`: an order of disobedient_gpt.py, or the arguments of `unicronctl inject`, for the worker of rank RANK.
+
+    `says`: what the incident's message must hold, `place`: what its place must.
+    """
+
+    kind: str
+    severity: Severity
+    how: tuple[str, ...] | str
+    says: str = ""
+    place: str = ""
+    in_suite: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.how if isinstance(self.how, str) else self.how[0]}"
+
+
+BROKEN = (
+    Row("connection_broken", SEV3, ("reset",), place="reduce", in_suite=True),
+    Row("collective_timeout", SEV3, ("silence",), says="all 3 members wait in collective", place="reduce"),
+)
+ROWS = (
+    Row("exception", SEV2, "exception --phase step", says="RuntimeError: injected", place="step", in_suite=True),
+    Row("exception", SEV2, ("raise", "shapes (3,) and (4,) do not match"), says="(3,) and (4,)", place="forward"),
+    Row("process_exit", SEV2, "kill --phase reduce", says="SIGKILL; somebody did that", in_suite=True),
+    Row("process_exit", SEV2, "exit", says="exit code 3"),
+    Row("hang", SEV2, "stop", says="its process is stopped", in_suite=True),
+    Row("hang", SEV2, "hang --phase backward", says="which it has not entered"),
+    Row("out_of_memory", SEV2, "oom", says="MemoryError", place="forward"),
+    Row("nan_loss", SEV2, "nan", says="NanLoss"),
+    Row("data_error", SEV2, ("data", "Ran out of input"), says="EOFError: Ran out of input", place="data"),
+    Row("cuda_error", SEV2, ("raise", "CUDA error: device-side assert triggered"), place="forward"),
+    Row("illegal_memory_access", SEV2, ("raise", "CUDA error: an illegal memory access was encountered")),
+    Row("nccl_error", SEV2, ("raise", "NCCL error in: p.cpp:1, unhandled cuda error (run with NCCL_DEBUG=INFO)")),
+    Row("corruption", SEV2, ("flip",), says="has other parameters than the other replicas"),
+    Row("ecc_error", SEV1, ("raise", "CUDA error: uncorrectable ECC error encountered"), "ECC", "forward", True),
+    Row("nvlink_error", SEV1, ("raise", "CUDA error: uncorrectable NVLink error detected during the execution")),
+    Row("driver_error", SEV1, ("raise", "CUDA error: CUDA driver is shutting down")),
+    Row("dma_error", SEV1, ("raise", "DMA mapping of the pinned buffer failed")),
+    Row("gpu_fault", SEV2, "xid --xid 94", says="XID 94"),
+    Row("gpu_broken", SEV1, "xid --xid 79", says="XID 79", in_suite=True),
+    Row("node_lost", SEV1, "kill the node", says="no heartbeat"),
+)
+#: They need a course of events of their own.
+APART = {"start_failed", "store_error"}
+
+
+def test_every_row_of_the_table_is_struck() -> None:
+    assert {row.kind for row in (*BROKEN, *ROWS)} | APART == set(SEVERITY)
+
+
+def orders(live: Live) -> Path:
+    return live.directory / "orders"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    """The task; its second worker is to die before it is ready."""
+    directory = tmp_path_factory.mktemp("live")
+    policy = {"isolation_s": 2.0}
+    async with live_cluster(directory, nodes=4, workers=WORKERS, injection=True, policy=policy) as live:
+        orders(live).mkdir()
+        corpus.build(live.directory / "stdlib")
+        order(orders(live), f"{TASK}.2", "die")
+        await submit(live, TASK)
+        await live.training(incidents=1)
+        yield live
+
+
+async def submit(live: Live, name: str, env: dict[str, str] | None = None, **fields: object) -> None:
+    await live.submit(
+        name,
+        entry=str(ENTRY),
+        args=[str(orders(live))],
+        data=str(live.directory / "stdlib"),
+        accumulation="exact",
+        optimizer={"decay_iterations": 1000},  # or it would follow from `iterations`
+        env={"UNICRON_BUCKET_BYTES": "16384", "UNICRON_CHECKSUM_EVERY": "5", **(env or {})},
+        **fields,
+    )
+
+
+def traced(live: Live, worker: str, what: str) -> list[list[str]]:
+    """The lines of a worker's trace that begin so; its last one may have been cut off with it."""
+    lines = (orders(live) / f"{worker}.trace").read_text().split("\n")[:-1]
+    return [line.split() for line in lines if line.startswith(what)]
+
+
+def digests(live: Live, worker: str) -> dict[int, str]:
+    """Iteration -> the digest of the parameters after it."""
+    return {int(words[1]): words[2] for words in traced(live, worker, "stepped")}
+
+
+# --- start, retry ---------------------------------------------------------------------------------
+
+
+@in_one_loop
+async def test_a_worker_that_ends_before_it_is_ready_is_started_again(live: Live) -> None:
+    state, _ = await live.dev.state()
+    incident = state.closed[0]
+    assert (incident.kind, incident.worker, incident.severity) == ("start_failed", f"{TASK}.2", SEV2)
+    assert "exit code 9" in incident.message and "it was not ready yet" in incident.message
+    assert incident.response == "restart the process"
+    assert f"{TASK}.2" not in members(state)
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=() if row.in_suite else pytest.mark.matrix) for row in BROKEN]
+)
+async def test_a_broken_collective_is_tried_again_by_the_same_processes(live: Live, row: Row) -> None:
+    before = await live.training(incidents=live.incidents)
+    worker = members(before)[RANK]
+    order(orders(live), worker, *row.how)
+    after = await live.training(incidents=live.incidents + 1)
+    incident = after.closed[-1]
+    assert (incident.kind, incident.severity, incident.response) == (row.kind, SEV3, "reattempt in place")
+    assert row.says in incident.message and row.place in incident.place
+    assert list(seats(after).items()) == list(seats(before).items()), "the same processes"
+    assert after.tasks[TASK].generation == before.tasks[TASK].generation + 1
+    assert incident.redone == 0
+    obeyed = (orders(live) / f"{worker}.obeyed").read_text().splitlines()
+    iteration = int(obeyed[-1].removeprefix(row.how[0]))
+    computed = [words[2] for each in members(after) for words in traced(live, each, f"computed {iteration} ")]
+    assert sorted(map(int, computed)) == list(range(12)), "the same reduction: nothing is computed again"
+    assert not live.events("PlanAdopted", "NodeIsolated", "StartWorker", after=before.seq)
+    await check_bits(live, worker, iteration)
+
+
+async def check_bits(live: Live, worker: str, iteration: int) -> None:
+    """The worker's parameters up to there and beyond are those of a task of one worker that nothing happened to."""
+    name, last = f"alone{iteration}", iteration + 3
+    await submit(live, name, max_workers=1, iterations=last)
+    await live.until(
+        "the reference is complete", lambda s: name in s.tasks and s.tasks[name].status is TaskStatus.COMPLETED
+    )
+    expected, found = digests(live, f"{name}.1"), digests(live, worker)
+    shared = sorted(expected.keys() & found.keys())
+    assert {iteration, last} <= set(shared)
+    wrong = [each for each in shared if found[each] != expected[each]]
+    assert not wrong, f"other bits from iteration {min(wrong)} on"
+
+
+# --- drain ----------------------------------------------------------------------------------------
+
+
+@in_one_loop
+async def test_a_drain_moves_the_worker_and_loses_nothing(live: Live) -> None:
+    before = await live.training(incidents=live.incidents, beyond=0)
+    node = before.tasks[TASK].workers[members(before)[0]].node
+    await live.run("unicronctl", "--url", live.dev.url, "drain", node, "--reason", "new fan")
+    await live.until("the node is empty", lambda s: node not in nodes_of(s))
+    after = await live.training(incidents=live.incidents)
+    assert after.incidents_total == before.incidents_total and node not in nodes_of(after)
+    steps = [step for step in live.events("StepCommitted", after=before.seq) if step["task"] == TASK]
+    iterations = {iteration for step in steps for iteration in range(step["first"], step["last"] + 1)}
+    assert iterations == set(range(min(iterations), max(iterations) + 1)), "no iteration is missing"
+    assert sum(step["redone"] for step in steps) == 0, "nothing was computed again"
+    await live.run("unicronctl", "--url", live.dev.url, "uncordon", node)
+    await live.until("the node may have workers", lambda s: s.nodes[node].schedulable)
+
+
+# --- restart, reconfigure -------------------------------------------------------------------------
+
+
+async def strike(live: Live, row: Row, worker: str, node: str) -> None:
+    if row.kind == "node_lost":
+        await live.run("unicronctl", "--url", live.dev.url, "inject", "kill", "--node", node)
+    elif isinstance(row.how, str):
+        target = ("--task", TASK, "--rank", str(RANK))
+        await live.run("unicronctl", "--url", live.dev.url, "inject", *row.how.split(), *target)
+    else:
+        order(orders(live), worker, *row.how)
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name, marks=() if row.in_suite else pytest.mark.matrix) for row in ROWS]
+)
+async def test_row(live: Live, row: Row) -> None:
+    before = await live.training(incidents=live.incidents, beyond=0)
+    worker = members(before)[RANK]
+    node = before.tasks[TASK].workers[worker].node
+    await strike(live, row, worker, node)
+    after = await live.training(incidents=live.incidents + 1)
+    incident = after.closed[-1]
+    assert (incident.kind, incident.severity, incident.response) == (row.kind, row.severity, RESPONSE[row.severity])
+    assert incident.node == node and incident.worker == ("" if row.kind == "node_lost" else worker)
+    assert row.says in incident.message and row.place in incident.place
+    was, now = seats(before), seats(after)
+    assert was.keys() - now.keys() == {worker}
+    assert all(was[name] == now[name] for name in was if name != worker), "the others went on as they were"
+    nodes = {node for node, _ in now.values()}
+    plans = live.events("PlanAdopted", after=before.seq)
+    isolated = [event["node"] for event in live.events("NodeIsolated", after=before.seq)]
+    if row.severity is SEV2:
+        assert nodes == {node for node, _ in was.values()}, "a new process on the same node"
+        assert not plans and not isolated
+    else:
+        assert node not in nodes and len(nodes) == WORKERS
+        assert node not in str(plans[0]["assignments"]), "a new plan without the node"
+        assert isolated == ([] if row.kind == "node_lost" else [node])
+
+
+@in_one_loop
+async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> None:
+    await live.training(incidents=live.incidents, beyond=0)
+    with pytest.raises(Refused, match="at_iteration: 1 is past"):
+        await inject(live.client).exception(task=TASK).at_iteration(1)
+
+
+@in_one_loop
+@pytest.mark.matrix
+async def test_a_slow_worker_is_named_and_left_alone(live: Live) -> None:
+    before = await live.training(incidents=live.incidents, beyond=40)
+    worker = members(before)[RANK]
+    arguments = ("inject", "slow", "--seconds", "0.3", "--task", TASK, "--rank", str(RANK))
+    await live.run("unicronctl", "--url", live.dev.url, *arguments)
+    named = lambda: {event["slowest"] for event in live.events("DegradationObserved", after=before.seq)}  # noqa: E731
+    await live.until("the slow worker is named", lambda _: worker in named())
+    state, _ = await live.dev.state()
+    assert state.incidents_total == before.incidents_total and members(state) == members(before)
+    await inject(live.client).kill(task=TASK, rank=RANK)
+    await live.training(incidents=live.incidents + 1)
+
+
+# --- tasks of their own ---------------------------------------------------------------------------
+
+
+async def end_all(live: Live) -> ClusterState:
+    """No task runs any more; what there was of incidents is over."""
+    state, _ = await live.dev.state()
+    for name, task in state.tasks.items():
+        if task.status is TaskStatus.ACTIVE:
+            await live.run("unicronctl", "--url", live.dev.url, "cancel", name)
+    state = await live.until(
+        "all has ended", lambda s: not s.incidents and all(not task.workers for task in s.tasks.values()), may_fail=True
+    )
+    live.incidents = len(state.closed)
+    return state
+
+
+@in_one_loop
+@pytest.mark.matrix
+async def test_what_breaks_again_is_restarted_and_then_the_node_is_left(live: Live) -> None:
+    """A task of two: in each reduction the one resets the connections, and it is the other who notices and reports."""
+    await end_all(live)
+    await submit(live, "pair", max_workers=2)
+    pair = await live.until(
+        "both train",
+        lambda s: len(members(s, "pair")) == 2 and s.tasks["pair"].confirmed and s.tasks["pair"].iteration > 30,
+    )
+    workers = pair.tasks["pair"].workers
+    resetting, reporting = members(pair, "pair")
+    node = workers[reporting].node
+    order(orders(live), workers[resetting].node, "reset")
+    await live.until("the node is isolated", lambda s: s.nodes[node].isolated)
+    (orders(live) / workers[resetting].node).unlink()
+    after = await live.until(
+        "both train again", lambda s: len(members(s, "pair")) == 2 and s.tasks["pair"].confirmed and not s.incidents
+    )
+    told = live.events(
+        "MembershipDecided", "IncidentEscalated", "WorkerStarted", "NodeIsolated", "PlanAdopted", after=pair.seq
+    )
+    course = [event["type"] for event in told]
+    again, escalated = told[0], [event for event in told if event["type"] == "IncidentEscalated"]
+    assert again["urgent"] and [member["worker"] for member in again["members"]] == [resetting, reporting]
+    assert again["reason"] == "the group broke and all members live", "first the same processes try again"
+    assert escalated[0]["worker"] == reporting and "reattempted in place once without a step" in escalated[0]["reason"]
+    started = told[course.index("WorkerStarted")]
+    assert started["node"] == node and started["pid"] != workers[reporting].pid, "then another takes its place"
+    assert escalated[1]["worker"] == started["worker"]
+    isolated = told[course.index("NodeIsolated")]
+    assert isolated["node"] == node and "2 times" in isolated["reason"], "then the node is left"
+    plan = told[course.index("PlanAdopted", course.index("NodeIsolated"))]
+    assert node not in str(plan["assignments"]), "and planned without"
+    assert {(one.kind, one.node, one.response) for one in after.closed if one.node == node} >= {
+        ("connection_broken", node, RESPONSE[SEV2]),
+        ("connection_broken", node, RESPONSE[SEV1]),
+    }
+    assert after.tasks["pair"].workers[resetting].pid == workers[resetting].pid
+
+
+@in_one_loop
+@pytest.mark.matrix
+async def test_a_store_that_dies_while_a_group_meets_there_is_a_store_error(live: Live) -> None:
+    """A task of its own: one of its workers stands still before it meets the other, whose store dies meanwhile."""
+    await end_all(live)
+    fault = {"UNICRON_FAULT": "stop@worker=other.2,at=forming,generation=1"}
+    await submit(live, "other", max_workers=2, env=fault)
+    state = await live.until(
+        "a first group is to form",
+        lambda s: len(members(s, "other")) == 2 and stands_still(s.tasks["other"].workers["other.2"].pid),
+    )
+    membership = state.tasks["other"].membership
+    assert membership is not None
+    kill_store(live, membership.members[0].node, membership.store.port)
+    state = await live.until("that is an incident", lambda s: len(s.closed) + len(s.incidents) > live.incidents)
+    os.kill(state.tasks["other"].workers["other.2"].pid, signal.SIGCONT)
+    state = await live.until("they train", lambda s: s.tasks["other"].iteration > 10 and not s.incidents)
+    incident = state.closed[-1]
+    assert (incident.kind, incident.severity, incident.response) == ("store_error", SEV3, RESPONSE[SEV3])
+    assert members(state, "other") == ["other.1", "other.2"] and state.tasks["other"].generation == 2
+
+
+def stands_still(pid: int) -> bool:
+    return bool(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def kill_store(live: Live, node: str, port: int) -> None:
+    """The process that serves at the port; its fork server, which holds the port as well, is its parent."""
+
+    def listens(process: psutil.Process) -> bool:
+        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections("tcp"))
+
+    listening = [process for process in live.dev.processes_of(node) if listens(process)]
+    (store,) = [process for process in listening if process.parent() in listening]
+    store.kill()
+
+
+@in_one_loop
+@pytest.mark.matrix
+async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Live) -> None:
+    await end_all(live)
+    await submit(live, "poisoned", max_workers=2)
+    await live.until("it trains", lambda s: "poisoned" in s.tasks and s.tasks["poisoned"].iteration > 5)
+    for node in live.dev.node_names:
+        order(orders(live), node, "raise", "a poisoned sample")
+    state = await live.until(
+        "it is given up", lambda s: s.tasks["poisoned"].status is TaskStatus.FAILED and not s.incidents, may_fail=True
+    )
+    for node in live.dev.node_names:
+        (orders(live) / node).unlink()
+    reason = state.tasks["poisoned"].reason
+    assert "RuntimeError: a poisoned sample" in reason
+    assert re.search(r"exception \(rank \d, iteration \d+, forward\)", reason)
+    started = [event for event in live.events("StartWorker") if event["spec"]["name"] == "poisoned"]
+    assert len(started) < 20, "nothing restarts for ever"
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+@in_one_loop
+async def test_each_incident_has_a_readable_story(live: Live) -> None:
+    await end_all(live)
+    index = Index()
+    async with open_nats([live.dev.nats_url], Login()) as source, aclosing(read(source)) as chunks:
+        entries = [entry async for chunk in chunks for entry in chunk.entries]
+    for entry in entries:
+        index.feed(entry)
+    closed = index.state.closed
+    assert len(closed) == live.incidents
+    for incident in closed:
+        story = Story(Subject("incident", incident.id), index)
+        for entry in entries:
+            story.feed(entry)
+        page = story.page()
+        if incident.state_from or not incident.resumed_us:
+            continue  # of the task that was given up
+        assert page.startswith(f"Incident {incident.id}: {incident.kind}, SEV{incident.severity.value}, ")
+        assert f"Response: {RESPONSE[incident.severity]}." in page
+        assert "training goes on" in page
