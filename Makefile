@@ -45,7 +45,8 @@ test: lint
 	$(BIN)/pytest
 
 matrix: $(STAMP)
-	$(BIN)/pytest -m matrix tests/integration
+	$(BIN)/pytest -m matrix tests/integration --ignore tests/integration/test_live_faults.py
+	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_live_faults.py
 
 gpu-acceptance: $(STAMP)
 	$(BIN)/python -m tests.gpu.acceptance
