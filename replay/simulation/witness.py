@@ -111,7 +111,8 @@ class Witness:
         """An agent has handled an input."""
         if isinstance(given, Commanded):
             highest = self._fences.get(host.name, (0, 0))
-            self.broke("stale_commands_never_act", rules.stale_commands_never_act(highest, given, actions))
+            if host.remembers:  # else the fence that it saw may not be written
+                self.broke("stale_commands_never_act", rules.stale_commands_never_act(highest, given, actions))
             self._fences[host.name] = max(highest, (given.term, given.command.epoch))
             if isinstance(given.command, v.InjectFault) and host.remembers:
                 self._strikes(given.command, actions)
