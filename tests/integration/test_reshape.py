@@ -218,7 +218,7 @@ def test_from_storage(start: Start, data: Path, unchanged: Unchanged) -> None:
         assert apart(whole_parameters(run), parameters) <= 1e-6
 
 
-@pytest.mark.parametrize("entry", ["gpt", "bf16"])
+@pytest.mark.parametrize("entry", [pytest.param("gpt", marks=pytest.mark.matrix), "bf16"])
 def test_the_same_bits_in_another_layout(start: Start, data: Path, tmp_path: Path, entry: str) -> None:
     """Storage holds tp 2; workers of pp 2, which find everything done, save what they have taken from it."""
     before, after = (replace(spec_of(data, form), iterations=20) for form in ((2, 1, 1), (1, 2, 1)))
