@@ -385,8 +385,8 @@ def _reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
         return
     members = task.membership.members if task.membership else ()
     with_state = _with_state(task, reconcile.living_members(task))
-    if task.leavers or (with_state and not task.confirmed):
-        return  # on the way from one group to the next
+    if task.leavers or (with_state and (not task.confirmed or any(_breaks(batch.state, task)))):
+        return  # on the way from one group to the next, or about to be
     if members and with_state:
         before, after = (f"tp {form.tp}, pp {form.pp}" for form in (task.spec, asked))
         _set_membership(batch, task, (), urgent=False, reason=f"{before} is to be {after}: all leave", handover=True)

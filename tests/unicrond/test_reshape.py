@@ -103,6 +103,19 @@ def test_a_worker_dies_meanwhile(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_group_whose_break_is_known_meets_again_first(seed: int) -> None:
+    """Who has not noticed the break would reach no boundary."""
+    cluster = cluster_of(seed)
+    before = len(cluster.log)
+    cluster.report("big.1", "connection_broken")
+    ask(cluster, tp=2)
+    cluster.run()
+    cluster.assert_whole()
+    again, leaving, coming = decided(cluster, v.MembershipDecided, before)
+    assert (len(again.members), again.urgent, leaving.members, len(coming.members)) == (4, True, (), 4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_node_is_lost_meanwhile(seed: int) -> None:
     cluster = cluster_of(seed)
     ask(cluster, tp=2)
