@@ -627,15 +627,19 @@ class Hook:
 
     def _divide(self, cut: Sequence[Sequence[Part]], *, begin: bool = False) -> None:
         """Have each member hold its parts, `cut[rank]`, and nothing else. Raises Broken, Superseded."""
-        group, sharing = self._group(), self._sharing
+        group, sharing, started = self._group(), self._sharing, time.monotonic()
         assert sharing is not None
+        received_bytes = 0
         if begin:
             sharing.begin(group, cut)
         else:
-            self._rendezvous.together(lambda: sharing.divide(group, cut))
+            received_bytes = self._rendezvous.together(lambda: sharing.divide(group, cut))
         self._fire("dividing")
         self._rendezvous.together(partial(_gathered, group, [1]))
         sharing.adopt(cut)
+        held = ", ".join(f"{part.index + 1} of {part.count}" for part in cut[group.rank]) or "none"
+        took = f"{received_bytes} bytes of them from other replicas, {(time.monotonic() - started) * 1e3:.0f} ms"
+        print(f"{self._context.launch.worker}: holds parts {held}; {took}", flush=True)
 
     def _give_or_take(self, verdict: Verdict) -> Origin:
         """Give, take, or stand by while the source's state is broadcast."""

@@ -51,6 +51,11 @@ def copied(state: ClusterState, above: int = 0) -> bool:
     return len(up) >= 2 and any(k.origin != k.node for k in kept)
 
 
+def trains(state: ClusterState, workers: int, above: int) -> bool:
+    task = state.tasks.get("solo")
+    return task is not None and len(task.workers) == workers and task.iteration > above
+
+
 def healed(state: ClusterState, incidents: int) -> bool:
     task = state.tasks["solo"]
     return state.incidents_total >= incidents and not state.incidents and task.confirmed and bool(task.workers)
@@ -114,6 +119,25 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         )
         for node in set(cluster.node_names) - {worker.node}:
             await no_memory(cluster, node)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+async def test_a_worker_and_a_node_are_lost_with_their_parts_of_the_state(tmp_path: Path) -> None:
+    """Sharded optimizer state: the other holders of the parts are on other nodes, so no state is ever read back."""
+    async with small_cluster(tmp_path, nodes=3, heartbeat_s=2.0) as cluster:
+        env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        await cluster.submit({**TASK, "max_workers": 3, "optimizer": {"distributed": True}, "env": env})
+        state = await until(cluster, "three workers train", lambda s: trains(s, 3, 20))
+        worker = next(iter(state.tasks["solo"].workers.values()))
+        os.kill(worker.pid, signal.SIGKILL)
+        state = await until(cluster, "the worker is replaced", lambda s: healed(s, 1) and trains(s, 3, 20))
+        before = state.tasks["solo"].iteration
+        await until(cluster, "it goes on", lambda s: s.tasks["solo"].iteration > before + 20)
+        await cluster.kill_node(state.tasks["solo"].membership.members[0].node)  # type: ignore[union-attr]
+        state = await until(cluster, "two go on", lambda s: healed(s, 2) and s.tasks["solo"].iteration > before + 40)
+        assert {event["source"] for event in await events(cluster, "StateTaken")} <= {"init", "replica"}
+        assert all(not incident.iterations_lost for incident in state.closed)
 
 
 def held(cluster: DevCluster, node: str) -> list[str]:

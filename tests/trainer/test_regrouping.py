@@ -230,6 +230,8 @@ def test_who_has_stepped_waits_for_the_others_step() -> None:
     verdict = judge([stepped, at(7, (1, 4), sums=True), JOINER], 6)
     assert (verdict.iteration, verdict.step_first, verdict.shares) == (8, frozenset({0, 1}), (((0, 64),), (), ()))
     assert judge([stepped, at(8)], 6).step_first == {0}
+    with pytest.raises(PositionsContradict, match="stepped"):
+        judge([stepped, at(7, (1, 4))], 6)
 
 
 def test_where_a_part_is_lost_nobody_has_state() -> None:
