@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -25,7 +27,7 @@ from unicrond.dev import DevCluster, free_port, small_cluster
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-TASK = "recovery"
+_PR_SET_PDEATHSIG = 1
 HEARTBEAT_S = 0.5
 JOIN_TIMEOUT_MS = 100
 QUORUM_TICK_MS = 10
@@ -112,7 +114,7 @@ async def _process(log: Path, *command: str, **environment: str) -> AsyncIterato
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT,
-            env=os.environ | _environment() | environment, start_new_session=True,
+            env=os.environ | _environment() | environment, start_new_session=True, preexec_fn=_end_with_parent,
         )  # fmt: skip
     try:
         yield process
@@ -124,6 +126,10 @@ async def _process(log: Path, *command: str, **environment: str) -> AsyncIterato
         for child in children:
             with contextlib.suppress(Exception):
                 child.kill()
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # torchrun ends its ranks on SIGTERM
 
 
 def _descendants(pid: int) -> list[Any]:
