@@ -97,6 +97,8 @@ def compare(windows: int, window_s: float, spec: TaskSpec, plain_flags: tuple[st
             for job in pair if number % 2 == 0 else reversed(pair):
                 job.window(window_s)
     plain, ours = pair
+    for name, job in jobs.items():
+        print(f"{name}, ms by window: {' '.join(f'{took * 1e3:.0f}' for took in job.wall_s)}")
     for what, mine, theirs in (("wall", ours.wall_s, plain.wall_s), ("CPU", ours.cpu_s, plain.cpu_s)):
         mean, half = interval([a / b for a, b in zip(mine, theirs, strict=True)])
         print(

@@ -18,6 +18,8 @@ SAMPLES = {2: 8, 3: 4, 4: 3, 6: 2}
 MICRO_BATCHES_PER_RANK = 4
 #: Steps that every rank makes at the full global batch between two faults, at least; at most nine more, by chance.
 STEADY_STEPS = 8
+#: Where nothing is killed.
+CALM_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True)

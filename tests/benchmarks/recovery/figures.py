@@ -52,8 +52,7 @@ class Recovery:
 
 def recovery(lines: Sequence[Line], killed: Line, full: int) -> Recovery:
     """The recovery from the kill in `killed`; `full`: micro-batches of the full global batch. Raises NotYet."""
-    before = [line for line in lines if line.at_us < killed.at_us]
-    after = [line for line in lines if line.at_us > killed.at_us]
+    before, after = _parted(lines, killed)
     last = max((line.numbers[0] for line in before if line.word == "stepped"), default=0)
     steps = sorted(_steps(after), key=lambda step: step.at_us)
     if not steps:
@@ -86,6 +85,19 @@ def recovery(lines: Sequence[Line], killed: Line, full: int) -> Recovery:
         other_ms=_other_us(lines, killed.at_us, first) / 1e3,
         slowest=first.process,
     )
+
+
+def _parted(lines: Sequence[Line], killed: Line) -> tuple[list[Line], list[Line]]:
+    """What was before the kill and what after it. A rank that was late may make the step before the killed iteration
+    after the kill: that step was made."""
+    before = [line for line in lines if line.at_us < killed.at_us]
+    old = {line.process for line in before}
+    after = []
+    for line in lines:
+        if line.at_us > killed.at_us:
+            late = line.word == "stepped" and line.numbers[0] < killed.numbers[0] and line.process in old
+            (before if late else after).append(line)
+    return before, after
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +135,8 @@ def _other_us(lines: Sequence[Line], killed_us: int, step: _Step) -> int:
 
 def lost_ms(lines: Sequence[Line], killed: Line, until_us: int, full: int, usual_ms: float) -> float:
     """See the module's words; `until_us`: when all trained steadily."""
-    before = _steps([line for line in lines if line.at_us < killed.at_us])
-    begun_us, last = max((step.at_us, step.iteration) for step in before)
-    after = [line for line in lines if killed.at_us < line.at_us <= until_us]
+    before, after = _parted([line for line in lines if line.at_us <= until_us], killed)
+    begun_us, last = max((step.at_us, step.iteration) for step in _steps(before))
     new = [step for step in _steps(after) if step.iteration > last]
     work = sum(step.micro_batches / full for step in new)
     return (max(step.at_us for step in new) - begun_us) / 1e3 - work * usual_ms
@@ -153,7 +164,7 @@ def budget(lines: Sequence[Line], found: Recovery, logged: dict[str, int]) -> di
     process = [line for line in lines if line.process == found.slowest]
     hand = {line.numbers[1] for line in process if line.word == "computing" and line.numbers[0] == found.iteration - 1}
     mine = [line for line in process if line.at_us > found.at_us]
-    step = next(line for line in mine if line.word == "stepped")
+    step = next(line for line in mine if line.word == "stepped" and line.numbers[0] >= found.iteration)
     mine = [line for line in mine if line.at_us <= step.at_us]
     seated = [line for line in mine if line.word == "seated"][-1]
     agreed = [line for line in mine if line.word == "agreed"][-1]

@@ -18,14 +18,14 @@ import random
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from agents.trainer import corpus
 from tests.benchmarks.recovery import moves
-from tests.benchmarks.recovery.cell import SAMPLES, STEADY_STEPS, SYSTEMS, Cell
+from tests.benchmarks.recovery.cell import CALM_STEPS, SAMPLES, STEADY_STEPS, SYSTEMS, Cell
 from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, lost_ms, recovery, steady_ms
 from tests.benchmarks.recovery.systems import START, default_peers
 from tests.benchmarks.recovery.waiting import steady, until
@@ -69,7 +69,7 @@ async def kills(cell: Cell, data: Path, directory: Path, peers: Path) -> dict[st
             found.append({**asdict(result), "stages": stages})
             tell(cell, found[-1])
             since_us = now_us()
-        await steady(traces, cell, since_us, STEADY_STEPS)
+        await steady(traces, cell, since_us, STEADY_STEPS if found else CALM_STEPS)
         windows.append((since_us, now_us()))
     iterations_ms = steady_ms(traces.lines, windows)
     usual_ms = statistics.median(iterations_ms)
@@ -120,7 +120,9 @@ async def measure(chosen: argparse.Namespace) -> None:
                         directory = Path(scratch) / f"{fault}-{system}-{ranks}-{turn}"
                         directory.mkdir()
                         try:
-                            if fault == "kill":
+                            if fault == "none":
+                                found = await kills(replace(cell, repetitions=0), data, directory, chosen.peers)
+                            elif fault == "kill":
                                 found = await kills(cell, data, directory, chosen.peers)
                             else:
                                 found = await moves.MEASURE[fault](cell, data, directory)
@@ -151,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--ranks", nargs="+", type=int, choices=SAMPLES, default=[*SAMPLES])
-    parser.add_argument("--faults", nargs="+", choices=["kill", *moves.MEASURE], default=["kill"])
+    parser.add_argument("--faults", nargs="+", choices=["kill", "none", *moves.MEASURE], default=["kill"])
     parser.add_argument("--repetitions", type=int, default=5, help="faults in each round (5)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each system (2)")
     parser.add_argument("--paced", type=float, default=0.0, metavar="S", help="a micro-batch lasts so long, asleep (0)")
