@@ -45,6 +45,7 @@ def test_survivor_goes_on() -> None:
     seen = lines(
         BEFORE
         + """
+        51 c.3 computing 6 1
         116 c.3 stepped 6 4
         130 a.1 computed 7 2
         131 a.1 leaving
