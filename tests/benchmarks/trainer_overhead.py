@@ -7,6 +7,9 @@ DistributedDataParallel at the best flags found here (`plain_gpt.py`), and the s
 in turns the one is stopped while the other runs for a window, so that both meet the same machine. Compared are the
 medians of neighbouring windows; the interval is Student's, at 95 %, over the pairs. CPU time is that of all threads
 of both processes, per iteration.
+
+A pair of windows counts where nobody else took the machine's cores: what all processes together used, by /proc/stat,
+beyond the job's own, is below FOREIGN_CORES in both. How many were left out is told.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
+import psutil
 from msgspec.structs import replace
 
 from agents.trainer import corpus
@@ -33,15 +38,21 @@ INTEGRATION = HERE.parent / "integration"
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
 
 
+#: Cores that others may use in a window that counts; the measuring process is one of them.
+FOREIGN_CORES = 0.1
+
+
 @dataclass
 class Job:
-    """One of the two: its rig, its workers, and per window the seconds and CPU seconds of an iteration."""
+    """One of the two: its rig, its workers, and per window the seconds and CPU seconds of an iteration, and the cores
+    that others used."""
 
     rig: Rig
     workers: list[str]
     traces: Path
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    foreign_cores: list[float] = field(default_factory=list)
 
     def signal(self, number: int) -> None:
         for worker in self.workers:
@@ -49,11 +60,13 @@ class Job:
 
     def window(self, length_s: float) -> None:
         """Run for so long, then stop, and measure the iterations that lie wholly in between."""
+        foreign_s = busy_s() - self.used_s()
         begun = time.monotonic()
         self.signal(signal.SIGCONT)
         self.rig.until(lambda: time.monotonic() > begun + length_s)
         ended = time.monotonic()
         self.signal(signal.SIGSTOP)
+        self.foreign_cores.append((busy_s() - self.used_s() - foreign_s) / (ended - begun))
         cpu_s = 0.0
         for worker in self.workers:
             lines = [line.split() for line in (self.traces / f"{worker}.trace").read_text().splitlines()]
@@ -63,6 +76,17 @@ class Job:
             cpu_s += (told[-1][1] - told[0][1]) / (len(told) - 1)
         self.wall_s.append(statistics.median(steps))
         self.cpu_s.append(cpu_s)
+
+    def used_s(self) -> float:
+        """CPU seconds of the workers so far."""
+        times = [psutil.Process(self.rig.pids[worker]).cpu_times() for worker in self.workers]
+        return sum(own.user + own.system for own in times)
+
+
+def busy_s() -> float:
+    """CPU seconds that this machine's cores have not been idle, theft by its host included."""
+    now = psutil.cpu_times()
+    return float(sum(now) - now.idle - now.iowait - now.guest - now.guest_nice)
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -98,12 +122,18 @@ def compare(windows: int, window_s: float, spec: TaskSpec, plain_flags: tuple[st
                 job.window(window_s)
     plain, ours = pair
     for name, job in jobs.items():
-        print(f"{name}, ms by window: {' '.join(f'{took * 1e3:.0f}' for took in job.wall_s)}")
+        told = zip(job.wall_s, job.foreign_cores, strict=True)
+        print(f"{name}, ms (others' cores): {' '.join(f'{took * 1e3:.0f} ({cores:.2f})' for took, cores in told)}")
+    quiet = [max(cores) < FOREIGN_CORES for cores in zip(plain.foreign_cores, ours.foreign_cores, strict=True)]
+    print(f"{sum(quiet)} of {windows} pairs count")
+    if sum(quiet) < 2:
+        return
     for what, mine, theirs in (("wall", ours.wall_s, plain.wall_s), ("CPU", ours.cpu_s, plain.cpu_s)):
+        mine, theirs = list(compress(mine, quiet)), list(compress(theirs, quiet))
         mean, half = interval([a / b for a, b in zip(mine, theirs, strict=True)])
         print(
             f"{what}: plain {statistics.median(theirs) * 1e3:.1f} ms, unicrond {statistics.median(mine) * 1e3:.1f} ms"
-            f" an iteration; ratio {mean:.4f} +- {half:.4f} (95 %, {windows} pairs)"
+            f" an iteration; ratio {mean:.4f} +- {half:.4f} (95 %, {sum(quiet)} pairs)"
         )
 
 
