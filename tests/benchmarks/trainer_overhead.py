@@ -39,7 +39,7 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 
 
 #: Cores that others may use in a window that counts; the measuring process is one of them.
-FOREIGN_CORES = 0.1
+FOREIGN_CORES = 0.4
 
 
 @dataclass
