@@ -78,7 +78,7 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 	rm -f bench-recovery.jsonl
 	$(BIN)/python -m tests.benchmarks.recovery.measure --peers $(PEERS)/bin
 	$(BIN)/python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move
-	$(BIN)/python -m tests.benchmarks.recovery.report
+	$(BIN)/python -m tests.benchmarks.recovery.report --plot docs/plots/recovery.png
 
 clean:
 	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
