@@ -126,11 +126,14 @@ def _steps(after: Sequence[Line]) -> list[_Step]:
 
 
 def _other_us(lines: Sequence[Line], killed_us: int, step: _Step) -> int:
-    """What the process that made `step` last did between the kill and it besides computing."""
-    mine = [line for line in lines if line.process == step.process and line.at_us <= step.at_us]
+    """What the slowest did between the kill and its own part in `step` besides computing."""
+    process = [line for line in lines if line.process == step.process]
+    made = ("stepped", step.iteration)
+    ended_us = max(line.at_us for line in process if (line.word, *line.numbers[:1]) == made and line.at_us > killed_us)
+    mine = [line for line in process if line.at_us <= ended_us]
     spans = _computing(mine)
-    spans.extend((line.at_us, step.at_us) for line in mine if line.word == "agreed" and line.at_us > killed_us)
-    return step.at_us - killed_us - sum(max(0, ended - max(begun, killed_us)) for begun, ended in spans)
+    spans.extend((line.at_us, ended_us) for line in mine if line.word == "agreed" and line.at_us > killed_us)
+    return ended_us - killed_us - sum(max(0, ended - max(begun, killed_us)) for begun, ended in spans)
 
 
 def lost_ms(lines: Sequence[Line], killed: Line, until_us: int, full: int, usual_ms: float) -> float:
