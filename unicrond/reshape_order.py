@@ -3,7 +3,10 @@
 Rules
 -----
 * What is not given stays as it is; bounds on workers that are not given come to whole replicas of the new tp * pp.
-* What cannot be is refused in one line: a model that does not divide so, a stage that no node has room for.
+* What cannot be is refused in one line: a model that does not divide so, a stage that no node has room for, a least
+  number of workers that the nodes have no room for: all would end, and nobody could begin.
+* Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. Whoever keeps tp
+  and pp and asks for no more workers than before needs none: nothing gets worse by that.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import msgspec
 
 from events.vocabulary import Positive, ReshapeRequested, TaskSpec, Text
 from unicrond.ordering import Refused
-from unicrond.reshaping import changes_nothing, reshaped
-from unicrond.state import ClusterState, NodeStatus, Task
+from unicrond.reshaping import changes_nothing, is_in_place, reshaped
+from unicrond.state import ClusterState, Task
 from unicrond.task_file import problems
 
 
@@ -31,7 +34,6 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
     """The event that asks for it. Raises Refused."""
     spec = task.spec
     tp, pp = order.tp or spec.tp, order.pp or spec.pp
-    _require_room(state, tp, pp)
     least, most = bounds(spec, tp, pp)
     asked = ReshapeRequested(
         task=task.name,
@@ -41,8 +43,13 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
         max_workers=order.max_workers or most,
         reason=order.reason or "asked by a person",
     )
+    stages = 0
+    if not is_in_place(spec, asked) or asked.min_workers > spec.min_workers:
+        stages = _room(state, tp, pp)
     for problem in problems(reshaped(spec, asked)):
         raise Refused(400, problem)
+    if stages and asked.min_workers > (room := stages // pp * pp * tp):
+        raise Refused(400, f"min_workers: the nodes have room for {room}; lower it")
     if changes_nothing(spec, asked) and task.reshape is None:
         raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; ask for others")
     return asked
@@ -57,9 +64,10 @@ def bounds(spec: TaskSpec, tp: int, pp: int) -> tuple[int, int]:
     return least * unit, most * unit
 
 
-def _require_room(state: ClusterState, tp: int, pp: int) -> None:
-    """One replica has a place: the tp workers of a stage stand on one node (placement.py)."""
-    slots = [node.slots for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
+def _room(state: ClusterState, tp: int, pp: int) -> int:
+    """How many stages have a place, of which the tp workers stand on one node (placement.py). Raises Refused where that
+    is not one replica."""
+    slots = [node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned]
     largest = max(slots, default=0)
     if tp > largest:
         raise Refused(
@@ -68,3 +76,4 @@ def _require_room(state: ClusterState, tp: int, pp: int) -> None:
     stages = sum(each // tp for each in slots)
     if pp > stages:
         raise Refused(400, f"pp: the nodes have room for {stages} stages of tp {tp}, not for {pp}; lower it, or tp")
+    return stages

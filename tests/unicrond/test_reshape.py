@@ -203,6 +203,8 @@ def test_an_ended_task_is_left_alone() -> None:
         ({"tp": 2, "max_workers": 3}, 400, "max_workers: 3 is no multiple of tp * pp = 2 * 1; use 2 or 4"),
         ({"tp": 2, "min_workers": 6}, 400, "min_workers: 6 is more than max_workers (4); lower it"),
         ({"max_workers": 9}, 400, "max_workers: 9 replicas share 8 micro-batches"),
+        ({"tp": 2, "min_workers": 6, "max_workers": 8}, 400, "min_workers: the nodes have room for 4; lower it"),
+        ({"min_workers": 5, "max_workers": 8}, 400, "min_workers: the nodes have room for 4; lower it"),
         ({}, 409, "tp, pp: task big has tp 1, pp 1 and these bounds already; ask for others"),
     ],
 )
@@ -211,6 +213,30 @@ def test_what_cannot_be_is_refused_in_one_line(order: dict[str, int], status: in
     with pytest.raises(Refused) as refusal:
         ask(cluster, **order)
     assert refusal.value.status == status and str(refusal.value).startswith(line)
+
+
+@pytest.mark.parametrize("away", ["lost", "cordoned", "drained"])
+def test_a_node_that_is_away_is_no_room(away: str) -> None:
+    cluster = cluster_of(1, min_workers=2)
+    if away == "lost":
+        cluster.kill_host(cluster.hosts["n1"])
+        cluster.lose(cluster.hosts["n1"])
+    else:
+        cordoned = v.NodeCordoned(node="n1", drain=away == "drained", reason="repair")
+        cluster.append(cordoned, "api", cluster.state.term)
+    with pytest.raises(Refused, match=r"^min_workers: the nodes have room for 2; lower it"):
+        ask(cluster, tp=2, min_workers=4)
+    with pytest.raises(Refused, match=r"^pp: the nodes have room for 1 stages of tp 2, not for 2"):
+        ask(cluster, tp=2, pp=2)
+    assert ask(cluster, tp=2).min_workers == 2
+
+
+def test_who_asks_for_no_more_than_before_needs_no_room() -> None:
+    cluster = cluster_of(1, min_workers=4)
+    cluster.kill_host(cluster.hosts["n1"])
+    cluster.lose(cluster.hosts["n1"])
+    assert ask(cluster, min_workers=4, max_workers=8).min_workers == 4
+    assert ask(cluster, min_workers=3).min_workers == 3
 
 
 def test_heads_that_do_not_divide() -> None:
