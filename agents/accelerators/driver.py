@@ -16,7 +16,8 @@ class NoDriver(Exception):
 class Driver(Protocol):
     """Tells of GPUs, numbered from 0. `names`: each one's own. `gpu_of_slot`: on which one a slot's worker runs.
 
-    `read` and `wait` may be called from different threads, `wake` from any. They block; none raises.
+    `read` and `wait` may be called from different threads, `wake` from any. They block, and should not
+    raise: the watch could say no more than that they did.
     """
 
     names: tuple[str, ...]

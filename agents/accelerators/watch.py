@@ -7,6 +7,7 @@ Rules
 * What they see is judged in the event loop (`diagnosis.py`), in the order in which it comes. An ordered XID comes in by
   the same door, as if the driver had reported it.
 * A driver that does not answer for SILENCE_S is told of once, in the agent's own log.
+* Whatever a driver raises, its thread logs it, the first time, and goes on after a pause: who watches does not end.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class AcceleratorWatch:
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._is_silent = False
+        self._complained: set[str] = set()
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -127,15 +129,30 @@ class AcceleratorWatch:
             for gpu in range(len(self._driver.names)):
                 if self._closing.is_set():
                     return
-                self._hand_over(gpu, self._driver.read(gpu))
+                try:
+                    reading = self._driver.read(gpu)
+                except Exception as error:
+                    self._complain("read", error)
+                else:
+                    self._hand_over(gpu, reading)
             if self._closing.wait(self._poll_s):
                 return
 
     def _listen(self) -> None:
         while not self._closing.is_set():
-            seen = self._driver.wait(_WAIT_S)
+            try:
+                seen = self._driver.wait(_WAIT_S)
+            except Exception as error:
+                self._complain("wait", error)
+                self._closing.wait(self._poll_s)
+                continue
             if seen is not None:
                 self._hand_over(*seen)
+
+    def _complain(self, where: str, error: Exception) -> None:
+        if where not in self._complained:
+            self._complained.add(where)
+            logger.warning("the accelerators' driver failed in %s, which is tried again", where, exc_info=error)
 
     def _hand_over(self, gpu: int, sighting: Sighting) -> None:
         if not self._closing.is_set():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -67,6 +67,33 @@ async def test_an_ordered_xid_goes_through_the_same_door(rig: Rig) -> None:
     rig.driver.report(1, XidSeen(code=31))
     assert (await rig.next())[2] == "gpu_broken", "it recurs, whoever said so first"
     assert rig.watch.report_xid(31, "big.77") == "xid: no worker big.77 runs here"
+
+
+async def test_a_driver_that_raises_is_told_of_once_and_asked_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = {"read": threading.Semaphore(0), "wait": threading.Semaphore(0)}
+
+    def failing(where: str) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            failed[where].release()
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text")
+
+        return fail
+
+    with monkeypatch.context() as patched:
+        for where in failed:
+            patched.setattr(rig.driver, where, failing(where))
+        rig.driver.wake()
+        for semaphore in failed.values():
+            for _ in range(4):
+                assert await asyncio.to_thread(semaphore.acquire, timeout=10), "its thread has ended"
+    told = [record.getMessage() for record in caplog.records if "driver failed" in record.getMessage()]
+    assert len(told) == 2 and {message.split()[5].rstrip(",") for message in told} == set(failed)
+    rig.driver.report(0, XidSeen(code=119))
+    assert (await rig.next())[:3] == ("a", "", "driver_error")
+    rig.driver.readings[2] = Reading(rows_failed=True)
+    assert (await rig.next())[:3] == ("c", "", "ecc_error")
 
 
 async def test_a_driver_that_hangs_in_one_place_still_tells_in_the_other(
