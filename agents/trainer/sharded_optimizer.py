@@ -146,18 +146,20 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over `state_dict`'s, or a plain optimizer's whole one: then this replica holds everything, staged.
 
-        Raises BadState where it is not of these parameters.
+        Raises BadState where it is not of these parameters; then nothing has changed.
         """
-        self.forget()
+        staged: list[Held] = []
         if "state" in state_dict.get("optimizer", state_dict):
-            rows, self.steps, groups = self._whole_rows(state_dict)
-            self._staged = [Held(Part(1, 0), rows)]
+            rows, steps, groups = self._whole_rows(state_dict)
+            staged = [Held(Part(1, 0), rows)]
         else:
-            self.steps, groups = int(state_dict["steps"]), state_dict["groups"]
+            steps, groups = int(state_dict["steps"]), state_dict["groups"]
         if len(groups) != len(self._options):
             raise BadState(
                 f"optimizer: the state has {len(groups)} groups of parameters, there are {len(self._options)}"
             )
+        self.forget()
+        self._staged, self.steps = staged, steps
         for options, theirs in zip(self._options, groups, strict=True):
             options.update(_plain(theirs))
 
