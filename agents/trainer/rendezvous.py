@@ -204,8 +204,9 @@ class Rendezvous:
             return [replace(one, spans=spans_of(row)) for one, row in zip(positions, spans.read(), strict=True)]
 
         positions = self.together(exchange)
-        whole = covers((one.spans for one in positions if one.has_state), total)
-        verdict = judge(positions, micro_batches, whole=self._replica.all_true(whole))
+        held = (one.spans for one in positions if one.has_state)
+        whole = not total or self._replica.all_true(covers(held, total))  # 0 on one shard is 0 on all
+        verdict = judge(positions, micro_batches, whole=whole)
         injection.fire("exchanged", position.iteration, self.generation)
         return verdict
 
