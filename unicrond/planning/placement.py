@@ -59,11 +59,6 @@ class Placement:
     short: Mapping[str, int] = field(default_factory=dict)
     moved: int = 0
 
-    @property
-    def fragments(self) -> int:
-        """Pairs of a task and a node it has workers on: fewer is better connected."""
-        return sum(len({node for replica in of_task for node in replica}) for of_task in self.replicas.values())
-
 
 def place(
     counts: Mapping[str, int],
