@@ -11,6 +11,8 @@ from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
 
 _SECOND_US = 1_000_000
+#: Where all leave, the lead's replica may have to write the whole state to storage before it does.
+_LAST_OUT = 10
 
 
 def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
@@ -37,6 +39,8 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
                 standing[f"start:{worker.worker}"] = int(policy.worker_start_s * _SECOND_US)
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.iteration_us)
+            if not task.membership.members:
+                length_us *= _LAST_OUT
             standing[f"regroup:{task.name}#{task.generation}"] = length_us
     return standing
 

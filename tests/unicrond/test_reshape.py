@@ -215,6 +215,22 @@ def test_what_cannot_be_is_refused_in_one_line(order: dict[str, int], status: in
     assert refusal.value.status == status and str(refusal.value).startswith(line)
 
 
+def test_who_hands_over_has_the_time_to_write_everything() -> None:
+    cluster = cluster_of(1)
+    cluster.append(v.NodeCordoned(node="n1", drain=True, reason="repair"), "api", cluster.state.term)
+    while cluster.decide():
+        pass
+    ((some_leave, usual_us),) = cluster.standing().items()
+    assert cluster.state.tasks["big"].membership.members and some_leave.startswith("regroup:big#")
+    cluster.run()
+    ask(cluster, tp=2)
+    while cluster.decide():
+        pass
+    ((all_leave, length_us),) = cluster.standing().items()
+    assert not cluster.state.tasks["big"].membership.members and all_leave.startswith("regroup:big#")
+    assert length_us == 10 * usual_us == 600_000_000
+
+
 @pytest.mark.parametrize("away", ["lost", "cordoned", "drained"])
 def test_a_node_that_is_away_is_no_room(away: str) -> None:
     cluster = cluster_of(1, min_workers=2)
