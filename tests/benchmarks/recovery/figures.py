@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from tests.benchmarks.recovery.witness import Line
 
-#: Stages of unicrond's budget, one after the other at the slowest rank; together they are `next_step_ms`.
+#: Stages of unicrond's budget, one after the other at the slowest rank. Together they last until that rank's own step;
+#: `next_step_ms` ends when the last of all ranks has made it.
 STAGES = ("detect", "log", "decide", "command", "stop", "regroup", "own", "redo", "reduce", "step")
 
 
