@@ -75,10 +75,12 @@ $(PEERS_STAMP): pyproject.toml constraints.txt
 	touch $(PEERS_STAMP)
 
 bench-recovery: $(STAMP) $(PEERS_STAMP)
-	rm -f bench-recovery.jsonl
-	$(BIN)/python -m tests.benchmarks.recovery.measure --peers $(PEERS)/bin
-	$(BIN)/python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move
-	$(BIN)/python -m tests.benchmarks.recovery.report --plot docs/plots/recovery.png
+	[ ! -e bench-recovery.jsonl ] || mv bench-recovery.jsonl bench-recovery-until-$$(date +%Y%m%dT%H%M%S).jsonl
+	failed=0; \
+	$(BIN)/python -m tests.benchmarks.recovery.measure --peers $(PEERS)/bin || failed=1; \
+	$(BIN)/python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move || failed=1; \
+	$(BIN)/python -m tests.benchmarks.recovery.report --plot docs/plots/recovery.png || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,9 +1,12 @@
-"""The figures of `make bench-recovery` follow from what was witnessed."""
+"""The figures of `make bench-recovery` follow from what was witnessed; one cell that fails does not end the rest."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.benchmarks.recovery import measure, report
 from tests.benchmarks.recovery.figures import NotYet, budget, lost_ms, recovery, steady_ms
 from tests.benchmarks.recovery.witness import Line
 
@@ -115,3 +118,34 @@ def test_back_to_a_checkpoint() -> None:
 def test_only_iterations_between_faults_are_steady() -> None:
     seen = lines("10 a.1 stepped 1 4\n20 a.1 stepped 2 4\n35 a.1 stepped 3 4\n50 a.1 stepped 4 4")
     assert steady_ms(seen, [(0, 40_000)]) == [10.0, 15.0]
+
+
+def test_a_report_without_results_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        report.main(["--results", str(tmp_path / "none.jsonl")])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--results: ") and line.endswith("measure first, or name another file")
+
+
+def test_what_was_paced_is_reported_apart() -> None:
+    rows = [
+        {"fault": "node", "paced_s": paced_s, "faults": [{"detected_ms": ms, "next_step_ms": ms}]}
+        for paced_s, ms in ((0.0, 10.0), (0.5, 900.0))
+    ]
+    assert report.moves_table(rows, 0.0)[2:] == [
+        "| node loss: kill to NodeLost in the log | 1 | 10 |",
+        "| node loss: kill to the next step, at the full batch | 1 | 10 |",
+    ]
+
+
+def test_a_cell_that_fails_is_left_out_and_the_others_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no python where the peers should be."""
+    results = tmp_path / "results.jsonl"
+    chosen = ["--systems", "torchrun", "torchft", "--ranks", "2", "--rounds", "1", "--repetitions", "1"]
+    with pytest.raises(SystemExit) as ended:
+        measure.main([*chosen, "--peers", str(tmp_path), "--results", str(results)])
+    assert ended.value.code == 1 and not results.exists()
+    assert capsys.readouterr().err.splitlines()[-1] == "failed: kill-torchrun-2-0, kill-torchft-2-0"

@@ -5,7 +5,8 @@
     python -m tests.benchmarks.recovery.report
 
 In each round the systems take turns, each started anew; results are appended to `--results`, a line of JSON for each
-cell and round, so that cells can be measured singly and reported together.
+cell and round, so that cells can be measured singly and reported together. A cell that fails shows its logs and is left
+out; the others are measured, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import random
 import statistics
 import sys
 import tempfile
+import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -107,7 +110,9 @@ def tell(cell: Cell, found: dict[str, Any]) -> None:
     )
 
 
-async def measure(chosen: argparse.Namespace) -> None:
+async def measure(chosen: argparse.Namespace) -> list[str]:
+    """The cells that failed."""
+    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="recovery-") as scratch:
         data = Path(scratch) / "stdlib"
         corpus.build(data)
@@ -127,9 +132,12 @@ async def measure(chosen: argparse.Namespace) -> None:
                             else:
                                 found = await moves.MEASURE[fault](cell, data, directory)
                         except Exception:
+                            traceback.print_exc()
                             show_logs(directory)
-                            raise
-                        keep(chosen.results, cell, fault, found)
+                            failed.append(directory.name)
+                        else:
+                            keep(chosen.results, cell, fault, found)
+    return failed
 
 
 def keep(results: Path, cell: Cell, fault: str, found: dict[str, Any]) -> None:
@@ -149,7 +157,7 @@ def show_logs(directory: Path) -> None:
         print(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}", file=sys.stderr)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--ranks", nargs="+", type=int, choices=SAMPLES, default=[*SAMPLES])
@@ -160,7 +168,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--peers", type=Path, default=default_peers(), help="directory of the peers' python")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"appended to ({RESULTS})")
-    asyncio.run(measure(parser.parse_args()))
+    if failed := asyncio.run(measure(parser.parse_args(arguments))):
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from tests.benchmarks.recovery.figures import STAGES
 from tests.benchmarks.recovery.measure import RESULTS
 
 Rows = list[dict[str, Any]]
-#: torchrun's own: the same steps, with checkpoints, which are what its figure without faults is about.
 _COLOURS = {"unicrond": "#1b6ca8", "torchrun": "#b0b0b0", "torchft": "#e08e45"}
 
 
@@ -93,7 +93,7 @@ def budget_table(rows: Rows, paced_s: float) -> list[str]:
     return table(("stage", *(f"{ranks} ranks, ms" for ranks in counts)), lines)
 
 
-def moves_table(rows: Rows) -> list[str]:
+def moves_table(rows: Rows, paced_s: float) -> list[str]:
     lines = []
     for row_key, fault, key in (
         ("node loss: kill to NodeLost in the log", "node", "detected_ms"),
@@ -103,16 +103,18 @@ def moves_table(rows: Rows) -> list[str]:
         ("move back: the second task's end to the first step of the new worker", "move", "back_ms"),
         ("move back: the first task's longest iteration, beyond its usual one", "move", "stall_back_ms"),
     ):
-        found = faults(cells(rows, fault))
-        lines.append((row_key, str(len(found)), spread(one[key] for one in found)))
+        found = faults(cells(rows, fault, paced_s=paced_s))
+        if found:
+            lines.append((row_key, str(len(found)), spread(one[key] for one in found)))
     return table(("what", "times", "ms"), lines)
 
 
 def plot(rows: Rows, path: Path) -> None:
-    """Next step, and next step at the full batch, by system and ranks: every fault a dot."""
+    """Next step, and next step at the full batch, by system and ranks, of real compute: every fault a dot."""
     from matplotlib import pyplot
 
-    counts = sorted({row["ranks"] for row in cells(rows, "kill", paced_s=0.0)})
+    rows = cells(rows, "kill", paced_s=0.0)
+    counts = sorted({row["ranks"] for row in rows})
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     titles = ("next_step_ms", "kill to the next step"), ("full_step_ms", "kill to the next step at the full batch")
     for axis, (key, title) in zip(axes, titles, strict=True):
@@ -133,16 +135,20 @@ def plot(rows: Rows, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path)
-    chosen = parser.parse_args()
-    rows: Rows = [json.loads(line) for line in chosen.results.read_text().splitlines()]
+    chosen = parser.parse_args(arguments)
+    try:
+        lines = chosen.results.read_text().splitlines()
+    except OSError as error:
+        print(f"--results: {chosen.results}: {error.strerror}; measure first, or name another file", file=sys.stderr)
+        raise SystemExit(2) from None
+    rows: Rows = [json.loads(line) for line in lines]
     for paced_s in sorted({row["paced_s"] for row in rows}):
         print(f"\npaced {paced_s} s" if paced_s else "\nreal compute")
-        print(*kill_table(rows, paced_s), "", *budget_table(rows, paced_s), sep="\n")
-    print("", *moves_table(rows), sep="\n")
+        print(*kill_table(rows, paced_s), "", *budget_table(rows, paced_s), "", *moves_table(rows, paced_s), sep="\n")
     if chosen.plot:
         plot(rows, chosen.plot)
 
