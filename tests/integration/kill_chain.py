@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from agents.trainer.messages import Ready, Regrouped, Trouble
+from agents.trainer.messages import Ready, Regrouped
 from events.vocabulary import TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 
@@ -266,6 +266,3 @@ class Run:
             once = max(count.values()) == 1
             assert once or rolled_back, f"iteration {iteration}: {count.most_common(3)} by those who stepped"
             assert set(count) <= set(range(micro_batches))
-
-    def troubles(self) -> list[Trouble]:
-        return [said for said in self.rig.of(Trouble) if isinstance(said, Trouble)]
