@@ -162,7 +162,7 @@ def _run(arguments: argparse.Namespace) -> int:
             config = replace(config, nats=replace(config.nats, url=arguments.nats))
         if arguments.allow_injection:
             config = replace(config, injection=True)
-        check(config, str(arguments.config or "unicrond"))
+        check(config, str(arguments.config or "without --config"))
     except ConfigError as error:
         print(f"unicrond: {error}", file=sys.stderr)
         return 2

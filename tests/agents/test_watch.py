@@ -143,9 +143,9 @@ async def test_a_stopped_process_does_not_use_its_patience(tmp_path: Path) -> No
 
 async def test_a_look_that_is_late_itself_is_not_believed(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
-    mark.begun(1, 5 * LIMIT_US)
+    mark.begun(1, 30 * LIMIT_US)
     # The agent is held up, and so might the worker be; the look that was due meanwhile sees an iteration that is late.
-    told.watch.then = [lambda: time.sleep(0.7), lambda: mark.begun(2, 10_000_000)]
+    told.watch.then = [lambda: time.sleep(2.5), lambda: mark.begun(2, 10_000_000)]
     told.watch.follow(WORKER, os.getpid())
     await told.looked(4)
     assert told.queue.empty() and not told.watch.then

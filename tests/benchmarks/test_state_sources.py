@@ -43,7 +43,7 @@ def measure(megabytes: int, directory: Path) -> dict[str, float]:
         assert draft is not None
         timed("capture: training stands still", lambda d=draft, f=flat: f.write(d.view))  # type: ignore[misc]
         timed("capture: digest, in a thread", lambda d=draft, i=iteration: d.seal(i, 1))  # type: ignore[misc]
-    with OtherNode("n2", other) as service:
+    with OtherNode("n2", {0: other}) as service:
         with memory.reading(3) as found:
             assert found is not None
             timed("copy to another node (loopback)", lambda: memory_exchange.push(service, "t", 0, "n1", *found))

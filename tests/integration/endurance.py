@@ -198,7 +198,7 @@ def iterations_saved(directory: Path, task: str) -> list[int]:
     """Iterations of the checkpoints there, newest first."""
     from agents.trainer import checkpoint
 
-    return checkpoint.newest_iterations(directory, task, 1)
+    return list(checkpoint.newest_iterations(directory, task))
 
 
 def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
@@ -208,7 +208,7 @@ def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
     """
     from agents.trainer import checkpoint
 
-    tree, _ = checkpoint.load(directory, task, iteration, 0, 1)
+    tree, _ = checkpoint.load(directory, task, iteration, 0)
     return dict(_leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s")}, ""))
 
 

@@ -18,7 +18,7 @@ from unicrond.dev import DevCluster, small_cluster
 from unicrond.state import ClusterState, TaskStatus
 
 TASK = "big"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 _LOOK_AGAIN_S = 0.05
 
 

@@ -318,7 +318,7 @@ class Rig:
     def signal(self, worker: str, number: int) -> None:
         self.server.connection.sendall(frame(Kill(worker=worker, signal=number)))
 
-    def until(self, done: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def until(self, done: Callable[[], object], timeout_s: float = 120.0) -> None:
         """Carry messages until `done()`. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not done():

@@ -36,7 +36,7 @@ SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3
 WORKERS = 3
 RANK = 1
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ async def running(
     )
     task = asyncio.create_task(coordinator.run())
     try:
-        await asyncio.wait_for(coordinator.live.wait(), 5)
+        await asyncio.wait_for(coordinator.live.wait(), 30)
         yield coordinator
     finally:
         task.cancel()

@@ -33,7 +33,7 @@ def joined(node: str = "n1") -> v.NodeJoined:
 async def entries_until(log: MemoryLog, found: Callable[[v.AnyEvent], bool]) -> list[Recorded]:
     """The whole log, up to the first entry for which `found` holds."""
     read: list[Recorded] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for entry in log.read():
             assert isinstance(entry, Recorded)
             read.append(entry)
@@ -126,7 +126,7 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while coordinator.state.seq < await log.last_seq():  # noqa: ASYNC110  (its own loop is what we wait for)
                 await asyncio.sleep(0)
         state = ClusterState()
