@@ -41,8 +41,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What starts clusters and measures time runs alone; all else by two processes at once.
+ALONE := tests/simulation tests/integration
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadscope $(ALONE:%=--ignore=%)
+	$(BIN)/pytest $(ALONE)
 
 matrix: $(STAMP)
 	$(BIN)/pytest -m matrix tests/integration --ignore tests/integration/test_live_faults.py
