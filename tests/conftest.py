@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Machines under load are slow, not wrong: no deadline per example.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def levels_of_loggers() -> Iterator[None]:
+    """Commands that a test runs in this process set the levels of loggers; the next test wants them as they were."""
+    levels = {name: logging.getLogger(name).level for name in ("events", "asyncio", "nats", "aiohttp")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def unicron_replay(*arguments: object, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
-    """Run `unicron-replay` to its end (at most a minute)."""
+    """Run `unicron-replay` to its end (at most four minutes)."""
     return subprocess.run(
         [sys.executable, "-m", "replay.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
     )
