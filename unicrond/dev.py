@@ -41,6 +41,8 @@ _PR_SET_PDEATHSIG = 1
 _RESTART_DELAY_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0
 _STOP_TIMEOUT_S = 20.0
+#: Several nodes share a machine here: while one starts, a worker of another may get no CPU for a second, and hangs not.
+HANG_FLOOR_S = "3"
 
 
 class DevError(RuntimeError):
@@ -133,7 +135,7 @@ class DevCluster:
         self.url = f"http://127.0.0.1:{self.api_port}"
         self.nats_url = f"nats://127.0.0.1:{self.nats_port}"
         self.node_names = [f"node{number}" for number in range(1, nodes + 1)]
-        env = os.environ | {"PYTHONUNBUFFERED": "1"}
+        env = {"UNICRON_HANG_FLOOR_S": HANG_FLOOR_S} | os.environ | {"PYTHONUNBUFFERED": "1"}
         config = {
             "state_dir": str(directory / "state"),
             "checkpoint_dir": str(directory / "checkpoints"),

@@ -39,6 +39,8 @@ HEARTBEAT_S = 0.5
 MICRO_BATCH_S = 0.1
 MICRO_BATCHES = 12
 PLAIN_TIMEOUT_S = 5.0
+# As on a real cluster; a small cluster has more patience.
+os.environ.setdefault("UNICRON_HANG_FLOOR_S", "1")
 
 
 def now_us() -> int:

@@ -33,7 +33,7 @@ import yaml
 from agents.trainer import corpus
 from tests.integration.disobedient_gpt import order
 from tests.integration.tcp_proxy import Proxy, proxy_to
-from unicrond.dev import Part, free_port
+from unicrond.dev import HANG_FLOOR_S, Part, free_port
 from unicrond.inject import inject
 from unicrond.state import ClusterState
 
@@ -173,7 +173,7 @@ class Hosts:
         }
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
         scripts = Path(sys.executable).parent
-        env = os.environ | {"PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"PYTHONUNBUFFERED": "1", "UNICRON_HANG_FLOOR_S": HANG_FLOOR_S}
         self.coordinator = Part(
             "coordinator",
             [str(scripts / "unicrond"), "run", "--config", str(directory / "unicron.yaml")],

@@ -22,7 +22,7 @@ from events import nats_streams
 from events.nats_connection import connect
 from events.subjects import BEAT_STREAM, EVENT_STREAM
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
-from unicrond.dev import Part, free_port
+from unicrond.dev import HANG_FLOOR_S, Part, free_port
 from unicrond.state import ClusterState, NodeStatus
 
 SCRIPTS = Path(sys.executable).parent
@@ -49,7 +49,11 @@ class Head:
             "api": {"port": int(self.url.rpartition(":")[2])},
         }
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
-        env = os.environ | {"PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(directory / "cache")}
+        env = os.environ | {
+            "PYTHONUNBUFFERED": "1",
+            "UNICRON_HANG_FLOOR_S": HANG_FLOOR_S,
+            "XDG_CACHE_HOME": str(directory / "cache"),
+        }
         command = [str(SCRIPTS / "unicrond"), "run", "--config", str(directory / "unicron.yaml")]
         self.parts = [Part("coordinator", command, directory / "coordinator.log", env)]
         for node in NODES:
