@@ -8,6 +8,8 @@ Rules
 * Late is told once, and again when it has lasted two, four, eight ... limits: what is slow moves on meanwhile.
 * A process that the kernel shows as stopped for STOPPED_S is late, whatever its limit, which may be long: while
   state is saved, or as long as nothing is known of its iterations.
+* What a worker waited for a CPU in is no time of its iteration: on a machine that is too busy, as when a fork server
+  imports torch beside it, who gets no CPU does not move either, and does not hang.
 * A look that comes late itself proves nothing: this process, or the machine, stood still as well. It is repeated.
 """
 
@@ -42,6 +44,9 @@ class _Watched:
     times: int = 0
     #: Since when it was seen stopped at every look; 0: it was not.
     stopped_us: int = 0
+    #: For how long it has waited for a CPU: until the last look, and until the last one before this iteration.
+    waited_us: int = 0
+    waited_before_us: int = 0
 
 
 class Signs(Protocol):
@@ -51,6 +56,7 @@ class Signs(Protocol):
     def mark(self, worker: WorkerId) -> Mark | None: ...
     def take_away(self, worker: WorkerId) -> Mark | None: ...
     def is_stopped(self, pid: int) -> bool: ...
+    def waited_us(self, pid: int) -> int: ...
 
 
 class MarkFiles:
@@ -79,6 +85,14 @@ class MarkFiles:
             return False
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
+    def waited_us(self, pid: int) -> int:
+        """For how long its main thread, in which it trains, was ready to run and had no CPU (Linux'
+        Documentation/scheduler/sched-stats); 0 where the kernel does not tell."""
+        try:
+            return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) // 1000
+        except (OSError, ValueError, IndexError):
+            return 0
+
 
 class Watch:
     """`on_late(worker, mark, still_us, stopped)` is called in the loop."""
@@ -91,7 +105,7 @@ class Watch:
     def follow(self, worker: WorkerId, pid: int) -> None:
         """Watch a worker; again is no harm."""
         if worker not in self._watched:
-            self._watched[worker] = _Watched(pid)
+            self._watched[worker] = _Watched(pid, waited_us=self._signs.waited_us(pid))
             self._look_in(worker, int(IDLE_S * 1e6))
 
     def drop(self, worker: WorkerId) -> Mark | None:
@@ -117,15 +131,17 @@ class Watch:
     def _look(self, worker: WorkerId) -> None:
         watched, now_us = self._watched[worker], self._signs.now_us()
         mark = self._signs.mark(worker)
+        waited_until_last_us, watched.waited_us = watched.waited_us, self._signs.waited_us(watched.pid)
         if mark is None or not mark.limit_us:
             self._look_in(worker, int(IDLE_S * 1e6))
             return
         here = (mark.generation, mark.iteration)
         if here != watched.late:
-            watched.late, watched.times = here, 0
+            watched.late, watched.times, watched.waited_before_us = here, 0, waited_until_last_us
+        starved_us = watched.waited_us - watched.waited_before_us
         stopped = self._signs.is_stopped(watched.pid)
         watched.stopped_us = (watched.stopped_us or now_us) if stopped else 0
-        due_us = mark.boundary_us + mark.limit_us * 2**watched.times
+        due_us = mark.boundary_us + mark.limit_us * 2**watched.times + starved_us
         if stopped and not watched.times:
             due_us = min(due_us, watched.stopped_us + int(STOPPED_S * 1e6))
         if now_us < due_us:
@@ -134,6 +150,6 @@ class Watch:
             self._look_in(worker, int(IDLE_S * 1e6))
         else:
             watched.times += 1
-            self._on_late(worker, mark, max(0, now_us - mark.changed_us), stopped)
+            self._on_late(worker, mark, max(0, now_us - mark.changed_us - starved_us), stopped)
             if worker in self._watched:
                 self._look_in(worker, int(IDLE_S * 1e6))

@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 _RESTART_DELAY_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0
 _STOP_TIMEOUT_S = 20.0
-#: Several nodes share a machine here: while one starts, a worker of another may get no CPU for a second, and hangs not.
+#: Several nodes share a machine and its disk here: while one starts, another's worker may stand still for a second.
 HANG_FLOOR_S = "3"
 
 

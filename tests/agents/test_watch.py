@@ -141,6 +141,37 @@ async def test_a_stopped_process_does_not_use_its_patience(tmp_path: Path) -> No
     told.watch.close()
 
 
+async def test_who_gets_no_cpu_does_not_hang(tmp_path: Path) -> None:
+    """A third of a second in which it waited for a CPU is none of its iteration's 60 ms, nor of its standing still."""
+    told, mark = Told(tmp_path), marker(tmp_path)
+    began_us, starved_us = marks.now_us(), 333_000
+    told.watch._signs.waited_us = lambda _: min(marks.now_us() - began_us, starved_us)  # type: ignore[method-assign]
+    told.watch.follow(WORKER, os.getpid())
+    mark.begun(7, LIMIT_US)
+    _, still_us, _ = await told.next()
+    told_us = marks.now_us() - began_us
+    assert told_us >= LIMIT_US + starved_us - 10_000
+    assert still_us <= told_us - starved_us + 20_000
+    told.watch.close()
+
+
+def test_the_kernel_tells_who_waits_for_a_cpu(tmp_path: Path) -> None:
+    """Two processes that want one CPU."""
+    mine = os.sched_getaffinity(0)
+    program = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    rival = subprocess.Popen([sys.executable, "-c", program, str(min(mine))])
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        until_s = time.monotonic() + 60
+        while MarkFiles(tmp_path).waited_us(rival.pid) < 50_000:
+            assert time.monotonic() < until_s
+    finally:
+        os.sched_setaffinity(0, mine)
+        rival.kill()
+        rival.wait()
+    assert MarkFiles(tmp_path).waited_us(rival.pid) == 0, "there is no such process any more"
+
+
 async def test_a_look_that_is_late_itself_is_not_believed(tmp_path: Path) -> None:
     told, mark = Told(tmp_path), marker(tmp_path)
     mark.begun(1, 30 * LIMIT_US)

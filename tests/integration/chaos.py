@@ -18,6 +18,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import aiohttp
 import psutil
@@ -26,13 +27,15 @@ import uvloop
 from tests.integration.samples import expected_digest, samples_in_corpus
 from unicrond.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, Story, replay, whole
 from unicrond.dev import DevCluster, small_cluster
-from unicrond.state import ClusterState, WorkerStatus
-
-KINDS = ("worker", "node", "coordinator", "nats-server")
+from unicrond.state import ClusterState, Worker, WorkerStatus
 
 
 class Chaos(Story):
     """A story without a plot: faults drawn from a seed."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("worker", "node", "coordinator", "nats-server")
+    # Nodes are killed again and again on purpose: that is no flapping.
+    SETTINGS: ClassVar[dict[str, Any]] = {"policy": {"flaps_max": 16}}
 
     def __init__(self, cluster: DevCluster, directory: Path, seed: int) -> None:
         super().__init__(cluster, directory, iterations=0)
@@ -71,9 +74,13 @@ class Chaos(Story):
             ),
         )
 
-    async def _kill_worker(self, state: ClusterState) -> str:
+    def a_member(self, state: ClusterState) -> Worker:
+        """A worker that trains, or one that is on its way."""
         workers = [w for task in state.tasks.values() for w in task.workers.values() if w.pid]
-        victim = self.random.choice([w for w in workers if w.status is WorkerStatus.MEMBER] or workers)
+        return self.random.choice([w for w in workers if w.status is WorkerStatus.MEMBER] or workers)
+
+    async def _kill_worker(self, state: ClusterState) -> str:
+        victim = self.a_member(state)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim.pid, signal.SIGKILL)
         return f"{victim.worker} on {victim.node}"
@@ -97,6 +104,10 @@ class Chaos(Story):
         psutil.Process(pid).kill()
         return f"pid {pid}"
 
+    async def check(self) -> None:
+        """What must hold after the last fault. Raises AssertionError."""
+        print(f"{await self.check_samples()} committed iterations used exactly their own samples")
+
     async def check_samples(self) -> int:
         """Every committed range of iterations, against an independent computation; how many iterations."""
         checked = 0
@@ -116,29 +127,35 @@ class Chaos(Story):
         return checked
 
 
-async def run(faults: int, seed: int, directory: Path) -> None:
+async def run(faults: int, seed: int, directory: Path, of: type[Chaos] = Chaos) -> None:
     """The whole of it, in `directory`. Raises NotHealed or AssertionError."""
-    # Nodes are killed again and again on purpose: that is no flapping.
-    async with small_cluster(directory, settings={"policy": {"flaps_max": 16}}) as cluster:
-        chaos = Chaos(cluster, directory, seed)
+    async with small_cluster(directory, settings=of.SETTINGS) as cluster:
+        chaos = of(cluster, directory, seed)
         await chaos.begin()
-        kinds = [KINDS[number % len(KINDS)] for number in range(faults)]
+        kinds = [of.KINDS[number % len(of.KINDS)] for number in range(faults)]
         chaos.random.shuffle(kinds)
         for number, kind in enumerate(kinds, 1):
             print(f"[{number}/{faults}]", end=" ")
             await chaos.one_fault(kind)
-        print(f"{await chaos.check_samples()} committed iterations used exactly their own samples")
+        await chaos.check()
         state, digest = await cluster.state()
         replayed = await replay(cluster, state.seq)
         assert replayed == digest, f"replay of the log gives {replayed}, the daemon has {digest}"
         print(f"digest {digest} at sequence {state.seq}, equal in the replay; all {faults} faults healed")
+    left = [process for node in cluster.node_names for process in cluster.processes_of(node)]
+    assert not left, f"processes outlive the cluster: {left}"
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=20)
+def main(description: str, faults: int, of: type[Chaos]) -> None:
+    """As a command: so many `faults` unless told otherwise."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=faults)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=Path, help="keep all files here, logs above all")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="unicron-chaos-") as name:
-        uvloop.run(run(arguments.faults, arguments.seed, arguments.dir or Path(name)))
+        uvloop.run(run(arguments.faults, arguments.seed, arguments.dir or Path(name), of))
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", 20, Chaos)

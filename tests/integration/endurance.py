@@ -13,32 +13,26 @@ workers, a worker and the coordinator, a worker and the nats-server, a node and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import signal
 import statistics
-import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import psutil
-import uvloop
 
-from tests.integration.chaos import KINDS as SINGLE
-from tests.integration.chaos import Chaos
-from unicrond.demo import TASKS, replay
-from unicrond.dev import DevCluster, small_cluster
+from tests.integration.chaos import Chaos, main
+from unicrond.demo import TASKS
+from unicrond.dev import DevCluster
 from unicrond.inject import inject
-from unicrond.state import ClusterState, TaskStatus, Worker, WorkerStatus
+from unicrond.state import ClusterState, TaskStatus
 
-DOUBLE = ("two-workers", "worker-and-coordinator", "worker-and-nats-server", "node-and-worker")
-KINDS = (*SINGLE, "exception", "standstill", "agent", *DOUBLE)
 PHASES = ("forward", "backward", "reduce", "step")
 REFERENCE = "reference"
 CHECKPOINT_INTERVAL = 50
@@ -55,6 +49,12 @@ class Holdings(msgspec.Struct, frozen=True):
 
 class Endurance(Chaos):
     """Chaos with more kinds of faults, in exact mode, and with an eye on what is left behind."""
+
+    KINDS: ClassVar[tuple[str, ...]] = (
+        *(*Chaos.KINDS, "exception", "standstill", "agent"),
+        *("two-workers", "worker-and-coordinator", "worker-and-nats-server", "node-and-worker"),
+    )
+    SETTINGS: ClassVar[dict[str, Any]] = {"policy": {"flaps_max": 16, "flap_window_s": 60.0}, "injection": True}
 
     def __init__(self, cluster: DevCluster, directory: Path, seed: int) -> None:
         super().__init__(cluster, directory, seed)
@@ -97,18 +97,14 @@ class Endurance(Chaos):
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def _a_member(self, state: ClusterState, but_on: str = "") -> Worker:
-        workers = [w for task in state.tasks.values() for w in task.workers.values() if w.pid and w.node != but_on]
-        return self.random.choice([w for w in workers if w.status is WorkerStatus.MEMBER] or workers)
-
     async def _kill_exception(self, state: ClusterState) -> str:
-        victim, phase = self._a_member(state), self.random.choice(PHASES)
+        victim, phase = self.a_member(state), self.random.choice(PHASES)
         task = next(task for task in state.tasks.values() if victim.worker in task.workers)
         await inject(self.cluster).exception(task=task.name, node=victim.node).during(phase)  # type: ignore[arg-type]
         return f"in {phase} of {victim.worker} on {victim.node}"
 
     async def _kill_standstill(self, state: ClusterState) -> str:
-        victim = self._a_member(state)
+        victim = self.a_member(state)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim.pid, signal.SIGSTOP)
         return f"{victim.worker} on {victim.node}"
@@ -130,10 +126,7 @@ class Endurance(Chaos):
         return f"{await self._kill_nats_server(state)}, and {await self._kill_worker(state)}"
 
     async def _kill_node_and_worker(self, state: ClusterState) -> str:
-        victim = self._a_member(state)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim.pid, signal.SIGKILL)
-        return f"{victim.worker} on {victim.node}, and {await self._kill_node(state)}"
+        return f"{await self._kill_worker(state)}, and {await self._kill_node(state)}"
 
     @staticmethod
     def _seen(kind: str, before: ClusterState, now: ClusterState) -> bool:
@@ -144,6 +137,16 @@ class Endurance(Chaos):
         return Chaos._seen(kind, before, now)
 
     # --- afterwards ------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        healing = defaultdict(list)
+        for kind, seconds in self.healing_s:
+            healing[kind].append(seconds)
+        for kind, times in healing.items():
+            print(f"{kind}: {len(times)}, whole again after {statistics.median(times):.1f} s (median)")
+        await super().check()
+        self.check_holdings()
+        await self.check_parameters(await self.newest_checkpoints())
 
     async def newest_checkpoints(self) -> dict[str, int]:
         """End both tasks, each with a checkpoint written after the last fault; task -> iteration of its newest."""
@@ -220,39 +223,5 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, object]]:
         yield path, tree.contiguous().numpy().tobytes() if hasattr(tree, "numpy") else tree
 
 
-async def run(faults: int, seed: int, directory: Path) -> None:
-    """The whole of it, in `directory`. Raises NotHealed or AssertionError."""
-    # Nodes are killed again and again on purpose: that is no flapping.
-    settings = {"policy": {"flaps_max": 16, "flap_window_s": 60.0}, "injection": True}
-    async with small_cluster(directory, settings=settings) as cluster:
-        endurance = Endurance(cluster, directory, seed)
-        await endurance.begin()
-        kinds = [KINDS[number % len(KINDS)] for number in range(faults)]
-        endurance.random.shuffle(kinds)
-        for number, kind in enumerate(kinds, 1):
-            print(f"[{number}/{faults}]", end=" ")
-            await endurance.one_fault(kind)
-        healing = defaultdict(list)
-        for kind, seconds in endurance.healing_s:
-            healing[kind].append(seconds)
-        for kind, times in Counter(kinds).items():
-            print(f"{kind}: {times}, whole again after {statistics.median(healing[kind]):.1f} s (median)")
-        print(f"{await endurance.check_samples()} committed iterations used exactly their own samples")
-        endurance.check_holdings()
-        await endurance.check_parameters(await endurance.newest_checkpoints())
-        state, digest = await cluster.state()
-        replayed = await replay(cluster, state.seq)
-        assert replayed == digest, f"replay of the log gives {replayed}, the daemon has {digest}"
-        print(f"digest {digest} at sequence {state.seq}, equal in the replay; all {faults} faults healed")
-    left = [process for node in cluster.node_names for process in cluster.processes_of(node)]
-    assert not left, f"processes outlive the cluster: {left}"
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dir", type=Path, help="keep all files here, logs above all")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="unicron-endurance-") as name:
-        uvloop.run(run(arguments.faults, arguments.seed, arguments.dir or Path(name)))
+    main(__doc__ or "", 100, Endurance)
