@@ -13,10 +13,11 @@ Order in one call: escalate incidents, isolate and readmit nodes, fail tasks; ad
 staff; end what nobody wants; close incidents; pass on ordered faults; where none of this is asked for, learn.
 
 The ladder, for one task's incident; each step is a decision with its reason:
-  SEV3  a new generation of the same members; without a step in it, `reattempts_max` times  -> SEV2
+  SEV3  a new generation of the same members; breaks it again before it is calm, `reattempts_max` times -> SEV2
   SEV2  the process ends by itself or is given up, another takes its place; `strikes_max` times -> SEV1
   SEV1  the node is isolated, all tasks get a new plan
   `stuck_max` blows without a new iteration, or two nodes struck: it is the task that fails.
+  A broken connection has two ends, either of which may be at fault: three nodes struck then.
 
 A task's membership changes for four reasons:
   a member is gone            -> urgent, without its replica, at once
@@ -66,6 +67,8 @@ from unicrond.state import (
 from unicrond.waf import linear_flops, waf
 
 _SECOND_US = 1_000_000
+#: Of two ends the wrong one may have been isolated first, and then the other; a third says that it is the task.
+_BROKEN_NODES_MAX = 3
 #: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is told as this much.
 FLOPS_MAX = 2**63 - 1
 
@@ -166,8 +169,8 @@ def _escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
     if incident.severity is not Severity.SEV3:
         severity, reason = incident.severity, f"it has reported {incident.kind} and still runs"
     elif task.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
-        severity = Severity.SEV2
-        reason = f"reattempted in place {_times(task.reattempts)} without a step; it was the first to report"
+        severity, worker = Severity.SEV2, _suspect(task, incident) or worker
+        reason = f"the group broke again, reattempted in place {_times(task.reattempts)}; {_why(task, worker)}"
     else:
         return
     batch.add(
@@ -180,6 +183,24 @@ def _escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
     )
 
 
+def _suspect(task: Task, incident: Incident) -> Worker | None:
+    """Which end of a broken connection is given up: the one whose node was suspected before; else the one whose process
+    is older, for it may have been there when others broke with their peers, and a new one was not."""
+    ends = [task.workers[name] for name in incident.ends if name in task.workers and task.workers[name].alive]
+    return max(ends, key=lambda worker: (task.breaks.get(worker.node, 0), -_number(worker)), default=None)
+
+
+def _why(task: Task, suspect: Worker) -> str:
+    before = task.breaks.get(suspect.node, 0)
+    if before:
+        return f"its node was one end {_times(before)} before"
+    return "it is one end, and the older process"
+
+
+def _number(worker: Worker) -> int:
+    return int(worker.worker.rpartition(".")[2])
+
+
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
@@ -188,16 +209,22 @@ def _struck_nodes(task: Task, policy: Policy) -> list[str]:
     return [node for node, count in task.strikes.items() if count >= policy.strikes_max]
 
 
+def _broken_nodes(task: Task, policy: Policy) -> list[str]:
+    return [node for node, count in task.breaks.items() if count >= policy.strikes_max]
+
+
 def _fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     """The same failure on two nodes is the task's, not the nodes'; and nothing restarts for ever."""
-    struck = _struck_nodes(task, policy)
-    if len(struck) < 2 and task.stuck < policy.stuck_max:
+    struck, broken = _struck_nodes(task, policy), _broken_nodes(task, policy)
+    if len(struck) < 2 and len(broken) < _BROKEN_NODES_MAX and task.stuck < policy.stuck_max:
         return
     own = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
     last = own[-1] if own else None
     why = (
         f"its workers failed to restart on {' and '.join(struck)}"
         if len(struck) >= 2
+        else f"its groups broke again and again on {', '.join(broken)}"
+        if len(broken) >= _BROKEN_NODES_MAX
         else f"struck {task.stuck} times without a new iteration after {task.best_iteration}: its workers ended"
     )
     where = f" ({last.place})" if last and last.place else ""
@@ -205,23 +232,31 @@ def _fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     batch.add(v.TaskFailed(task=task.name, reason=f"{why}{tail}"))
 
 
+def _at_fault(task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
+    """Nodes that the task's failures accuse, and why; none where the task itself is to blame."""
+    struck, broken = _struck_nodes(task, policy), _broken_nodes(task, policy)
+    if len(struck) == 1:
+        times = _times(task.strikes[struck[0]])
+        yield struck[0], f"workers of {task.name} ended here {times} without a step between"
+    if len(broken) < _BROKEN_NODES_MAX:
+        for node in broken:
+            given_up = _times(task.breaks[node])
+            yield node, f"connections of {task.name} broke here again and again: workers given up for it {given_up}"
+
+
 def _isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
-    active = [task for task in active_tasks(state) if task.strikes]
-    struck = [(task, nodes[0]) for task in active if len(nodes := _struck_nodes(task, policy)) == 1]
+    struck = [found for task in active_tasks(state) for found in _at_fault(task, policy)]
     window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
-    accused = {node for _, node in struck} | {incident.node for incident in blamed}
+    accused = {node for node, _ in struck} | {incident.node for incident in blamed}
     flaps_max = policy.flaps_max
     suspects = [node for node in state.nodes.values() if len(node.returns_us) >= flaps_max or node.name in accused]
     for node in suspects:
         if node.isolated or node.status is not NodeStatus.UP:
             continue
-        reasons = [
-            f"workers of {task.name} ended here {_times(task.strikes[node.name])} without a step between"
-            for task, name in struck
-            if name == node.name
-        ] + [incident.message for incident in blamed if incident.node == node.name]
+        reasons = [reason for name, reason in struck if name == node.name]
+        reasons += [incident.message for incident in blamed if incident.node == node.name]
         flaps = [at_us for at_us in node.returns_us if at_us > state.now_us - window_us]
         if len(flaps) >= flaps_max:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
@@ -234,7 +269,7 @@ def _readmit_nodes(batch: Batch) -> None:
     for node in state.nodes.values():
         if not node.isolated:
             continue
-        strikers = [task for task in state.tasks.values() if node.name in task.strikes]
+        strikers = [task for task in state.tasks.values() if node.name in task.strikes or node.name in task.breaks]
         if node.isolation_over:
             batch.add(v.NodeReadmitted(node=node.name, reason="its isolation is over"))
         elif strikers and all(task.status is TaskStatus.FAILED for task in strikers):

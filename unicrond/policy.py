@@ -21,9 +21,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     in the group; never less than four iterations of the task. Where nobody stays, ten times as long: who leaves
     may have to write the whole state to storage first.
     `exit_s`: how long a worker that has reported an error (SEV2, SEV1) may take to end by itself.
-    `reattempts_max`: reattempts in place without a step before the first to report is restarted (SEV2).
+    `reattempts_max`: reattempts in place, none of them calm, before one end of what broke is restarted (SEV2).
     `isolation_s`: how long a node that failed a restart gets no workers; doubles with each isolation.
-    `strikes_max`: blows to a task on one node without a step between them before the node is isolated (SEV1).
+    `strikes_max`: blows to a task on one node without a step between them (or, where connections break: without a
+    calm) before the node is isolated (SEV1).
     `stuck_max`: blows to a task without a new iteration before the task is failed.
     `flaps_max`: returns of a lost node within `flap_window_s` before it is isolated.
     `worker_mtbf_s`: mean time between failures of one worker; D_running(n) = worker_mtbf_s / n. Counts as one

@@ -156,7 +156,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     together are one blow; a worker that was started after it makes the next.
     `stuck`: blows anywhere since the task last committed a new iteration.
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
-    `reattempts`: generations of the same members, one after the other, without a step in the newest.
+    `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
+    `breaks`: per node, workers there that were given up since the group broke again and again, since the task last was
+    calm there with others. `formed_after`: the iteration at which the newest membership was decided.
     `peers`: where copies of its state go, as its nodes were told last.
     `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
@@ -188,6 +190,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     stuck: int = 0
     struck_below: dict[str, int] = {}
     reattempts: int = 0
+    breaks: dict[str, int] = {}
+    formed_after: int = 0
     suspicions: dict[str, HangSuspected] = {}
     timings: tuple[int, ...] = ()
     warm: int = 0
@@ -251,6 +255,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     once a later one has formed. A worker that was no member broke none: the present one less 1.
     `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
     `place`: where in the training it happened, in words.
+    `ends`: the first two who reported that the group broke: as far as one can tell, the ends of what has broken.
     `occurred_us` is by the observer's clock; the other times are by the log's.
     `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
     where the state came from then.
@@ -268,6 +273,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     detected_us: int
     log_tail: str = ""
     place: str = ""
+    ends: tuple[str, ...] = ()
     symptoms: int = 0
     ripe: bool = False
     response: str = ""
@@ -349,6 +355,8 @@ CLOSED_INCIDENTS_MAX = 200
 #: How many timings of a task's iterations it remembers, and how many of a group's first it leaves out.
 TIMINGS_MAX = 15
 WARM_UP = 2
+#: Iterations of one generation after which a broken connection before it is forgotten.
+CALM_ITERATIONS = 10
 #: How many returns of a node it remembers.
 RETURNS_MAX = 16
 

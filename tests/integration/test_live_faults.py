@@ -285,34 +285,44 @@ async def end_all(live: Live) -> ClusterState:
 
 @in_one_loop
 @pytest.mark.matrix
-async def test_what_breaks_again_is_restarted(live: Live) -> None:
-    """A task of two; those of one are reset in each reduction. Who is blamed is whoever reports first, and
-    that may be either end; so the further steps of the ladder are test_escalation.py's."""
+@pytest.mark.parametrize("which", ["older", "younger"])
+async def test_the_whole_ladder(live: Live, which: str) -> None:
+    """A task of two; whoever trains on one of its nodes has its connections reset in each reduction. The same processes
+    try again; a new process does; then the node is isolated, and the task trains on others. Where the younger end is
+    the guilty one, its peer is suspected first."""
     await end_all(live)
-    await submit(live, "pair", max_workers=2)
+    name = f"pair-{which}"
+    await submit(live, name, max_workers=2)
     pair = await live.until(
         "both train",
-        lambda s: len(members(s, "pair")) == 2 and s.tasks["pair"].confirmed and s.tasks["pair"].iteration > 30,
+        lambda s: name in s.tasks and s.tasks[name].confirmed and s.tasks[name].iteration > 30,
     )
-    was = seats(pair, "pair")
-    node = next(iter(was.values()))[0]
-    order(orders(live), node, "reset")
-    await live.until("it is given up", lambda _: live.events("IncidentEscalated", after=pair.seq))
-    (orders(live) / node).unlink()
+    was = seats(pair, name)
+    assert len(was) == 2
+    older, younger = (was[worker][0] for worker in sorted(was))
+    guilty = older if which == "older" else younger
+    order(orders(live), guilty, "reset")
+    isolated = lambda: [event["node"] for event in live.events("NodeIsolated", after=pair.seq)]  # noqa: E731
+    await live.until(f"{guilty} is isolated", lambda _: guilty in isolated())
+    (orders(live) / guilty).unlink()
+    assert isolated() == ([guilty] if which == "older" else [older, guilty])
     after = await live.until(
-        "both train again",
-        lambda s: len(members(s, "pair")) == 2 and s.tasks["pair"].confirmed and not s.incidents,
+        "both train, neither of them there",
+        lambda s: len(members(s, name)) == 2 and s.tasks[name].confirmed and not s.incidents,
     )
-    told = live.events("MembershipDecided", "IncidentEscalated", "WorkerStarted", after=pair.seq)
-    again = told[0]
-    assert again["urgent"] and [member["worker"] for member in again["members"]] == list(was)
-    assert again["reason"] == "the group broke and all members live", "first the same processes try again"
+    told = live.events("MembershipDecided", "IncidentEscalated", "WorkerStarted", "NodeIsolated", after=pair.seq)
+    first = told[0]
+    assert first["urgent"] and [member["worker"] for member in first["members"]] == list(was)
+    assert first["reason"] == "the group broke and all members live", "first the same processes try again"
     escalated = next(event for event in told if event["type"] == "IncidentEscalated")
-    assert escalated["worker"] in was and "reattempted in place once without a step" in escalated["reason"]
+    assert escalated["worker"] == min(was) and "reattempted in place once" in escalated["reason"]
     started = next(event for event in told if event["type"] == "WorkerStarted")
-    assert started["node"] == was[escalated["worker"]][0], "then another takes its place, on the same node"
+    assert started["node"] == older, "then another takes its place, on the same node"
     assert started["pid"] not in {pid for _, pid in was.values()}
-    assert escalated["worker"] not in members(after, "pair")
+    assert guilty not in {node for node, _ in seats(after, name).values()}, "then the task is elsewhere"
+    reason = next(event for event in told if event["type"] == "NodeIsolated")["reason"]
+    assert reason == f"connections of {name} broke here again and again: workers given up for it 2 times"
+    await live.until("all nodes are back", lambda s: not any(node.isolated for node in s.nodes.values()))
 
 
 @in_one_loop

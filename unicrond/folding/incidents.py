@@ -75,11 +75,19 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 incident,
                 severity=min(severity, incident.severity),
                 generations=incident.generations | fact.generations,
+                ends=_ends(incident, fact),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
             ),
         )
     return open_incident(state, fact)
+
+
+def _ends(incident: Incident, fact: Fact) -> tuple[str, ...]:
+    """Of the newest group that broke. Others lose their connections only as these two leave it."""
+    if any(broken > incident.generations.get(task, 0) for task, broken in fact.generations.items()):
+        return (fact.worker,)
+    return tuple(dict.fromkeys((*incident.ends, fact.worker)))[:2]
 
 
 def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
@@ -96,6 +104,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         detected_us=state.now_us,
         log_tail=fact.log_tail,
         place=fact.place,
+        ends=(fact.worker,),
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 

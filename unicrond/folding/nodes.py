@@ -155,8 +155,8 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
         return state
     state = with_node(state, replace(node, isolated=False, isolation_over=False, reason=""))
     for task in state.tasks.values():
-        if event.node in task.strikes:
-            state = with_task(state, strikes.acquit(task, {event.node}))
+        if event.node in task.strikes or event.node in task.breaks:
+            state = with_task(state, strikes.acquit(task, {event.node}, calm=True))
     return state
 
 

@@ -45,7 +45,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envel
     )
     again = event.urgent and task.membership is not None and task.membership.members == event.members
     task = replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0, suspicions={})
-    task = replace(task, timings=(), warm=0)
+    task = replace(task, formed_after=task.iteration, timings=(), warm=0)
     return with_task(state, task)
 
 

@@ -8,6 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_incident, with_task, with_worker, worker_known
+from unicrond.severity import severity_of
 from unicrond.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus, WorkerStatus
 
 
@@ -26,7 +27,8 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         generations=incident.generations | {task.name: broken},
         ripe=True,
     )
-    task = strikes.struck(with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker)
+    broke = severity_of(incident.kind, state.severity) is Severity.SEV3
+    task = strikes.struck(with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker, broke=broke)
     return with_incident(with_task(state, task), incident)
 
 

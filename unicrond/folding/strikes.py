@@ -44,24 +44,26 @@ def give_up(state: ClusterState, name: str, worker: Worker, kind: str, what: str
     return strike(state, task=name, worker=worker, kind=kind, broken=broken, message=message, occurred_us=occurred_us)
 
 
-def struck(task: Task, worker: Worker) -> Task:
-    """The blow counted, unless it is the one that was counted last (see Task.strikes)."""
+def struck(task: Task, worker: Worker, *, broke: bool = False) -> Task:
+    """The blow counted, unless it is the one that was counted last (see Task.strikes). `broke`: the worker was given
+    up since its group broke; that may be any member's fault, and is counted apart (see Task.breaks)."""
     number = int(worker.worker.rpartition(".")[2])
     if number >= task.struck_below.get(worker.node, 0):
-        task = replace(
-            task,
-            strikes=task.strikes | {worker.node: task.strikes.get(worker.node, 0) + 1},
-            struck_below=task.struck_below | {worker.node: task.next_worker},
-        )
+        counts = task.breaks if broke else task.strikes
+        counts = counts | {worker.node: counts.get(worker.node, 0) + 1}
+        task = replace(task, breaks=counts) if broke else replace(task, strikes=counts)
+        task = replace(task, struck_below=task.struck_below | {worker.node: task.next_worker})
     if number >= task.struck_below.get("", 0):
         task = replace(task, stuck=task.stuck + 1, struck_below=task.struck_below | {"": task.next_worker})
     return task
 
 
-def acquit(task: Task, nodes: set[str]) -> Task:
-    """The nodes have proven themselves: nothing is counted against them any more."""
+def acquit(task: Task, nodes: set[str], *, calm: bool = False) -> Task:
+    """The nodes have proven themselves: nothing is counted against them any more. `calm`: their connections have,
+    too."""
     return replace(
         task,
         strikes={name: count for name, count in task.strikes.items() if name not in nodes},
+        breaks={name: count for name, count in task.breaks.items() if not calm or name not in nodes},
         struck_below={name: number for name, number in task.struck_below.items() if name not in nodes},
     )

@@ -8,7 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import strikes
 from unicrond.folding.changes import with_task
-from unicrond.state import TIMINGS_MAX, WARM_UP, ClusterState
+from unicrond.state import CALM_ITERATIONS, TIMINGS_MAX, WARM_UP, ClusterState
 
 
 def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> ClusterState:
@@ -20,8 +20,10 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     membership, warm, timings = task.membership, task.warm, task.timings
     newest = event.generation == task.generation
     iteration_us = event.duration_us // max(1, event.last - event.first + 1)
-    if newest and membership is not None and task.strikes:
-        task = strikes.acquit(task, {member.node for member in membership.members})
+    calm = newest and event.last - task.formed_after >= CALM_ITERATIONS
+    if newest and membership is not None and (task.strikes or (calm and task.breaks)):
+        several = len(membership.members) > 1  # one alone proves nothing about connections
+        task = strikes.acquit(task, {member.node for member in membership.members}, calm=calm and several)
     if newest and iteration_us:
         # Keep the time of what was just committed, if the group has warmed up.
         if warm < WARM_UP:
@@ -43,7 +45,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
         first_commit_us=task.first_commit_us or state.now_us,
         last_commit_us=state.now_us,
         iteration_us=iteration_us,
-        reattempts=0 if newest and membership is not None else task.reattempts,
+        reattempts=0 if calm else task.reattempts,
         stuck=0 if progressed else task.stuck,
         struck_below=below,
         suspicions=suspicions,
