@@ -47,8 +47,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 #: Kind -> (how often, relative; the longest it lasts; what `how` may be; how many nodes are hit at once, at most).
 _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged"), 0),
-    "second_coordinator": (3, 0.0, (), 0),
-    "cut_coordinator": (3, 8.0, (), 0),
+    "second_coordinator": (6, 0.0, (), 0),
+    "cut_coordinator": (5, 8.0, (), 0),
     "crash_log": (6, 5.0, (), 0),
     "slow_disk": (4, 8.0, ("0.3", "2.0"), 0),
     "forgetful_log": (2, 15.0, (), 0),
@@ -71,6 +71,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     ),
     "cordon": (3, 15.0, ("", "drain"), 2),
     "reset_group": (4, 0.0, (), 1),
+    "sick_links": (3, 12.0, (), 1),
     "break_worker_line": (2, 0.0, (), 1),
     "break_fork_line": (2, 0.0, (), 1),
     "cut_log": (6, 15.0, (), 3),
@@ -301,6 +302,17 @@ def _reset_group(world: World, fault: Fault) -> None:
     for process in _victims(world, fault):
         if process.replica is not None:
             process.replica.reset()
+
+
+def _sick_links(world: World, fault: Fault) -> None:
+    """Whoever trains on the node loses its connections again and again."""
+
+    def again() -> None:
+        _reset_group(world, fault)
+        if world.loop.time() < min(fault.at_s + fault.for_s, FAULTY_UNTIL_S - 1.0):
+            world.loop.call_later(0.1 + 0.2 * fault.pick, again)
+
+    again()
 
 
 def _break_worker_line(world: World, fault: Fault) -> None:
