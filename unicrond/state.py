@@ -157,8 +157,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     `stuck`: blows anywhere since the task last committed a new iteration.
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
-    `breaks`: per node, workers there that were given up since the group broke again and again, since the task last was
-    calm there with others. `formed_after`: the iteration at which the newest membership was decided.
+    `ends`: per node, how often a worker there was one end of what broke again, since the task last was calm there with
+    others; `breaks`: how often it was given up for that. `formed_after`: the iteration at which the newest membership
+    was decided.
     `peers`: where copies of its state go, as its nodes were told last.
     `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
@@ -190,6 +191,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     stuck: int = 0
     struck_below: dict[str, int] = {}
     reattempts: int = 0
+    ends: dict[str, int] = {}
     breaks: dict[str, int] = {}
     formed_after: int = 0
     suspicions: dict[str, HangSuspected] = {}

@@ -26,7 +26,9 @@ from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.run import Outcome
 from replay.simulation.seeds import cores, outcomes
-from unicrond import coordinator, decide, fold, reconcile, state
+from unicrond import coordinator, fold, reconcile, state
+from unicrond.deciding import copies, memberships, staff
+from unicrond.deciding.batch import Batch
 from unicrond.folding import changes, incidents
 from unicrond.state import NodeStatus
 
@@ -153,7 +155,7 @@ def _reuse_a_generation() -> None:
 
         return reusing
 
-    _patch(decide, "_set_membership", make)
+    _patch(memberships, "set_membership", make)
 
 
 def _double_start() -> None:
@@ -165,7 +167,7 @@ def _double_start() -> None:
 
         return twice
 
-    _patch(decide, "_staff", make)
+    _patch(staff, "staff", make)
 
 
 def _plan_with_isolated_nodes() -> None:
@@ -194,7 +196,7 @@ def _start_on_cordoned_nodes() -> None:
     in_service = property(lambda self: self.status is NodeStatus.UP and not self.isolated)
     _patch(state.Node, "schedulable", lambda _: in_service)
     _patch(reconcile, "_schedulable", lambda schedulable: lambda nodes: (schedulable(nodes)[0], []))
-    _patch(decide, "_has_room", make)
+    _patch(Batch, "has_room", make)
 
 
 def _judge_nobody() -> None:
@@ -206,11 +208,11 @@ def _order_again() -> None:
 
 
 def _keep_for_ever() -> None:
-    _patch(decide, "_drop_state", lambda _: lambda batch, task: None)
+    _patch(copies, "drop_state", lambda _: lambda batch, task: None)
 
 
 def _tell_no_peers() -> None:
-    _patch(decide, "_tell_peers", lambda _: lambda batch, task, serving: None)
+    _patch(copies, "tell_peers", lambda _: lambda batch, task, serving: None)
 
 
 def _hurry_a_handover() -> None:
@@ -222,7 +224,7 @@ def _hurry_a_handover() -> None:
 
         return at_once
 
-    _patch(decide, "_reshape", make)
+    _patch(memberships, "reshape", make)
 
 
 def _no_deadlines() -> None:

@@ -155,7 +155,7 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
         return state
     state = with_node(state, replace(node, isolated=False, isolation_over=False, reason=""))
     for task in state.tasks.values():
-        if event.node in task.strikes or event.node in task.breaks:
+        if event.node in task.strikes or event.node in task.ends:
             state = with_task(state, strikes.acquit(task, {event.node}, calm=True))
     return state
 

@@ -28,6 +28,9 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         ripe=True,
     )
     broke = severity_of(incident.kind, state.severity) is Severity.SEV3
+    if broke:
+        nodes = {task.workers[name].node for name in incident.ends if name in task.workers} | {worker.node}
+        task = replace(task, ends=task.ends | {node: task.ends.get(node, 0) + 1 for node in sorted(nodes)})
     task = strikes.struck(with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker, broke=broke)
     return with_incident(with_task(state, task), incident)
 

@@ -64,6 +64,7 @@ def acquit(task: Task, nodes: set[str], *, calm: bool = False) -> Task:
     return replace(
         task,
         strikes={name: count for name, count in task.strikes.items() if name not in nodes},
+        ends={name: count for name, count in task.ends.items() if not calm or name not in nodes},
         breaks={name: count for name, count in task.breaks.items() if not calm or name not in nodes},
         struck_below={name: number for name, number in task.struck_below.items() if name not in nodes},
     )

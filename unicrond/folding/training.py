@@ -21,7 +21,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     newest = event.generation == task.generation
     iteration_us = event.duration_us // max(1, event.last - event.first + 1)
     calm = newest and event.last - task.formed_after >= CALM_ITERATIONS
-    if newest and membership is not None and (task.strikes or (calm and task.breaks)):
+    if newest and membership is not None and (task.strikes or (calm and task.ends)):
         several = len(membership.members) > 1  # one alone proves nothing about connections
         task = strikes.acquit(task, {member.node for member in membership.members}, calm=calm and several)
     if newest and iteration_us:

@@ -1,0 +1,50 @@
+"""A batch: the decisions of one call, which commit together."""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from unicrond import reconcile
+from unicrond.state import ClusterState, NodeStatus, Task, Worker, WorkerStatus
+
+
+class Batch:
+    """The decisions of one call, with command ids that are unique by construction."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self.state = state
+        self.events: list[v.AnyEvent] = []
+        self._numbers: dict[str, int] = {}
+        self.worker_mtbf_us = 0
+        self.occupied = reconcile.occupied(state)
+
+    def add(self, event: v.AnyEvent) -> None:
+        """Takes a decision into the batch."""
+        self.events.append(event)
+
+    def command_id(self, node: str) -> str:
+        """The next command id of the node: "term.epoch.node.number"."""
+        number = self._numbers.get(node, self.state.nodes[node].commands) + 1
+        self._numbers[node] = number
+        return f"{self.state.term}.{self.state.plan.epoch}.{node}.{number}"
+
+    def has_room(self, nodes: tuple[str, ...]) -> bool:
+        """Whether each of the nodes has a free slot for each time that it is named, and is not cordoned."""
+        known = self.state.nodes
+        return all(self.occupied[n] + nodes.count(n) <= known[n].slots and not known[n].cordoned for n in nodes)
+
+    def stop(self, task: Task, worker: Worker, reason: str, *, kill: bool = False) -> None:
+        """Orders the worker's end, where its node can hear it. `kill`: it may not be able to end itself."""
+        node = self.state.nodes.get(worker.node)
+        if node is None or node.status is not NodeStatus.UP or worker.status is WorkerStatus.STOPPING:
+            return
+        self.add(
+            v.StopWorker(
+                command_id=self.command_id(worker.node),
+                node=worker.node,
+                epoch=self.state.plan.epoch,
+                task=task.name,
+                worker=worker.worker,
+                reason=reason,
+                kill=kill,
+            )
+        )

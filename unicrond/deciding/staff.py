@@ -1,0 +1,54 @@
+"""Workers: started where they are missing, ended where nobody wants them."""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from unicrond import reconcile
+from unicrond.deciding.batch import Batch
+from unicrond.state import Task, TaskStatus, WorkerStatus
+
+
+def staff(batch: Batch, task: Task) -> None:
+    """Starts what is missing where a slot is free; ends what is surplus and in no group."""
+    state = batch.state
+    wanted = reconcile.staffing(state, task)
+    worker_number, replica_number = task.next_worker, task.next_replica
+    for nodes in wanted.missing:
+        if not batch.has_room(nodes):
+            continue  # the slot is still another worker's; its end will bring us back
+        for shard, node in enumerate(nodes):
+            batch.occupied[node] += 1
+            batch.add(
+                v.StartWorker(
+                    command_id=batch.command_id(node),
+                    node=node,
+                    epoch=state.plan.epoch,
+                    spec=task.spec,
+                    worker=f"{task.name}.{worker_number}",
+                    replica=replica_number,
+                    shard=shard,
+                    store=state.nodes[nodes[0]].store,
+                )
+            )
+            worker_number += 1
+        replica_number += 1
+    for workers in wanted.surplus.values():
+        for worker in workers:
+            in_group = worker.status is WorkerStatus.MEMBER
+            has_left = task.confirmed and task.membership is not None and task.membership.members
+            if not task.is_member(worker.worker) and (not in_group or has_left):
+                batch.stop(task, worker, f"plan {state.plan.epoch} needs it no more")
+
+
+def end_unwanted(batch: Batch, task: Task) -> None:
+    """Strays, workers given up, parked ones, the rest of broken replicas, and all of an ended task."""
+    broken = reconcile.staffing(batch.state, task).broken
+    for worker in task.workers.values():
+        if task.status is not TaskStatus.ACTIVE:
+            batch.stop(task, worker, f"task {task.status.value}")
+        elif worker.status is WorkerStatus.LOST:
+            batch.stop(task, worker, "it was given up", kill=True)
+        elif worker.status is WorkerStatus.PARKED:
+            batch.stop(task, worker, "it has left its group")
+        elif worker.replica in broken:
+            batch.stop(task, worker, "another rank of its replica is gone")
