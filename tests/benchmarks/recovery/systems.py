@@ -3,8 +3,9 @@
 * unicrond: everything real (nats-server, coordinator, an agent and a fork server for each rank: a node of one slot).
 * torchrun: one agent for all ranks, c10d rendezvous, its default look at the ranks every 0.1 s.
 * torchft: a lighthouse; a process for each rank, started again as soon as it has ended. A heartbeat is missed after 500
-  ms. The lighthouse waits JOIN_TIMEOUT_MS for ranks that beat and have not come: below an iteration's jitter it would
-  drop slow ranks, above it it waits for the dead until their beats are missed.
+  ms. The lighthouse waits JOIN_TIMEOUT_MS for ranks that beat and have not come: below an iteration's jitter it drops
+  slow ranks (at six ranks, 100 ms never let all train together), above it it waits for the dead until their beats are
+  missed. Survivors that are no neighbours of the dead wait for the process group's own time-out (torchft_gpt.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 _PR_SET_PDEATHSIG = 1
 HEARTBEAT_S = 0.5
-JOIN_TIMEOUT_MS = 100
+JOIN_TIMEOUT_MS = {2: 100, 3: 100, 4: 100, 6: 300}
 QUORUM_TICK_MS = 10
 HEARTBEAT_TIMEOUT_MS = 500
 #: Repeated blows to one node are the benchmark's own, and no reason to isolate it.
@@ -70,7 +71,7 @@ async def torchft(cell: Cell, data: Path, directory: Path, peers: Path) -> Async
     lighthouse = _process(
         directory / "lighthouse.log",
         *(str(peers / "torchft_lighthouse"), "--bind", f"127.0.0.1:{port}", "--min_replicas", "1"),
-        *("--join_timeout_ms", str(JOIN_TIMEOUT_MS), "--quorum_tick_ms", str(QUORUM_TICK_MS)),
+        *("--join_timeout_ms", str(JOIN_TIMEOUT_MS[cell.ranks]), "--quorum_tick_ms", str(QUORUM_TICK_MS)),
         *("--heartbeat_timeout_ms", str(HEARTBEAT_TIMEOUT_MS)),
     )
     environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
