@@ -8,6 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import members, two_tasks
+from unicrond.decide import decide
 from unicrond.fold import fold
 from unicrond.policy import Policy
 from unicrond.severity import SEVERITY, severity_of
@@ -92,8 +93,11 @@ def test_whoever_breaks_connections_is_found(seed: int, workers: int, guilty: in
             break
         cluster.train("big", steps)
         ends = [own[0], cluster.random.choice(peers)]
-        cluster.random.shuffle(ends)
-        break_group(cluster, "big", *ends)
+        if workers == 2:  # the guilty end may not notice
+            cluster.report(ends[1], "connection_broken")
+        else:
+            cluster.random.shuffle(ends)
+            break_group(cluster, "big", *ends)
         blows += 1
         cluster.run_but_isolation()
     assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
@@ -168,6 +172,27 @@ def test_a_first_group_that_does_not_form_is_tried_again(seed: int) -> None:
     cluster.run()
     cluster.assert_whole()
     assert [(i.kind, i.response) for i in cluster.state.closed] == [("store_error", "reattempt in place")]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(seed: int) -> None:
+    """The coordinator has decided to close the first, and not read yet that the new group broke: the same worker says
+    so, and nobody would say it again."""
+    cluster = two_tasks(seed)
+    first = members(cluster, "big")[0]
+    cluster.report(first, "connection_broken")
+    cluster.pass_deadlines("symptom")
+    cluster.decide()
+    cluster.obey_all()
+    cluster.group_up("big")
+    decided = decide(cluster.state, {}, cluster.policy)
+    assert [type(event) for event in decided] == [v.TransitionCompleted]
+    cluster.report(first, "connection_broken")
+    cluster.append(decided[0], "coordinator", cluster.state.term)
+    assert len(cluster.state.incidents) == len(cluster.state.closed) == 1
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.tasks["big"].generation > 2
 
 
 def test_a_calm_between_two_breaks_makes_the_second_a_first() -> None:

@@ -2,7 +2,8 @@
 
 Rules
 -----
-* One incident per (task, generation): the first root cause names it.
+* One incident per (task, generation): the first root cause names it. What breaks the group in which its tasks have gone
+  on is another: the first may be about to be closed.
 * A broken connection is a symptom, and gives its place to the cause that explains it. So does any other cause to a
   worse one on another node: the response to it is about that node.
 * A lost node is one incident for all its tasks and takes over what it explains.
@@ -22,7 +23,7 @@ from unicrond.state import ClusterState, Incident, Severity, Task, TaskStatus
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """Something that went wrong. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was.
+    clock. `place`: where in its work the worker was. `ends`: of a connection that broke, as far as they are known.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Fact:
     occurred_us: int
     log_tail: str = ""
     place: str = ""
+    ends: tuple[str, ...] = ()
 
 
 def is_symptom(incident: Incident) -> bool:
@@ -55,6 +57,8 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     # The generation says more than the worker, who may have reported an older group's end as well.
     for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
         if not shares_generation(incident) and not (fact.worker and incident.worker == fact.worker):
+            continue
+        if incident.resumed_us and _is_newer(fact, incident):
             continue
         if severity < incident.severity and (is_symptom(incident) or fact.node != incident.node):
             # The root cause of what so far was only a broken connection; or what is worse, and acts on another node.
@@ -85,9 +89,15 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
 
 def _ends(incident: Incident, fact: Fact) -> tuple[str, ...]:
     """Of the newest group that broke. Others lose their connections only as these two leave it."""
-    if any(broken > incident.generations.get(task, 0) for task, broken in fact.generations.items()):
-        return (fact.worker,)
-    return tuple(dict.fromkeys((*incident.ends, fact.worker)))[:2]
+    ends = fact.ends or (fact.worker,)
+    if _is_newer(fact, incident):
+        return ends
+    return tuple(dict.fromkeys((*incident.ends, *ends)))[:2]
+
+
+def _is_newer(fact: Fact, incident: Incident) -> bool:
+    """It breaks a generation that the incident has not."""
+    return any(broken > incident.generations.get(task, 0) for task, broken in fact.generations.items())
 
 
 def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
@@ -104,7 +114,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         detected_us=state.now_us,
         log_tail=fact.log_tail,
         place=fact.place,
-        ends=(fact.worker,),
+        ends=fact.ends or (fact.worker,),
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 
