@@ -247,6 +247,16 @@ class Connection:
         """The servers' addresses, for messages to people."""
         return ", ".join(self._urls)
 
+    @property
+    def servers(self) -> list[str]:
+        """The servers' addresses, one by one."""
+        return list(self._urls)
+
+    @property
+    def login(self) -> Login:
+        """How it logs in."""
+        return self._login
+
     async def session(self) -> Session:
         """A live session; waits for one, as long as it takes. LogUnavailable after `close`."""
         while not self._closed:

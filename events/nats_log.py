@@ -28,7 +28,7 @@ from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
 from events.nats_connection import Connection, Patience, Unanswered
-from events.nats_reader import read_batches, read_stream
+from events.nats_reader import Stored, read_batches, read_stream
 from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, ApiError, answer, api
 from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, TERM_SUBJECT, entry, headers, subject
 from events.vocabulary import CoordinatorStarted, Heartbeat
@@ -84,28 +84,33 @@ class NatsEventLog:
         self, after_seq: int = 0, *, until_seq: int | None = None
     ) -> AsyncGenerator[list[Entry], None]:
         """`read`, in pieces as they come."""
+        async with aclosing(self.read_stored(after_seq, until_seq=until_seq)) as batches:
+            async for batch in batches:
+                yield decoded(batch)
+
+    async def read_stored(
+        self, after_seq: int = 0, *, until_seq: int | None = None
+    ) -> AsyncGenerator[list[Stored], None]:
+        """`read_batches`, not yet decoded. LogDamaged where one is missing."""
         if until_seq is not None and after_seq >= until_seq:
             return
         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
         seq = after_seq
         async with aclosing(read_batches(self._connection, EVENT_STREAM, start=start)) as batches:
-            async for messages in batches:
-                batch: list[Entry] = []
-                for stored in messages:
+            async for batch in batches:
+                for number, stored in enumerate(batch):
                     seq += 1
                     if stored.seq != seq:
                         # The reader has checked the deliveries: they are not in the stream.
-                        if batch:
-                            yield batch
+                        if number:
+                            yield batch[:number]
                         first = int((await self._info())["state"]["first_seq"])
                         why = " (they were trimmed and stand in the archive)" if stored.seq == first else ""
                         raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing{why}")
-                    batch.append(entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body))
                     if seq == until_seq:
-                        break
+                        yield batch[: number + 1]
+                        return
                 yield batch
-                if seq == until_seq:
-                    return
 
     async def last_seq(self) -> int:
         return int((await self._info())["state"]["last_seq"])
@@ -263,6 +268,11 @@ class NatsBeatLog:
         async with aclosing(reading) as messages:
             async for stored in messages:
                 yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+
+
+def decoded(batch: Sequence[Stored]) -> list[Entry]:
+    """What stored messages mean."""
+    return [entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body) for stored in batch]
 
 
 def _expect(term_seq: int) -> dict[str, str]:

@@ -17,12 +17,13 @@ from events.archived_log import ArchivedLog
 from events.envelope import Entry, Recorded
 from events.log import EventLog, LogError, LogUnavailable
 from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsEventLog
-from events.nats_reader import read_stream
+from events.nats_log import NatsEventLog, decoded
+from events.nats_reader import Stored, read_stream
 from events.nats_server import EmbeddedServer
 from events.nats_streams import ApiError, api
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
 from replay.point import EPOCH
+from replay.reading_process import reading_apart
 from replay.source import CHUNK_ENTRIES, Chunk
 from unicrond.nats_snapshots import NatsSnapshotStore
 from unicrond.snapshots import Snapshots
@@ -30,18 +31,34 @@ from unicrond.state import ClusterState
 
 CONNECT_TIMEOUT_S = 5.0
 STALL_S = 20.0
+#: With so many entries still to read, a process of its own reads them while we decode and fold.
+APART_FROM = 100_000
+#: So many of them are read here meanwhile: about what is folded until that process has started.
+HEAD = 25_000
 STREAM_NOT_FOUND = 10059
 
 
 class NatsSource:
-    """The event stream of a NATS server, up to the entry that was the last when it was opened."""
+    """The event stream of a NATS server, up to the entry that was the last when it was opened.
 
-    def __init__(self, connection: Connection, last_seq: int, last_us: int, archive: Path | None = None) -> None:
+    `apart_from`: with so many entries still to read (and no archive), a process of their own reads them.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        last_seq: int,
+        last_us: int,
+        archive: Path | None = None,
+        *,
+        apart_from: int = APART_FROM,
+    ) -> None:
         self._connection = connection
-        stream = NatsEventLog(connection)
-        self._log: EventLog = stream if archive is None else ArchivedLog(stream, archive)
+        self._stream = NatsEventLog(connection)
+        self._log: EventLog = self._stream if archive is None else ArchivedLog(self._stream, archive)
         self._last_seq = last_seq
         self._last_us = last_us
+        self._apart_from = apart_from
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
         seq = after_seq
@@ -59,10 +76,10 @@ class NatsSource:
                 yield Chunk(batch, seq / self._last_seq)
 
     async def _batches(self, after_seq: int) -> AsyncGenerator[list[Entry], None]:
-        if isinstance(self._log, NatsEventLog):
-            async with aclosing(self._log.read_batches(after_seq, until_seq=self._last_seq)) as batches:
+        if self._log is self._stream:
+            async with aclosing(self._stored(after_seq)) as batches:
                 async for batch in batches:
-                    yield batch
+                    yield decoded(batch)
             return
         waiting: list[Entry] = []
         async with aclosing(self._log.read(after_seq, until_seq=self._last_seq)) as entries:
@@ -71,6 +88,19 @@ class NatsSource:
                 if len(waiting) == CHUNK_ENTRIES or each.seq == self._last_seq:
                     yield waiting
                     waiting = []
+
+    def _stored(self, after_seq: int) -> AsyncGenerator[list[Stored], None]:
+        if self._last_seq - after_seq >= self._apart_from:
+            return self._stored_apart(after_seq)
+        return self._stream.read_stored(after_seq, until_seq=self._last_seq)
+
+    async def _stored_apart(self, after_seq: int) -> AsyncGenerator[list[Stored], None]:
+        head = after_seq + min(HEAD, (self._last_seq - after_seq) // 4)
+        async with reading_apart(self._connection, head, self._last_seq) as rest:
+            for part in (self._stream.read_stored(after_seq, until_seq=head), rest):
+                async with aclosing(part) as batches:
+                    async for batch in batches:
+                        yield batch
 
     async def end_us(self) -> int:
         return self._last_us
@@ -110,9 +140,12 @@ class NatsSource:
 
 @asynccontextmanager
 async def open_nats(
-    urls: Sequence[str], login: Login | None = None, *, archive: Path | None = None
+    urls: Sequence[str], login: Login | None = None, *, archive: Path | None = None, apart_from: int = APART_FROM
 ) -> AsyncIterator[NatsSource]:
-    """The log of a NATS server or cluster. LogError in one line if there is none. `archive`: its older part."""
+    """The log of a NATS server or cluster. LogError in one line if there is none. `archive`: its older part.
+
+    `apart_from`: as for NatsSource.
+    """
     connection = await connect(urls, name="unicron-replay", login=login, timeout_s=CONNECT_TIMEOUT_S)
     try:
         try:
@@ -131,7 +164,7 @@ async def open_nats(
             ) from None
         last_seq = int(info["state"]["last_seq"])
         last_us = (datetime.fromisoformat(info["state"]["last_ts"]) - EPOCH) // timedelta(microseconds=1)
-        yield NatsSource(connection, last_seq, last_us if last_seq else 0, archive)
+        yield NatsSource(connection, last_seq, last_us if last_seq else 0, archive, apart_from=apart_from)
     finally:
         await connection.close()
 

@@ -1,0 +1,167 @@
+"""Reading a stream in a process of its own, while the one that asked for it decodes and folds.
+
+Rules
+-----
+* The child reads as everybody does: order checked, interruptions resumed, nothing written to the cluster. It waits
+  for a server for ever; patience is its asker's.
+* One socket joins the two, the child's stdin. First the asker says the job, so that no command line and no
+  environment tells the login; then the child says what it reads, or why it cannot. Frames: length, msgpack.
+* Neither outlives the other unnoticed: the asker kills its child when it is done or leaves early; the child ends when
+  the socket does, however its asker went; and for the asker an end before the last entry is an error.
+* A slow asker holds the child back, and the child the server: what is on the way is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from events.log import LogDamaged, LogError, LogUnavailable
+from events.nats_connection import Connection, Login, connect
+from events.nats_log import NatsEventLog
+from events.nats_reader import Stored
+
+#: How much may wait on either side of the socket: some milliseconds of work, so that neither waits for the other.
+BUFFER_BYTES = 512 * 1024
+_LENGTH_BYTES = 4
+_ERRORS: tuple[type[LogError], ...] = (LogUnavailable, LogDamaged, LogError)
+
+
+class Job(msgspec.Struct):
+    """What the child is to read, entries `after_seq` + 1 to `until_seq`, and how to get there."""
+
+    servers: list[str]
+    login: Login
+    after_seq: int
+    until_seq: int
+
+
+class Failure(msgspec.Struct):
+    """The child cannot go on. `kind`: which LogError it is, by name."""
+
+    kind: str
+    reason: str
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)  # a path
+_jobs = msgspec.msgpack.Decoder(Job, dec_hook=lambda _, text: Path(text))
+_said = msgspec.msgpack.Decoder(list[Stored] | Failure)
+
+
+# --- who asks ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def reading_apart(
+    connection: Connection, after_seq: int, until_seq: int
+) -> AsyncIterator[AsyncGenerator[list[Stored], None]]:
+    """`NatsEventLog.read_stored`, begun now by a process of its own, over a connection of its own to the same servers.
+
+    What it gives raises what that raises, and LogUnavailable if the process ends too early.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", __name__),
+                stdin=theirs.fileno(),
+                stdout=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same code as ours, wherever we are
+                start_new_session=True,  # a terminal's Ctrl-C is for us; we end it
+            )
+        except BaseException:
+            writer.close()
+            raise
+    try:
+        writer.write(frame(Job(connection.servers, connection.login, after_seq, until_seq)))
+        yield _batches(reader, after_seq, until_seq)
+    finally:
+        writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()  # the server forgets its consumer
+        await process.wait()
+
+
+async def _batches(reader: asyncio.StreamReader, seq: int, until_seq: int) -> AsyncGenerator[list[Stored], None]:
+    while seq < until_seq:
+        try:
+            said = _said.decode(await _received(reader))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise LogUnavailable(
+                f"the process that reads the log was ended, after entry {seq} of {until_seq}; try again"
+            ) from None
+        if isinstance(said, Failure):
+            raise next(kind for kind in _ERRORS if kind.__name__ == said.kind)(said.reason)
+        seq = said[-1].seq
+        yield said
+
+
+# --- the child -----------------------------------------------------------------------------------
+
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Take a job, do it, or leave it when the asker goes."""
+    try:
+        job = _jobs.decode(await _received(reader))
+    except asyncio.IncompleteReadError:
+        return
+    reading = asyncio.create_task(_read(job, writer))
+    # The asker says no more: this ends when it goes.
+    listening = asyncio.create_task(reader.read())
+    listening.add_done_callback(lambda _: reading.cancel())
+    with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+        await reading
+        writer.close()
+        await writer.wait_closed()  # all has been taken
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
+
+
+async def _read(job: Job, writer: asyncio.StreamWriter) -> None:
+    connection = await connect(job.servers, name="unicron-replay", login=job.login)
+    try:
+        log = NatsEventLog(connection)
+        async with aclosing(log.read_stored(job.after_seq, until_seq=job.until_seq)) as batches:
+            async for batch in batches:
+                writer.write(frame(batch))
+                await writer.drain()
+    except LogError as error:
+        kind = next(kind for kind in _ERRORS if isinstance(error, kind))
+        writer.write(frame(Failure(kind.__name__, str(error))))
+    finally:
+        await connection.close()
+
+
+def frame(message: Job | list[Stored] | Failure) -> bytes:
+    """A message as it goes over the socket."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+async def _received(reader: asyncio.StreamReader) -> bytes:
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    return await reader.readexactly(length)
+
+
+async def _main() -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=sys.stdin.fileno()))
+    writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+    await serve(reader, writer)
+
+
+if __name__ == "__main__":
+    logging.getLogger("events").setLevel(logging.CRITICAL)  # what it retries is no news; what fails is told
+    gc.disable()  # as unicron-replay does
+    asyncio.run(_main())
