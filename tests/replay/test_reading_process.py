@@ -137,15 +137,20 @@ async def test_a_killed_one_is_an_error_that_says_so(nats_server: EmbeddedServer
 
 
 @pytest.mark.parametrize("apart_from", [HERE, APART], ids=["here", "apart"])
+@pytest.mark.parametrize("kill_at", [1, 100])
 async def test_a_server_that_dies_meanwhile_is_the_same_error(
-    nats_server: EmbeddedServer, nats_connection: Connection, monkeypatch: pytest.MonkeyPatch, apart_from: int
+    nats_server: EmbeddedServer,
+    nats_connection: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    apart_from: int,
+    kill_at: int,
 ) -> None:
     await NatsEventLog(nats_connection).append(facts(1, 100))
     source = NatsSource(nats_connection, 110, 0, apart_from=apart_from)
-    with pytest.raises(LogUnavailable, match=rf"^{nats_server.url}: nothing after entry 100 of 110 in 0\.5 s; is the"):
+    with pytest.raises(LogUnavailable, match=rf"^{nats_server.url}: nothing after entry \d+ of 110 in 0\.5 s; is the"):
         async with aclosing(source.chunks()) as chunks:
             async for chunk in chunks:
-                if chunk.entries[-1].seq == 100:
+                if chunk.entries[-1].seq >= kill_at:
                     monkeypatch.setattr("replay.nats_source.STALL_S", 0.5)
                     await nats_server.kill()
     assert not readers()
@@ -244,6 +249,7 @@ async def test_it_goes_when_its_asker_goes(
     pid = int(await asker.stdout.readline())
     reader_fd = os.pidfd_open(pid)
     try:
+        assert os.getpgid(pid) != asker.pid, "a terminal would tell it as well, and it would say so"
         os.killpg(asker.pid, how)  # as a terminal does
         told, errors = await asker.communicate()
         ended, _, _ = select.select([reader_fd], [], [], 60)
@@ -252,6 +258,9 @@ async def test_it_goes_when_its_asker_goes(
         assert told == (b"interrupted\n" if how == signal.SIGINT else b"")
     finally:
         os.close(reader_fd)
+        if asker.returncode is None:
+            asker.kill()
+            await asker.communicate()
 
 
 # --- back-pressure -------------------------------------------------------------------------------
