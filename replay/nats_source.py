@@ -1,8 +1,9 @@
 """The event stream of a NATS server as a source.
 
-Nothing is created or changed there: only an ephemeral consumer in the server's memory, which the server drops
+Nothing is created or changed there: only ephemeral consumers in the server's memory, which the server drops
 when we leave; no stream, no durable consumer, no message. A server that says nothing any more is an error here,
-not something to wait for: a person is waiting.
+not something to wait for: a person is waiting. A long log is read by a process of its own (`reading_process.py`),
+at the same time as it is decoded and folded here.
 """
 
 from __future__ import annotations
