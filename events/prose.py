@@ -106,9 +106,10 @@ def _observed(event: AnyObservation) -> str:
             expected = ", as expected" if event.expected else ""
             return f"worker {event.worker} on {event.node} ended by {how}{expected}"
         case ErrorReported():
+            lost = f", its connection to {event.peer}" if event.peer else ""
             return (
                 f"worker {event.worker} on {event.node} reports {event.kind} in {event.phase}"
-                f" of iteration {event.iteration}: {event.message}"
+                f" of iteration {event.iteration}{lost}: {event.message}"
             )
         case StepCommitted():
             span = f"iteration {event.last}" if event.first == event.last else f"iterations {event.first}-{event.last}"

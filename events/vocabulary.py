@@ -338,7 +338,8 @@ class WorkerExited(Observation, frozen=True, kw_only=True):
 class ErrorReported(Observation, frozen=True, kw_only=True):
     """An error seen inside or around a worker that still lives or is about to die.
 
-    `generation`: the newest that the worker had joined; a report that is older than its worker is void.
+    `generation`: the newest that the worker had joined; a report that is older than its worker is void. `peer`: the
+    other end of the connection that broke, where that is known.
     """
 
     node: Name
@@ -350,6 +351,7 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
     phase: Phase
     message: Text
     detail: LongText = ""
+    peer: WorkerOrNone = ""
 
 
 class StepCommitted(Observation, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -41,6 +42,8 @@ _MEET_TIMEOUT = timedelta(seconds=10)
 #: How long one look for the others' words may take; it holds up nobody, but torch warns at the end of each.
 _LOOK_AGAIN = timedelta(seconds=60)
 _NO_STANDBY = "-"
+#: As gloo writes it: "Connection closed by peer [10.0.0.7]:41685".
+_ADDRESS = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]:(\d{1,5})\b")
 _POLL_CUDA_S = 0.002
 #: While a device is made, the listening socket that appears is its own.
 _listening = threading.Lock()
@@ -195,6 +198,24 @@ def _listen(address: str) -> tuple[object, int]:
 def _sockets_of(own: int, ports: Collection[int]) -> dict[int, str]:
     """The sockets of the group whose members listen on these ports: descriptor -> the kernel's name."""
     return {fd: name for fd, (name, (here, there)) in _connected().items() if here == own or there in ports}
+
+
+def ports_of(sockets: dict[int, str]) -> list[int]:
+    """On this side of these sockets, each once; those that are gone are left out."""
+    found = set()
+    for fd in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+            found.add(duplicate.getsockname()[1])
+    return sorted(found)
+
+
+def ports_named(error: str) -> tuple[int, ...]:
+    """The port of the peer that gloo's error is about, the likeliest first; none if it names none.
+
+    Gloo writes a port's bytes in the network's order (gloo/transport/tcp/address.cc, torch 2.13): 57238 as 38623.
+    """
+    found = _ADDRESS.search(error)
+    return (socket.ntohs(int(found[1]) & 0xFFFF), int(found[1])) if found else ()
 
 
 def _connected() -> dict[int, tuple[str, tuple[int, int]]]:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from agents.trainer.channel import AgentChannel
-from agents.trainer.forming import Attempt, Place, event_behind, failure, shut_down
+from agents.trainer.forming import Attempt, Place, event_behind, failure, ports_of, shut_down
 from agents.trainer.marks import Marker
 
 _POLL_CUDA_S = 0.002
@@ -75,6 +75,10 @@ class Group:
     def _nccl(self) -> object | None:
         """The process group, if it is one of NCCL's: then everything that it exchanges is on the GPU."""
         return self._process_group if self.device.type == "cuda" else None
+
+    def ports(self) -> list[int]:
+        """On this side of the group's connections; none with NCCL."""
+        return ports_of(self._sockets)
 
     def limit(self, timeout_s: float) -> None:
         """Have collectives from now on time out after about so long (the library's own time-out, the last resort)."""

@@ -101,7 +101,8 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Trouble(Message, frozen=True, kw_only=True):
-    """An exception or a broken collective, told before anything else is done about it."""
+    """An exception or a broken collective, told before anything else is done about it. `peer`: the other end of the
+    connection that broke, where that is known."""
 
     kind: ErrorKind
     generation: Count
@@ -109,6 +110,7 @@ class Trouble(Message, frozen=True, kw_only=True):
     phase: Phase
     message: Text
     detail: LongText
+    peer: WorkerOrNone = ""
 
 
 class Degraded(Message, frozen=True, kw_only=True):

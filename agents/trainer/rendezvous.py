@@ -8,6 +8,8 @@ Rules
   last tried is followed. Older ones never.
 * A broken group is left before anything else. A sound one is kept until the next has formed: its peers may still be
   reading the end of the last agreement from it.
+* With their positions the members of a small group exchange the ports of their connections, so that who loses one can
+  say whose the other end is: of two ends one is at fault, and often only the other notices.
 * Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
   shards take the same turn. Every wait is bounded for a worker with state: after `fault_wait_s` it is stranded.
 """
@@ -15,14 +17,15 @@ Rules
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agents.trainer.channel import QuitAsked
 from agents.trainer.context import Context
 from agents.trainer.faults import classify_broken
-from agents.trainer.forming import Place
+from agents.trainer.forming import Place, ports_named
 from agents.trainer.group import Broken, Group, Superseded, form
 from agents.trainer.messages import Membership, Trouble
 from agents.trainer.parts import covers
@@ -32,6 +35,8 @@ from events.vocabulary import Phase
 
 T = TypeVar("T")
 _MESSAGE_CHARS = 1024
+#: The largest group whose members tell each other their ports: as many numbers from each to each as it has members.
+_PORTS_MAX = 64
 
 
 class LeftOut(Exception):
@@ -65,6 +70,8 @@ class Rendezvous:
         self._standby = Standby(context.channel, context.patience.standby_max)
         self.group: Group | None = None
         self.generation = 0
+        #: Whose connections have these ports on their side.
+        self._owners: dict[int, str] = {}
 
     def look(self) -> None:
         """Raise Superseded if an urgent membership has come, QuitAsked if the agent wants the worker to end."""
@@ -130,6 +137,7 @@ class Rendezvous:
                     phase=phase,
                     message=str(failure)[:_MESSAGE_CHARS],
                     detail="",
+                    peer=next((self._owners[port] for port in ports_named(str(failure)) if port in self._owners), ""),
                 )
             )
 
@@ -182,6 +190,8 @@ class Rendezvous:
         workers = [member.worker for member in mine]
         place = self._place(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
 
+        self._owners = {}
+
         def meet() -> None:
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             self.group = form(place, membership.generation, self._channel, timeout_s, self._standby.offer(workers))
@@ -192,10 +202,12 @@ class Rendezvous:
         injection.fire("formed", position.iteration, self.generation)
 
         def exchange() -> list[Position]:
-            rows = group.all_gather([len(position.spans), *position.row(micro_batches, buckets)])
+            ports = _padded(group.ports(), len(workers)) if len(workers) <= _PORTS_MAX else []
+            rows = group.all_gather([len(position.spans), *ports, *position.row(micro_batches, buckets)])
             group.finish()
             told = rows.read()
-            positions = [Position.from_row(row[1:], micro_batches) for row in told]
+            self._owners = _owners(workers, [row[1 : 1 + len(ports)] for row in told])
+            positions = [Position.from_row(row[1 + len(ports) :], micro_batches) for row in told]
             if not total:
                 return positions
             length = max(row[0] for row in told)
@@ -228,3 +240,14 @@ class Rendezvous:
         membership = self._channel.membership(newest)
         assert membership is not None
         return membership
+
+
+def _padded(ports: list[int], length: int) -> list[int]:
+    return (ports + [0] * length)[:length]
+
+
+def _owners(workers: Sequence[str], ports: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Port -> who has it; not those that two of them have, on two hosts."""
+    every = [(port, worker) for worker, own in zip(workers, ports, strict=True) for port in own if port]
+    count = Counter(port for port, _ in every)
+    return {port: worker for port, worker in every if count[port] == 1}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from agents.trainer import group as group_module
 from agents.trainer.channel import AgentChannel
-from agents.trainer.forming import Attempt, Place
+from agents.trainer.forming import Attempt, Place, ports_named
 from agents.trainer.group import Broken, Group, Superseded, form
 from agents.trainer.messages import Launch, Membership
 from agents.trainer.standby import Standby
@@ -91,6 +91,23 @@ def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
         one.finish()
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "ports"),
+    [
+        (
+            "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:31883: Connection reset by peer.",
+            (35708, 31883),
+        ),
+        ("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.1.2.3]:38623", (57238, 38623)),
+        ("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [fe80::1%eth0]:38623.", (57238, 38623)),
+        ("Application timeout caused pair closure", ()),
+        ("NCCL error: remote error", ()),
+    ],
+)
+def test_the_port_in_an_error(error: str, ports: tuple[int, ...]) -> None:
+    assert ports_named(error) == ports
 
 
 def test_a_group_of_one_needs_nobody(channels: tuple[AgentChannel, AgentChannel]) -> None:

@@ -144,7 +144,7 @@ class MiniCluster:
         if host.up:
             self.say(host, exited)
 
-    def report(self, worker: str, kind: str, generation: int | None = None, iteration: int = 1) -> None:
+    def report(self, worker: str, kind: str, generation: int | None = None, iteration: int = 1, peer: str = "") -> None:
         """The worker, still alive, reports an error of its present generation (or another)."""
         task = worker.rpartition(".")[0]
         (host,) = [host for host in self.hosts.values() if worker in host.processes]
@@ -157,6 +157,7 @@ class MiniCluster:
             iteration=iteration,
             phase="reduce",
             message=f"{kind} at {worker}",
+            peer=peer,
         )
         self.say(host, error)
 

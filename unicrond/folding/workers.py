@@ -114,13 +114,15 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         occurred_us=envelope.observed_at_us,
         log_tail=event.detail,
         place=_place(task, event),
-        ends=_ends(task, worker),
+        ends=_ends(task, worker, event.peer),
     )
     return incidents.blame(state, fact)
 
 
-def _ends(task: Task, worker: Worker) -> tuple[str, ...]:
-    """Of a connection across replicas that the worker has lost: both, where there are two; else itself."""
+def _ends(task: Task, worker: Worker, peer: str) -> tuple[str, ...]:
+    """Of a connection across replicas that the worker has lost: both, where it knows, or there are but two."""
+    if task.is_member(peer):
+        return (worker.worker, peer)
     members = task.membership.members if task.membership else ()
     peers = tuple(member.worker for member in members if member.shard == worker.shard)
     return peers if len(peers) == 2 else (worker.worker,)
