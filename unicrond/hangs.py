@@ -10,6 +10,8 @@ Rules
     who has not entered it, but moves                                        -> is slow: nothing yet
     all wait in the same collective                                          -> it is the group: SEV3
     nobody waits for anybody                                                 -> hangs, after ALONE_LIMITS of it
+* Who is still on the way into the group has no limit, and is not told of. Where all others have waited in a
+  collective for ALONE_LIMITS, it has lost its peers without noticing: it is the group: SEV3.
 * Of a replica of several workers the one that has stood still for longest is blamed; the replica falls as a whole.
 * A committed step, and a new membership, make all earlier suspicions void. What is told of the iteration that was
   committed last is late itself, or of one that has agreed to its step and has stood still since, while the others
@@ -54,8 +56,11 @@ def judge(task: Task) -> Verdict | None:
     if stopped:
         return Verdict(_one_per_replica(task, stopped), False, "its process is stopped")
     members = task.membership.members if task.membership else ()
-    if not members or any(member.worker not in living for member in members):
+    silent = [member.worker for member in members if member.worker not in living]
+    if not living or not members:
         return None
+    if silent:
+        return _left_waiting(task, silent, list(living.values()))
     told = [living[member.worker] for member in members]
     top = max(one.entered for one in told)
     waiting = [one for one in told if one.waiting and one.entered == top]
@@ -72,6 +77,14 @@ def judge(task: Task) -> Verdict | None:
     if len(alone) < len(told):
         return None
     return Verdict(_one_per_replica(task, alone), False, f"it has not moved for {ALONE_LIMITS} times the limit")
+
+
+def _left_waiting(task: Task, silent: list[str], told: list[HangSuspected]) -> Verdict | None:
+    if any(name not in task.workers or task.workers[name].generation == task.generation for name in silent):
+        return None  # it has joined, and will be told of
+    if any(not one.waiting or one.still_us < ALONE_LIMITS * one.limit_us for one in told):
+        return None
+    return Verdict((), True, f"{' and '.join(silent)} did not come into the group, and all others wait in a collective")
 
 
 def _one_per_replica(task: Task, told: list[HangSuspected]) -> tuple[HangSuspected, ...]:

@@ -115,6 +115,37 @@ def test_where_nobody_waits_patience_is_longer(cluster: MiniCluster) -> None:
     assert {incident.kind for incident in cluster.state.closed} == {"hang"}
 
 
+def test_who_does_not_come_into_the_group_makes_it_meet_again(cluster: MiniCluster) -> None:
+    """Its connections are gone, and it does not know; it has no limit yet, so its agent tells nothing of it."""
+    victim, one, _ = members(cluster)
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
+    while len(members(cluster)) != 3 or victim in members(cluster):
+        for move in cluster.moves():
+            move()
+    task = cluster.state.tasks["big"]
+    (late,) = set(members(cluster)) - {one, victim} - {name for name, w in task.workers.items() if w.generation}
+    assert not task.confirmed and task.workers[late].generation < task.generation
+    others = [name for name in members(cluster) if name != late]
+    for name in others:
+        worker = task.workers[name]
+        regrouped = v.WorkerRegrouped(
+            node=worker.node, task="big", worker=name, generation=task.generation, iteration=4, dealt=0, duration_us=1,
+            source="own",
+        )  # fmt: skip
+        cluster.say(cluster.hosts[worker.node], regrouped)
+        cluster.hosts[worker.node].processes[name].generation = task.generation
+    for limits in (1, 2, 4):
+        before = cluster.state.incidents_total
+        for name in others:
+            suspect(cluster, name, still_us=limits * LIMIT_US - 10_000)
+        assert (cluster.state.incidents_total > before) == (limits == 4)
+    assert [incident.kind for incident in cluster.state.incidents.values()][-1] == "collective_timeout"
+    assert late in list(cluster.state.incidents.values())[-1].message
+    cluster.run()
+    cluster.assert_whole()
+    assert late in members(cluster), "the same processes"
+
+
 def test_a_step_makes_suspicions_void(cluster: MiniCluster) -> None:
     one, culprit, other = members(cluster)
     suspect(cluster, one)

@@ -128,9 +128,12 @@ def isolate_nodes(batch: Batch, policy: Policy) -> None:
 
 
 def readmit_nodes(batch: Batch) -> None:
+    """Those whose time is over, and those that were not at fault. None while its incident is open: it would be isolated
+    for that again."""
     state = batch.state
+    blamed = {incident.node for incident in state.incidents.values() if incident.severity is Severity.SEV1}
     for node in state.nodes.values():
-        if not node.isolated:
+        if not node.isolated or node.name in blamed:
             continue
         strikers = [task for task in state.tasks.values() if node.name in task.strikes or node.name in task.breaks]
         if node.isolation_over:
