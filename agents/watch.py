@@ -131,7 +131,8 @@ class Watch:
     def _look(self, worker: WorkerId) -> None:
         watched, now_us = self._watched[worker], self._signs.now_us()
         mark = self._signs.mark(worker)
-        waited_until_last_us, watched.waited_us = watched.waited_us, self._signs.waited_us(watched.pid)
+        waited_until_last_us = watched.waited_us
+        watched.waited_us = max(waited_until_last_us, self._signs.waited_us(watched.pid))  # it may have ended
         if mark is None or not mark.limit_us:
             self._look_in(worker, int(IDLE_S * 1e6))
             return

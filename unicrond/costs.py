@@ -208,7 +208,9 @@ def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
     for name, account in ledger.accounts.items():
         if not account.had:
             continue
-        occurred_us = min(i.occurred_us for i in state.incidents.values() if name in i.generations)
+        hit = [i for i in state.incidents.values() if name in i.generations]
+        # Of one from which the task has gone on, all that there was to account for has been.
+        occurred_us = min(i.occurred_us for i in [i for i in hit if not i.resumed_us] or hit)
         from_us = max(occurred_us, account.had_since_us)
         if from_us >= account.lost_from_us:
             continue

@@ -155,6 +155,18 @@ async def test_who_gets_no_cpu_does_not_hang(tmp_path: Path) -> None:
     told.watch.close()
 
 
+async def test_who_has_ended_is_not_late_for_that(tmp_path: Path) -> None:
+    """Nothing is known of its waiting any more: that is no hundred seconds in which it did not move."""
+    told, mark = Told(tmp_path), marker(tmp_path)
+    waited = iter([100_000_000, 100_000_000])
+    told.watch._signs.waited_us = lambda _: next(waited, 0)  # type: ignore[method-assign]
+    told.watch.follow(WORKER, os.getpid())
+    mark.begun(7, LIMIT_US)
+    _, still_us, _ = await told.next()
+    assert LIMIT_US <= still_us < 50_000_000
+    told.watch.close()
+
+
 def test_the_kernel_tells_who_waits_for_a_cpu(tmp_path: Path) -> None:
     """Two processes that want one CPU."""
     mine = os.sched_getaffinity(0)

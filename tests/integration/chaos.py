@@ -153,7 +153,7 @@ def main(description: str, faults: int, of: type[Chaos]) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=Path, help="keep all files here, logs above all")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="unicron-chaos-") as name:
+    with tempfile.TemporaryDirectory(prefix=f"unicron-{of.__name__.lower()}-") as name:
         uvloop.run(run(arguments.faults, arguments.seed, arguments.dir or Path(name), of))
 
 

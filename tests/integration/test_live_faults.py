@@ -326,7 +326,7 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     assert started["pid"] not in {pid for _, pid in was.values()}
     assert guilty not in {node for node, _ in seats(after, name).values()}, "then the task is elsewhere"
     reason = next(event for event in told if event["type"] == "NodeIsolated")["reason"]
-    assert reason == f"connections of {name} broke here again and again: workers given up for it 2 times"
+    assert reason == f"groups of {name} broke here again and again: workers given up for it 2 times"
     await live.until("all nodes are back", lambda s: not any(node.isolated for node in s.nodes.values()))
 
 

@@ -54,7 +54,8 @@ def accountant(states: list[ClusterState]) -> dict[str, int]:
                     had[task.name] = rate.get(task.name, 0)
                 rate[task.name] = 0
                 totals["transition"] += had[task.name] * lasted_us
-                left_us = min([i.occurred_us for i in state.incidents.values() if task.name in i.generations])
+                hit = [i for i in state.incidents.values() if task.name in i.generations]
+                left_us = min(i.occurred_us for i in [i for i in hit if not i.resumed_us] or hit)
                 run = runs[task.name]
                 if had[task.name] and run and left_us < run[-1][1]:
                     lost_from_us = max(left_us, run[-1][0])

@@ -64,7 +64,7 @@ def test_a_failed_reattempt_restarts_an_end_and_a_failed_restart_isolates_its_no
         break_group(cluster, "big", other, successor)
         cluster.run_but_isolation()
     (isolated,) = said(cluster, v.NodeIsolated)
-    assert isolated.node == node and "connections of big broke here again and again" in isolated.reason
+    assert isolated.node == node and "groups of big broke here again and again" in isolated.reason
     assert "its node was one end once before" in said(cluster, v.IncidentEscalated)[-1].reason
     assert cluster.state.closed[-1].severity is Severity.SEV1
     assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 3
@@ -109,6 +109,41 @@ def test_whoever_breaks_connections_is_found(seed: int, workers: int, guilty: in
     cluster.run()
     cluster.assert_whole()
     assert len(members(cluster, "big")) == workers
+
+
+def test_after_a_rollback_calm_is_counted_from_where_it_went_on() -> None:
+    cluster = two_tasks(2)
+    cluster.train("big", 500)
+    break_group(cluster, "big", members(cluster, "big")[0])
+    cluster.run()
+    cluster.iterations["big"] = 100  # nobody had state: from an old checkpoint
+    cluster.train("big", CALM_ITERATIONS)
+    assert cluster.state.tasks["big"].reattempts == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_both_shards_of_a_replica_that_lost_its_peer_are_one_end(seed: int) -> None:
+    """Nobody knows whose the other end is; whoever reports first has a neighbour that reports as well."""
+    cluster = MiniCluster(seed)
+    for number in range(4):
+        cluster.add_host(f"n{number}", slots=2)
+    cluster.submit("wide", max_workers=6, tp=2)
+    cluster.run()
+    guilty = cluster.random.randrange(3)
+    for _ in range(12):
+        own = [name for name in members(cluster, "wide") if name in cluster.hosts[f"n{guilty}"].processes]
+        if cluster.state.nodes[f"n{guilty}"].isolated or not own:
+            break
+        task = cluster.state.tasks["wide"]
+        assert task.membership is not None
+        others = [member for member in task.membership.members if member.worker not in own]
+        replica = cluster.random.choice([member.replica for member in others])
+        for worker in [member.worker for member in others if member.replica == replica] + own:
+            cluster.report(worker, "connection_broken")
+        cluster.run_but_isolation()
+    assert cluster.state.tasks["wide"].status is TaskStatus.ACTIVE
+    assert cluster.state.nodes[f"n{guilty}"].isolated
+    assert len(said(cluster, v.NodeIsolated)) <= 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -9,7 +9,7 @@ from events import vocabulary as v
 from unicrond.deciding.batch import Batch
 from unicrond.plan_problems import active_tasks
 from unicrond.policy import Policy
-from unicrond.state import Incident, NodeStatus, Severity, Task, TaskStatus, Worker
+from unicrond.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker
 
 _SECOND_US = 1_000_000
 #: Of two ends the wrong one may have been isolated first, and then the other; a third says that it is the task.
@@ -72,13 +72,15 @@ def _struck_nodes(task: Task, policy: Policy) -> list[str]:
     return [node for node, count in task.strikes.items() if count >= policy.strikes_max]
 
 
-def _broken_nodes(task: Task, policy: Policy) -> list[str]:
-    return [node for node, count in task.breaks.items() if count >= policy.strikes_max]
+def _broken_nodes(state: ClusterState, task: Task, policy: Policy) -> list[str]:
+    """Of those that are there: the others can be neither isolated nor acquitted."""
+    count = {name: times for name, times in task.breaks.items() if times >= policy.strikes_max}
+    return [name for name in count if name in state.nodes and state.nodes[name].status is NodeStatus.UP]
 
 
 def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     """The same failure on two nodes is the task's, not the nodes'; and nothing restarts for ever."""
-    struck, broken = _struck_nodes(task, policy), _broken_nodes(task, policy)
+    struck, broken = _struck_nodes(task, policy), _broken_nodes(batch.state, task, policy)
     if len(struck) < 2 and len(broken) < _BROKEN_NODES_MAX and task.stuck < policy.stuck_max:
         return
     own = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
@@ -95,21 +97,21 @@ def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     batch.add(v.TaskFailed(task=task.name, reason=f"{why}{tail}"))
 
 
-def _at_fault(task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
+def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
     """Nodes that the task's failures accuse, and why; none where the task itself is to blame."""
-    struck, broken = _struck_nodes(task, policy), _broken_nodes(task, policy)
+    struck, broken = _struck_nodes(task, policy), _broken_nodes(state, task, policy)
     if len(struck) == 1:
         times = _times(task.strikes[struck[0]])
         yield struck[0], f"workers of {task.name} ended here {times} without a step between"
     if len(broken) < _BROKEN_NODES_MAX:
         for node in broken:
             given_up = _times(task.breaks[node])
-            yield node, f"connections of {task.name} broke here again and again: workers given up for it {given_up}"
+            yield node, f"groups of {task.name} broke here again and again: workers given up for it {given_up}"
 
 
 def isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
-    struck = [found for task in active_tasks(state) for found in _at_fault(task, policy)]
+    struck = [found for task in active_tasks(state) for found in _at_fault(state, task, policy)]
     window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
     accused = {node for node, _ in struck} | {incident.node for incident in blamed}

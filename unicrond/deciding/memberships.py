@@ -125,7 +125,8 @@ def set_membership(
     store = state.nodes[members[0].node].store if members else told[0].store
     peers = memory_places.peers(state, task)
     mtbf_us = batch.worker_mtbf_us // max(1, len(members))
-    incidents = [incident.id for incident in state.incidents.values() if task.name in incident.generations]
+    incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
+    newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
     batch.add(
         v.MembershipDecided(
             task=task.name,
@@ -134,7 +135,7 @@ def set_membership(
             joiners=joiners,
             urgent=urgent,
             store=store,
-            incident=incidents[0] if incidents else "",
+            incident=newest.id if newest else "",
             reason=reason,
         )
     )

@@ -79,7 +79,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 incident,
                 severity=min(severity, incident.severity),
                 generations=incident.generations | fact.generations,
-                ends=_ends(incident, fact),
+                ends=_ends(state, incident, fact),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
             ),
@@ -87,12 +87,18 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     return open_incident(state, fact)
 
 
-def _ends(incident: Incident, fact: Fact) -> tuple[str, ...]:
-    """Of the newest group that broke. Others lose their connections only as these two leave it."""
+def _ends(state: ClusterState, incident: Incident, fact: Fact) -> tuple[str, ...]:
+    """Of the newest group that broke, at most one per replica, for the shards of one fall together. Others lose their
+    connections only as these two leave it."""
     ends = fact.ends or (fact.worker,)
     if _is_newer(fact, incident):
         return ends
-    return tuple(dict.fromkeys((*incident.ends, *ends)))[:2]
+    replicas: dict[tuple[str, int], str] = {}
+    for name in (*incident.ends, *ends):
+        task = state.tasks.get(name.rpartition(".")[0])
+        if task is not None and name in task.workers:
+            replicas.setdefault((task.name, task.workers[name].replica), name)
+    return tuple(replicas.values())[:2]
 
 
 def _is_newer(fact: Fact, incident: Incident) -> bool:

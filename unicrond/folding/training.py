@@ -20,8 +20,9 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     membership, warm, timings = task.membership, task.warm, task.timings
     newest = event.generation == task.generation
     iteration_us = event.duration_us // max(1, event.last - event.first + 1)
-    calm = newest and event.last - task.formed_after >= CALM_ITERATIONS
-    if newest and membership is not None and (task.strikes or (calm and task.ends)):
+    formed_after = min(task.formed_after, event.first - 1) if newest else task.formed_after  # after a rollback
+    calm = newest and event.last - formed_after >= CALM_ITERATIONS
+    if newest and membership is not None and (task.strikes or task.ends):
         several = len(membership.members) > 1  # one alone proves nothing about connections
         task = strikes.acquit(task, {member.node for member in membership.members}, calm=calm and several)
     if newest and iteration_us:
@@ -46,6 +47,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
         last_commit_us=state.now_us,
         iteration_us=iteration_us,
         reattempts=0 if calm else task.reattempts,
+        formed_after=formed_after,
         stuck=0 if progressed else task.stuck,
         struck_below=below,
         suspicions=suspicions,

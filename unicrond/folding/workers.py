@@ -114,7 +114,7 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         occurred_us=envelope.observed_at_us,
         log_tail=event.detail,
         place=_place(task, event),
-        ends=_ends(task, worker, event.peer),
+        ends=_ends(task, worker, event.peer) if event.kind == "connection_broken" else (),
     )
     return incidents.blame(state, fact)
 
