@@ -229,6 +229,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
     @property
+    def in_use(self) -> tuple[int, ...]:
+        """Generations whose groups may be at work: the newest, and the one before it until a planned one has formed."""
+        planned = self.membership is not None and not self.membership.urgent and not self.confirmed
+        return (self.generation - 1, self.generation) if planned else (self.generation,)
+
+    @property
     def leavers(self) -> list[Worker]:
         """Workers still in an older group that the newest membership leaves out; they park at a boundary."""
         workers = [worker for worker in self.workers.values() if worker.status is WorkerStatus.MEMBER]

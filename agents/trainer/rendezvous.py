@@ -127,8 +127,9 @@ class Rendezvous:
         )
 
     def report(self, failure: Broken, iteration: int, phase: Phase) -> None:
-        """Tell the agent of a broken group, unless the answer is already here."""
-        if self._channel.newest(self.generation) is None:
+        """Tell the agent of a broken group, unless the answer is already here. A planned membership is none: who has
+        not noticed waits in this group for a boundary that nobody reaches."""
+        if self._channel.newest(self.generation, urgent_only=True) is None:
             self._channel.send(
                 Trouble(
                     kind=classify_broken(str(failure)),

@@ -292,7 +292,7 @@ class Replica:
         return known.pop() if len(known) == 1 else 0
 
     def _report(self, failure: Broken, phase: Phase) -> None:
-        if not self._newest(self.generation):
+        if not self._newest(self.generation, urgent_only=True):
             self._say_all(self._trouble("connection_broken", str(failure), phase))
 
     # --- an iteration ----------------------------------------------------------------------------

@@ -230,6 +230,33 @@ def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(se
     assert cluster.state.tasks["big"].generation > 2
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_group_that_breaks_while_a_planned_one_is_awaited_meets_at_once(seed: int) -> None:
+    """One end has noticed, and follows the planned membership; the other waits in the old group for a boundary."""
+    cluster = two_tasks(seed)
+    victim, *survivors = members(cluster, "big")
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
+    while len(members(cluster, "big")) == 3 or any(host.commands for host in cluster.hosts.values()):
+        cluster.decide()
+        cluster.obey_all()
+    cluster.group_up("big")
+    assert members(cluster, "big") == survivors and cluster.state.tasks["big"].confirmed
+    while len(members(cluster, "big")) == 2:
+        cluster.decide()
+        cluster.obey_all()
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None and not task.membership.urgent and not task.confirmed
+    cluster.report(survivors[0], "connection_broken", generation=task.generation - 1)
+    before = members(cluster, "big")
+    cluster.pass_deadlines("symptom")
+    cluster.decide()
+    again = cluster.state.tasks["big"].membership
+    assert again is not None and again.urgent and [member.worker for member in again.members] == before
+    cluster.run()
+    cluster.assert_whole()
+    assert members(cluster, "big") == before
+
+
 def test_a_calm_between_two_breaks_makes_the_second_a_first() -> None:
     cluster = two_tasks(2)
     for _ in range(6):

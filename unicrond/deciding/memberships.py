@@ -24,7 +24,9 @@ def mend(batch: Batch, task: Task) -> bool:
             set_membership(batch, task, survivors, urgent=True, reason=reason)
             return True
     if _with_state(task, living) and _ripe(batch.state, task):
-        set_membership(batch, task, living, urgent=True, reason="the group broke and all members live")
+        # Who was to leave has not, so its work counts here as well.
+        stay = living + reconcile.leaving_members(task)
+        set_membership(batch, task, stay, urgent=True, reason="the group broke and all members live")
         return True
     return False
 
@@ -102,12 +104,12 @@ def places(members: tuple[v.Member, ...]) -> list[str]:
 
 
 def _ripe(state: ClusterState, task: Task) -> bool:
-    """The newest generation's group broke, and no death has explained it in time."""
+    """The newest generation's group broke, or the one that it is to follow, and no death has explained it in time."""
     return any(incident.ripe for incident in _breaks(state, task))
 
 
 def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
-    """The incidents in which the newest generation's group broke, as far as is known by itself."""
+    """The incidents in which that group broke, as far as is known by itself."""
     for incident in state.incidents.values():
         if incident.severity is Severity.SEV3 and incident.generations.get(task.name) == task.generation:
             yield incident

@@ -103,13 +103,17 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
     if event.generation < worker.generation:
         return state  # the worker has trained on since
     severity = severity_of(event.kind, state.severity)
-    if severity is Severity.SEV3 and (event.generation < task.generation or not task.is_member(worker.worker)):
+    in_group = task.is_member(worker.worker) or worker.generation == event.generation
+    if severity is Severity.SEV3 and (event.generation not in task.in_use or not in_group):
         return state  # the group that broke has been left behind already
+    # A group that breaks under a planned membership breaks that as well: nobody reaches the boundary.
+    symptom = severity is Severity.SEV3
+    broken = task.generation if symptom else incidents.broken_generation(task, [worker.worker])
     fact = Fact(
         kind=event.kind,
         node=worker.node,
         worker=worker.worker,
-        generations={task.name: incidents.broken_generation(task, [worker.worker])},
+        generations={task.name: broken},
         message=event.message,
         occurred_us=envelope.observed_at_us,
         log_tail=event.detail,
