@@ -263,7 +263,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     once a later one has formed. A worker that was no member broke none: the present one less 1.
     `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
     `place`: where in the training it happened, in words.
-    `ends`: as far as one can tell, the ends of what has broken in the newest group (incidents.py), one per replica.
+    `lost`: who has reported that the newest group broke -> to whom its connection was lost, "" where it does not know.
     `occurred_us` is by the observer's clock; the other times are by the log's.
     `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
     where the state came from then.
@@ -281,7 +281,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     detected_us: int
     log_tail: str = ""
     place: str = ""
-    ends: tuple[str, ...] = ()
+    lost: dict[str, str] = {}
     symptoms: int = 0
     ripe: bool = False
     response: str = ""

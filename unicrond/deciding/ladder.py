@@ -7,6 +7,7 @@ from typing import cast
 
 from events import vocabulary as v
 from unicrond.deciding.batch import Batch
+from unicrond.folding import incidents
 from unicrond.plan_problems import active_tasks
 from unicrond.policy import Policy
 from unicrond.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker
@@ -45,7 +46,8 @@ def escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
 def _suspect(task: Task, incident: Incident) -> Worker | None:
     """Which end of a broken connection is given up: the one whose node was an end more often, or was suspected before;
     else the older process, for a new one cannot have been there when others broke."""
-    ends = [task.workers[name] for name in incident.ends if name in task.workers and task.workers[name].alive]
+    ends = [task.workers[name] for name in incidents.ends(task, incident) if name in task.workers]
+    ends = [worker for worker in ends if worker.alive]
     return max(ends, key=lambda worker: (*_record(task, worker.node), -_number(worker)), default=None)
 
 

@@ -111,7 +111,7 @@ def _ripe(state: ClusterState, task: Task) -> bool:
 def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
     """The incidents in which that group broke, as far as is known by itself."""
     for incident in state.incidents.values():
-        if incident.severity is Severity.SEV3 and incident.generations.get(task.name) == task.generation:
+        if incident.severity is Severity.SEV3 and incident.generations.get(task.name) in task.in_use:
             yield incident
 
 

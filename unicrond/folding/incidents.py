@@ -11,7 +11,7 @@ Rules
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ from unicrond.state import ClusterState, Incident, Severity, Task, TaskStatus
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """Something that went wrong. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was. `ends`: of a connection that broke, as far as they are known.
+    clock. `place`: where in its work the worker was. `lost`: see Incident.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Fact:
     occurred_us: int
     log_tail: str = ""
     place: str = ""
-    ends: tuple[str, ...] = ()
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 def is_symptom(incident: Incident) -> bool:
@@ -79,7 +79,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 incident,
                 severity=min(severity, incident.severity),
                 generations=incident.generations | fact.generations,
-                ends=_ends(state, incident, fact),
+                lost=fact.lost if _is_newer(fact, incident) else incident.lost | fact.lost,
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
             ),
@@ -87,17 +87,29 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     return open_incident(state, fact)
 
 
-def _ends(state: ClusterState, incident: Incident, fact: Fact) -> tuple[str, ...]:
-    """Of the newest group that broke, at most one per replica, for the shards of one fall together. Others lose their
-    connections only as these two leave it."""
-    ends = fact.ends or (fact.worker,)
-    if _is_newer(fact, incident):
-        return ends
-    replicas: dict[tuple[str, int], str] = {}
-    for name in (*incident.ends, *ends):
-        task = state.tasks.get(name.rpartition(".")[0])
-        if task is not None and name in task.workers:
-            replicas.setdefault((task.name, task.workers[name].replica), name)
+def ends(task: Task, incident: Incident) -> tuple[str, ...]:
+    """The workers at the ends of what has broken, as far as one can tell; either may be at fault.
+
+    Who notices leaves the group, and so breaks its other connections: if the peer that somebody has lost has itself
+    lost another, what happened is there. Where nobody knows a peer: both members, if there are two; else the first two
+    who reported, of different replicas, for the shards of one fall together.
+    """
+    lost = {name: peer for name, peer in incident.lost.items() if name in task.workers}
+    one = next((name for name, peer in lost.items() if peer), "")
+    if one:
+        seen = {one}
+        while lost.get(peer := lost[one], one) not in ("", one) and peer not in seen:
+            one = peer
+            seen.add(one)
+        return (one, lost[one])
+    replicas: dict[int, str] = {}
+    members = task.membership.members if task.membership else ()
+    if incident.kind == "connection_broken" and len({member.replica for member in members}) == 2:
+        shards = {task.workers[name].shard for name in lost}
+        lost = lost | {member.worker: "" for member in members if member.shard in shards}
+    for name in lost:
+        if name in task.workers:
+            replicas.setdefault(task.workers[name].replica, name)
     return tuple(replicas.values())[:2]
 
 
@@ -120,7 +132,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         detected_us=state.now_us,
         log_tail=fact.log_tail,
         place=fact.place,
-        ends=fact.ends or (fact.worker,),
+        lost=fact.lost,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 

@@ -29,7 +29,8 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
     )
     broke = severity_of(incident.kind, state.severity) is Severity.SEV3
     if broke:
-        nodes = {task.workers[name].node for name in incident.ends if name in task.workers} | {worker.node}
+        ends = incidents.ends(task, incident)
+        nodes = {task.workers[name].node for name in ends if name in task.workers} | {worker.node}
         task = replace(task, ends=task.ends | {node: task.ends.get(node, 0) + 1 for node in sorted(nodes)})
     task = strikes.struck(with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker, broke=broke)
     return with_incident(with_task(state, task), incident)

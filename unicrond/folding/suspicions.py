@@ -34,6 +34,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
             message=verdict.reason,
             occurred_us=envelope.observed_at_us,
             place=f"iteration {event.iteration}, {event.phase}",
+            lost={worker.worker: ""},
         )
         return incidents.blame(state, fact)
     for culprit in verdict.culprits:

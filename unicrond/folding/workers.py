@@ -10,7 +10,7 @@ from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import stray, with_incident, with_task, with_worker, without_workers, worker_known
 from unicrond.folding.incidents import Fact
 from unicrond.severity import severity_of
-from unicrond.state import ClusterState, Severity, Task, TaskStatus, Worker, WorkerStatus
+from unicrond.state import ClusterState, Severity, Task, TaskStatus, WorkerStatus
 
 
 def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> ClusterState:
@@ -118,18 +118,9 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         occurred_us=envelope.observed_at_us,
         log_tail=event.detail,
         place=_place(task, event),
-        ends=_ends(task, worker, event.peer) if event.kind == "connection_broken" else (),
+        lost={worker.worker: event.peer if task.is_member(event.peer) else ""} if symptom else {},
     )
     return incidents.blame(state, fact)
-
-
-def _ends(task: Task, worker: Worker, peer: str) -> tuple[str, ...]:
-    """Of a connection across replicas that the worker has lost: both, where it knows, or there are but two."""
-    if task.is_member(peer):
-        return (worker.worker, peer)
-    members = task.membership.members if task.membership else ()
-    peers = tuple(member.worker for member in members if member.shard == worker.shard)
-    return peers if len(peers) == 2 else (worker.worker,)
 
 
 def _place(task: Task, event: v.ErrorReported) -> str:
