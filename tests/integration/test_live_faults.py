@@ -164,7 +164,7 @@ async def test_a_broken_collective_is_tried_again_by_the_same_processes(live: Li
     assert incident.redone == 0
     if row.how == ("reset",):
         peers = {event["peer"] for event in live.events("ErrorReported", after=before.seq) if event["worker"] != worker}
-        assert peers == {worker}, "who lost a connection knows whose its other end was"
+        assert worker in peers, "who lost a connection knows whose its other end was"
     obeyed = (orders(live) / f"{worker}.obeyed").read_text().splitlines()
     iteration = int(obeyed[-1].removeprefix(row.how[0]))
     computed = [words[2] for each in members(after) for words in traced(live, each, f"computed {iteration} ")]
