@@ -269,6 +269,24 @@ def test_a_group_that_breaks_while_a_planned_one_is_awaited_meets_at_once(seed: 
     assert members(cluster, "big") == before
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_loses_a_worker_that_is_to_leave_has_no_incident_of_its_own(seed: int) -> None:
+    """A broken machine's worker is left out at the next boundary, and ends before it: what its peers lose is its doing."""
+    cluster = two_tasks(seed)
+    culprit, *survivors = members(cluster, "big")
+    cluster.report(culprit, "ecc_error")
+    while culprit in members(cluster, "big"):
+        cluster.decide()
+    generation = cluster.state.tasks["big"].generation
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[culprit].node], culprit)
+    for worker in survivors:
+        cluster.report(worker, "connection_broken", generation=generation - 1)
+    cluster.run_but_isolation()
+    (incident,) = cluster.state.closed
+    assert (incident.kind, incident.severity, incident.worker) == ("ecc_error", Severity.SEV1, culprit)
+    assert incident.symptoms >= 2
+
+
 def test_a_calm_between_two_breaks_makes_the_second_a_first() -> None:
     cluster = two_tasks(2)
     for _ in range(6):

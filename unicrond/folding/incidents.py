@@ -52,7 +52,10 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     severity = severity_of(fact.kind, state.severity)
 
     def shares_generation(incident: Incident) -> bool:
-        return any(incident.generations.get(task) == broken for task, broken in fact.generations.items())
+        return any(
+            name in incident.generations and _are_one(state.tasks[name], incident.generations[name], broken)
+            for name, broken in fact.generations.items()
+        )
 
     # The generation says more than the worker, who may have reported an older group's end as well.
     for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
@@ -111,6 +114,11 @@ def ends(task: Task, incident: Incident) -> tuple[str, ...]:
         if name in task.workers:
             replicas.setdefault(task.workers[name].replica, name)
     return tuple(replicas.values())[:2]
+
+
+def _are_one(task: Task, one: int, other: int) -> bool:
+    """One break: of the same generation, or of one that is to be left at a boundary and of the next."""
+    return one == other or (one in task.in_use and other in task.in_use)
 
 
 def _is_newer(fact: Fact, incident: Incident) -> bool:

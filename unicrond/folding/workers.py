@@ -106,9 +106,8 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
     in_group = task.is_member(worker.worker) or worker.generation == event.generation
     if severity is Severity.SEV3 and (event.generation not in task.in_use or not in_group):
         return state  # the group that broke has been left behind already
-    # A group that breaks under a planned membership breaks that as well: nobody reaches the boundary.
     symptom = severity is Severity.SEV3
-    broken = task.generation if symptom else incidents.broken_generation(task, [worker.worker])
+    broken = event.generation if symptom else incidents.broken_generation(task, [worker.worker])
     fact = Fact(
         kind=event.kind,
         node=worker.node,
