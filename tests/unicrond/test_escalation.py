@@ -271,7 +271,7 @@ def test_a_group_that_breaks_while_a_planned_one_is_awaited_meets_at_once(seed: 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_loses_a_worker_that_is_to_leave_has_no_incident_of_its_own(seed: int) -> None:
-    """A broken machine's worker is left out at the next boundary, and ends before it: what its peers lose is its doing."""
+    """It is left out at the next boundary, and ends before it: what its peers lose is its doing."""
     cluster = two_tasks(seed)
     culprit, *survivors = members(cluster, "big")
     cluster.report(culprit, "ecc_error")
