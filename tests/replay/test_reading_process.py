@@ -209,7 +209,7 @@ async def test_it_reads_over_tls_with_a_key(tmp_path: Path) -> None:
 # --- an asker that goes --------------------------------------------------------------------------
 
 ASKER = """
-import asyncio, sys
+import asyncio, signal, sys
 from contextlib import aclosing
 import psutil
 from events.nats_connection import connect
@@ -223,6 +223,7 @@ async def main():
                 print(*(child.pid for child in psutil.Process().children()), flush=True)
                 await asyncio.Event().wait()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
