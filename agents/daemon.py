@@ -274,6 +274,8 @@ class Agent:
             log_tail = tail(path, LOG_TAIL_BYTES).decode(errors="replace")
         self.feed(ForkServerSaid(message=message, log_tail=log_tail, mark=mark))
         if isinstance(message, Inventory):
+            for entry in message.workers:  # who stands still says no hello to a new agent
+                self._watch.follow(entry.worker, entry.pid)
             for held in self._regions.found(self._options.node):
                 self.feed(StateHeld(held=held))
         if self._state.store_port:

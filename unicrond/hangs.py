@@ -43,7 +43,9 @@ class Verdict(NamedTuple):
 
 
 def is_stale(task: Task, told: HangSuspected) -> bool:
-    """It tells of an iteration that its worker has left."""
+    """It tells of an iteration that its worker has left. A group that has committed nothing yet may have gone back."""
+    if task.committed_generation < told.generation:
+        return False
     if told.iteration == task.iteration:
         return not told.stopped and told.still_us < ALONE_LIMITS * told.limit_us
     return told.iteration < task.iteration

@@ -245,6 +245,9 @@ class Agent:
             self._has_inventory.set()
         mark = self._watch.drop(message.worker) if isinstance(message, Exited) else None
         self.feed(ForkServerSaid(message=message, mark=mark))
+        if isinstance(message, Inventory) and self.alive:
+            for entry in message.workers:
+                self._watch.follow(entry.worker, entry.pid)
         if isinstance(message, Inventory) and self._fork_server is not None:
             for held in list(self._fork_server.memory.held()):
                 self.feed(StateHeld(held=held))

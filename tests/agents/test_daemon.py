@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from agents.trainer.marks import Marker
 from events.envelope import Envelope, Recorded
 from events.logs_request import LogsRequest, decode_reply, encode, logs_subject
 from events.nats_connection import Connection
@@ -28,6 +29,7 @@ from events.vocabulary import (
     Command,
     CommandApplied,
     ErrorReported,
+    HangSuspected,
     Heartbeat,
     Member,
     NodeJoined,
@@ -218,6 +220,7 @@ async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess
     await coordinator.until(WorkerStarted, worker="b.1")
     kill(agent.process.pid)
     agent.process.wait()
+    Marker(agent.run_dir / "marks" / "b.1").begun(7, 100_000)
     (fork_server,) = {agent.fork_server()}
     begun = time.monotonic()
     agent.start()
@@ -231,6 +234,9 @@ async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess
     after = await coordinator.until(StepCommitted)
     assert after.first > before, "no iteration stands in the log twice"
     assert not [e for e in coordinator.seen if isinstance(e.envelope.event, WorkerExited)]
+    told = [e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, HangSuspected)]
+    late = told[0] if told else await coordinator.until(HangSuspected)
+    assert (late.worker, late.iteration) == ("b.1", 7), "who stands still says no hello, and is watched all the same"
 
 
 async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, coordinator: Coordinator) -> None:

@@ -27,6 +27,19 @@ def break_group(cluster: MiniCluster, task: str, *first: str) -> None:
         cluster.report(worker, "connection_broken")
 
 
+def two_survivors(seed: int) -> tuple[MiniCluster, list[str]]:
+    """One of three has died, the others have met, and its successor is ready to join them."""
+    cluster = two_tasks(seed)
+    victim, *survivors = members(cluster, "big")
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
+    while len(members(cluster, "big")) == 3 or any(host.commands for host in cluster.hosts.values()):
+        cluster.decide()
+        cluster.obey_all()
+    cluster.group_up("big")
+    assert members(cluster, "big") == survivors and cluster.state.tasks["big"].confirmed
+    return cluster, survivors
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_broken_connection_is_reattempted_by_the_same_processes(seed: int) -> None:
     cluster = two_tasks(seed)
@@ -174,14 +187,7 @@ def test_connections_that_break_between_all_nodes_end_the_task(seed: int) -> Non
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nobody_joins_a_broken_group_before_it_has_met_again(seed: int) -> None:
     """A connection may be broken for one end alone: the other waits in the collective, and would for ever."""
-    cluster = two_tasks(seed)
-    victim, *survivors = members(cluster, "big")
-    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
-    while len(members(cluster, "big")) == 3 or any(host.commands for host in cluster.hosts.values()):
-        cluster.decide()
-        cluster.obey_all()
-    cluster.group_up("big")
-    assert members(cluster, "big") == survivors and cluster.state.tasks["big"].confirmed
+    cluster, survivors = two_survivors(seed)
     mark = len(cluster.log)
     cluster.report(survivors[0], "connection_broken")
     cluster.run()
@@ -238,14 +244,7 @@ def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(se
 def test_a_group_that_breaks_while_a_planned_one_is_awaited_meets_at_once(seed: int, read: bool) -> None:
     """One end has noticed, and follows the planned membership; the other waits in the old group for a boundary. The
     report stands in the log behind that membership, or just before it, and was not `read` when it was decided."""
-    cluster = two_tasks(seed)
-    victim, *survivors = members(cluster, "big")
-    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
-    while len(members(cluster, "big")) == 3 or any(host.commands for host in cluster.hosts.values()):
-        cluster.decide()
-        cluster.obey_all()
-    cluster.group_up("big")
-    assert members(cluster, "big") == survivors and cluster.state.tasks["big"].confirmed
+    cluster, survivors = two_survivors(seed)
     while len(members(cluster, "big")) == 2:
         decided = decide(cluster.state, cluster._solutions, cluster.policy)
         if not read and any(isinstance(event, v.MembershipDecided) for event in decided):

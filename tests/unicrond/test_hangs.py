@@ -146,6 +146,18 @@ def test_who_does_not_come_into_the_group_makes_it_meet_again(cluster: MiniClust
     assert late in members(cluster), "the same processes"
 
 
+def test_a_group_that_has_gone_back_may_hang_before_its_first_step(cluster: MiniCluster) -> None:
+    """Nobody had state: it trains iterations that the log has seen committed, by a group that is gone."""
+    cluster.train("big", 97)
+    cluster.kill_worker(cluster.hosts["n0"], next(iter(cluster.hosts["n0"].processes)))
+    cluster.run()
+    cluster.iterations["big"] = 3  # from an old checkpoint
+    assert cluster.state.tasks["big"].iteration == 100
+    for member in members(cluster):
+        suspect(cluster, member)
+    assert [incident.kind for incident in cluster.state.incidents.values()] == ["collective_timeout"]
+
+
 def test_a_step_makes_suspicions_void(cluster: MiniCluster) -> None:
     one, culprit, other = members(cluster)
     suspect(cluster, one)
