@@ -139,6 +139,7 @@ class FileLog:
         self._last_seq = 0
         self._seq_by_id: dict[str, int] = {}
         self._fence = Fence(0, 0)
+        self._claim: Envelope | None = None
         self._grown = asyncio.Event()
         self._writer = SegmentWriter(directory, segment_bytes=segment_bytes)
         try:
@@ -166,7 +167,7 @@ class FileLog:
 
     async def claim_term(self, envelope: Envelope) -> Fence:
         term = claimed_term(envelope)
-        if self._fence.seq and self._seq_by_id.get(envelope.event_id) == self._fence.seq:
+        if envelope == self._claim:
             return self._fence
         if term <= self._fence.term:
             raise Fenced(f"term {term} is not above term {self._fence.term}")
@@ -216,7 +217,7 @@ class FileLog:
             self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
             event = entry.envelope.event
             if isinstance(event, CoordinatorStarted) and event.term > self._fence.term:
-                self._fence = Fence(event.term, entry.seq)
+                self._fence, self._claim = Fence(event.term, entry.seq), entry.envelope
 
     def _segment_of(self, seq: int) -> int:
         """Which segment holds `seq`, or will hold it."""

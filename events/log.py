@@ -8,6 +8,8 @@ Rules
   that already stands in the log is recognised and its first sequence number returned.
 * `claim_term` is how a coordinator takes over. It returns a `Fence`; an `append` that carries a fence
   raises `Fenced` as soon as a newer term was claimed, and then nothing of it is written.
+* A claim is recognised by all that it says, not by its event id: of two that claim one term, both as its
+  first event, one gets it.
 * Reading never raises on what a message holds: what is no valid event comes as `Quarantined`.
 """
 

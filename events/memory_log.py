@@ -25,6 +25,7 @@ class MemoryLog:
         self._entries: list[Entry] = []
         self._seq_by_id: dict[str, int] = {}
         self._fence = Fence(0, 0)
+        self._claim: Envelope | None = None
         self._grown = asyncio.Event()
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
@@ -40,11 +41,11 @@ class MemoryLog:
 
     async def claim_term(self, envelope: Envelope) -> Fence:
         term = claimed_term(envelope)
-        if self._knows(envelope) and self._fence.seq == self._seq_by_id[envelope.event_id]:
+        if envelope == self._claim:
             return self._fence
         if term <= self._fence.term:
             raise Fenced(f"term {term} is not above term {self._fence.term}")
-        self._fence = Fence(term, self._write(envelope))
+        self._fence, self._claim = Fence(term, self._write(envelope)), envelope
         self._announce()
         return self._fence
 

@@ -36,6 +36,8 @@ from events.vocabulary import CoordinatorStarted, Heartbeat
 logger = logging.getLogger(__name__)
 
 WRONG_LAST_SEQUENCE = 10071
+#: The same, of a stream of several replicas: another message of that subject is on its way to them.
+LAST_SEQUENCE_UNDECIDED = 10164
 BATCH_REPEATS_ID = 10201
 NO_ROOM = 10023
 #: A part of the batch did not arrive (a session was lost in the middle).
@@ -70,7 +72,11 @@ class NatsEventLog:
 
     async def claim_term(self, envelope: Envelope) -> Fence:
         term = claimed_term(envelope)
-        message = _Message(envelope.event_id, TERM_SUBJECT, headers(envelope), encode(envelope))
+        # Without a message id: whoever claims the same term has the same one, and a server that looks at it first (a
+        # stream of several replicas does) would acknowledge the other's claim to us as a repeat of ours.
+        marks = headers(envelope)
+        del marks["Nats-Msg-Id"]
+        message = _Message(envelope.event_id, TERM_SUBJECT, marks, encode(envelope))
         async with self._bounded():
             return await self._claim(term, message, envelope)
 
@@ -142,7 +148,7 @@ class NatsEventLog:
                 continue
             except ApiError as error:
                 if error.code not in (WRONG_LAST_SEQUENCE, BATCH_REPEATS_ID):
-                    if not error.is_passing and error.code != BATCH_INCOMPLETE:
+                    if not error.is_passing and error.code not in (BATCH_INCOMPLETE, LAST_SEQUENCE_UNDECIDED):
                         raise
                     await self._wait(patience, error)
                     continue
@@ -173,7 +179,7 @@ class NatsEventLog:
             except Unanswered as error:
                 await self._wait(patience, error)
             except ApiError as error:
-                if error.code != WRONG_LAST_SEQUENCE and not error.is_passing:
+                if not error.is_passing and error.code not in (WRONG_LAST_SEQUENCE, LAST_SEQUENCE_UNDECIDED):
                     raise
                 await self._wait(patience, error)
             else:

@@ -198,7 +198,8 @@ def _observed(event: AnyObservation) -> str:
 def _decided(event: AnyDecision) -> str:
     match event:
         case CoordinatorStarted():
-            return f"coordinator started term {event.term}, version {event.version}"
+            where = f" in {event.process}" if event.process else ""
+            return f"coordinator started term {event.term}{where}, version {event.version}"
         case NodeLost():
             return f"node {event.node} lost: {event.reason}"
         case NodeReturned():

@@ -605,12 +605,14 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     `policy`: the numbers that its decisions depend on, so that they can be made again from the log alone;
     empty in logs older than the field.
     `severity`: error kinds whose severity the configuration sets; the fold looks here first.
+    `process`: who claims, as HOST:PID; without it two that claim one term at the same time could be taken for one.
     """
 
     term: Positive
     version: Text
     policy: dict[Name, Setting] = {}
     severity: dict[ErrorKind, SeverityLevel] = {}
+    process: Text = ""
 
 
 class NodeLost(Decision, frozen=True, kw_only=True):
@@ -809,10 +811,12 @@ class DropState(Command, frozen=True, kw_only=True):
 
 
 class InjectFault(Command, frozen=True, kw_only=True):
-    """Make the fault happen that `injection` asked for; stale ones never act."""
+    """Make the fault happen that `injection` asked for; stale ones never act. `agent_boot`: the agent that is asked; 0
+    in logs older than the field."""
 
     injection: Text
     fault: Fault
+    agent_boot: Count = 0
 
 
 AnyObservation: TypeAlias = (

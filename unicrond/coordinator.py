@@ -83,8 +83,9 @@ class Coordinator:
         clock: Clock = _CLOCK,
         severity: Mapping[ErrorKind, SeverityLevel] | None = None,
         snapshots: Snapshots | None = None,
+        process: str = "",
     ) -> None:
-        """`severity`: what the configuration sets beside severity.py's table."""
+        """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim."""
         self.state = ClusterState()
         self._clock = clock
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
@@ -102,6 +103,7 @@ class Coordinator:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._joined_us: dict[str, int] = {}
         self._severity = dict(severity or {})
+        self._process = process
         self._lost_us: int | None = None
         self._gathering = False
         self._snapshots = snapshots
@@ -122,6 +124,7 @@ class Coordinator:
                 version=code_version(),
                 policy=Settings(self._policy, self._heartbeat_s).numbers(),
                 severity=self._severity,
+                process=self._process,
             ),
             term,
         )

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,7 @@ async def _serve_until_stopped(
         config.heartbeat_s,
         severity=config.severity,
         snapshots=snapshots,
+        process=f"{socket.gethostname()}:{os.getpid()}",
     )
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
         log.warning("%s", warning)

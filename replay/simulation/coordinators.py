@@ -67,7 +67,9 @@ class Coordinators:
         """Start one more head."""
         log = Endpoint(self._server, Link(self._loop, self._drawn), self._witness.acknowledged)
         beats = BeatEnd(self._beats, log.link)
-        coordinator = Coordinator(log, beats, self._policy, self._heartbeat_s, self.clock)
+        coordinator = Coordinator(
+            log, beats, self._policy, self._heartbeat_s, self.clock, process=f"head:{len(self.heads)}"
+        )
         task = self._loop.create_task(coordinator.run())
         head = Head(coordinator, log, task)
         log.crash = lambda: self.crash(head)

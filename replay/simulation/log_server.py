@@ -61,7 +61,7 @@ class LogServer:
         self.sync_s = (0.0002, 0.002)
         self.grown = asyncio.Event()
         self._seq_by_id: dict[str, int] = {}
-        self._claims: list[Fence] = []
+        self._claims: list[Recorded] = []
         self._waiting: list[_Batch] = []
         self._syncing = 0
         self._life = 0
@@ -90,8 +90,8 @@ class LogServer:
         if not self.up:
             return
         assert isinstance(envelope.event, CoordinatorStarted)
-        newest, seq = self._newest_claim(), self._seq_by_id.get(envelope.event_id)
-        if seq is None or seq != newest.seq:
+        if not self._claims or envelope != self._claims[-1].envelope:
+            newest = self._newest_claim()
             if envelope.event.term <= newest.term:
                 reply(FencedReply(f"term {envelope.event.term} is not above term {newest.term}"))
                 return
@@ -121,7 +121,7 @@ class LogServer:
         return len(self.entries) + sum(len(batch.entries) for batch in self._waiting)
 
     def _newest_claim(self) -> Fence:
-        return self._claims[-1] if self._claims else Fence(0, 0)
+        return Fence(self._claims[-1].envelope.term, self._claims[-1].seq) if self._claims else Fence(0, 0)
 
     def _write(self, envelopes: Sequence[Envelope]) -> None:
         if not envelopes:
@@ -132,7 +132,7 @@ class LogServer:
             assert isinstance(entry, Recorded)
             self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
             if isinstance(entry.envelope.event, CoordinatorStarted):
-                self._claims.append(Fence(entry.envelope.event.term, entry.seq))
+                self._claims.append(entry)
         self._put(_Batch(entries))
 
     def _put(self, batch: _Batch) -> None:

@@ -23,6 +23,7 @@ from replay.simulation.log_client import BeatEnd, Beats, CommandEnd, Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.network import Link
 from replay.simulation.virtual_time import HostClock
+from tests.integration.nats_cluster import nats_cluster
 
 
 class Bus(NamedTuple):
@@ -67,6 +68,24 @@ async def nats_bus(directory: Path) -> AsyncIterator[Bus]:
 
 
 @asynccontextmanager
+async def cluster_bus(directory: Path) -> AsyncIterator[Bus]:
+    """Three servers: a stream of several replicas checks what is written to it in another order."""
+    async with nats_cluster(directory / "nats") as nats:
+        connection = await connect(nats.urls, name="contract", login=nats.login, timeout_s=60)
+        try:
+            await create_streams(connection, replicas=len(nats.urls))
+            yield Bus(NatsEventLog(connection), NatsBeatLog(connection), lambda node: NatsCommandFeed(connection, node))
+        finally:
+            await connection.close()
+
+
+@asynccontextmanager
+async def cluster_log(directory: Path) -> AsyncIterator[EventLog]:
+    async with cluster_bus(directory) as bus:
+        yield bus.log
+
+
+@asynccontextmanager
 async def memory_log(directory: Path) -> AsyncIterator[EventLog]:
     async with memory_bus(directory) as bus:
         yield bus.log
@@ -98,11 +117,13 @@ LOGS: dict[str, Callable[[Path], AbstractAsyncContextManager[EventLog]]] = {
     "simulated": simulated_log,
     "file": file_log,
     "nats": nats_log,
+    "nats cluster": cluster_log,
 }
 BUSES: dict[str, Callable[[Path], AbstractAsyncContextManager[Bus]]] = {
     "memory": memory_bus,
     "simulated": simulated_bus,
     "nats": nats_bus,
+    "nats cluster": cluster_bus,
 }
 
 
@@ -123,9 +144,9 @@ def command(number: int, node: str = "n1", term: int = 1) -> Envelope:
     return Envelope(producer="c", boot=term, number=number, term=term, observed_at_us=1, event=event)
 
 
-def started(term: int, producer: str = "c") -> Envelope:
-    event = CoordinatorStarted(term=term, version="test")
-    return Envelope(producer=producer, boot=term, number=10**6, term=term, observed_at_us=1, event=event)
+def started(term: int, process: str = "") -> Envelope:
+    event = CoordinatorStarted(term=term, version="test", process=process)
+    return Envelope(producer="c", boot=term, number=10**6, term=term, observed_at_us=1, event=event)
 
 
 def beat(number: int, node: str = "n1") -> Envelope:

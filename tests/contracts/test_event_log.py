@@ -142,9 +142,9 @@ async def test_the_fence_holds_back_the_stale_coordinator(log: EventLog) -> None
 async def test_claims_only_rise(log: EventLog) -> None:
     fence = await log.claim_term(started(5))
     assert await log.claim_term(started(5)) == fence, "the same claim again, after a lost acknowledgement"
-    for term, producer in ((5, "other"), (4, "c"), (1, "c")):
+    for term, process in ((5, "other"), (4, "c"), (1, "c")):
         with pytest.raises(Fenced):
-            await log.claim_term(started(term, producer))
+            await log.claim_term(started(term, process))
     assert await log.claim_term(started(6)) == Fence(6, 2)
     with pytest.raises(Fenced):
         await log.claim_term(started(5))
@@ -153,7 +153,8 @@ async def test_claims_only_rise(log: EventLog) -> None:
 
 
 async def test_one_of_many_wins_a_term(log: EventLog) -> None:
-    claims = [log.claim_term(started(7, f"c{i}")) for i in range(8)]
+    # All of the same id and moment, as coordinators are that start from the same state.
+    claims = [log.claim_term(started(7, f"head:{i}")) for i in range(8)]
     outcomes = await asyncio.gather(*claims, return_exceptions=True)
     assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Fence"] + ["Fenced"] * 7
     assert await log.last_seq() == 1

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ import yaml
 
 from events import nats_streams
 from events.nats_connection import connect
+from events.nats_log import NatsEventLog
 from events.subjects import BEAT_STREAM, EVENT_STREAM
+from tests.contracts.logs import started
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from unicrond.dev import HANG_FLOOR_S, Part, free_port
 from unicrond.state import ClusterState, NodeStatus
@@ -148,3 +150,20 @@ async def test_servers_die_and_leaders_change_and_nobody_is_lost(tmp_path: Path)
         assert replayed.returncode == 0
         assert json.loads(told)["state"]["tasks"]["big"]["iteration"] >= state.tasks["big"].iteration
         await connection.close()
+
+
+@pytest.mark.timeout(600)
+async def test_one_of_those_that_claim_a_term_gets_it(tmp_path: Path) -> None:
+    """A stream of several replicas looks at a message's id before it looks at what it expects."""
+    async with nats_cluster(tmp_path / "nats") as nats, AsyncExitStack() as stack:
+        connections = [
+            await connect(nats.urls, name=f"head {i}", login=nats.login, timeout_s=TIMEOUT_S) for i in range(3)
+        ]
+        for connection in connections:
+            stack.push_async_callback(connection.close)
+        await nats_streams.create_streams(connections[0], replicas=len(nats.urls))
+        logs = [NatsEventLog(connection) for connection in connections]
+        for term in range(1, 21):
+            claims = (log.claim_term(started(term, f"head:{i}")) for i, log in enumerate(logs))
+            outcomes = await asyncio.gather(*claims, return_exceptions=True)
+            assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Fence", "Fenced", "Fenced"]

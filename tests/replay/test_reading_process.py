@@ -223,7 +223,8 @@ async def main():
                 print(*(child.pid for child in psutil.Process().children()), flush=True)
                 await asyncio.Event().wait()
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one under nohup
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
