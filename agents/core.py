@@ -12,8 +12,9 @@ Commands
   Applied = the process exists.
 * StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL; no Quit for a worker that has not
   connected yet and never was a member; with `kill` SIGKILL at once. Applied = the process is gone.
-* InjectFault (ordered_faults.py): never by an old command. What ends this agent is answered before it happens, or it
-  would happen to the next agent again; all else once it is done.
+* InjectFault (ordered_faults.py): never by an old command, nor by one to an agent whose memory is lost: it may have
+  obeyed. What ends this agent is answered before it happens, or it would happen to the next agent again; all else once
+  it is done.
 * SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
   of the task that is or ever was a member (leavers must hear that they leave); who connects later gets it then.
 
@@ -85,6 +86,8 @@ from events.vocabulary import Observation, StepCommitted, WorkerExited
 
 def resume(config: Config, memory: Memory) -> State:
     """The state of an agent that starts, with what the one before it remembered (or an empty Memory)."""
+    if memory == Memory():
+        memory = Memory(since_boot=config.agent_boot)
     return State(config=config, memory=memory, summed=dict(memory.reported))
 
 

@@ -124,6 +124,8 @@ class Held(_Part, frozen=True, kw_only=True):
 class Memory(_Part, frozen=True, kw_only=True):
     """What one agent tells the next one of the same run directory."""
 
+    #: The boot of the first agent of this run directory; what those before it did, nobody here knows.
+    since_boot: int = 0
     #: The log that all this is about (log_identity.py); "": not known.
     log: str = ""
     #: The highest (term, epoch) that a command came with.

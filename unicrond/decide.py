@@ -107,5 +107,6 @@ def _inject(batch: Batch) -> None:
                 epoch=batch.state.plan.epoch,
                 injection=name,
                 fault=injection.fault,
+                agent_boot=batch.state.nodes[injection.node].agent_boot,
             )
         )

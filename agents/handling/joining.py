@@ -75,6 +75,7 @@ def log_seen(turn: Turn, identity: str) -> None:
 
 def forget_log(turn: Turn) -> None:
     memory = Memory(
+        since_boot=turn.memory.since_boot,
         workers={w: replace(record, foreign=True) for w, record in turn.memory.workers.items()},
         foreign_gone=tuple(turn.memory.gone),
     )

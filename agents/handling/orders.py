@@ -41,6 +41,8 @@ def commanded(turn: Turn, given: Commanded) -> None:
             stopping.stop_commanded(turn, command, order)
         case SetMembership():
             memberships.set_membership(turn, command, order)
+        case InjectFault(agent_boot=asked) if 0 < asked < turn.memory.since_boot:
+            turn.answer(order, "stale: it was for an agent whose run directory is lost; it may have obeyed")
         case InjectFault(fault=fault):
             inject(turn, fault, order)
         case SetPeers(task=task, peers=peers):

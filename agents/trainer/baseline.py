@@ -8,6 +8,8 @@ Rules
 * Late (a hang): longer than HANG times the usual, and longer than twice the longest of the window, so that a noisy
   machine makes itself patient; never less than `floor_us`. An iteration with a checkpoint is given three times the
   longest such one in addition.
+* Who writes the last state, when training has ended, is given six times what such a write took last (another may be
+  on its way), or `start_us` where that is not known, in addition.
 * Before the usual time is known: ten times the last generation's, or `start_us` where there was none.
 * Slow (a degradation): the median of the last RECENT iterations is above SLOW times the lowest median of a whole
   window since the generation began, and by more than three median deviations. Told once; again when it has become
@@ -31,6 +33,7 @@ SLOW = 1.1
 _OVER = 1.05
 _NOISE = 3
 _CHECKPOINT = 3
+_LAST_WRITE = 6
 _UNKNOWN = 10
 
 
@@ -90,6 +93,10 @@ class Baseline:
         if not checkpoint:
             return limit_us
         return limit_us + (_CHECKPOINT * self._checkpoint_us or self._start_us)
+
+    def end_limit_us(self, writing_us: int) -> int:
+        """How long writing the last state may last. `writing_us`: what writing a state took last, 0: not known."""
+        return self.limit_us() + (_LAST_WRITE * writing_us or self._start_us)
 
     def collective_timeout_us(self) -> int:
         """For a collective library's own time-out, the last resort: well above every limit, far below half an hour."""

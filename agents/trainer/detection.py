@@ -98,6 +98,13 @@ class Detection:
         """An iteration begins, or goes on in another group."""
         self._mark.begun(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
 
+    def ending(self, iteration: int, group: Group, writing_s: float | None) -> None:
+        """All iterations are done: what is left is that the last state is written. `writing_s`: by this worker, which
+        needed so long the last time (0: not known); None: by others, whose limit it is."""
+        limit_us = self._baseline.limit_us() if writing_s is None else self._baseline.end_limit_us(int(writing_s * 1e6))
+        self._mark.begun(iteration, limit_us)
+        group.limit(self._patience.collective_timeout_s)
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Around what may write a checkpoint: meanwhile this worker's limit is wider, and as long as one member is not

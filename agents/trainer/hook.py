@@ -489,7 +489,8 @@ class Hook:
         that, and iterations are left."""
         told = False
         while True:
-            self._context.mark.idle()
+            writing_s = self._saving.writing_s if self._in_lead_replica() else None
+            self._detection.ending(self._ledger.iteration, self._group(), writing_s)
             try:
                 if self._sharing is not None and self._context.launch.spec.checkpoint.dir:
                     self._assemble()

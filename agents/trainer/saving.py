@@ -112,6 +112,11 @@ class Saving:
         #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
         self.whole: Whole | None = None
 
+    @property
+    def writing_s(self) -> float:
+        """What writing a state to storage took last; 0: none was written."""
+        return self._to_storage.cost_s
+
     # --- at a boundary ---------------------------------------------------------------------------
 
     def _collect(self) -> None:

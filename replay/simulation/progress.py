@@ -53,6 +53,11 @@ class Progress:
         self._boundary_us = self._changed_us = self._now_us()
         self._limit_us = self._baseline.limit_us(checkpoint=self._is_saving(iteration))
 
+    def ending(self, iteration: int, *, writes: bool) -> None:
+        """All iterations are done; the last state is written."""
+        self.begun(iteration)
+        self._limit_us = self._baseline.end_limit_us(0) if writes else self._baseline.limit_us()
+
     def committed(self, iteration: int) -> None:
         """The iteration is over."""
         self._baseline.add(self._now_us() - self._boundary_us, checkpoint=self._is_saving(iteration))

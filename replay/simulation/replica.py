@@ -505,8 +505,8 @@ class Replica:
 
     async def _complete(self) -> None:
         told = False
-        self.progress.idle()
         while True:
+            self.progress.ending(self._ledger.iteration, writes=self._is_lead())
             try:
                 if self._is_lead() and not told:
                     await self._save()

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import textwrap
 
+import msgspec
 import pytest
 
+from agents import core
 from agents.node_faults import is_in_own_namespace
-from agents.state import Commanded, StrikeNode, Struck, TellForkServer, TellWorker
+from agents.state import Commanded, Memory, StrikeNode, Struck, TellForkServer, TellWorker
 from agents.trainer.messages import Inject, Kill
 from events.vocabulary import (
     AcceleratorReported,
@@ -47,6 +49,19 @@ def inject(number: int, *, term: int = 1, epoch: int = 1, **fault: object) -> In
         injection="f1",
         fault=Fault(**fault),  # type: ignore[arg-type]
     )
+
+
+def test_an_agent_whose_memory_is_lost_obeys_no_order_to_the_one_before(node: Node) -> None:
+    """The node was killed, by order, and its run directory is gone: the order comes again, and nobody knows of it."""
+    asked = msgspec.structs.replace(inject(9, kind="kill"), agent_boot=node.config.agent_boot)
+    assert any(isinstance(action, StrikeNode) for action in node.command(asked))
+    node.restart_agent()
+    node.state = core.resume(node.config, Memory())
+    assert not any(isinstance(action, StrikeNode) for action in node.command(asked))
+    assert node.answers(asked.command_id)[-1].startswith("stale: it was for an agent whose run directory is lost")
+    node.restart_agent()
+    later = msgspec.structs.replace(inject(10, kind="kill"), agent_boot=node.config.agent_boot - 1)
+    assert any(isinstance(action, StrikeNode) for action in node.command(later)), "its memory goes back to there"
 
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])

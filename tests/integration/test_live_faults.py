@@ -369,6 +369,22 @@ def kill_store(live: Live, node: str, port: int) -> None:
 
 @in_one_loop
 @pytest.mark.matrix
+async def test_who_hangs_while_the_last_state_is_written_is_found(live: Live) -> None:
+    """All iterations are done; one worker stands still half way through the last checkpoint, the other waits for it."""
+    await end_all(live)
+    fault = {"UNICRON_FAULT": "hang@worker=last.1,at=saving,iteration=13"}
+    checkpoint = {"dir": str(live.directory / "last"), "interval": 5}
+    await submit(live, "last", max_workers=2, iterations=12, checkpoint=checkpoint, env=fault)
+    state = await live.until(
+        "it is complete", lambda s: "last" in s.tasks and s.tasks["last"].status is TaskStatus.COMPLETED
+    )
+    incident = state.closed[-1]
+    assert (incident.kind, incident.worker, incident.severity) == ("hang", "last.1", SEV2)
+    assert "which it has not entered" in incident.message and state.tasks["last"].iteration == 12
+
+
+@in_one_loop
+@pytest.mark.matrix
 async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Live) -> None:
     await end_all(live)
     await submit(live, "poisoned", max_workers=2)

@@ -87,6 +87,12 @@ def test_collectives_time_out_well_above_the_limit_and_far_below_half_an_hour() 
     assert Baseline(floor_us=FLOOR_US, start_us=START_US).collective_timeout_us() == START_US
 
 
+def test_the_end_has_the_time_of_two_writes_of_the_last_state() -> None:
+    baseline = trained([USUAL_US] * 10)
+    assert baseline.end_limit_us(2_000_000) == HANG * USUAL_US + 6 * 2_000_000
+    assert baseline.end_limit_us(0) == HANG * USUAL_US + START_US, "how long it takes is not known"
+
+
 @given(st.lists(st.integers(1, 10**9), max_size=100), st.booleans())
 def test_a_limit_is_never_below_three_times_the_usual_nor_the_floor(durations: list[int], checkpoint: bool) -> None:
     baseline = trained(durations)
