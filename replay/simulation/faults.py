@@ -47,7 +47,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 #: Kind -> (how often, relative; the longest it lasts; what `how` may be; how many nodes are hit at once, at most).
 _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged"), 0),
-    "second_coordinator": (6, 0.0, (), 0),
+    "second_coordinator": (6, 0.0, ("", "two"), 0),
     "cut_coordinator": (5, 8.0, (), 0),
     "crash_log": (6, 5.0, (), 0),
     "slow_disk": (4, 8.0, ("0.3", "2.0"), 0),
@@ -140,7 +140,8 @@ def _crash_coordinator(world: World, fault: Fault) -> None:
 
 
 def _second_coordinator(world: World, fault: Fault) -> None:
-    world.coordinators.start()
+    for _ in range(2 if fault.how == "two" else 1):
+        world.coordinators.start()
 
 
 def _cut_coordinator(world: World, fault: Fault) -> None:

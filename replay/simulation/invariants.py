@@ -7,12 +7,13 @@ only known while it happens is collected by witness.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from agents.state import Action, Append, ArmTimer, Commanded
 from agents.trainer.ledger import Total
 from events import vocabulary as v
-from events.envelope import Entry, Recorded
+from events.codec import encode
+from events.envelope import Entry, Envelope, Recorded
 from unicrond.decide import decide, needed_solves
 from unicrond.invariants import InvariantError, check
 from unicrond.planning.placement import Shape, place
@@ -193,13 +194,17 @@ def micro_batches_used_once(params: int, expected: int) -> str:
 # --- at rest -------------------------------------------------------------------------------------
 
 
-def acknowledged_events_stay(entries: Sequence[Entry], acknowledged: Mapping[str, int]) -> str:
-    """Event id -> the number that the log gave it."""
-    for event_id, seq in acknowledged.items():
+def acknowledged_events_stay(entries: Sequence[Entry], acknowledged: Iterable[tuple[int, Envelope]]) -> str:
+    """With the numbers that the log gave them."""
+    for seq, envelope in acknowledged:
         entry = entries[seq - 1] if seq <= len(entries) else None
-        if not isinstance(entry, Recorded) or entry.envelope.event_id != event_id:
-            return f"{event_id} was acknowledged as entry {seq}; there stands {entry}"
+        if not isinstance(entry, Recorded) or not _same(entry.envelope, envelope):
+            return f"{envelope.event_id} was acknowledged as entry {seq}; there stands {entry}"
     return ""
+
+
+def _same(one: Envelope, other: Envelope) -> bool:
+    return one == other or encode(one) == encode(other)  # a loss may be NaN
 
 
 def replay_equals_live(live: ClusterState, replayed: ClusterState) -> str:

@@ -335,6 +335,17 @@ def _acknowledge_before_the_disk() -> None:
     _patch(LogServer, "_when_durable", make)
 
 
+def _take_a_claim_for_another() -> None:
+    def make(claim: Any) -> Any:
+        def by_id(self: Any, envelope: Any, reply: Any) -> None:
+            newest = self._claims[-1].envelope if self._claims else envelope
+            claim(self, newest if newest.event_id == envelope.event_id else envelope, reply)
+
+        return by_id
+
+    _patch(LogServer, "claim", make)
+
+
 MUTANTS: dict[str, Mutant] = {
     "drop_the_hold": Mutant("the coordinator decides before it has read its own events", _drop_the_hold),
     "skip_the_fence": Mutant("appends carry no fence", _skip_the_fence),
@@ -364,6 +375,7 @@ MUTANTS: dict[str, Mutant] = {
     "throw_away_complete_sums": Mutant("who is behind does not step before it goes on", _throw_away_complete_sums),
     "keep_any_bucket": Mutant("a bucket counts as final where one member has its sum", _keep_any_bucket),
     "deal_what_is_held": Mutant("survivors are dealt what they have computed already", _deal_what_is_held),
+    "take_a_claim_for_another": Mutant("the log knows a claim by its id alone", _take_a_claim_for_another),
     "acknowledge_before_the_disk": Mutant("the log acknowledges what a crash can lose", _acknowledge_before_the_disk),
 }
 

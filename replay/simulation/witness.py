@@ -37,7 +37,7 @@ class Witness:
         self.over = asyncio.Event()
         self.violation: Violation | None = None
         self.states: list[ClusterState] = [ClusterState()]
-        self.acknowledgements: dict[str, int] = {}
+        self.acknowledgements: list[tuple[int, Envelope]] = []
         self.training: Training
         #: The newest iteration that any replica committed, per task.
         self.committed: dict[str, int] = {}
@@ -67,7 +67,7 @@ class Witness:
     def acknowledged(self, envelopes: Sequence[Envelope], seqs: Sequence[int]) -> None:
         """A client was told that these are durable."""
         for envelope, seq in zip(envelopes, seqs, strict=True):
-            self.acknowledgements[envelope.event_id] = seq
+            self.acknowledgements.append((seq, envelope))
 
     def on_entry(self, entry: Entry) -> None:
         """An entry has become durable."""
