@@ -40,6 +40,7 @@ RETRY_DELAY_MAX_S = 1.0
 REQUEST_TIMEOUT_S = 3.0
 PING_INTERVAL_S = 5
 LOUD_AFTER_S = 10.0
+CLOSE_S = 1.0
 
 
 class Unanswered(LogError):
@@ -116,6 +117,15 @@ class _Client(Client):  # type: ignore[misc]
         else:
             sink(subject, reply, data, headers or b"")
 
+    async def give_up(self) -> None:
+        """Close the socket. What nats-py raises while it closes is of no use to anybody; and where a TLS handshake has
+        failed, it waits for ever for a transport that is no more."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self.close()
+        except Exception as error:
+            logger.debug("closing a NATS connection: %s", _said(error))
+
     @staticmethod
     def _parse_header_lines(raw: bytes) -> dict[str, str]:
         parsed = {}
@@ -188,10 +198,7 @@ class Session:
 
     async def close(self) -> None:
         """Close the socket; never raises."""
-        try:
-            await self.client.close()
-        except Exception as error:  # what nats-py raises while it closes is of no use to anybody
-            logger.debug("closing a NATS connection: %s", _said(error))
+        await self.client.give_up()
         self._on_lost(None)
 
     async def _on_answer(self, message: Msg) -> None:
@@ -358,12 +365,10 @@ class Connection:
                 await client.subscribe(subject, cb=handler)
         except (nats.errors.Error, OSError, TimeoutError, AssertionError) as error:
             await self._on_error(error)
-            with contextlib.suppress(Exception):
-                await client.close()
+            await client.give_up()
             return None
         except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                await client.close()
+            await client.give_up()
             raise
         return session
 

@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
+import trustme
 
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
@@ -261,6 +263,33 @@ async def test_a_wrong_password_is_named(tmp_path_factory: pytest.TempPathFactor
         await connection.close()
     finally:
         await server.kill()
+
+
+async def test_a_server_that_dies_in_a_tls_handshake_is_asked_again(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    attempts: asyncio.Queue[None] = asyncio.Queue()
+
+    async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"s","version":"2.15.1","max_payload":1048576,"tls_required":true}\r\n')
+        await reader.read(1)  # its first bytes of TLS
+        attempts.put_nowait(None)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(die, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    asked = asyncio.create_task(
+        connect(f"tls://127.0.0.1:{port}", name="test", login=Login(tls_ca=tmp_path / "ca.pem"), timeout_s=None)
+    )
+    try:
+        async with asyncio.timeout(30):
+            for _ in range(4):  # nats-py itself tries twice
+                await attempts.get()
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        server.close()
+        await server.wait_closed()
 
 
 async def test_what_waits_when_the_connection_closes_ends(nats_connection: Connection) -> None:
