@@ -8,8 +8,9 @@ Rules
 * Late (a hang): longer than HANG times the usual, and longer than twice the longest of the window, so that a noisy
   machine makes itself patient; never less than `floor_us`. An iteration with a checkpoint is given three times the
   longest such one in addition.
-* Who writes the last state, when training has ended, is given six times what such a write took last (another may be
-  on its way), or `start_us` where that is not known, in addition.
+* When training has ended, all are given LAST_WRITE_US in addition, and who writes the last state six times what such a
+  write took at most, if that is longer (another may be on its way), or `start_us` where none was written: nobody trains
+  any more, patience costs little, and storage may stall.
 * Before the usual time is known: ten times the last generation's, or `start_us` where there was none.
 * Slow (a degradation): the median of the last RECENT iterations is above SLOW times the lowest median of a whole
   window since the generation began, and by more than three median deviations. Told once; again when it has become
@@ -34,6 +35,7 @@ _OVER = 1.05
 _NOISE = 3
 _CHECKPOINT = 3
 _LAST_WRITE = 6
+LAST_WRITE_US = 30_000_000
 _UNKNOWN = 10
 
 
@@ -94,9 +96,12 @@ class Baseline:
             return limit_us
         return limit_us + (_CHECKPOINT * self._checkpoint_us or self._start_us)
 
-    def end_limit_us(self, writing_us: int) -> int:
-        """How long writing the last state may last. `writing_us`: what writing a state took last, 0: not known."""
-        return self.limit_us() + (_LAST_WRITE * writing_us or self._start_us)
+    def end_limit_us(self, longest_us: int | None) -> int:
+        """How long the end of training may last. `longest_us`: what writing a state took at most, 0: none was written,
+        None: others write."""
+        if longest_us == 0:
+            return self.limit_us() + self._start_us
+        return self.limit_us() + max(LAST_WRITE_US, _LAST_WRITE * (longest_us or 0))
 
     def collective_timeout_us(self) -> int:
         """For a collective library's own time-out, the last resort: well above every limit, far below half an hour."""

@@ -35,6 +35,8 @@ from events.vocabulary import CorruptionSign
 
 #: An iteration of which more than this part went to a checkpoint is no plain one: 1 / _SAVING.
 _SAVING = 20
+#: A last state may be large, and storage slow.
+_END_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,13 @@ class Detection:
         """An iteration begins, or goes on in another group."""
         self._mark.begun(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
 
-    def ending(self, iteration: int, group: Group, writing_s: float | None) -> None:
-        """All iterations are done: what is left is that the last state is written. `writing_s`: by this worker, which
-        needed so long the last time (0: not known); None: by others, whose limit it is."""
-        limit_us = self._baseline.limit_us() if writing_s is None else self._baseline.end_limit_us(int(writing_s * 1e6))
-        self._mark.begun(iteration, limit_us)
-        group.limit(self._patience.collective_timeout_s)
+    def ending(self, iteration: int, group: Group, longest_s: float | None) -> None:
+        """All iterations are done: what is left is that the last state is written. `longest_s`: by this worker, which
+        needed so long at most (0: it wrote none yet); None: by others. Whoever waits for it waits for as long as it
+        takes: its mark says when that is too long."""
+        longest_us = None if longest_s is None else int(longest_s * 1e6)
+        self._mark.begun(iteration, self._baseline.end_limit_us(longest_us))
+        group.limit(max(self._patience.collective_timeout_s, _END_S))
 
     @contextmanager
     def saving(self) -> Iterator[None]:

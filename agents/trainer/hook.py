@@ -489,8 +489,9 @@ class Hook:
         that, and iterations are left."""
         told = False
         while True:
-            writing_s = self._saving.writing_s if self._in_lead_replica() else None
-            self._detection.ending(self._ledger.iteration, self._group(), writing_s)
+            writes = self._in_lead_replica() and bool(self._context.launch.spec.checkpoint.dir)
+            longest_s = self._saving.longest_write_s if writes else None
+            self._detection.ending(self._ledger.iteration, self._group(), longest_s)
             try:
                 if self._sharing is not None and self._context.launch.spec.checkpoint.dir:
                     self._assemble()
@@ -508,8 +509,10 @@ class Hook:
                 told = told or self._in_lead_replica()
                 self._farewell(self._group())
                 return True
-            except (Broken, Superseded):
+            except (Broken, Superseded) as failure:
                 self._rendezvous.leave()
+                if isinstance(failure, Broken):
+                    self._rendezvous.report(failure, self._ledger.iteration, "checkpoint")
                 self._regroup(None)
                 if self._ledger.iteration <= self._context.launch.spec.iterations:
                     return False

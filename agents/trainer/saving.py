@@ -109,13 +109,10 @@ class Saving:
         self._stored = 0
         self._pace_s = 0.0
         self._was_lead = False
+        #: What writing a state to storage took at most; 0: none was written.
+        self.longest_write_s = 0.0
         #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
         self.whole: Whole | None = None
-
-    @property
-    def writing_s(self) -> float:
-        """What writing a state to storage took last; 0: none was written."""
-        return self._to_storage.cost_s
 
     # --- at a boundary ---------------------------------------------------------------------------
 
@@ -292,6 +289,7 @@ class Saving:
         started = time.monotonic()
         saved = checkpoint.write(job, tree, midway)
         self._to_storage.cost_s = time.monotonic() - started
+        self.longest_write_s = max(self.longest_write_s, self._to_storage.cost_s)
         self._stored = job.iteration
         if saved is not None:
             self._context.channel.send(

@@ -56,7 +56,7 @@ class Progress:
     def ending(self, iteration: int, *, writes: bool) -> None:
         """All iterations are done; the last state is written."""
         self.begun(iteration)
-        self._limit_us = self._baseline.end_limit_us(0) if writes else self._baseline.limit_us()
+        self._limit_us = self._baseline.end_limit_us(0 if writes else None)
 
     def committed(self, iteration: int) -> None:
         """The iteration is over."""

@@ -516,8 +516,10 @@ class Replica:
                     told = True
                 await self._gather([self._ledger.iteration])
                 return
-            except (Broken, Superseded):
+            except (Broken, Superseded) as failure:
                 self._leave()
+                if isinstance(failure, Broken):
+                    self._report(failure, "checkpoint")
                 await self._regroup(None)
 
     # --- from group to group ---------------------------------------------------------------------

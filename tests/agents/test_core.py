@@ -169,7 +169,9 @@ def test_another_log_is_another_cluster(node: Node) -> None:
     node.appended.clear()
     node.spawned.clear()
     node.log = "second"
+    since_boot = node.state.memory.since_boot
     node.boot()
+    assert node.state.memory.since_boot == since_boot > 0, "its memory was not lost"
     node.hello("a.1")
     assert node.processes["a.1"].quit
     assert node.of(NodeJoined)[0].workers == ()

@@ -13,6 +13,8 @@ connections in every reduction. An order is a JSON list (`order` writes it); wha
     ["flip"]            one bit of one parameter is another
     ["reset"]           in the middle of the reduction all connections of the worker's group are reset (RST)
     ["silence"]         in the middle of the reduction they fall silent: nothing arrives there any more, not even an ACK
+    ["part"]            when all iterations are done, before the last state is put together from its parts (sharded
+                        optimizers), all connections of the worker's group are reset
     ["die"]             the process ends before it is ready (a node's order only)
 """
 
@@ -116,16 +118,32 @@ def main() -> None:
         if words[0] in LINKS:
             waiting[:] = words
             return
-        orders.obeyed(words[0], step.iteration)
+        if words[0] != "part":
+            orders.obeyed(words[0], step.iteration)
         match words:
             case ["raise", text]:
                 raise RuntimeError(text)
             case ["data", text]:
                 with step.loading():
                     raise EOFError(text)
+            case ["part"]:
+                part(type(step._hook))
             case ["flip"]:
                 with torch.no_grad():
                     next(model.parameters()).view(torch.int32).view(-1)[0] ^= 1
+
+    def part(of: Any) -> None:
+        plainly = of._assemble
+
+        def assemble(hook: Any) -> None:
+            if hook._ledger.iteration > launch.spec.iterations:
+                of._assemble = plainly
+                orders.obeyed("part", hook._ledger.iteration)
+                for descriptor in hook._group()._sockets:
+                    reset(descriptor)
+            plainly(hook)
+
+        of._assemble = assemble
 
     def break_links(step: Any) -> None:
         """A bucket of the iteration is on its way: the first, and others are to follow."""

@@ -117,9 +117,8 @@ async def submit(live: Live, name: str, env: dict[str, str] | None = None, **fie
         args=[str(orders(live))],
         data=str(live.directory / "stdlib"),
         accumulation="exact",
-        optimizer={"decay_iterations": 1000},  # or it would follow from `iterations`
         env={"UNICRON_BUCKET_BYTES": "16384", "UNICRON_CHECKSUM_EVERY": "5", **(env or {})},
-        **fields,
+        **{"optimizer": {"decay_iterations": 1000}, **fields},  # or it would follow from `iterations`
     )
 
 
@@ -375,12 +374,32 @@ async def test_who_hangs_while_the_last_state_is_written_is_found(live: Live) ->
     fault = {"UNICRON_FAULT": "hang@worker=last.1,at=saving,iteration=13"}
     checkpoint = {"dir": str(live.directory / "last"), "interval": 5}
     await submit(live, "last", max_workers=2, iterations=12, checkpoint=checkpoint, env=fault)
-    state = await live.until(
-        "it is complete", lambda s: "last" in s.tasks and s.tasks["last"].status is TaskStatus.COMPLETED
-    )
-    incident = state.closed[-1]
+    state = await is_complete(live, "last")
+    (incident,) = [incident for incident in state.closed if incident.worker.startswith("last.")]
     assert (incident.kind, incident.worker, incident.severity) == ("hang", "last.1", SEV2)
     assert "which it has not entered" in incident.message and state.tasks["last"].iteration == 12
+
+
+@in_one_loop
+@pytest.mark.matrix
+async def test_a_group_that_breaks_before_the_last_state_is_written_meets_again(live: Live) -> None:
+    await end_all(live)
+    checkpoint = {"dir": str(live.directory / "parts"), "interval": 5}
+    optimizer = {"decay_iterations": 1000, "distributed": True}
+    await submit(live, "parts", max_workers=3, iterations=100, checkpoint=checkpoint, optimizer=optimizer)
+    await live.until("they train", lambda s: "parts" in s.tasks and s.tasks["parts"].iteration > 5)
+    order(orders(live), "parts.2", "part")
+    state = await is_complete(live, "parts")
+    (incident,) = [incident for incident in state.closed if "parts" in incident.generations]
+    assert (incident.kind, incident.severity) == ("connection_broken", SEV3) and "checkpoint" in incident.place
+    assert not [event for event in live.events("StartWorker") if event["worker"] == "parts.4"], "all live, and write it"
+
+
+async def is_complete(live: Live, name: str) -> ClusterState:
+    return await live.until(
+        f"{name} is complete",
+        lambda s: name in s.tasks and s.tasks[name].status is TaskStatus.COMPLETED and not s.incidents,
+    )
 
 
 @in_one_loop

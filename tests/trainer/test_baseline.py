@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.baseline import ENOUGH, HANG, RECENT, WARM_UP, WINDOW, Baseline
+from agents.trainer.baseline import ENOUGH, HANG, LAST_WRITE_US, RECENT, WARM_UP, WINDOW, Baseline
 
 START_US = 600_000_000
 FLOOR_US = 10_000
@@ -87,9 +87,11 @@ def test_collectives_time_out_well_above_the_limit_and_far_below_half_an_hour() 
     assert Baseline(floor_us=FLOOR_US, start_us=START_US).collective_timeout_us() == START_US
 
 
-def test_the_end_has_the_time_of_two_writes_of_the_last_state() -> None:
+def test_at_the_end_of_training_there_is_time_to_write_the_last_state() -> None:
     baseline = trained([USUAL_US] * 10)
-    assert baseline.end_limit_us(2_000_000) == HANG * USUAL_US + 6 * 2_000_000
+    assert baseline.end_limit_us(20_000_000) == HANG * USUAL_US + 6 * 20_000_000
+    assert baseline.end_limit_us(20_000) == HANG * USUAL_US + LAST_WRITE_US, "storage may stall"
+    assert baseline.end_limit_us(None) == HANG * USUAL_US + LAST_WRITE_US, "others write"
     assert baseline.end_limit_us(0) == HANG * USUAL_US + START_US, "how long it takes is not known"
 
 
