@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 EXPORT_BATCH = 1000
+#: Who holds it writes to the directory.
+LOCK = "lock"
 
 
 class SegmentWriter:
@@ -39,7 +41,7 @@ class SegmentWriter:
         self._directory = directory
         self._segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

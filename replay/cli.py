@@ -47,16 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format=f"{PROGRAM}: %(message)s", level=logging.WARNING)
     logging.getLogger("events").setLevel(logging.CRITICAL)  # what it retries is no news; what fails is raised
     given = sys.argv[1:] if arguments is None else arguments
-    if list(given[:1]) == ["simulate"]:  # reads no log: its options are its own
-        from replay.simulate_cli import main as simulate
-
-        return simulate(given[1:])
-    gc.disable()  # a short life, no cycles: the collector would only walk millions of entries
-    options = _parser().parse_args(with_spans_marked(given))
     try:
-        code = asyncio.run(options.run(options))
+        code = _run(given)
         sys.stdout.flush()
-        return code or 0
+        return code
     except UsageError as error:
         return _fail(2, f"{error}")
     except LogError as error:
@@ -68,6 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _run(given: Sequence[str]) -> int:
+    if list(given[:1]) == ["simulate"]:  # reads no log: its options are its own
+        from replay.simulate_cli import main as simulate
+
+        return simulate(given[1:])
+    gc.disable()  # a short life, no cycles: the collector would only walk millions of entries
+    options = _parser().parse_args(with_spans_marked(given))
+    return asyncio.run(options.run(options)) or 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -80,5 +80,7 @@ def _require_place(path: Path, *, replace: bool) -> None:
         raise UsageError(f"FILE: {path.parent} is no directory; create it or name another place")
     if path.is_dir():
         raise UsageError(f"FILE: {path} is a directory; name a file in it")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"FILE: {path} is no regular file, and would be replaced; name another one")
     if path.exists() and not replace:
         raise UsageError(f"FILE: {path} exists; name another one, or give --force to replace it")

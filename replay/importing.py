@@ -20,7 +20,7 @@ from pathlib import Path
 
 from events.codec import MAX_EVENT_BYTES, encode
 from events.envelope import Entry, Recorded
-from events.file_log import SegmentWriter
+from events.file_log import LOCK, SegmentWriter
 from events.log import MAX_BATCH, LogError
 from events.nats_connection import Connection
 from events.nats_streams import IMPORTED, ApiError, answer, api, beat_stream_config, event_stream_config
@@ -37,15 +37,19 @@ class NotEmpty(LogError):
 async def import_to_directory(chunks: AsyncGenerator[Chunk, None], directory: Path) -> int:
     """Write segments into a new or empty directory; the last number. NotEmpty, LogError."""
     writer = _writer(directory)
-    last = 0
+    last, is_whole = 0, False
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
                 if chunk.entries:
                     writer.write(chunk.entries, sync=False)
                     last = chunk.entries[-1].seq
+        is_whole = True
     finally:
         writer.close()
+        if not is_whole:  # or a part would pass for a shorter log
+            for path in writer.segments:
+                path.unlink()
     return last
 
 
@@ -68,7 +72,7 @@ async def import_to_nats(chunks: AsyncGenerator[Chunk, None], connection: Connec
 
 
 def _writer(directory: Path) -> SegmentWriter:
-    if directory.exists() and any(directory.iterdir()):
+    if directory.exists() and any(path.name != LOCK for path in directory.iterdir()):
         raise NotEmpty(f"{directory}: is not empty; import into a new directory")
     return SegmentWriter(directory)
 

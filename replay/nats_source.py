@@ -21,7 +21,7 @@ from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog, decoded
 from events.nats_reader import Stored, read_stream
 from events.nats_server import EmbeddedServer
-from events.nats_streams import ApiError, api
+from events.nats_streams import IMPORTED, ApiError, api
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
 from replay.point import EPOCH
 from replay.reading_process import reading_apart
@@ -61,6 +61,8 @@ class NatsSource:
         self._last_seq = last_seq
         self._last_us = last_us
         self._apart_from = apart_from
+        #: `unicron-replay import` wrote it: its times are those of the import.
+        self.is_imported = False
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
         seq = after_seq
@@ -166,7 +168,9 @@ async def open_nats(
             ) from None
         last_seq = int(info["state"]["last_seq"])
         last_us = (datetime.fromisoformat(info["state"]["last_ts"]) - EPOCH) // timedelta(microseconds=1)
-        yield NatsSource(connection, last_seq, last_us if last_seq else 0, archive, apart_from=apart_from)
+        source = NatsSource(connection, last_seq, last_us if last_seq else 0, archive, apart_from=apart_from)
+        source.is_imported = IMPORTED in (info["config"].get("metadata") or {})
+        yield source
     finally:
         await connection.close()
 

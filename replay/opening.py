@@ -38,9 +38,7 @@ async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
     from replay.nats_source import embedded_url, open_nats  # the NATS client takes 100 ms to import
 
     urls = options.nats if options.nats is not None else [await embedded_url(options.state_dir)]
-    archive: Path | None = options.archive
-    if archive is None and options.state_dir is not None and (options.state_dir / "archive").is_dir():
-        archive = options.state_dir / "archive"
+    archive = _archive(options)
     async with open_nats(urls, login_of(options), archive=archive) as source:
         yield source
 
@@ -82,12 +80,22 @@ async def _snapshot(source: Source) -> ClusterState:
     return state
 
 
+def _archive(options: argparse.Namespace) -> Path | None:
+    """The one that is named, or the state directory's own."""
+    named: Path | None = options.archive
+    if named is not None and not named.is_dir():
+        raise UsageError(f"--archive: {named} is no directory; give the one that `unicrond archive` wrote")
+    if named is None and options.state_dir is not None and (options.state_dir / "archive").is_dir():
+        return Path(options.state_dir / "archive")
+    return named
+
+
 async def fold_to(source: Source, at: Point | BeforeEnd | None, start: ClusterState = EMPTY) -> ClusterState:
     """The state of `source` at a point, folded from `start`. UsageError beyond its end, or before `start`."""
     state = start
     until = await resolve(source, at)
     if (isinstance(until, AtSeq) and until.seq < start.seq) or (
-        isinstance(until, AtTime) and until.time_us < start.now_us
+        isinstance(until, AtTime) and until.time_us < start.now_us and start.seq
     ):
         raise UsageError(f"--from-snapshot: the snapshot is of entry {start.seq}, after --at; leave it out")
     async with aclosing(with_bar(read(source, after=AtSeq(start.seq), until=until), "replaying")) as chunks:

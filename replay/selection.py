@@ -48,6 +48,9 @@ def nodes_of(event: v.AnyEvent) -> Iterator[str]:
         yield node
 
 
+_FAULTS = (v.InjectionRequested, v.InjectFault)
+
+
 def tasks_of(event: v.AnyEvent) -> Iterator[str]:
     """The tasks that an event names."""
     if isinstance(event, v.PlanAdopted):
@@ -62,3 +65,8 @@ def tasks_of(event: v.AnyEvent) -> Iterator[str]:
         task = getattr(event, "task", None)
         if task is not None:
             yield task
+            return
+        # A fault that was ordered for a worker, and an accelerator that one runs on.
+        worker = event.fault.worker if isinstance(event, _FAULTS) else getattr(event, "worker", "")
+        if worker:
+            yield worker.rpartition(".")[0]

@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
             _print_parameters(DEFAULTS)
             return 0
         made = _run(options)
-        if options.plot is not None:
+        print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
+        if options.plot is not None:  # last: what was computed for long is told, wherever it can be drawn to
             _plot(made, options.plot)
     except ValueError as problem:  # TraceError, WorkloadError, PolicyError are ValueErrors
         print(f"{PROGRAM}: {problem}", file=sys.stderr)
@@ -55,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
         return int(finished.code or 0)
     except KeyboardInterrupt:
         return 130
-    print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
     return 0
 
 
@@ -70,6 +70,8 @@ def _run(options: argparse.Namespace) -> Comparison:
         raise ValueError(f"--seeds {options.seeds}: give 1 to {SEEDS_MAX}")
     if options.plot is not None:
         _require_matplotlib()
+        if options.plot.is_dir():
+            raise ValueError(f"--plot: {options.plot} is a directory; name a file in it")
     assumptions = assume(dict(_setting(text) for text in options.set))
     work = workload(cluster, parse_tasks(options.tasks))
     spec = options.trace or os.environ.get(TRACE_FILE_VARIABLE)

@@ -13,7 +13,7 @@ from events import vocabulary as v
 from events.envelope import Entry, Recorded
 from unicrond.fold import fold
 from unicrond.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
-from unicrond.waf import waf
+from unicrond.waf import linear_flops, waf
 
 #: What a node is where it is not up and free to work; a node that works carries the names of its tasks.
 IDLE, LOST, LEFT, ISOLATED = "idle", "lost", "left", "isolated"
@@ -117,9 +117,9 @@ def _task_span(task: Task, now_us: int) -> Span:
 
 
 def _running_waf(state: ClusterState) -> int:
-    running = 0
+    running, linear = 0, linear_flops(state)
     for task in state.tasks.values():
         span = _task_span(task, 0)
         if span.what == TRAINING:
-            running += waf(task, span.workers)
+            running += waf(task, span.workers, linear)
     return running

@@ -17,9 +17,9 @@ from replay.timeline_text import text_page
 
 async def timeline_command(options: argparse.Namespace) -> int:
     """Text on stdout, unless --html or --png name a file."""
-    for path in (options.html, options.png):
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"--{path.suffix[1:] or 'html'}: {path.parent} is no directory; name another place")
+    for flag, path in (("html", options.html), ("png", options.png)):
+        if path is not None:
+            _require_place(flag, path, options.file)
     timeline = Timeline()
     async with open_source(options) as source:
         until = await resolve(source, options.at)
@@ -44,6 +44,16 @@ async def timeline_command(options: argparse.Namespace) -> int:
     else:
         say(text_page(timeline, min(shutil.get_terminal_size((100, 24)).columns, 200)))
     return 0
+
+
+def _require_place(flag: str, path: Path, log: Path | None) -> None:
+    """A drawing can be written there. An older one is replaced, a log never."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--{flag}: {path.parent} is no directory; name another place")
+    if path.suffix != f".{flag}":
+        raise UsageError(f"--{flag}: {path} does not end in .{flag}; name it so")
+    if path.exists() and (not path.is_file() or (log is not None and path.samefile(log))):
+        raise UsageError(f"--{flag}: {path} is {'the log itself' if path.is_file() else 'no file'}; name another place")
 
 
 def _draw(timeline: Timeline, path: Path, title: str) -> None:

@@ -40,12 +40,13 @@ def write_png(timeline: Timeline, path: Path, title: str) -> None:
     bars.invert_yaxis()
     bars.set_title(title)
     times = [_seconds(timeline, point.at_us) for point in timeline.waf] + [_seconds(timeline, timeline.end_us)]
-    for kind, style in (("planned", "-"), ("running", "--")):
+    for kind, style in (("planned", "-"), ("running", "--")) if timeline.waf else ():
         values = [getattr(point, kind) for point in timeline.waf]
         curve.step(times, [*values, *values[-1:]], style, where="post", label=kind)
     curve.set_ylabel("WAF, FLOP/s")
     curve.set_xlabel(f"seconds since {format_time(timeline.start_us)}")
-    curve.legend(loc="lower right")
+    if timeline.waf:
+        curve.legend(loc="lower right")
     named = [*colours.items(), *((name, COLOURS[name]) for name in COLOURS if name != LEFT)]
     keys = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in named]
     bars.legend(keys, [name for name, _ in named], loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)

@@ -30,7 +30,7 @@ from unicrond.planning.solver import solve
 from unicrond.policy import Policy
 from unicrond.state import ClusterState, NodeStatus, Plan
 from unicrond.task_file import problems
-from unicrond.waf import waf
+from unicrond.waf import linear_flops, waf
 
 #: Looks of the coordinator until it waits for others: nodes, plan, staff.
 _LOOKS_MAX = 10
@@ -106,11 +106,13 @@ def decide_afresh(state: ClusterState, policy: Policy) -> Outcome:
 
 
 def waf_of(state: ClusterState, plan: Plan) -> dict[str, int]:
-    """Weighted FLOP/s per task that a plan is worth by the tasks' settings in `state`."""
+    """Weighted FLOP/s per task that a plan is worth by the tasks' settings in `state`; of workers above a task's
+    maximum, those are worth nothing that are too many."""
+    linear = linear_flops(state)
     return {
-        name: waf(state.tasks[name], assignment.workers)
+        name: waf(task, min(assignment.workers, task.spec.max_workers), linear)
         for name, assignment in plan.assignments.items()
-        if name in state.tasks
+        if (task := state.tasks.get(name)) is not None
     }
 
 
@@ -129,6 +131,8 @@ def _with_task_setting(state: ClusterState, name: str, fields: list[str], text: 
     if task is None:
         raise BadChange(f"--set {path}: there is no task {name} at this point; there are {', '.join(state.tasks)}")
     inner = task.spec
+    if fields == ["name"]:
+        raise BadChange(f"--set {path}: a task's name is what the log knows it by; set something else")
     if len(fields) == 2 and isinstance(getattr(inner, fields[0], None), v.Value):
         part = _with_setting(getattr(inner, fields[0]), fields[1], text, path)
         spec = replace(inner, **{fields[0]: part})

@@ -56,6 +56,9 @@ async def fuzz_command(options: argparse.Namespace) -> int:
         stopped.set()
         raise
     say(as_json(report) if options.json else _page(report))
+    if report.seeds < options.seeds:
+        told = f"stopped after {report.seeds} of {options.seeds} seeds: {len(report.failed)} failures are enough"
+        print(f"{PROGRAM}: {told}", file=sys.stderr)
     return 1 if report.failed else 0
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from events.nats_connection import Login, connect
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
+from events.vocabulary import Fault, InjectionRequested
 from replay.point import AtSeq
 from replay.progress import with_bar
 from replay.replayer import replay
+from replay.selection import tasks_of
 from replay.source import FileSource
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import eventful, fill, troubled, write_log
@@ -287,3 +290,38 @@ async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
     async for _ in with_bar(FileSource(log).chunks(), "replaying", console=console, show_after_s=0):
         pass
     assert screen.getvalue() == ""
+
+
+# --- where it is written to ----------------------------------------------------------------------
+
+
+def test_no_device_is_replaced_by_an_export(log: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = unicron_replay("export", tmp_path / "pipe", "--file", log, "--force")
+    assert done.returncode == 2 and "is no regular file" in done.stderr
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_reader_of_a_simulation_that_goes_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "replay.cli", "simulate", "--parameters"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_moment_before_the_log_is_its_beginning(log: Path) -> None:
+    done = unicron_replay("digest", "--file", log, "--at", "1960-01-01T00:00:00Z", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["seq"] == 0
+
+
+def test_an_archive_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = unicron_replay("digest", "--nats", "nats://127.0.0.1:1", "--archive", tmp_path / "none")
+    assert done.returncode == 2 and "--archive: " in done.stderr
+
+
+def test_an_ordered_fault_belongs_to_its_workers_task() -> None:
+    fault = InjectionRequested(node="n1", fault=Fault(kind="kill", worker="big.3"))
+    assert list(tasks_of(fault)) == ["big"]
+    assert list(tasks_of(InjectionRequested(node="n1", fault=Fault(kind="kill")))) == []

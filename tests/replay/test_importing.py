@@ -80,6 +80,17 @@ async def test_a_server_where_a_cluster_may_live_is_refused(nats_connection: Con
         await import_to_nats(source.chunks(), nats_connection)
 
 
+def test_of_a_broken_log_nothing_is_left_and_the_next_import_may_go_there(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.bin", eventful(4), 50)
+    broken = bytearray(log.read_bytes())
+    broken[len(broken) // 2] ^= 1
+    (tmp_path / "broken.bin").write_bytes(broken)
+    done = unicron_replay("import", tmp_path / "broken.bin", "--into", tmp_path / "there")
+    assert done.returncode == 1 and [path.name for path in (tmp_path / "there").iterdir()] == ["lock"]
+    done = unicron_replay("import", log, "--into", tmp_path / "there")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 async def test_no_coordinator_works_on_an_imported_log(nats_server: EmbeddedServer, tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.bin", eventful(4))
     done = await asyncio.to_thread(unicron_replay, "import", log, "--nats", nats_server.url)
@@ -91,5 +102,7 @@ async def test_no_coordinator_works_on_an_imported_log(nats_server: EmbeddedServ
             await create_streams(connection)
     finally:
         await connection.close()
+    verified = await asyncio.to_thread(unicron_replay, "verify", "--nats", nats_server.url)
+    assert verified.returncode == 2 and "its times are those of the import; verify the file" in verified.stderr
     again = await asyncio.to_thread(unicron_replay, "import", log, "--nats", nats_server.url)
     assert again.returncode == 1 and again.stderr.count("\n") == 1 and "already" in again.stderr

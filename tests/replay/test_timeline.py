@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from events import vocabulary as v
 from events.envelope import Entry
 from replay.timeline import LOST, TRAINING, Timeline
 from replay.timeline_html import html_page
@@ -120,6 +121,27 @@ def test_an_empty_log_can_be_drawn() -> None:
     assert "<svg" in html_page(timeline, "empty")
 
 
+def test_what_runs_is_worth_what_the_ledger_says() -> None:
+    cluster = MiniCluster(1)
+    for name in ("n1", "n2"):
+        cluster.add_host(name)
+    cluster.submit("big", max_workers=1)
+    cluster.submit("small", max_workers=1)
+    cluster.run()
+    correction = v.ThroughputCorrected(task="big", workers=1, flops=7 * 10**9, iteration_us=1, reports=8, reason="test")
+    cluster.append(correction, "coordinator", cluster.state.term)
+    timeline = timeline_of(cluster.log)
+    assert timeline.waf[-1].running == sum(account.rate for account in timeline.state.ledger.accounts.values())
+
+
+@pytest.mark.parametrize("points", [0, 5])
+def test_a_log_without_a_plan_can_be_drawn_as_a_picture(tmp_path: Path, points: int) -> None:
+    pytest.importorskip("matplotlib")
+    log = write_log(tmp_path / "log.bin", eventful(2)[:points])
+    done = unicron_replay("timeline", "--file", log, "--png", tmp_path / "x.png")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_command_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log = write_log(tmp_path / "log.bin", eventful(2))
@@ -131,3 +153,8 @@ def test_the_command_draws(tmp_path: Path) -> None:
     assert set(said) == {"start_us", "end_us", "nodes", "tasks", "incidents", "waf"}
     wrong = unicron_replay("timeline", "--file", log, "--html", tmp_path / "no" / "x.html")
     assert wrong.returncode == 2 and "is no directory" in wrong.stderr
+    wrong = unicron_replay("timeline", "--file", log, "--png", tmp_path / "x.pdf")
+    assert wrong.returncode == 2 and "does not end in .png" in wrong.stderr
+    log = log.rename(tmp_path / "log.html")
+    wrong = unicron_replay("timeline", "--file", log, "--html", log)
+    assert wrong.returncode == 2 and "is the log itself" in wrong.stderr

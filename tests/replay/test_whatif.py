@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from events import vocabulary as v
@@ -71,6 +72,20 @@ def test_both_plans_are_worth_what_the_changed_settings_say() -> None:
     assert before["small"] * 3 == after["small"]
 
 
+def test_a_plan_is_worth_what_it_says() -> None:
+    """One task is measured, of the other nothing is known: one of its workers is worth what one of the first's is."""
+    state = two_tasks()
+    big = msgspec.structs.replace(state.tasks["big"], measured={"3": 9 * 10**9})
+    without, _ = what_if(msgspec.structs.replace(state, tasks=state.tasks | {"big": big}), Policy(), Changes())
+    assert sum(waf_of(without.state, without.plan).values()) == without.plan.waf > 9 * 10**9
+
+
+def test_workers_that_are_too_many_are_worth_nothing_and_the_others_what_they_are() -> None:
+    without, forked = what_if(two_tasks(), Policy(), Changes(settings=[("tasks.big.max_workers", "2")]))
+    before, after = waf_of(forked.state, without.plan), waf_of(forked.state, forked.plan)
+    assert before["big"] == after["big"] > 0
+
+
 def test_a_policy_is_changed_by_its_field() -> None:
     state = two_tasks()
     _, policy = change(state, Policy(), Changes(settings=[("policy.worker_mtbf_s", "60"), ("policy.strikes_max", "5")]))
@@ -85,6 +100,7 @@ def test_a_policy_is_changed_by_its_field() -> None:
         (Changes(settings=[("tasks.big.weight", "much")]), "--set tasks.big.weight=much"),
         (Changes(settings=[("tasks.big.min_workers", "7")]), "--set tasks.big.min_workers=7"),
         (Changes(settings=[("policy.strikes_max", "0")]), "Expected `int` >= 1"),
+        (Changes(settings=[("tasks.big.name", "huge")]), "a task's name is what the log knows it by"),
         (Changes(settings=[("weather.x", "1")]), "give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
         (Changes(lose=["n9"]), "no such node is up at this point; up are n0, n1, n2, n3"),
         (Changes(lose=["n1", "n1"]), "no such node is up"),
