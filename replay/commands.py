@@ -9,7 +9,17 @@ from contextlib import aclosing
 from pathlib import Path
 
 from replay.export import Export
-from replay.opening import PROGRAM, UsageError, as_json, open_source, require_reached, resolve, say, state_at
+from replay.opening import (
+    PROGRAM,
+    UsageError,
+    as_json,
+    open_source,
+    require_place,
+    require_reached,
+    resolve,
+    say,
+    state_at,
+)
 from replay.progress import with_bar
 from replay.report import digest_json, entry_line, state_json, state_page
 from replay.selection import Selection
@@ -33,7 +43,7 @@ async def digest_command(options: argparse.Namespace) -> None:
 async def export_command(options: argparse.Namespace) -> None:
     """The log as a file."""
     path: Path = options.path
-    _require_place(path, replace=options.force)
+    _require_export(path, replace=options.force)
     last_seq = 0
     async with open_source(options) as source:
         until = await resolve(source, options.at)
@@ -74,13 +84,8 @@ async def events_command(options: argparse.Namespace) -> None:
         print(f"{PROGRAM}: no event matches", file=sys.stderr)
 
 
-def _require_place(path: Path, *, replace: bool) -> None:
+def _require_export(path: Path, *, replace: bool) -> None:
     """The export can be written there."""
-    if not path.parent.is_dir():
-        raise UsageError(f"FILE: {path.parent} is no directory; create it or name another place")
-    if path.is_dir():
-        raise UsageError(f"FILE: {path} is a directory; name a file in it")
-    if path.exists() and not path.is_file():
-        raise UsageError(f"FILE: {path} is no regular file, and would be replaced; name another one")
+    require_place("FILE", path)
     if path.exists() and not replace:
         raise UsageError(f"FILE: {path} exists; name another one, or give --force to replace it")

@@ -44,6 +44,7 @@ class NatsSource:
     """The event stream of a NATS server, up to the entry that was the last when it was opened.
 
     `apart_from`: with so many entries still to read (and no archive), a process of their own reads them.
+    `has_own_times`: False where `unicron-replay import` wrote it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class NatsSource:
         archive: Path | None = None,
         *,
         apart_from: int = APART_FROM,
+        has_own_times: bool = True,
     ) -> None:
         self._connection = connection
         self._stream = NatsEventLog(connection)
@@ -61,8 +63,7 @@ class NatsSource:
         self._last_seq = last_seq
         self._last_us = last_us
         self._apart_from = apart_from
-        #: `unicron-replay import` wrote it: its times are those of the import.
-        self.is_imported = False
+        self.has_own_times = has_own_times
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
         seq = after_seq
@@ -168,9 +169,14 @@ async def open_nats(
             ) from None
         last_seq = int(info["state"]["last_seq"])
         last_us = (datetime.fromisoformat(info["state"]["last_ts"]) - EPOCH) // timedelta(microseconds=1)
-        source = NatsSource(connection, last_seq, last_us if last_seq else 0, archive, apart_from=apart_from)
-        source.is_imported = IMPORTED in (info["config"].get("metadata") or {})
-        yield source
+        yield NatsSource(
+            connection,
+            last_seq,
+            last_us if last_seq else 0,
+            archive,
+            apart_from=apart_from,
+            has_own_times=IMPORTED not in (info["config"].get("metadata") or {}),
+        )
     finally:
         await connection.close()
 

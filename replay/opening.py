@@ -90,6 +90,14 @@ def _archive(options: argparse.Namespace) -> Path | None:
     return named
 
 
+def require_place(what: str, path: Path) -> None:
+    """A file can be written at `path`, in place of an older one at most. UsageError, which begins with `what`."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{what}: {path.parent} is no directory; create it or name another place")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{what}: {path} is no regular file, and none takes its place; name another one")
+
+
 async def fold_to(source: Source, at: Point | BeforeEnd | None, start: ClusterState = EMPTY) -> ClusterState:
     """The state of `source` at a point, folded from `start`. UsageError beyond its end, or before `start`."""
     state = start

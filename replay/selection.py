@@ -10,6 +10,7 @@ from events import vocabulary as v
 from events.envelope import Entry, Quarantined
 
 QUARANTINED = "Quarantined"
+_ORDERED_FAULTS = (v.InjectionRequested, v.InjectFault)
 TYPE_NAMES: tuple[str, ...] = (*sorted(kind.__name__ for kind in get_args(v.AnyEvent)), QUARANTINED)
 
 
@@ -48,9 +49,6 @@ def nodes_of(event: v.AnyEvent) -> Iterator[str]:
         yield node
 
 
-_FAULTS = (v.InjectionRequested, v.InjectFault)
-
-
 def tasks_of(event: v.AnyEvent) -> Iterator[str]:
     """The tasks that an event names."""
     if isinstance(event, v.PlanAdopted):
@@ -67,6 +65,6 @@ def tasks_of(event: v.AnyEvent) -> Iterator[str]:
             yield task
             return
         # A fault that was ordered for a worker, and an accelerator that one runs on.
-        worker = event.fault.worker if isinstance(event, _FAULTS) else getattr(event, "worker", "")
+        worker = event.fault.worker if isinstance(event, _ORDERED_FAULTS) else getattr(event, "worker", "")
         if worker:
             yield worker.rpartition(".")[0]

@@ -35,7 +35,13 @@ class Chunk(NamedTuple):
 
 
 class Source(Protocol):
-    """A log that can be read from any entry to its end."""
+    """A log that can be read from any entry to its end.
+
+    `has_own_times`: the entries carry the times at which they were first recorded; an imported log's on NATS do not.
+    """
+
+    @property
+    def has_own_times(self) -> bool: ...
 
     def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
         """All entries after `after_seq`, in order. Raises LogError. Close it where it is left early."""
@@ -81,6 +87,8 @@ async def entries_of(source: Source, after_seq: int = 0) -> AsyncGenerator[Entry
 
 class FileSource:
     """An exported log: one segment file, or a directory of them. FileNotFoundError, LogDamaged."""
+
+    has_own_times = True
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -7,7 +7,7 @@ import shutil
 from contextlib import aclosing
 from pathlib import Path
 
-from replay.opening import UsageError, as_json, open_source, require_reached, resolve, say
+from replay.opening import UsageError, as_json, open_source, require_place, require_reached, resolve, say
 from replay.progress import with_bar
 from replay.source import read
 from replay.timeline import Timeline
@@ -17,9 +17,9 @@ from replay.timeline_text import text_page
 
 async def timeline_command(options: argparse.Namespace) -> int:
     """Text on stdout, unless --html or --png name a file."""
-    for flag, path in (("html", options.html), ("png", options.png)):
+    for kind, path in (("html", options.html), ("png", options.png)):
         if path is not None:
-            _require_place(flag, path, options.file)
+            _require_drawing(kind, path, options.file)
     timeline = Timeline()
     async with open_source(options) as source:
         until = await resolve(source, options.at)
@@ -46,14 +46,13 @@ async def timeline_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _require_place(flag: str, path: Path, log: Path | None) -> None:
-    """A drawing can be written there. An older one is replaced, a log never."""
-    if not path.parent.is_dir():
-        raise UsageError(f"--{flag}: {path.parent} is no directory; name another place")
-    if path.suffix != f".{flag}":
-        raise UsageError(f"--{flag}: {path} does not end in .{flag}; name it so")
-    if path.exists() and (not path.is_file() or (log is not None and path.samefile(log))):
-        raise UsageError(f"--{flag}: {path} is {'the log itself' if path.is_file() else 'no file'}; name another place")
+def _require_drawing(kind: str, path: Path, log: Path | None) -> None:
+    """A drawing can be written there. An older one is replaced, the log never."""
+    require_place(f"--{kind}", path)
+    if path.suffix != f".{kind}":
+        raise UsageError(f"--{kind}: {path} does not end in .{kind}; name it so")
+    if log is not None and log.exists() and path.exists() and path.samefile(log):
+        raise UsageError(f"--{kind}: {path} is the log itself; name another place")
 
 
 def _draw(timeline: Timeline, path: Path, title: str) -> None:

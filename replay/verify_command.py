@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from events.envelope import Recorded
-from replay.nats_source import NatsSource
 from replay.opening import UsageError, as_json, open_source, say
 from replay.progress import with_bar
 from replay.source import Source, read
@@ -19,7 +18,7 @@ from replay.verify import Divergence, Findings, Verifier, bases
 async def verify_command(options: argparse.Namespace) -> int:
     """Exit code 1 if a decision cannot be made again."""
     async with open_source(options) as source:
-        if isinstance(source, NatsSource) and source.is_imported:
+        if not source.has_own_times:
             raise UsageError("--nats: this log was imported, its times are those of the import; verify the file")
         verifier = await _verifier(source)
         try:

@@ -1,4 +1,4 @@
-"""What every EventLog promises (events/log.py), checked on all three."""
+"""What every EventLog promises (events/log.py), checked on every one there is."""
 
 from __future__ import annotations
 

@@ -292,6 +292,11 @@ async def test_no_bar_where_there_is_no_terminal(log: Path) -> None:
     assert screen.getvalue() == ""
 
 
+def test_a_command_on_a_file_does_not_wait_for_the_nats_client_to_be_imported() -> None:
+    code = "import sys, replay.cli; sys.exit('nats' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 # --- where it is written to ----------------------------------------------------------------------
 
 
