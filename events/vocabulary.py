@@ -19,6 +19,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from events.fields import always
+
 # --- field types ---------------------------------------------------------------------------------
 
 #: Names become NATS subject tokens and file names: no dots, no spaces, no slashes. (\Z: `$` would let a
@@ -86,11 +88,11 @@ StateSource: TypeAlias = Literal["own", "replica", "memory", "peer", "checkpoint
 FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
 
 
-class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A part of an event that is no event by itself."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
     """Base of everything that may stand in the log; the class name is the wire tag."""
 
 
@@ -120,12 +122,12 @@ class Command(Event, frozen=True, kw_only=True):
 class ModelSpec(Value, frozen=True, kw_only=True):
     """A GPT in Megatron-core's terms."""
 
-    layers: Positive = 2
-    hidden: Positive = 64
-    heads: Positive = 4
-    seq: Positive = 64
-    vocab: Positive = 256
-    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+    layers: Positive = always(2)
+    hidden: Positive = always(64)
+    heads: Positive = always(4)
+    seq: Positive = always(64)
+    vocab: Positive = always(256)
+    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = always(0.0)
 
 
 class OptimizerSpec(Value, frozen=True, kw_only=True):
@@ -134,13 +136,13 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
     `distributed`: each replica holds its part of the optimizer's state, and a second copy of another's.
     """
 
-    lr: Annotated[float, Meta(gt=0.0)] = 1e-3
-    min_lr: Annotated[float, Meta(ge=0.0)] = 0.0
-    warmup_iterations: Count = 0
-    decay_iterations: Positive | None = None
-    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.01
-    clip_grad: Annotated[float, Meta(ge=0.0)] = 1.0
-    distributed: bool = False
+    lr: Annotated[float, Meta(gt=0.0)] = always(1e-3)
+    min_lr: Annotated[float, Meta(ge=0.0)] = always(0.0)
+    warmup_iterations: Count = always(0)
+    decay_iterations: Positive | None = always(None)
+    weight_decay: Annotated[float, Meta(ge=0.0)] = always(0.01)
+    clip_grad: Annotated[float, Meta(ge=0.0)] = always(1.0)
+    distributed: bool = always(False)
 
 
 class CheckpointSpec(Value, frozen=True, kw_only=True):
@@ -148,10 +150,10 @@ class CheckpointSpec(Value, frozen=True, kw_only=True):
     rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
     """
 
-    dir: Text = ""
-    interval: Count | None = None
-    keep: Positive = 2
-    memory_interval: Count | None = None
+    dir: Text = always("")
+    interval: Count | None = always(None)
+    keep: Positive = always(2)
+    memory_interval: Count | None = always(None)
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):
@@ -162,27 +164,27 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     """
 
     name: Name
-    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
-    min_workers: Positive = 1
-    max_workers: Positive = 1
-    tp: Positive = 1
-    pp: Positive = 1
-    entry: Text = "gpt"
-    args: tuple[Text, ...] = ()
-    env: dict[str, Text] = {}
-    cwd: Text = ""
-    model: ModelSpec = ModelSpec()
-    optimizer: OptimizerSpec = OptimizerSpec()
-    data: Text = ""
-    global_batch: Positive = 8
-    micro_batch: Positive = 1
-    iterations: Positive = 100
-    seed: Count = 1234
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    throughput: dict[str, Flops] = {}
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = always(1.0)
+    min_workers: Positive = always(1)
+    max_workers: Positive = always(1)
+    tp: Positive = always(1)
+    pp: Positive = always(1)
+    entry: Text = always("gpt")
+    args: tuple[Text, ...] = always(())
+    env: dict[str, Text] = always({})
+    cwd: Text = always("")
+    model: ModelSpec = always(ModelSpec())
+    optimizer: OptimizerSpec = always(OptimizerSpec())
+    data: Text = always("")
+    global_batch: Positive = always(8)
+    micro_batch: Positive = always(1)
+    iterations: Positive = always(100)
+    seed: Count = always(1234)
+    checkpoint: CheckpointSpec = always(CheckpointSpec())
+    throughput: dict[str, Flops] = always({})
+    backend: Literal["auto", "gloo", "nccl"] = always("auto")
     #: "exact": gradients are summed as integers, so that no bit depends on who computed what, nor on how many replicas.
-    accumulation: Literal["float", "exact"] = "float"
+    accumulation: Literal["float", "exact"] = always("float")
 
     @property
     def replica_workers(self) -> int:
@@ -263,8 +265,8 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     store: StoreAddress
     agent_boot: Count
     version: Text
-    workers: tuple[RunningWorker, ...] = ()
-    memory: MemoryService | None = None
+    workers: tuple[RunningWorker, ...] = always(())
+    memory: MemoryService | None = always(None)
 
 
 class NodeLeft(Observation, frozen=True, kw_only=True):
@@ -331,8 +333,8 @@ class WorkerExited(Observation, frozen=True, kw_only=True):
     exit_code: int | None
     signal: int | None
     expected: bool
-    log_tail: LongText = ""
-    cause: ExitCause = "unknown"
+    log_tail: LongText = always("")
+    cause: ExitCause = always("unknown")
 
 
 class ErrorReported(Observation, frozen=True, kw_only=True):
@@ -350,8 +352,8 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
     iteration: Count
     phase: Phase
     message: Text
-    detail: LongText = ""
-    peer: WorkerOrNone = ""
+    detail: LongText = always("")
+    peer: WorkerOrNone = always("")
 
 
 class StepCommitted(Observation, frozen=True, kw_only=True):
@@ -374,7 +376,7 @@ class StepCommitted(Observation, frozen=True, kw_only=True):
     loss: float
     duration_us: Micros
     micro_batches_by_rank: tuple[Count, ...]
-    redone: Count = 0
+    redone: Count = always(0)
 
 
 class CheckpointSaved(Observation, frozen=True, kw_only=True):
@@ -490,7 +492,7 @@ class StateKept(Observation, frozen=True, kw_only=True):
     origin: Name
     size_bytes: Count
     duration_us: Micros
-    shards: Count = 0
+    shards: Count = always(0)
 
 
 class StateTaken(Observation, frozen=True, kw_only=True):
@@ -509,10 +511,10 @@ class StateTaken(Observation, frozen=True, kw_only=True):
     iteration: Count
     size_bytes: Count
     duration_us: Micros
-    tried: tuple[Text, ...] = ()
-    storage_iteration: Count = 0
-    saved_us: Micros = 0
-    resharded_from: Text = ""
+    tried: tuple[Text, ...] = always(())
+    storage_iteration: Count = always(0)
+    saved_us: Micros = always(0)
+    resharded_from: Text = always("")
 
 
 class CommandApplied(Observation, frozen=True, kw_only=True):
@@ -571,11 +573,11 @@ class Fault(Value, frozen=True, kw_only=True):
     """
 
     kind: FaultKind
-    worker: WorkerOrNone = ""
-    at_iteration: Count = 0
-    phase: FaultPhase = ""
-    seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = 0.0
-    xid: Count = 0
+    worker: WorkerOrNone = always("")
+    at_iteration: Count = always(0)
+    phase: FaultPhase = always("")
+    seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = always(0.0)
+    xid: Count = always(0)
 
 
 class InjectionRequested(Request, frozen=True, kw_only=True):
@@ -610,9 +612,9 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
 
     term: Positive
     version: Text
-    policy: dict[Name, Setting] = {}
-    severity: dict[ErrorKind, SeverityLevel] = {}
-    process: Text = ""
+    policy: dict[Name, Setting] = always({})
+    severity: dict[ErrorKind, SeverityLevel] = always({})
+    process: Text = always("")
 
 
 class NodeLost(Decision, frozen=True, kw_only=True):
@@ -672,12 +674,12 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     basis: Text
     trigger: Text
     reason: Text
-    healthy: dict[Name, Count] = {}
-    healthy_waf: Flops = 0
-    transition_flop: Work = 0.0
-    way: PlanWay = "fresh"
-    took_us: Micros = 0
-    rows_reused: Count = 0
+    healthy: dict[Name, Count] = always({})
+    healthy_waf: Flops = always(0)
+    transition_flop: Work = always(0.0)
+    way: PlanWay = always("fresh")
+    took_us: Micros = always(0)
+    rows_reused: Count = always(0)
 
 
 class MembershipDecided(Decision, frozen=True, kw_only=True):
@@ -728,9 +730,9 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     transition_us: Micros
     micro_batches_redone: Count
     reason: Text
-    detection_flop: Work = 0.0
-    transition_flop: Work = 0.0
-    sub_health_flops: Flops = 0
+    detection_flop: Work = always(0.0)
+    transition_flop: Work = always(0.0)
+    sub_health_flops: Flops = always(0)
 
 
 class ThroughputCorrected(Decision, frozen=True, kw_only=True):
@@ -775,7 +777,7 @@ class StopWorker(Command, frozen=True, kw_only=True):
     task: Name
     worker: WorkerId
     reason: Text
-    kill: bool = False
+    kill: bool = always(False)
 
 
 class SetMembership(Command, frozen=True, kw_only=True):
@@ -792,9 +794,9 @@ class SetMembership(Command, frozen=True, kw_only=True):
     joiners: tuple[WorkerId, ...]
     urgent: bool
     store: StoreAddress
-    peers: tuple[MemoryService, ...] = ()
-    mtbf_us: Micros = 0
-    handover: bool = False
+    peers: tuple[MemoryService, ...] = always(())
+    mtbf_us: Micros = always(0)
+    handover: bool = always(False)
 
 
 class SetPeers(Command, frozen=True, kw_only=True):
@@ -816,7 +818,7 @@ class InjectFault(Command, frozen=True, kw_only=True):
 
     injection: Text
     fault: Fault
-    agent_boot: Count = 0
+    agent_boot: Count = always(0)
 
 
 AnyObservation: TypeAlias = (

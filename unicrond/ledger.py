@@ -10,10 +10,12 @@ from decimal import Decimal
 
 import msgspec
 
+from events.fields import always
+
 ZERO = Decimal(0)
 
 
-class Account(msgspec.Struct, frozen=True, kw_only=True):
+class Account(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One task now. Rates in weighted FLOP/s.
 
     `rate`: what its group achieves, since `since_us`. `workers`: how many do.
@@ -21,23 +23,23 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     when on that counts as lost, `incident` who is charged.
     """
 
-    rate: int = 0
-    since_us: int = 0
-    workers: int = 0
-    had: int = 0
-    had_since_us: int = 0
-    lost_from_us: int = 0
-    incident: str = ""
+    rate: int = always(0)
+    since_us: int = always(0)
+    workers: int = always(0)
+    had: int = always(0)
+    had_since_us: int = always(0)
+    lost_from_us: int = always(0)
+    incident: str = always("")
 
 
-class Charge(msgspec.Struct, frozen=True, kw_only=True):
+class Charge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an open incident has cost so far, in weighted FLOP/s x microseconds."""
 
-    detection: Decimal = ZERO
-    transition: Decimal = ZERO
+    detection: Decimal = always(ZERO)
+    transition: Decimal = always(ZERO)
 
 
-class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+class Ledger(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Totals up to `until_us`, in weighted FLOP/s x microseconds, and the rates that hold from there on.
 
     delivered + detection + transition + sub_health = failure_free, exactly.
@@ -45,14 +47,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     `failures`: closed incidents that took a process or a node.
     """
 
-    until_us: int = 0
-    failure_free: Decimal = ZERO
-    delivered: Decimal = ZERO
-    detection: Decimal = ZERO
-    transition: Decimal = ZERO
-    sub_health: Decimal = ZERO
-    healthy: int = 0
-    accounts: dict[str, Account] = {}
-    charges: dict[str, Charge] = {}
-    exposed_us: int = 0
-    failures: int = 0
+    until_us: int = always(0)
+    failure_free: Decimal = always(ZERO)
+    delivered: Decimal = always(ZERO)
+    detection: Decimal = always(ZERO)
+    transition: Decimal = always(ZERO)
+    sub_health: Decimal = always(ZERO)
+    healthy: int = always(0)
+    accounts: dict[str, Account] = always({})
+    charges: dict[str, Charge] = always({})
+    exposed_us: int = always(0)
+    failures: int = always(0)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from events.fields import always
 from events.vocabulary import (
     Fault,
     HangSuspected,
@@ -69,7 +70,7 @@ class TaskStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
 
     `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
@@ -84,17 +85,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreAddress
     agent_boot: int
     joined_us: int
-    version: str = ""
-    isolated: bool = False
-    isolation_over: bool = False
-    isolations: int = 0
-    cordoned: bool = False
-    draining: bool = False
-    cordon_reason: str = ""
-    returns_us: tuple[int, ...] = ()
-    reason: str = ""
-    commands: int = 0
-    memory: MemoryService | None = None
+    version: str = always("")
+    isolated: bool = always(False)
+    isolation_over: bool = always(False)
+    isolations: int = always(0)
+    cordoned: bool = always(False)
+    draining: bool = always(False)
+    cordon_reason: str = always("")
+    returns_us: tuple[int, ...] = always(())
+    reason: str = always("")
+    commands: int = always(0)
+    memory: MemoryService | None = always(None)
 
     @property
     def schedulable(self) -> bool:
@@ -102,7 +103,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         return self.status is NodeStatus.UP and not self.isolated and not self.draining
 
 
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
+class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process of a task. `generation`: the last membership whose group it has joined, 0 = none."""
 
     worker: str
@@ -110,9 +111,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     shard: int
     status: WorkerStatus
-    command_id: str = ""
-    pid: int = 0
-    generation: int = 0
+    command_id: str = always("")
+    pid: int = always(0)
+    generation: int = always(0)
 
     @property
     def alive(self) -> bool:
@@ -125,7 +126,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
         return self.status not in _NEVER_TO_TRAIN
 
 
-class Membership(msgspec.Struct, frozen=True, kw_only=True):
+class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who trains a task, as the log holds it (see events.vocabulary.MembershipDecided)."""
 
     generation: int
@@ -136,7 +137,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     decided_us: int
 
 
-class KeptState(msgspec.Struct, frozen=True, kw_only=True):
+class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a node has last told of the task's state in its memory (see events.vocabulary.StateKept)."""
 
     node: str
@@ -145,10 +146,10 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     origin: str
     size_bytes: int
-    shards: int = 0
+    shards: int = always(0)
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job.
 
     `iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
@@ -174,37 +175,37 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     status: TaskStatus
     submitted_seq: int
     submitted_us: int
-    workers: dict[str, Worker] = {}
-    membership: Membership | None = None
-    next_worker: int = 1
-    next_replica: int = 0
-    iteration: int = 0
-    best_iteration: int = 0
-    committed_generation: int = 0
-    loss: float | None = None
-    first_loss: float | None = None
-    first_commit_us: int = 0
-    last_commit_us: int = 0
-    iteration_us: int = 0
-    checkpoint_iteration: int = 0
-    strikes: dict[str, int] = {}
-    stuck: int = 0
-    struck_below: dict[str, int] = {}
-    reattempts: int = 0
-    ends: dict[str, int] = {}
-    breaks: dict[str, int] = {}
-    formed_after: int = 0
-    suspicions: dict[str, HangSuspected] = {}
-    timings: tuple[int, ...] = ()
-    warm: int = 0
-    measured: dict[str, int] = {}
-    transition_us: int = 0
-    reshape: ReshapeRequested | None = None
-    reshaped_us: int = 0
-    peers: tuple[MemoryService, ...] = ()
-    kept: dict[str, KeptState] = {}
-    params_digest: str = ""
-    reason: str = ""
+    workers: dict[str, Worker] = always({})
+    membership: Membership | None = always(None)
+    next_worker: int = always(1)
+    next_replica: int = always(0)
+    iteration: int = always(0)
+    best_iteration: int = always(0)
+    committed_generation: int = always(0)
+    loss: float | None = always(None)
+    first_loss: float | None = always(None)
+    first_commit_us: int = always(0)
+    last_commit_us: int = always(0)
+    iteration_us: int = always(0)
+    checkpoint_iteration: int = always(0)
+    strikes: dict[str, int] = always({})
+    stuck: int = always(0)
+    struck_below: dict[str, int] = always({})
+    reattempts: int = always(0)
+    ends: dict[str, int] = always({})
+    breaks: dict[str, int] = always({})
+    formed_after: int = always(0)
+    suspicions: dict[str, HangSuspected] = always({})
+    timings: tuple[int, ...] = always(())
+    warm: int = always(0)
+    measured: dict[str, int] = always({})
+    transition_us: int = always(0)
+    reshape: ReshapeRequested | None = always(None)
+    reshaped_us: int = always(0)
+    peers: tuple[MemoryService, ...] = always(())
+    kept: dict[str, KeptState] = always({})
+    params_digest: str = always("")
+    reason: str = always("")
 
     @property
     def name(self) -> str:
@@ -256,7 +257,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return self.membership is not None and any(m.worker == worker for m in self.membership.members)
 
 
-class Incident(msgspec.Struct, frozen=True, kw_only=True):
+class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A root cause and what was done about it.
 
     `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
@@ -279,22 +280,22 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     occurred_us: int
     detected_us: int
-    log_tail: str = ""
-    place: str = ""
-    lost: dict[str, str] = {}
-    symptoms: int = 0
-    ripe: bool = False
-    response: str = ""
-    resumed_us: int = 0
-    redone: int = 0
-    iterations_lost: int = 0
-    state_from: str = ""
-    closed_us: int = 0
-    detection_us: int = 0
-    transition_us: int = 0
-    detection_flop: float = 0.0
-    transition_flop: float = 0.0
-    sub_health_flops: int = 0
+    log_tail: str = always("")
+    place: str = always("")
+    lost: dict[str, str] = always({})
+    symptoms: int = always(0)
+    ripe: bool = always(False)
+    response: str = always("")
+    resumed_us: int = always(0)
+    redone: int = always(0)
+    iterations_lost: int = always(0)
+    state_from: str = always("")
+    closed_us: int = always(0)
+    detection_us: int = always(0)
+    transition_us: int = always(0)
+    detection_flop: float = always(0.0)
+    transition_flop: float = always(0.0)
+    sub_health_flops: int = always(0)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -302,22 +303,22 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.generations)
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who gets what (see events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
 
-    epoch: int = 0
-    assignments: dict[str, TaskAssignment] = {}
-    waf: int = 0
-    basis: str = ""
-    trigger: str = ""
-    reason: str = ""
-    adopted_us: int = 0
-    healthy: dict[str, int] = {}
-    healthy_waf: int = 0
-    transition_flop: float = 0.0
-    way: str = ""
-    took_us: int = 0
-    rows_reused: int = 0
+    epoch: int = always(0)
+    assignments: dict[str, TaskAssignment] = always({})
+    waf: int = always(0)
+    basis: str = always("")
+    trigger: str = always("")
+    reason: str = always("")
+    adopted_us: int = always(0)
+    healthy: dict[str, int] = always({})
+    healthy_waf: int = always(0)
+    transition_flop: float = always(0.0)
+    way: str = always("")
+    took_us: int = always(0)
+    rows_reused: int = always(0)
 
     @property
     def workers(self) -> dict[str, int]:
@@ -325,37 +326,37 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return {name: assignment.workers for name, assignment in self.assignments.items()}
 
 
-class Injection(msgspec.Struct, frozen=True, kw_only=True):
+class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A fault that somebody ordered, and that no command carries yet."""
 
     node: str
     fault: Fault
 
 
-class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
 
     `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
     `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
     """
 
-    seq: int = 0
-    now_us: int = 0
-    term: int = 0
-    severity: dict[str, int] = {}
-    nodes: dict[str, Node] = {}
-    tasks: dict[str, Task] = {}
-    incidents: dict[str, Incident] = {}
-    closed: tuple[Incident, ...] = ()
-    incidents_total: int = 0
-    plan: Plan = Plan()
-    injections: dict[str, Injection] = {}
-    ledger: Ledger = Ledger()
-    worker_mtbf_us: int = 0
-    seen: dict[str, tuple[int, int]] = {}
-    quarantined: int = 0
-    duplicates: int = 0
-    inert: int = 0
+    seq: int = always(0)
+    now_us: int = always(0)
+    term: int = always(0)
+    severity: dict[str, int] = always({})
+    nodes: dict[str, Node] = always({})
+    tasks: dict[str, Task] = always({})
+    incidents: dict[str, Incident] = always({})
+    closed: tuple[Incident, ...] = always(())
+    incidents_total: int = always(0)
+    plan: Plan = always(Plan())
+    injections: dict[str, Injection] = always({})
+    ledger: Ledger = always(Ledger())
+    worker_mtbf_us: int = always(0)
+    seen: dict[str, tuple[int, int]] = always({})
+    quarantined: int = always(0)
+    duplicates: int = always(0)
+    inert: int = always(0)
 
 
 #: How many closed incidents the state remembers; the log has them all.
