@@ -17,6 +17,9 @@ from replay.selection import TYPE_NAMES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _SPAN = re.compile(r"-[0-9.]+(ms|s|m|h|d)")
+#: The last seed that may come first: what `--json` prints of the seeds after it still fits 64 bits.
+SEED_MAX = 2**63 - 1
+_SEED_DIGITS = 40
 #: Stands before a span that is no flag; no point begins with it.
 _NO_FLAG = "@"
 
@@ -101,6 +104,13 @@ def count_argument(text: str) -> int:
     """A number from 0 to 10000."""
     if not (text.isascii() and text.isdigit()) or int(text) > 10_000:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 10000")
+    return int(text)
+
+
+def seed_argument(text: str) -> int:
+    """The first of some seeds. Unlike a count, it costs nothing to be large."""
+    if not (text.isascii() and text.isdigit()) or len(text) > _SEED_DIGITS or int(text) > SEED_MAX:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no seed; give a number from 0 to {SEED_MAX}")
     return int(text)
 
 

@@ -27,6 +27,7 @@ from replay.arguments import (
     name_argument,
     nats_urls,
     places_argument,
+    seed_argument,
     setting_argument,
     type_name,
     with_spans_marked,
@@ -166,7 +167,7 @@ def _simulate(commands: Any) -> None:
     )
     commands.add_parser("simulate", help="compare policies on a failure trace in virtual time", add_help=False)
     fuzz.add_argument("--seeds", metavar="N", type=count_argument, default=1000, help="default: 1000")
-    fuzz.add_argument("--first-seed", metavar="K", type=count_argument, default=0, help="default: 0")
+    fuzz.add_argument("--first-seed", metavar="K", type=seed_argument, default=0, help="any; default: 0")
     fuzz.add_argument("--processes", metavar="P", type=count_argument, default=0, help="default: one per core")
     fuzz.add_argument("--faults", metavar="I,J,...", type=places_argument, help="only these of each seed's faults")
 

@@ -30,6 +30,12 @@ def test_some_faults_of_a_seed_alone() -> None:
     assert "1 seeds from 33" in ran.stdout and "2 faults" in ran.stdout
 
 
+def test_any_seed_may_be_the_first() -> None:
+    ran = unicron_replay("fuzz", "--seeds", 1, "--first-seed", 0xFFFFFFFF, "--faults", "0", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["first_seed"] == 0xFFFFFFFF
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -37,6 +43,8 @@ def test_some_faults_of_a_seed_alone() -> None:
         (["--faults", "99", "--seeds", "1"], "name some of these"),
         (["--seeds", "0"], "give at least 1"),
         (["--seeds", "many"], "--seeds"),
+        (["--first-seed", "-1"], "is no seed"),
+        (["--first-seed", "9" * 5000], "is no seed"),
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], said: str) -> None:
