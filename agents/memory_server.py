@@ -1,8 +1,11 @@
 """Where other nodes' agents and workers ask for states, and bring copies of theirs (trainer/memory_exchange.py).
 
 A thread for each connection, so that no transfer holds up the agent; the bytes go straight between the socket and the
-shared memory. At most `CONNECTIONS_MAX` at a time, one request each, no wait without a bound. A copy is believed when
-its digest is right, and is sealed only then.
+shared memory. One request each, no wait without a bound. A copy is believed when its digest is right, and is sealed
+only then.
+
+Who has not named the token yet is a stranger. Strangers take no place from who has: at most `CONNECTIONS_MAX` requests
+are served at a time, and of `STRANGERS_MAX` strangers the oldest has to leave for the next.
 """
 
 from __future__ import annotations
@@ -44,6 +47,11 @@ from agents.trainer.memory_exchange import (
 logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 16
+STRANGERS_MAX = 64
+#: Whoever connects says at once what it wants: its request is one small frame.
+REQUEST_TIMEOUT_S = 2.0
+#: For a place among the served. Who asks waits longer for its answer.
+TURN_TIMEOUT_S = SILENCE_TIMEOUT_S / 2
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
@@ -61,6 +69,7 @@ class MemoryServer:
         self._free = threading.Semaphore(CONNECTIONS_MAX)
         self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.port = 0
@@ -76,7 +85,7 @@ class MemoryServer:
                 listener.bind((address, port))
             except OSError:
                 listener.bind((address, 0))
-            listener.listen(CONNECTIONS_MAX)
+            listener.listen(STRANGERS_MAX)
         except OSError:
             listener.close()
             raise
@@ -100,22 +109,36 @@ class MemoryServer:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            self._free.acquire()
             try:
                 connection, _ = listener.accept()
             except OSError:  # closed
                 return
+            self._make_room()
+            with self._lock:
+                self._connections.add(connection)
+                self._strangers[connection] = None
             threading.Thread(target=self._serve, args=(connection,), name="memory-peer", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _make_room(self) -> None:
+        """Break off the oldest stranger where there are too many."""
         with self._lock:
-            self._connections.add(connection)
+            if len(self._strangers) >= STRANGERS_MAX:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(SILENCE_TIMEOUT_S)
+                connection.settimeout(REQUEST_TIMEOUT_S)
                 request = hear(connection, _requests)
+                connection.settimeout(SILENCE_TIMEOUT_S)
                 try:
-                    self._answer(connection, request)
+                    if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+                        raise _Refusal("the token is not this node's")
+                    self._no_stranger(connection)
+                    self._answer_in_turn(connection, request)
                 except _Refusal as refusal:
                     say(connection, Refused(reason=str(refusal)[:1024]))
         except (NoAnswer, OSError) as error:
@@ -123,13 +146,23 @@ class MemoryServer:
         except Exception:
             logger.exception("a request for a state failed")
         finally:
+            self._no_stranger(connection)
             with self._lock:
                 self._connections.discard(connection)
+
+    def _no_stranger(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+
+    def _answer_in_turn(self, connection: socket.socket, request: Request) -> None:
+        if not self._free.acquire(timeout=TURN_TIMEOUT_S):
+            raise _Refusal(f"{CONNECTIONS_MAX} other requests are being served")
+        try:
+            self._answer(connection, request)
+        finally:
             self._free.release()
 
     def _answer(self, connection: socket.socket, request: Request) -> None:
-        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            raise _Refusal("the token is not this node's")
         opened = self._opened(request)
         try:
             match request:

@@ -1,0 +1,37 @@
+"""The exchange of states, and strangers at its door: who names the token does not wait for who says nothing."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from agents import memory_server
+from agents.trainer.memory_exchange import ask
+from tests.integration.memory_nodes import OtherNode
+
+
+@pytest.fixture(autouse=True)
+def _strangers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_server, "REQUEST_TIMEOUT_S", 300.0)
+
+
+@pytest.mark.parametrize("strangers", [memory_server.CONNECTIONS_MAX, memory_server.STRANGERS_MAX + 8])
+def test_silent_strangers_hold_nobody_up(strangers: int) -> None:
+    with OtherNode("n2", {}) as service, ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((service.host, service.port), 10)) for _ in range(strangers)
+        ]
+        assert ask(service, "a") == {}, "answered while all of them are silent"
+        for early in silent[: max(0, strangers + 1 - memory_server.STRANGERS_MAX)]:
+            early.settimeout(10)
+            assert early.recv(1) == b"", "the oldest had to leave"
+
+
+def test_a_request_in_drips_has_no_place_among_the_served() -> None:
+    with OtherNode("n2", {}) as service, ExitStack() as stack:
+        for _ in range(memory_server.CONNECTIONS_MAX):
+            dripping = stack.enter_context(socket.create_connection((service.host, service.port), 10))
+            dripping.sendall(b"\0\0")
+        assert ask(service, "a") == {}
