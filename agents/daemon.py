@@ -79,6 +79,7 @@ from events.nats_commands import NatsCommandFeed
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.prose import summary
+from events.schemas import SCHEMA, told_version
 from events.vocabulary import Command, Heartbeat, MemoryService, Name, NodeJoined, WorkerId
 
 logger = logging.getLogger("agents")
@@ -121,7 +122,7 @@ class Agent:
             node=options.node,
             address=options.address,
             slots=options.slots,
-            version=_version(),
+            version=told_version(_version(), SCHEMA),
             agent_boot=self._boot,
             agent_socket=str(run_dir.agent_socket),
             logs=str(run_dir.logs),

@@ -8,6 +8,7 @@ Rules
 * Types, unknown and missing fields, ranges and patterns are msgspec's; what concerns two fields at
   once, or a float's finiteness, is in `check`.
 * What was written under an older schema is raised to today's (`upcast.py`).
+* A message says the lowest schema that holds it (`schemas.py`), so that older versions read what they can.
 * Encoding is canonical: equal envelopes have equal bytes (fields in declared order, dict keys sorted).
 """
 
@@ -17,7 +18,8 @@ import math
 
 import msgspec
 
-from events.envelope import SCHEMA, Envelope
+from events.envelope import Envelope
+from events.schemas import FIRST, schema_of
 from events.upcast import upcast
 from events.vocabulary import (
     Command,
@@ -53,7 +55,7 @@ class BadEvent(ValueError):
 def encode(envelope: Envelope) -> bytes:
     """Canonical msgpack of a valid envelope, at most MAX_EVENT_BYTES long; raises BadEvent."""
     try:
-        body = _encoder.encode(envelope)
+        body = _encoder.encode(_numbered(envelope))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadEvent(f"cannot be encoded: {_one_line(error)}") from None
     decode(body)
@@ -68,11 +70,14 @@ def decode(body: bytes) -> Envelope:
         envelope = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         envelope = _decode_older(body, error)
-    else:
-        if envelope.schema != SCHEMA:
-            envelope = _decode_older(body, BadEvent(f"$.schema: {envelope.schema} is not {SCHEMA}"))
     check(envelope)
-    return envelope
+    return envelope if envelope.schema == FIRST else msgspec.structs.replace(envelope, schema=FIRST)
+
+
+def _numbered(envelope: Envelope) -> Envelope:
+    """With the lowest schema whose readers can read it."""
+    schema = schema_of(envelope.event)
+    return envelope if schema == envelope.schema else msgspec.structs.replace(envelope, schema=schema)
 
 
 def _decode_older(body: bytes, error: Exception) -> Envelope:

@@ -7,14 +7,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from events.schemas import FIRST, SCHEMA
 from events.vocabulary import AnyEvent, Count, Micros, Name, Text
-
-SCHEMA = 1
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is written to the log.
 
+    `schema` concerns the bytes alone: there it is the lowest number whose readers can read the event (`schemas.py`);
+    the codec puts it in, and here it always is FIRST.
     `(producer, boot, number)` is the identity: boot grows with every start of the producer, number
     counts from 1 within a boot, so a repeated delivery is recognised by comparing two integers.
     `term`: the coordinator's term under which it was decided, 0 for an observation.
@@ -22,7 +23,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `observed_at_us`: the producer's wall clock when the thing happened; never used for ordering.
     """
 
-    schema: Annotated[int, Meta(ge=1, le=SCHEMA)] = SCHEMA
+    schema: Annotated[int, Meta(ge=1, le=SCHEMA)] = FIRST
     producer: Name
     boot: Count
     number: Annotated[int, Meta(ge=1, lt=2**53)]

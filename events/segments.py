@@ -5,7 +5,7 @@ Format
     segment = magic, frame(header), frame(batch), frame(batch), ...
     frame   = head, body; head = body length, CRC-32 of the body, CRC-32 of these 8 bytes (4 bytes each,
               big-endian): a length that can be trusted tells an unfinished frame from a broken one
-    header  = msgpack map {format, schema, first_seq}
+    header  = msgpack map {format, schema, first_seq}; schema 1: each message says its own
     batch   = msgpack array of records: one append, so that a batch is whole or absent
     record  = ["e", seq, recorded_at_us, envelope as it stands on the wire]
             | ["q", seq, recorded_at_us, subject, reason, size_bytes]      (a quarantined message)
@@ -33,8 +33,9 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from events.codec import BadEvent, decode, encode
-from events.envelope import SCHEMA, Entry, Quarantined, Recorded
+from events.envelope import Entry, Quarantined, Recorded
 from events.log import LogDamaged
+from events.schemas import FIRST, SCHEMA
 from events.vocabulary import Heartbeat
 
 MAGIC = b"UNICRON\x01"
@@ -104,7 +105,7 @@ def segment_paths(path: Path) -> list[Path]:
 
 def segment_start(first_seq: int) -> bytes:
     """The bytes with which a segment begins."""
-    return MAGIC + _frame(_encoder.encode(_Header(FORMAT, SCHEMA, first_seq)))
+    return MAGIC + _frame(_encoder.encode(_Header(FORMAT, FIRST, first_seq)))
 
 
 def batch_frame(entries: Sequence[Entry]) -> bytes:

@@ -7,8 +7,7 @@ Rules
 * A step works on the plain map of the wire and may change, add and drop fields. It never changes who said it
   (producer, boot, number), nor the type's name, node or task: subjects are made of these.
 * A new number is due where an old message would be refused or mean something else. A new field with a default
-  needs none: old messages have the default. (The other way round there is no promise: an older version
-  quarantines events with fields that it does not know.)
+  needs none: old messages have the default. (What an older version reads of newer messages: `schemas.py`.)
 * With each new number comes a golden log of the last one, which must fold to the same facts for ever.
 * Steps are pure and may raise on nonsense; the message is then quarantined like any other.
 """
@@ -20,13 +19,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from events.envelope import SCHEMA
+from events.schemas import SCHEMA
 
 Message: TypeAlias = dict[str, Any]
 Step: TypeAlias = Callable[[Message], Message]
 
-#: Schema number -> the step to the next. Empty as long as there has been only one schema.
-STEPS: dict[int, Step] = {}
+#: Schema number -> the step to the next. Schema 2 only added to schema 1.
+STEPS: dict[int, Step] = {1: lambda message: message}
 
 
 class _Numbered(msgspec.Struct):

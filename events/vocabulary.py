@@ -7,6 +7,7 @@ Rules
   Decisions and commands come from the coordinator alone, under its term.
 * Times are integers in microseconds since the epoch, work is integer FLOP, losses are floats.
 * A field is never renamed or given another meaning: a new schema number and an upcaster are the way.
+* What is new (a type, a field, a value of a Literal) is entered in `schemas.py`, so that older readers are spared it.
 
 What does not live here: the envelope (`envelope.py`), bytes (`codec.py`), subjects and headers
 (`subjects.py`), one-line prose (`prose.py`).

@@ -24,6 +24,7 @@ from statistics import median
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
+from events.schemas import SCHEMA, told_version
 from replay.meter import Phase
 from replay.plan_rules import Rule, optimal
 from replay.trainer_model import Activity, Process, TrainerGroup
@@ -41,6 +42,7 @@ from unicrond.policy import Policy
 from unicrond.state import ClusterState
 from unicrond.work import iteration_flop
 
+_VERSION = told_version("simulation", SCHEMA)
 _TERM = 1
 _STORE = v.StoreAddress(host="127.0.0.1", port=1)
 #: More than any run commits: a task of the simulation has no end.
@@ -123,7 +125,7 @@ class CoreDriver:
 
     def start(self) -> None:
         """A coordinator, all nodes, all tasks; then virtual time runs until everybody trains."""
-        self._resolve(v.CoordinatorStarted(term=_TERM, version="simulation"))
+        self._resolve(v.CoordinatorStarted(term=_TERM, version=_VERSION))
         for host in self.hosts:
             self._join(host)
         for number, spec in enumerate(self.specs, start=1):
@@ -302,7 +304,7 @@ class CoreDriver:
 
     def _join(self, host: Host) -> None:
         joined = v.NodeJoined(
-            node=host.name, address="127.0.0.1", slots=1, store=_STORE, agent_boot=host.boot, version="simulation"
+            node=host.name, address="127.0.0.1", slots=1, store=_STORE, agent_boot=host.boot, version=_VERSION
         )
         self._say(host, joined)
 

@@ -29,6 +29,7 @@ from events import vocabulary as v
 from events.envelope import Entry, Recorded
 from events.log import MAX_BATCH
 from events.prose import summary
+from events.schemas import spoken_schema, told_version
 from replay.beat_check import BeatCheck, Unverifiable
 from unicrond.code_identity import code_version
 from unicrond.deadlines import deadlines
@@ -151,7 +152,7 @@ class Verifier:
     def _take_over(self, event: v.CoordinatorStarted, entry: Recorded) -> None:
         self._close_batch(at_end=True)
         told = f"term {event.term} from entry {entry.seq}: version {event.version}"
-        if event.version != code_version():
+        if event.version not in (code_version(), told_version(code_version(), spoken_schema(event.version))):
             told += f" (this is version {code_version()})"
         before = self._settings
         if not event.policy:

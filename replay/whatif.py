@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
+from events.schemas import SCHEMA, told_version
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
 from unicrond.liveness import OWN_NAME
@@ -159,7 +160,7 @@ def _join(state: ClusterState, name: str, slots: int) -> ClusterState:
         slots=slots,
         store=v.StoreAddress(host="127.0.0.1", port=0),
         agent_boot=1,
-        version="what if",
+        version=told_version("what if", SCHEMA),
     )
     return _fold_in(state, joined, name)
 

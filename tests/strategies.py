@@ -70,7 +70,7 @@ def envelopes(
 def _rest() -> st.SearchStrategy[dict[str, Any]]:
     """The fields of an envelope that may be anything."""
     info = typing.cast(inspect.StructType, inspect.type_info(Envelope))
-    bound = ("producer", "term", "event")
+    bound = ("schema", "producer", "term", "event")
     return st.fixed_dictionaries({f.name: _from_type(f.type) for f in info.fields if f.name not in bound})
 
 

@@ -25,6 +25,7 @@ from contextlib import aclosing
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced
 from events.prose import summary
+from events.schemas import SCHEMA, told_version
 from events.vocabulary import (
     AnyEvent,
     Command,
@@ -121,7 +122,7 @@ class Coordinator:
         started = self._wrap(
             CoordinatorStarted(
                 term=term,
-                version=code_version(),
+                version=told_version(code_version(), SCHEMA),
                 policy=Settings(self._policy, self._heartbeat_s).numbers(),
                 severity=self._severity,
                 process=self._process,

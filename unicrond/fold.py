@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
+from events.schemas import spoken_schema
 from unicrond.costs import accrue
 from unicrond.folding import (
     accelerators,
@@ -71,7 +72,8 @@ def fold_all(state: ClusterState, entries: list[Recorded]) -> ClusterState:
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:
     # A fault that the last coordinator did not get to is not to strike out of the blue.
-    return replace(state, term=event.term, severity=dict(event.severity), injections={})
+    schema = spoken_schema(event.version)
+    return replace(state, term=event.term, severity=dict(event.severity), injections={}, schema=schema)
 
 
 def _inert(state: ClusterState) -> ClusterState:

@@ -75,6 +75,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
     `returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
+    `schema`: what its agent reads (events/schemas.py).
     """
 
     name: str
@@ -96,6 +97,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = always("")
     commands: int = always(0)
     memory: MemoryService | None = always(None)
+    schema: int = 1
 
     @property
     def schedulable(self) -> bool:
@@ -338,6 +340,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
     `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
+    `schema`: what the coordinator of the present term reads and writes (events/schemas.py).
     """
 
     seq: int = always(0)
@@ -357,6 +360,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     quarantined: int = always(0)
     duplicates: int = always(0)
     inert: int = always(0)
+    schema: int = 1
 
 
 #: How many closed incidents the state remembers; the log has them all.

@@ -44,6 +44,7 @@ from agents.state import (
 from agents.trainer.messages import Exited, FromForkServer, FromWorker, Hello, Inventory, ToForkServer, ToWorker
 from agents.watch import Watch
 from events.envelope import Envelope
+from events.schemas import SCHEMA, told_version
 from events.vocabulary import Command, Fault, Heartbeat, MemoryService, NodeJoined
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint
 from replay.simulation.network import Pipe
@@ -66,7 +67,7 @@ class Agent:
             node=host.name,
             address=host.name,
             slots=host.slots,
-            version="simulated",
+            version=told_version("simulated", SCHEMA),
             agent_boot=self.boot,
             agent_socket="/run/agent.sock",
             logs="/run/logs",

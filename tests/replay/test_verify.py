@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Recorded
+from events.schemas import SCHEMA
 from replay.cli import main
 from replay.verify import Divergence, Findings, Verifier, bases
 from tests.replay.command import unicron_replay
@@ -139,7 +140,7 @@ def test_versions_and_configurations_are_named() -> None:
     cluster.policy = Policy(worker_mtbf_s=3600.0, strikes_max=4)
     cluster.append(v.CoordinatorStarted(term=cluster.state.term + 1, version="0.0.1"), "coordinator", 9)
     notes = verify(cluster.log).notes
-    assert f"version test (this is version {code_version()})" in notes[0]
+    assert f"version test+schema{SCHEMA} (this is version {code_version()})" in notes[0]
     assert "strikes_max 2.0 -> 4.0" in notes[1] and "worker_mtbf_s 604800.0 -> 3600.0" in notes[1]
     assert "no policy recorded" in notes[2]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
+from events.schemas import SCHEMA, told_version
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
@@ -98,7 +99,9 @@ class MiniCluster:
         """A coordinator crash and restart."""
         term = self.state.term + 1
         policy = Settings(self.policy, 1.0).numbers()
-        self.append(v.CoordinatorStarted(term=term, version="test", policy=policy), "coordinator", term)
+        self.append(
+            v.CoordinatorStarted(term=term, version=told_version("test", SCHEMA), policy=policy), "coordinator", term
+        )
         self._passed.clear()
         self._solutions.clear()
 
@@ -119,7 +122,7 @@ class MiniCluster:
             slots=host.slots,
             store=store,
             agent_boot=host.boot,
-            version="test",
+            version=told_version("test", SCHEMA),
             workers=running,
             memory=memory,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from events import vocabulary as v
+from events.schemas import lowered, readable
 from unicrond import reconcile
 from unicrond.state import ClusterState, NodeStatus, Task, Worker, WorkerStatus
 
@@ -18,8 +19,17 @@ class Batch:
         self.occupied = reconcile.occupied(state)
 
     def add(self, event: v.AnyEvent) -> None:
-        """Takes a decision into the batch."""
-        self.events.append(event)
+        """Takes a decision into the batch as who reads it can read it; what nobody there knows is left out."""
+        schema = self.state.schema
+        if isinstance(event, v.Command):
+            schema = min(schema, self.state.nodes[event.node].schema)
+        told = lowered(event, schema)
+        if told is not None:
+            self.events.append(told)
+
+    def reads(self, node: str, kind: type[v.Command]) -> bool:
+        """Whether the node's agent knows the command; one that it does not know is not sent."""
+        return readable(kind, min(self.state.schema, self.state.nodes[node].schema))
 
     def command_id(self, node: str) -> str:
         """The next command id of the node: "term.epoch.node.number"."""

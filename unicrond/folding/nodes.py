@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from events.schemas import spoken_schema
 from unicrond.folding import incidents, injections, kept_states, strikes
 from unicrond.folding.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
@@ -33,6 +34,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         reason=old.reason if old and old.isolated else "",
         commands=old.commands if old else 0,
         memory=event.memory,
+        schema=spoken_schema(event.version),
     )
     if old is not None and old.status is NodeStatus.LOST:
         node = _came_back(state, node)
