@@ -39,6 +39,7 @@ from events.vocabulary import (
     NodeReturned,
     NodeUncordoned,
     Observation,
+    PeersRemembered,
     PlanAdopted,
     ReshapeRequested,
     SetMembership,
@@ -155,6 +156,9 @@ def _observed(event: AnyObservation) -> str:
                 f"node {event.node} keeps the state of task {event.task} after iteration {event.iteration} in memory"
                 f" ({event.size_bytes} bytes{copied}, {_seconds(event.duration_us)})"
             )
+        case PeersRemembered():
+            peers = ", ".join(event.peers) or "nobody"
+            return f"node {event.node} remembers {peers} as peers of task {event.task}"
         case StateTaken():
             anew = f", put together anew from shards of {event.resharded_from}" if event.resharded_from else ""
             tried = f", after {_count(len(event.tried), 'source')} that failed" if event.tried else ""

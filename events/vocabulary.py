@@ -496,6 +496,17 @@ class StateKept(Observation, frozen=True, kw_only=True):
     shards: Count = always(0)
 
 
+class PeersRemembered(Observation, frozen=True, kw_only=True):
+    """An agent that has adopted workers of the task says to which nodes it copies the task's state.
+
+    By what its predecessor has written down: on a full disk that is not what it was told last.
+    """
+
+    node: Name
+    task: Name
+    peers: tuple[Name, ...]
+
+
 class StateTaken(Observation, frozen=True, kw_only=True):
     """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
 
@@ -827,6 +838,7 @@ AnyObservation: TypeAlias = (
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
     | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
+    | PeersRemembered
     | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned
     | NodeUncordoned
     | InjectionRequested | Heartbeat

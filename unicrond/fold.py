@@ -107,6 +107,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
     v.StateKept: kept_states.state_kept,
+    v.PeersRemembered: kept_states.peers_remembered,
     v.StateTaken: _nothing,  # the regrouping that follows says what the fold must know
     v.CommandApplied: commands.command_applied,
     v.CommandFailed: commands.command_failed,

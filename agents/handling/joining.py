@@ -8,7 +8,7 @@ from agents.handling import commits, kept_states, starting, stopping
 from agents.handling.turn import MAX_TEXT, Turn
 from agents.state import Finish, Memory, TellForkServer
 from agents.trainer.messages import Forget
-from events.vocabulary import NodeJoined, NodeLeft, RunningWorker, StoreAddress
+from events.vocabulary import NodeJoined, NodeLeft, PeersRemembered, RunningWorker, StoreAddress
 
 
 def join_if_complete(turn: Turn) -> None:
@@ -38,6 +38,11 @@ def join(turn: Turn) -> None:
             memory=config.memory,
         )
     )
+    members = [w for _, w in sorted(turn.memory.workers.items()) if w.pid and w.member and not w.foreign]
+    for task in dict.fromkeys(worker.task for worker in members):
+        membership = turn.memory.memberships.get(task)
+        peers = tuple(peer.node for peer in membership.peers) if membership else ()
+        turn.append(PeersRemembered(node=config.node, task=task, peers=peers))
     for held in turn.state.untold.values():
         if held is not None:
             kept_states.tell_held(turn, held)

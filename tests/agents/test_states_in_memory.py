@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agents.state import CopyState, Held, StateHeld, TellForkServer
 from agents.trainer.messages import Captured, Forget, Taken
-from events.vocabulary import DropState, MemoryService, SetPeers, StateKept, StateTaken
+from events.vocabulary import DropState, MemoryService, NodeJoined, PeersRemembered, SetPeers, StateKept, StateTaken
 from tests.agents.node import NODE, Node, membership, start
 
 
@@ -67,6 +67,26 @@ def test_what_an_agent_finds_is_told_once_the_node_has_joined() -> None:
     assert not node.appended
     node.boot()
     assert [type(event).__name__ for event in node.appended] == ["NodeJoined", "StateKept"]
+
+
+def test_a_new_agent_says_where_copies_go_as_its_predecessor_wrote_it_down() -> None:
+    node = trained(service("n2"), service("n3"))
+    node.restart_agent()
+    node.boot()
+    node.hello("a.1")
+    assert node.of(PeersRemembered) == [PeersRemembered(node=NODE, task="a", peers=("n2", "n3"))]
+    assert isinstance(node.appended[-2], NodeJoined), "the node joins first"
+
+
+def test_who_is_no_member_yet_has_no_peers_to_remember() -> None:
+    node = Node()
+    node.boot()
+    node.command(start("a.1", 1))
+    node.fork()
+    node.restart_agent()
+    node.boot()
+    node.hello("a.1")
+    assert not node.of(PeersRemembered)
 
 
 def test_dropped_on_command() -> None:

@@ -31,6 +31,12 @@ def test_every_rule_holds_under_every_seed() -> None:
     assert report.incidents > SEEDS, "nothing goes wrong: the simulation shows nothing"
 
 
+def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers() -> None:
+    """A restarted agent remembers peers from before its disk was full."""
+    report = fuzz(770577, 1, processes=1, only=[4, 6, 7, 9])
+    assert not report.failed, f"{report.failure}\n{report.repeat}"
+
+
 def test_equal_seeds_are_equal_histories() -> None:
     assert simulate(33) == simulate(33)
     assert simulate(33) != simulate(34)

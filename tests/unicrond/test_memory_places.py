@@ -82,6 +82,22 @@ def test_a_node_that_joins_later_is_told_as_a_peer() -> None:
     assert len(told(cluster)) == count, "said once"
 
 
+def test_an_agent_that_remembers_other_peers_is_told_again() -> None:
+    cluster = serving("n1", "n2")
+    cluster.submit("solo")
+    cluster.run()
+    (worker,) = cluster.state.tasks["solo"].workers.values()
+    count, peers = len(told(cluster)), told(cluster)[-1]
+    agent = cluster.hosts[worker.node]
+    cluster.say(agent, v.PeersRemembered(node=worker.node, task="solo", peers=peers))
+    cluster.run()
+    assert len(told(cluster)) == count, "it knows"
+    # A full disk: what it was told last was not written down.
+    cluster.say(agent, v.PeersRemembered(node=worker.node, task="solo", peers=(worker.node,)))
+    cluster.run()
+    assert told(cluster)[count:] == [peers]
+
+
 def test_the_last_replica_is_lost_and_the_log_says_what_that_cost() -> None:
     cluster = serving("n1", "n2")
     cluster.submit("solo")

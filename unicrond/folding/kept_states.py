@@ -27,6 +27,14 @@ def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterS
     return with_task(state, replace(task, kept=task.kept | {f"{event.node}/{event.shard}": kept}))
 
 
+def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope) -> ClusterState:
+    """Who remembers others than it was told last is told again, and all others with it (`peers_are_stale`)."""
+    task = state.tasks.get(event.task)
+    if task is None or tuple(peer.node for peer in task.peers) == event.peers:
+        return state
+    return with_task(state, replace(task, peers=()))
+
+
 def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:
     return forget_kept(commands.count_command(state, event.node), event.node, (event.task,))
 
