@@ -89,11 +89,21 @@ StateSource: TypeAlias = Literal["own", "replica", "memory", "peer", "checkpoint
 FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
 
 
-class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Value(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True
+):
     """A part of an event that is no event by itself."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
+class Event(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    repr_omit_defaults=True,
+    tag=True,
+):
     """Base of everything that may stand in the log; the class name is the wire tag."""
 
 
@@ -161,7 +171,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     """One training job as its file describes it (YAML, see docs/task-file.md).
 
     `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
-    `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear.
+    `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how
+    long a worker may take from its start until it is ready; None: as the cluster's policy says.
     """
 
     name: Name
@@ -186,6 +197,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     backend: Literal["auto", "gloo", "nccl"] = always("auto")
     #: "exact": gradients are summed as integers, so that no bit depends on who computed what, nor on how many replicas.
     accumulation: Literal["float", "exact"] = always("float")
+    start_timeout_s: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
 
     @property
     def replica_workers(self) -> int:
