@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from agents.trainer.hook import Hook
+from unicrond import Hook
 
 SEQ = 32
 TEXT = torch.frombuffer(bytearray(Path(typing.__file__).read_bytes()), dtype=torch.uint8).long()

@@ -1,3 +1,23 @@
-"""The coordinator of unicrond: pure core (state, fold, decide, planning) and the daemon around it."""
+"""The coordinator of unicrond: pure core (state, fold, decide, planning) and the daemon around it.
+
+`from unicrond import Hook` is for training scripts; what is behind it lives in `agents.trainer`, and nothing else here
+knows it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agents.trainer.hook import Hook as Hook
 
 VERSION = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`Hook`, loaded when a script asks for it: it brings torch."""
+    if name == "Hook":
+        from agents.trainer.hook import Hook
+
+        return Hook
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

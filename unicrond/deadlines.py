@@ -36,7 +36,8 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
             continue
         for worker in task.workers.values():
             if worker.status is WorkerStatus.STARTING:
-                standing[f"start:{worker.worker}"] = int(policy.worker_start_s * _SECOND_US)
+                length_s = task.spec.start_timeout_s or policy.worker_start_s
+                standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.iteration_us)
             if not task.membership.members:

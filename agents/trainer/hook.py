@@ -194,6 +194,12 @@ class Hook:
         here.channel.send(Ready())
         return hook
 
+    @property
+    def is_lead(self) -> bool:
+        """Whether this process is the one of its task that reports: true in one of all, for what is to be done once
+        (a run of W&B, an evaluation). Another becomes it when it is lost; false before the first step."""
+        return self._is_lead()
+
     def steps(self) -> Iterator[Step]:
         """The iterations that are left, one after the other, from wherever the task stands."""
         spec = self._context.launch.spec

@@ -1,0 +1,20 @@
+"""How long things may take, as data."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unicrond.cluster import MiniCluster
+from unicrond.deadlines import deadlines
+from unicrond.policy import Policy
+
+
+@pytest.mark.parametrize(("of_the_task", "length_s"), [(None, 120), (600.0, 600), (5, 5)])
+def test_a_task_may_say_how_long_its_workers_take_to_start(of_the_task: float | None, length_s: int) -> None:
+    cluster = MiniCluster(1)
+    cluster.add_host("n0")
+    cluster.submit("big", start_timeout_s=of_the_task)
+    while not cluster.state.tasks.get("big") or not cluster.state.tasks["big"].workers:
+        for move in cluster.moves():
+            move()
+    assert deadlines(cluster.state, Policy())["start:big.1"] == length_s * 1_000_000
