@@ -38,7 +38,9 @@ TYPES: dict[int, tuple[str, ...]] = {
 }
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {},
+    2: {
+        "TaskSpec": ("start_timeout_s",),
+    },
 }
 #: schema -> alias of a Literal in the vocabulary -> its new values, each with the older one that stands for it.
 VALUES: dict[int, dict[str, dict[str, str]]] = {

@@ -65,7 +65,8 @@ def _value(info: inspect.Type, name: str) -> Any:
         return FIXED[name]
     match info:
         case inspect.StructType():
-            return info.cls(**{field.name: _value(field.type, field.name) for field in info.fields})
+            written = [field for field in info.fields if field.default is msgspec.NODEFAULT]  # see events/fields.py
+            return info.cls(**{field.name: _value(field.type, field.name) for field in written})
         case inspect.BoolType():
             return True
         case inspect.IntType():
