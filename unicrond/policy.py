@@ -18,8 +18,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `symptom_window_s`: how long a broken connection waits for the death that explains it before the
     collective is tried again in place (SEV3).
     `worker_start_s`: from StartWorker to WorkerReady, where the task does not say (start_timeout_s).
-    `regroup_s`: from a membership to its last member in the group; never less than four iterations of the task. Where nobody stays, ten times as long: who leaves
-    may have to write the whole state to storage first.
+    `regroup_s`: from a membership to its last member in the group; never less than four iterations of the task. Where
+    nobody stays, ten times as long: who leaves may have to write the whole state to storage first.
     `exit_s`: how long a worker that has reported an error (SEV2, SEV1) may take to end by itself.
     `reattempts_max`: reattempts in place, none of them calm, before one end of what broke is restarted (SEV2).
     `isolation_s`: how long a node that failed a restart gets no workers; doubles with each isolation.
