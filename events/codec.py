@@ -7,6 +7,7 @@ Rules
   is never written.
 * Types, unknown and missing fields, ranges and patterns are msgspec's; what concerns two fields at
   once, or a float's finiteness, is in `check`.
+* What an observation says beyond what this version knows is set aside, not refused (`tolerance.py`).
 * What was written under an older schema is raised to today's (`upcast.py`).
 * A message says the lowest schema that holds it (`schemas.py`), so that older versions read what they can.
 * Encoding is canonical: equal envelopes have equal bytes (fields in declared order, dict keys sorted).
@@ -18,9 +19,10 @@ import math
 
 import msgspec
 
-from events.envelope import Envelope
+from events.envelope import Envelope, Recorded
 from events.schemas import FIRST, schema_of
-from events.upcast import upcast
+from events.tolerance import set_aside
+from events.upcast import NoStep, upcast
 from events.vocabulary import (
     Command,
     CoordinatorStarted,
@@ -64,14 +66,20 @@ def encode(envelope: Envelope) -> bytes:
 
 def decode(body: bytes) -> Envelope:
     """The envelope in `body`; raises BadEvent and nothing else."""
+    return read(body)[0]
+
+
+def read(body: bytes) -> tuple[Envelope, tuple[str, ...]]:
+    """The envelope in `body`, and what else an observation says in fields unknown here; raises BadEvent."""
+    unknown: tuple[str, ...] = ()
     if len(body) > MAX_EVENT_BYTES:
         raise BadEvent(f"{len(body)} bytes long, more than the {MAX_EVENT_BYTES} allowed")
     try:
         envelope = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        envelope = _decode_older(body, error)
+        envelope, unknown = _decode_other(body, error)
     check(envelope)
-    return envelope if envelope.schema == FIRST else msgspec.structs.replace(envelope, schema=FIRST)
+    return (envelope if envelope.schema == FIRST else msgspec.structs.replace(envelope, schema=FIRST)), unknown
 
 
 def _numbered(envelope: Envelope) -> Envelope:
@@ -80,15 +88,24 @@ def _numbered(envelope: Envelope) -> Envelope:
     return envelope if schema == envelope.schema else msgspec.structs.replace(envelope, schema=schema)
 
 
-def _decode_older(body: bytes, error: Exception) -> Envelope:
-    """The envelope in a body of an older schema; BadEvent with `error` where it is none."""
-    try:
-        raised = upcast(body)
-        if raised is not None:
-            return _decoder.decode(raised)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as worse:
-        error = worse
+def _decode_other(body: bytes, error: Exception) -> tuple[Envelope, tuple[str, ...]]:
+    """What `read` gives for a body of an older or a newer schema; BadEvent with `error` where it is none."""
+    for form in (_raised, set_aside):
+        try:
+            found = form(body)
+            if found is not None:
+                body, unknown = found
+                return _decoder.decode(body), unknown
+        except NoStep as too_old:
+            raise BadEvent(_one_line(too_old)) from None
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as worse:
+            error = worse
     raise BadEvent(_one_line(error)) from None
+
+
+def _raised(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
+    raised = upcast(body)
+    return None if raised is None else (raised, ())
 
 
 def check(envelope: Envelope) -> None:
@@ -131,3 +148,8 @@ def _check_finite(spec: TaskSpec) -> None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def body_of(entry: Recorded) -> bytes:
+    """The entry's envelope as it stands in the log."""
+    return entry.body or encode(entry.envelope)

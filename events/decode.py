@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 import msgpack  # type: ignore[import-untyped]
 
-from events.codec import MAX_EVENT_BYTES, BadEvent, decode
+from events.codec import MAX_EVENT_BYTES, BadEvent, read
 from events.envelope import Envelope
 from events.prose import summary
 
@@ -30,10 +30,10 @@ def line(body: bytes, *, as_json: bool = False) -> str:
     if as_json:
         return _json(body)
     try:
-        envelope = decode(body)
+        envelope, unknown = read(body)
     except BadEvent as error:
         return _plain(f"no valid event: {error.reason}")
-    return _plain(_sentence(envelope))
+    return _plain(" ".join([_sentence(envelope), *(f"[unknown here: {what}]" for what in unknown)]))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -40,11 +40,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """An envelope as the log holds it. `recorded_at_us`: the log's receive time."""
+    """An envelope as the log holds it. `recorded_at_us`: the log's receive time.
+
+    `body`: its bytes, where they say more than this version knows (`tolerance.py`); else b"".
+    """
 
     seq: int
     recorded_at_us: int
     envelope: Envelope
+    body: bytes = b""
 
 
 class Quarantined(msgspec.Struct, frozen=True):

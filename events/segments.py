@@ -32,7 +32,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from events.codec import BadEvent, decode, encode
+from events.codec import BadEvent, body_of, decode, encode, read
 from events.envelope import Entry, Quarantined, Recorded
 from events.log import LogDamaged
 from events.schemas import FIRST, SCHEMA
@@ -238,7 +238,7 @@ def _only_zeros(file: BinaryIO, begin: bytes) -> bool:
 
 def _record(entry: Entry) -> _EventRecord | _QuarantineRecord:
     if isinstance(entry, Recorded):
-        return _EventRecord(entry.seq, entry.recorded_at_us, encode(entry.envelope))
+        return _EventRecord(entry.seq, entry.recorded_at_us, body_of(entry))
     return _QuarantineRecord(entry.seq, entry.recorded_at_us, entry.subject, entry.reason, entry.size_bytes)
 
 
@@ -246,7 +246,8 @@ def _entry(record: _EventRecord | _QuarantineRecord) -> Entry:
     if isinstance(record, _QuarantineRecord):
         return Quarantined(record.seq, record.recorded_at_us, record.subject, record.reason, record.size_bytes)
     try:
-        return Recorded(record.seq, record.recorded_at_us, decode(record.body))
+        envelope, unknown = read(record.body)
+        return Recorded(record.seq, record.recorded_at_us, envelope, record.body if unknown else b"")
     except BadEvent as error:
         return Quarantined(record.seq, record.recorded_at_us, "", error.reason, len(record.body))
 

@@ -15,7 +15,7 @@ them.
 
 from __future__ import annotations
 
-from events.codec import BadEvent, decode
+from events.codec import BadEvent, read
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.prose import summary
 from events.vocabulary import Command, CoordinatorStarted, Decision, Heartbeat
@@ -73,13 +73,13 @@ def headers(envelope: Envelope) -> dict[str, str]:
 def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes) -> Entry:
     """What a stored message means: an event, or a quarantined message with the reason why it is none."""
     try:
-        envelope = decode(body)
+        envelope, unknown = read(body)
         expected = subject(envelope)
         if expected != on_subject:
             raise BadEvent(f"{envelope.event_id} belongs on subject {expected}, not on {on_subject}")
     except BadEvent as error:
         return Quarantined(seq, recorded_at_us, on_subject, error.reason, len(body))
-    return Recorded(seq, recorded_at_us, envelope)
+    return Recorded(seq, recorded_at_us, envelope, body if unknown else b"")
 
 
 def _plain(text: str) -> str:

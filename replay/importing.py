@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from events.codec import MAX_EVENT_BYTES, encode
+from events.codec import MAX_EVENT_BYTES, body_of
 from events.envelope import Entry, Recorded
 from events.file_log import LOCK, SegmentWriter
 from events.log import MAX_BATCH, LogError
@@ -99,7 +99,7 @@ async def _write(connection: Connection, batch: Sequence[Entry], known: set[str]
     for number, entry in enumerate(batch, start=1):
         marks = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number)}
         if isinstance(entry, Recorded):
-            on_subject, body = subject(entry.envelope), encode(entry.envelope)
+            on_subject, body = subject(entry.envelope), body_of(entry)
             marks |= headers(entry.envelope)
             if entry.envelope.event_id in known:  # a repeated event stands in the log twice, and shall again
                 del marks["Nats-Msg-Id"]

@@ -1,0 +1,126 @@
+"""What a newer version says beyond the vocabulary: of a fact the rest is read, an order is refused."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events.codec import BadEvent, body_of, decode, encode, read
+from events.decode import line
+from events.envelope import Envelope, Quarantined, Recorded
+from events.file_log import SegmentWriter
+from events.schemas import SCHEMA
+from events.segments import read_entries
+from events.subjects import entry, subject
+from events.vocabulary import (
+    AnyObservation,
+    CoordinatorStarted,
+    NodeJoined,
+    SetPeers,
+    StoreAddress,
+    TaskSpec,
+    TaskSubmitted,
+    WorkerExited,
+)
+from tests.strategies import envelopes
+
+OBSERVATIONS = typing.get_args(AnyObservation)
+
+
+def said(event: Any, producer: str = "n1", term: int = 0) -> Envelope:
+    return Envelope(producer=producer, boot=1, number=1, term=term, observed_at_us=1, event=event)
+
+
+JOINED = said(
+    NodeJoined(
+        node="n1", address="10.0.0.1", slots=3, store=StoreAddress(host="h", port=1), agent_boot=1, version="9.0"
+    )
+)
+EXITED = said(WorkerExited(node="n1", task="t", worker="t.1", exit_code=1, signal=None, expected=False))
+
+
+def with_more(envelope: Envelope, schema: int = SCHEMA + 1, **more: Any) -> bytes:
+    """The envelope's bytes with more fields in the event, as a newer version would write it."""
+    wire = msgpack.unpackb(encode(envelope))
+    wire["schema"] = schema
+    wire["event"].update(more)
+    return typing.cast(bytes, msgpack.packb(wire))
+
+
+@pytest.mark.parametrize("schema", [1, SCHEMA, SCHEMA + 1])
+@pytest.mark.parametrize("envelope", [JOINED, EXITED])
+def test_a_fact_with_an_unknown_field_is_a_fact(envelope: Envelope, schema: int) -> None:
+    body = with_more(envelope, schema, rack="r7", disks=[{"size": 5}])
+    found, unknown = read(body)
+    assert found == envelope
+    assert unknown == ("$.event.rack = 'r7'", "$.event.disks = [{'size': 5}]")
+    assert decode(body) == envelope
+
+
+def test_unknown_fields_of_its_parts_are_set_aside_too() -> None:
+    submitted = said(TaskSubmitted(spec=TaskSpec(name="t", seed=7)), "api")
+    wire = msgpack.unpackb(encode(submitted))
+    wire["event"]["spec"]["priority"] = 3
+    wire["event"]["spec"]["model"]["experts"] = 8
+    found, unknown = read(msgpack.packb(wire))
+    assert found == submitted
+    assert set(unknown) == {
+        "$.event.spec.priority = 3",
+        "$.event.spec.model.experts = 8",
+    }
+
+
+@given(envelopes(kinds=OBSERVATIONS), st.integers(1, SCHEMA + 3))
+def test_of_every_observation(envelope: Envelope, schema: int) -> None:
+    found, unknown = read(with_more(envelope, schema, from_the_future=True))
+    assert unknown == ("$.event.from_the_future = True",)
+    assert encode(found) == encode(envelope)
+
+
+def test_a_newer_number_alone_is_no_reason_to_refuse_a_fact() -> None:
+    assert read(with_more(EXITED, SCHEMA + 5)) == (EXITED, ())
+
+
+def test_the_rest_is_read_as_strictly_as_ever() -> None:
+    for wrong in ({"task": 5}, {"task": "a.b"}, {"node": "n2"}, {"exit_code": None}):
+        with pytest.raises(BadEvent):
+            decode(with_more(EXITED, **{"rack": "r7", **wrong}))
+    wire = msgpack.unpackb(with_more(EXITED, rack="r7"))
+    with pytest.raises(BadEvent, match="surprise"):
+        decode(msgpack.packb({**wire, "surprise": 1}))
+
+
+def test_orders_and_decisions_are_refused_whole() -> None:
+    peers = said(SetPeers(command_id="1.1.n1.1", node="n1", epoch=1, task="t", peers=()), "coordinator", term=1)
+    started = said(CoordinatorStarted(term=1, version="x"), "coordinator", term=1)
+    for envelope in (peers, started):
+        for schema in (1, SCHEMA, SCHEMA + 1):
+            with pytest.raises(BadEvent, match=r"urgency|schema"):
+                decode(with_more(envelope, schema, urgency=1))
+
+
+def test_the_log_keeps_what_was_said(tmp_path: Path) -> None:
+    body = with_more(EXITED, rack="r7")
+    found = entry(1, 5, subject(EXITED), body)
+    assert found == Recorded(1, 5, EXITED, body)
+    writer = SegmentWriter(tmp_path)
+    writer.repair()
+    writer.write([found, Recorded(2, 6, JOINED)])
+    writer.close()
+    kept = list(read_entries(tmp_path))
+    assert kept == [found, Recorded(2, 6, JOINED)]
+    assert isinstance(kept[0], Recorded) and body_of(kept[0]) == body
+    assert isinstance(entry(1, 5, subject(JOINED), body), Quarantined), "the subject is compared as ever"
+
+
+def test_events_decode_shows_it() -> None:
+    assert line(with_more(EXITED, rack="r7")).endswith("[unknown here: $.event.rack = 'r7']")
+    assert "unknown here" not in line(encode(EXITED))
+    assert msgspec.json.decode(line(with_more(EXITED, rack="r7"), as_json=True))["event"]["rack"] == "r7"
