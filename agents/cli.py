@@ -17,7 +17,7 @@ from agents.accelerators.driver import Choice, NoDriver
 from agents.daemon import Options, run_agent
 from agents.run_dir import BadRunDir, RunDir, default_run_dir
 from events import origin
-from events.codec import API_PRODUCER
+from events.codec import RESERVED_NAMES
 from events.nats_connection import Login
 from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
@@ -156,8 +156,9 @@ def _nats(text: str) -> tuple[str, ...]:
 def _node(text: str) -> str:
     if not re.fullmatch(NAME_PATTERN, text):
         raise argparse.ArgumentTypeError(f"{text!r} is no name; use letters, digits, - and _, at most 63, no dots")
-    if text == API_PRODUCER:
-        raise argparse.ArgumentTypeError(f"{text!r} is taken by the coordinator's API; name the node otherwise")
+    if text in RESERVED_NAMES:
+        taken = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
+        raise argparse.ArgumentTypeError(f"{text!r} is no node's name ({taken} are taken); name the node otherwise")
     return text
 
 

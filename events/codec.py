@@ -27,6 +27,7 @@ from events.vocabulary import (
     Command,
     CoordinatorStarted,
     Decision,
+    Heartbeat,
     Request,
     StartWorker,
     TaskSpec,
@@ -36,8 +37,12 @@ from events.vocabulary import (
 
 #: With its headers below NATS' own default limit of 1 MiB for a message.
 MAX_EVENT_BYTES = 768 * 1024
-#: The producer of what people ask for; no node may have this name.
+#: The producers of what people ask for, of decisions, and of what operators do to the log itself.
 API_PRODUCER = "api"
+COORDINATOR = "coordinator"
+OPERATOR = "operator"
+#: No node may have one of these names: what it said would be taken for theirs, and theirs for a repetition.
+RESERVED_NAMES = (API_PRODUCER, COORDINATOR, OPERATOR)
 
 # Tuples, for `isinstance` with a union makes a new one for each event.
 _RULED = (Decision, Command)
@@ -114,6 +119,8 @@ def check(envelope: Envelope) -> None:
     if isinstance(event, _RULED):
         if envelope.term < 1:
             raise BadEvent("$.term: a decision or command needs the coordinator's term, got 0")
+        if envelope.producer != COORDINATOR:
+            raise BadEvent(f"$.producer: only {COORDINATOR!r} decides, got {envelope.producer!r}")
         if isinstance(event, CoordinatorStarted) and event.term != envelope.term:
             raise BadEvent(f"$.event.term: {event.term} differs from the envelope's term {envelope.term}")
         if isinstance(event, Command):
@@ -129,8 +136,8 @@ def check(envelope: Envelope) -> None:
                 raise BadEvent(f"$.producer: expected {API_PRODUCER!r}, got {envelope.producer!r}")
         elif event.node != envelope.producer:
             raise BadEvent(f"$.event.node: {event.node!r} differs from the producer {envelope.producer!r}")
-        elif event.node == API_PRODUCER:
-            raise BadEvent(f"$.event.node: {API_PRODUCER!r} is not a node's name; name the node otherwise")
+        elif event.node in RESERVED_NAMES and not (isinstance(event, Heartbeat) and event.node == COORDINATOR):
+            raise BadEvent(f"$.event.node: {event.node!r} is not a node's name; name the node otherwise")
     if isinstance(event, WorkerExited) and (event.exit_code is None) == (event.signal is None):
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
     if isinstance(event, _WITH_SPEC):

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from events.schemas import FIRST, SCHEMA
-from events.vocabulary import AnyEvent, Count, Micros, Name, Text
+from events.vocabulary import AnyEvent, Boot, Count, Micros, Name, Serial, Text
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,13 +21,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `term`: the coordinator's term under which it was decided, 0 for an observation.
     `caused_by`: the event id that led to it, or "". `based_on`: the last sequence a decision had folded.
     `observed_at_us`: the producer's wall clock when the thing happened; never used for ordering.
+
+    Bounds: `boot` < 2**52; `number` and `based_on` < 2**53; `term` < 10**9; `observed_at_us` < 2**62.
     """
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA)] = FIRST
     producer: Name
-    boot: Count
+    boot: Boot
     number: Annotated[int, Meta(ge=1, lt=2**53)]
-    term: Count = 0
+    term: Serial = 0
     caused_by: Text = ""
     based_on: Count = 0
     observed_at_us: Micros

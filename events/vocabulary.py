@@ -34,8 +34,34 @@ WorkerOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=32768)]
 Micros: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
+#: Bytes, beats, samples: what is only told, never looped over.
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=2**53)]
+#: How long something took; a year and a day at most.
+Duration: TypeAlias = Annotated[int, Meta(ge=0, le=366 * 86_400_000_000)]
+SomeDuration: TypeAlias = Annotated[int, Meta(ge=1, le=366 * 86_400_000_000)]
+#: Workers' time, all of them together: 2.2 years of 131,072.
+Exposure: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+#: Workers on one node: its GPUs, or its CPU slots.
+Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
+#: Workers of a task or of a cluster, or ranks in it; the largest cluster this is for.
+WORKERS_MAX = 131_072
+Workers: TypeAlias = Annotated[int, Meta(ge=0, le=WORKERS_MAX)]
+SomeWorkers: TypeAlias = Annotated[int, Meta(ge=1, le=WORKERS_MAX)]
+#: Numbers that are given out one after the other and never again: terms, epochs, generations, replicas.
+SERIAL_MAX = 10**9 - 1
+Serial: TypeAlias = Annotated[int, Meta(ge=0, le=SERIAL_MAX)]
+FirstSerial: TypeAlias = Annotated[int, Meta(ge=1, le=SERIAL_MAX)]
+#: A producer's starts, numbered by its wall clock in microseconds where that is higher: up to the year 2112.
+Boot: TypeAlias = Annotated[int, Meta(ge=0, lt=2**52)]
+Iteration: TypeAlias = Annotated[int, Meta(ge=0, le=10**12)]
+FirstIteration: TypeAlias = Annotated[int, Meta(ge=1, le=10**12)]
+#: Micro-batches, collectives, codes: what fits into 31 bits anywhere.
+Small: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+Pid: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+ExitCode: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Signal: TypeAlias = Annotated[int, Meta(ge=1, le=127)]
 #: FLOP/s of a whole cluster: 10,000 GPUs reach 5e18, which is above Count's bound.
 Flops: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: A sum of samples' hashes modulo 2**61.
@@ -120,24 +146,30 @@ class Decision(Event, frozen=True, kw_only=True):
 
 
 class Command(Event, frozen=True, kw_only=True):
-    """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id."""
+    """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id.
+
+    Bounds: `epoch` < 10**9.
+    """
 
     command_id: Text
     node: Name
-    epoch: Count
+    epoch: Serial
 
 
 # --- tasks ---------------------------------------------------------------------------------------
 
 
 class ModelSpec(Value, frozen=True, kw_only=True):
-    """A GPT in Megatron-core's terms."""
+    """A GPT in Megatron-core's terms.
 
-    layers: Positive = always(2)
-    hidden: Positive = always(64)
-    heads: Positive = always(4)
-    seq: Positive = always(64)
-    vocab: Positive = always(256)
+    Bounds: `layers`, `hidden`, `heads`, `seq`, `vocab` < 2**31, >= 1.
+    """
+
+    layers: Size = always(2)
+    hidden: Size = always(64)
+    heads: Size = always(4)
+    seq: Size = always(64)
+    vocab: Size = always(256)
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = always(0.0)
 
 
@@ -145,12 +177,14 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
     """Adam with warm-up and cosine decay, as Megatron-core's OptimizerConfig and OptimizerParamScheduler.
 
     `distributed`: each replica holds its part of the optimizer's state, and a second copy of another's.
+
+    Bounds: `warmup_iterations` <= 10**12; `decay_iterations` <= 10**12, >= 1.
     """
 
     lr: Annotated[float, Meta(gt=0.0)] = always(1e-3)
     min_lr: Annotated[float, Meta(ge=0.0)] = always(0.0)
-    warmup_iterations: Count = always(0)
-    decay_iterations: Positive | None = always(None)
+    warmup_iterations: Iteration = always(0)
+    decay_iterations: FirstIteration | None = always(None)
     weight_decay: Annotated[float, Meta(ge=0.0)] = always(0.01)
     clip_grad: Annotated[float, Meta(ge=0.0)] = always(1.0)
     distributed: bool = always(False)
@@ -159,12 +193,14 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
 class CheckpointSpec(Value, frozen=True, kw_only=True):
     """Where and how often the task's state is written, in iterations; None: from the measured cost and the failure
     rate (Young/Daly). `interval`: to storage, 0 = only at the end. `memory_interval`: to the node's memory, 0 = never.
+
+    Bounds: `interval`, `memory_interval` <= 10**12; `keep` < 2**31, >= 1.
     """
 
     dir: Text = always("")
-    interval: Count | None = always(None)
-    keep: Positive = always(2)
-    memory_interval: Count | None = always(None)
+    interval: Iteration | None = always(None)
+    keep: Size = always(2)
+    memory_interval: Iteration | None = always(None)
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):
@@ -173,14 +209,17 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
     `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how
     long a worker may take from its start until it is ready; None: as the cluster's policy says.
+
+    Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `global_batch`, `micro_batch` < 2**31, >= 1;
+    `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63.
     """
 
     name: Name
     weight: Annotated[float, Meta(gt=0.0, le=1e6)] = always(1.0)
-    min_workers: Positive = always(1)
-    max_workers: Positive = always(1)
-    tp: Positive = always(1)
-    pp: Positive = always(1)
+    min_workers: SomeWorkers = always(1)
+    max_workers: SomeWorkers = always(1)
+    tp: SomeWorkers = always(1)
+    pp: SomeWorkers = always(1)
     entry: Text = always("gpt")
     args: tuple[Text, ...] = always(())
     env: dict[str, Text] = always({})
@@ -188,9 +227,9 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     model: ModelSpec = always(ModelSpec())
     optimizer: OptimizerSpec = always(OptimizerSpec())
     data: Text = always("")
-    global_batch: Positive = always(8)
-    micro_batch: Positive = always(1)
-    iterations: Positive = always(100)
+    global_batch: Size = always(8)
+    micro_batch: Size = always(1)
+    iterations: FirstIteration = always(100)
     seed: Count = always(1234)
     checkpoint: CheckpointSpec = always(CheckpointSpec())
     throughput: dict[str, Flops] = always({})
@@ -214,23 +253,32 @@ class TaskSpec(Value, frozen=True, kw_only=True):
 
 
 class Member(Value, frozen=True, kw_only=True):
-    """One worker's place in a membership: shard `shard` of data-parallel replica `replica`."""
+    """One worker's place in a membership: shard `shard` of data-parallel replica `replica`.
+
+    Bounds: `replica` < 10**9; `shard` 0..131072.
+    """
 
     worker: WorkerId
     node: Name
-    replica: Count
-    shard: Count
+    replica: Serial
+    shard: Workers
 
 
 class StoreAddress(Value, frozen=True, kw_only=True):
-    """A rendezvous store (TCPStore) that lives beside an agent, never in a rank."""
+    """A rendezvous store (TCPStore) that lives beside an agent, never in a rank.
+
+    Bounds: `port` 0..65535.
+    """
 
     host: Text
     port: Port
 
 
 class MemoryService(Value, frozen=True, kw_only=True):
-    """Where a node's agent takes and gives states of training. `token`: what who asks must name."""
+    """Where a node's agent takes and gives states of training. `token`: what who asks must name.
+
+    Bounds: `port` 0..65535.
+    """
 
     node: Name
     host: Text
@@ -239,28 +287,36 @@ class MemoryService(Value, frozen=True, kw_only=True):
 
 
 class RunningWorker(Value, frozen=True, kw_only=True):
-    """A worker that an agent found alive when it started (adoption)."""
+    """A worker that an agent found alive when it started (adoption).
+
+    Bounds: `pid` < 2**31, >= 1; `generation` < 10**9.
+    """
 
     worker: WorkerId
     task: Name
-    pid: Positive
-    generation: Count
+    pid: Pid
+    generation: Serial
 
 
 class TaskAssignment(Value, frozen=True, kw_only=True):
     """What one plan gives one task. `replicas`: per replica, the node of each of its tp * pp shards.
 
     `waf`: weighted achieved FLOP/s, F(t, workers).
+
+    Bounds: `workers` 0..131072; `waf` < 2**63.
     """
 
     task: Name
-    workers: Count
+    workers: Workers
     replicas: tuple[tuple[Name, ...], ...]
     waf: Flops
 
 
 class Evidence(Value, frozen=True, kw_only=True):
-    """The last beat that was seen of a node: its sequence and receive time on the heartbeat stream."""
+    """The last beat that was seen of a node: its sequence and receive time on the heartbeat stream.
+
+    Bounds: `beat_seq` < 2**53; `beat_at_us` < 2**62.
+    """
 
     beat_seq: Count
     beat_at_us: Micros
@@ -270,13 +326,16 @@ class Evidence(Value, frozen=True, kw_only=True):
 
 
 class NodeJoined(Observation, frozen=True, kw_only=True):
-    """An agent is up and serves `slots` workers; `workers` are those it adopted."""
+    """An agent is up and serves `slots` workers; `workers` are those it adopted.
+
+    Bounds: `slots` 1..1024; `agent_boot` < 2**52.
+    """
 
     node: Name
     address: Text
-    slots: Positive
+    slots: Slots
     store: StoreAddress
-    agent_boot: Count
+    agent_boot: Boot
     version: Text
     workers: tuple[RunningWorker, ...] = always(())
     memory: MemoryService | None = always(None)
@@ -290,12 +349,15 @@ class NodeLeft(Observation, frozen=True, kw_only=True):
 
 
 class WorkerStarted(Observation, frozen=True, kw_only=True):
-    """The fork server has a process for the worker."""
+    """The fork server has a process for the worker.
+
+    Bounds: `pid` < 2**31, >= 1.
+    """
 
     node: Name
     task: Name
     worker: WorkerId
-    pid: Positive
+    pid: Pid
 
 
 class WorkerReady(Observation, frozen=True, kw_only=True):
@@ -312,15 +374,17 @@ class WorkerRegrouped(Observation, frozen=True, kw_only=True):
     `dealt`: micro-batches of lost replicas that fell to this worker in that iteration.
     `duration_us`: from receiving the membership to being in the group.
     `source`: where its state came from.
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12; `dealt` < 2**31; `duration_us` <= 366 days.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    iteration: Count
-    dealt: Count
-    duration_us: Micros
+    generation: Serial
+    iteration: Iteration
+    dealt: Small
+    duration_us: Duration
     source: StateSource
 
 
@@ -328,23 +392,28 @@ class WorkerParked(Observation, frozen=True, kw_only=True):
     """The worker left its group at an iteration boundary for a membership without it, and waits for its end.
 
     `iteration`: the last one it committed.
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    iteration: Count
+    generation: Serial
+    iteration: Iteration
 
 
 class WorkerExited(Observation, frozen=True, kw_only=True):
-    """A worker's process ended. Exactly one of `exit_code` and `signal` is set."""
+    """A worker's process ended. Exactly one of `exit_code` and `signal` is set.
+
+    Bounds: `exit_code` < 2**31, >= -2147483648; `signal` 1..127.
+    """
 
     node: Name
     task: Name
     worker: WorkerId
-    exit_code: int | None
-    signal: int | None
+    exit_code: ExitCode | None
+    signal: Signal | None
     expected: bool
     log_tail: LongText = always("")
     cause: ExitCause = always("unknown")
@@ -355,14 +424,16 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
 
     `generation`: the newest that the worker had joined; a report that is older than its worker is void. `peer`: the
     other end of the connection that broke, where that is known.
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12.
     """
 
     node: Name
     task: Name
     worker: WorkerId
     kind: ErrorKind
-    generation: Count
-    iteration: Count
+    generation: Serial
+    iteration: Iteration
     phase: Phase
     message: Text
     detail: LongText = always("")
@@ -376,41 +447,50 @@ class StepCommitted(Observation, frozen=True, kw_only=True):
     `micro_batches_by_rank`: finished micro-batches per replica, in replica order.
     `redone`: micro-batches computed anew because a replica was lost. `loss`: of iteration `last`.
     `duration_us`: wall time of first..last.
+
+    Bounds: `generation` < 10**9; `first`, `last` <= 10**12, >= 1; `samples` < 2**53; `samples_digest` < 2**61;
+    `duration_us` <= 366 days; `micro_batches_by_rank`, `redone` < 2**31.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    first: Positive
-    last: Positive
+    generation: Serial
+    first: FirstIteration
+    last: FirstIteration
     samples: Count
     samples_digest: SamplesDigest
     loss: float
-    duration_us: Micros
-    micro_batches_by_rank: tuple[Count, ...]
-    redone: Count = always(0)
+    duration_us: Duration
+    micro_batches_by_rank: tuple[Small, ...]
+    redone: Small = always(0)
 
 
 class CheckpointSaved(Observation, frozen=True, kw_only=True):
-    """State after `iteration` is durable at `path`."""
+    """State after `iteration` is durable at `path`.
+
+    Bounds: `iteration` <= 10**12; `size_bytes` < 2**53; `duration_us` <= 366 days.
+    """
 
     node: Name
     task: Name
     worker: WorkerId
-    iteration: Count
+    iteration: Iteration
     path: Text
     size_bytes: Count
-    duration_us: Micros
+    duration_us: Duration
 
 
 class TaskCompleted(Observation, frozen=True, kw_only=True):
-    """The last iteration is committed; `params_digest` identifies the final parameters."""
+    """The last iteration is committed; `params_digest` identifies the final parameters.
+
+    Bounds: `iteration` <= 10**12.
+    """
 
     node: Name
     task: Name
     worker: WorkerId
-    iteration: Count
+    iteration: Iteration
     loss: float
     params_digest: Text
 
@@ -421,20 +501,23 @@ class HangSuspected(Observation, frozen=True, kw_only=True):
     From the worker's phase mark (agents/trainer/marks.py): `entered` counts the collectives across replicas that it
     has entered in `generation`, `waiting`: it has not left the last of them. `still_us`: for how long the mark has
     not changed. `stopped`: the kernel shows the process as stopped.
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12; `micro_batch` < 2**31; `entered` < 2**53; `still_us`,
+    `limit_us` <= 366 days.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    iteration: Count
+    generation: Serial
+    iteration: Iteration
     phase: Phase
-    micro_batch: Count
+    micro_batch: Small
     entered: Count
     waiting: bool
     stopped: bool
-    still_us: Micros
-    limit_us: Micros
+    still_us: Duration
+    limit_us: Duration
 
 
 class DegradationObserved(Observation, frozen=True, kw_only=True):
@@ -442,18 +525,21 @@ class DegradationObserved(Observation, frozen=True, kw_only=True):
 
     `slowest`: the worker whose computing, waits excluded, takes longest per micro-batch; "" where none stands out.
     `compute_us`: its time per micro-batch, `others_us`: the median of the other replicas' (0: there are none).
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12; `iteration_us`, `usual_us`, `compute_us`, `others_us` <=
+    366 days.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    iteration: Count
-    iteration_us: Micros
-    usual_us: Micros
+    generation: Serial
+    iteration: Iteration
+    iteration_us: Duration
+    usual_us: Duration
     slowest: WorkerOrNone
-    compute_us: Micros
-    others_us: Micros
+    compute_us: Duration
+    others_us: Duration
 
 
 class CorruptionSuspected(Observation, frozen=True, kw_only=True):
@@ -461,13 +547,15 @@ class CorruptionSuspected(Observation, frozen=True, kw_only=True):
 
     `sign` "checksum": its parameters differ from those of the majority; else its share of the iteration has a loss or
     a gradient norm far off the usual, `value` instead of about `usual`.
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    iteration: Count
+    generation: Serial
+    iteration: Iteration
     sign: CorruptionSign
     suspect: WorkerOrNone
     value: float
@@ -479,13 +567,15 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
 
     `worker`: who runs on it, "" = nobody. `kind` None: news for people, nothing follows from it. `xid`: the driver's
     code, 0 = seen in counters or states.
+
+    Bounds: `xid` < 2**31.
     """
 
     node: Name
     accelerator: Text
     worker: WorkerOrNone
     kind: ErrorKind | None
-    xid: Count
+    xid: Small
     message: Text
 
 
@@ -495,17 +585,20 @@ class StateKept(Observation, frozen=True, kw_only=True):
     `origin`: the node whose worker captured it; another one's is a copy. `duration_us`: for how long training
     stood still for it; of a copy, how long it took to come. `shards`: how many make up the state in this layout, its
     tp * pp; 0 in logs older than the field.
+
+    Bounds: `shard`, `shards` 0..131072; `iteration` <= 10**12; `generation` < 10**9; `size_bytes` < 2**53;
+    `duration_us` <= 366 days.
     """
 
     node: Name
     task: Name
-    shard: Count
-    iteration: Count
-    generation: Count
+    shard: Workers
+    iteration: Iteration
+    generation: Serial
     origin: Name
     size_bytes: Count
-    duration_us: Micros
-    shards: Count = always(0)
+    duration_us: Duration
+    shards: Workers = always(0)
 
 
 class PeersRemembered(Observation, frozen=True, kw_only=True):
@@ -525,18 +618,21 @@ class StateTaken(Observation, frozen=True, kw_only=True):
     `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
     source; `saved_us`: what training again from there would have taken, at the pace last measured.
     `resharded_from`: the tp and pp of what was taken, where they are others than the task's; else "".
+
+    Bounds: `generation` < 10**9; `iteration`, `storage_iteration` <= 10**12; `size_bytes` < 2**53; `duration_us` <=
+    366 days; `saved_us` < 2**62.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
+    generation: Serial
     source: StateSource
-    iteration: Count
+    iteration: Iteration
     size_bytes: Count
-    duration_us: Micros
+    duration_us: Duration
     tried: tuple[Text, ...] = always(())
-    storage_iteration: Count = always(0)
+    storage_iteration: Iteration = always(0)
     saved_us: Micros = always(0)
     resharded_from: Text = always("")
 
@@ -564,13 +660,16 @@ class TaskCancelled(Request, frozen=True, kw_only=True):
 
 
 class ReshapeRequested(Request, frozen=True, kw_only=True):
-    """A person asks for other replicas of a running task, of `tp` * `pp` workers; it goes on from where it stands."""
+    """A person asks for other replicas of a running task, of `tp` * `pp` workers; it goes on from where it stands.
+
+    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072.
+    """
 
     task: Name
-    tp: Positive
-    pp: Positive
-    min_workers: Positive
-    max_workers: Positive
+    tp: SomeWorkers
+    pp: SomeWorkers
+    min_workers: SomeWorkers
+    max_workers: SomeWorkers
     reason: Text
 
 
@@ -594,14 +693,16 @@ class Fault(Value, frozen=True, kw_only=True):
 
     `at_iteration` 0: at once, or at the next `phase` where one is given. `seconds`: of a slow iteration's
     delay, or until a dropped network is mended (0: never). `xid`: the code that the accelerator is to report.
+
+    Bounds: `at_iteration` <= 10**12; `xid` < 2**31.
     """
 
     kind: FaultKind
     worker: WorkerOrNone = always("")
-    at_iteration: Count = always(0)
+    at_iteration: Iteration = always(0)
     phase: FaultPhase = always("")
     seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = always(0.0)
-    xid: Count = always(0)
+    xid: Small = always(0)
 
 
 class InjectionRequested(Request, frozen=True, kw_only=True):
@@ -612,12 +713,15 @@ class InjectionRequested(Request, frozen=True, kw_only=True):
 
 
 class Heartbeat(Observation, frozen=True, kw_only=True):
-    """An agent lives. Stands on the heartbeat stream, not on the event stream."""
+    """An agent lives. Stands on the heartbeat stream, not on the event stream.
+
+    Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes` < 2**53; `workers` 0..131072.
+    """
 
     node: Name
-    agent_boot: Count
+    agent_boot: Boot
     beat: Count
-    workers: Count
+    workers: Workers
     load_milli: Count
     memory_free_bytes: Count
 
@@ -632,9 +736,11 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     empty in logs older than the field.
     `severity`: error kinds whose severity the configuration sets; the fold looks here first.
     `process`: who claims, as HOST:PID; without it two that claim one term at the same time could be taken for one.
+
+    Bounds: `term` < 10**9, >= 1.
     """
 
-    term: Positive
+    term: FirstSerial
     version: Text
     policy: dict[Name, Setting] = always({})
     severity: dict[ErrorKind, SeverityLevel] = always({})
@@ -653,7 +759,10 @@ class NodeReturned(Decision, frozen=True, kw_only=True):
 
 
 class NodeIsolated(Decision, frozen=True, kw_only=True):
-    """The node gets no worker until `until_us` (log time), or until it is readmitted where that is None."""
+    """The node gets no worker until `until_us` (log time), or until it is readmitted where that is None.
+
+    Bounds: `until_us` < 2**62.
+    """
 
     node: Name
     until_us: Micros | None
@@ -690,20 +799,23 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     `healthy`, `healthy_waf`: workers per task, and their WAF, were every node that has not left healthy.
     `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
     `way`, `took_us`, `rows_reused`: how the answer was come by; the answer does not depend on it.
+
+    Bounds: `epoch` < 10**9, >= 1; `waf`, `healthy_waf` < 2**63; `healthy` 0..131072; `took_us` <= 366 days;
+    `rows_reused` < 2**31.
     """
 
-    epoch: Positive
+    epoch: FirstSerial
     assignments: tuple[TaskAssignment, ...]
     waf: Flops
     basis: Text
     trigger: Text
     reason: Text
-    healthy: dict[Name, Count] = always({})
+    healthy: dict[Name, Workers] = always({})
     healthy_waf: Flops = always(0)
     transition_flop: Work = always(0.0)
     way: PlanWay = always("fresh")
-    took_us: Micros = always(0)
-    rows_reused: Count = always(0)
+    took_us: Duration = always(0)
+    rows_reused: Small = always(0)
 
 
 class MembershipDecided(Decision, frozen=True, kw_only=True):
@@ -712,10 +824,12 @@ class MembershipDecided(Decision, frozen=True, kw_only=True):
     Not urgent: switch at the next iteration boundary that all members agree on in band; who is no
     member any more parks there. Where nobody stays, the lead writes a checkpoint before it parks.
     `joiners` have no state; they take it from the other members, or from the nearest checkpoint.
+
+    Bounds: `generation` < 10**9, >= 1.
     """
 
     task: Name
-    generation: Positive
+    generation: FirstSerial
     members: tuple[Member, ...]
     joiners: tuple[WorkerId, ...]
     urgent: bool
@@ -726,13 +840,16 @@ class MembershipDecided(Decision, frozen=True, kw_only=True):
 
 class TaskReshaped(Decision, frozen=True, kw_only=True):
     """From now on the task's replicas have tp * pp workers: those of the old layout have handed the state over and are
-    gone. What they kept is put together anew by the first of the new ones."""
+    gone. What they kept is put together anew by the first of the new ones.
+
+    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072.
+    """
 
     task: Name
-    tp: Positive
-    pp: Positive
-    min_workers: Positive
-    max_workers: Positive
+    tp: SomeWorkers
+    pp: SomeWorkers
+    min_workers: SomeWorkers
+    max_workers: SomeWorkers
     reason: Text
 
 
@@ -746,6 +863,8 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
 
     `detection_flop`, `transition_flop`: what the tasks that it hit would have achieved meanwhile.
     `sub_health_flops`: by how much the cluster runs below its healthy WAF from here on, until it is repaired.
+
+    Bounds: `detection_us`, `transition_us` < 2**62; `micro_batches_redone` < 2**53; `sub_health_flops` < 2**63.
     """
 
     incident: Text
@@ -762,36 +881,43 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
 class ThroughputCorrected(Decision, frozen=True, kw_only=True):
     """T(task, workers) is `flops` from now on: what the last `reports` reports say, by the median of their
     time per iteration, `iteration_us`. No plan is made because of it; the next one uses it.
+
+    Bounds: `workers` 1..131072; `flops` < 2**63; `iteration_us` <= 366 days, >= 1; `reports` < 2**31, >= 1.
     """
 
     task: Name
-    workers: Positive
+    workers: SomeWorkers
     flops: Flops
-    iteration_us: Positive
-    reports: Positive
+    iteration_us: SomeDuration
+    reports: Size
     reason: Text
 
 
 class FailureRateEstimated(Decision, frozen=True, kw_only=True):
     """One worker's mean time between failures: configured, as if that had been seen once, and then learnt from
     `failures` failures in `exposed_us` of workers' time. D_running(n) = worker_mtbf_us / n.
+
+    Bounds: `worker_mtbf_us` < 2**62, >= 1; `failures` < 2**53; `exposed_us` < 2**63.
     """
 
     worker_mtbf_us: Annotated[int, Meta(ge=1, lt=2**62)]
     failures: Count
-    exposed_us: Micros
+    exposed_us: Exposure
 
 
 # --- commands ------------------------------------------------------------------------------------
 
 
 class StartWorker(Command, frozen=True, kw_only=True):
-    """Start a process for shard `shard` of replica `replica`; the replica's own group meets at `store`."""
+    """Start a process for shard `shard` of replica `replica`; the replica's own group meets at `store`.
+
+    Bounds: `replica` < 10**9; `shard` 0..131072.
+    """
 
     spec: TaskSpec
     worker: WorkerId
-    replica: Count
-    shard: Count
+    replica: Serial
+    shard: Workers
     store: StoreAddress
 
 
@@ -810,10 +936,12 @@ class SetMembership(Command, frozen=True, kw_only=True):
     `peers`: nodes that hold the task's state in memory, or are to: copies go to the first that is not the
     node itself. `mtbf_us`: expected time to the task's next failure, 0 = not known. `handover`: workers of another
     layout are about to take the state from the nodes' memory, so that the lead need not write it to storage.
+
+    Bounds: `generation` < 10**9, >= 1; `mtbf_us` < 2**62.
     """
 
     task: Name
-    generation: Positive
+    generation: FirstSerial
     members: tuple[Member, ...]
     joiners: tuple[WorkerId, ...]
     urgent: bool
@@ -838,11 +966,14 @@ class DropState(Command, frozen=True, kw_only=True):
 
 class InjectFault(Command, frozen=True, kw_only=True):
     """Make the fault happen that `injection` asked for; stale ones never act. `agent_boot`: the agent that is asked; 0
-    in logs older than the field."""
+    in logs older than the field.
+
+    Bounds: `agent_boot` < 2**52.
+    """
 
     injection: Text
     fault: Fault
-    agent_boot: Count = always(0)
+    agent_boot: Boot = always(0)
 
 
 AnyObservation: TypeAlias = (

@@ -14,9 +14,10 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from events.codec import API_PRODUCER
+from events.codec import API_PRODUCER, COORDINATOR, RESERVED_NAMES
 from events.envelope import Envelope
 from events.vocabulary import (
+    SERIAL_MAX,
     AnyEvent,
     Command,
     CoordinatorStarted,
@@ -28,7 +29,7 @@ from events.vocabulary import (
 )
 
 EVENT_TYPES: tuple[type[Event], ...] = typing.get_args(AnyEvent)
-names = st.from_regex(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z").filter(lambda name: name != API_PRODUCER)
+names = st.from_regex(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z").filter(lambda name: name not in RESERVED_NAMES)
 
 
 @functools.cache
@@ -55,7 +56,8 @@ def envelopes(
     event = draw(events(kinds))
     producer, term = draw(names), 0
     if isinstance(event, Decision | Command):
-        term = event.term if isinstance(event, CoordinatorStarted) else draw(st.integers(1, 2**53 - 1))
+        term = event.term if isinstance(event, CoordinatorStarted) else draw(st.integers(1, SERIAL_MAX))
+        producer = COORDINATOR
         if isinstance(event, Command):
             number = draw(st.integers(0, 10**9))
             event = msgspec.structs.replace(event, command_id=f"{term}.{event.epoch}.{event.node}.{number}")

@@ -26,11 +26,12 @@ from collections.abc import Mapping
 import msgspec
 
 from events import vocabulary as v
+from events.codec import COORDINATOR
 from events.vocabulary import Evidence
 from unicrond.state import Node, NodeStatus
 
 #: The name under which the coordinator's own beats go round; no node may have it.
-OWN_NAME = "coordinator"
+OWN_NAME = COORDINATOR
 GRACE_US = 500_000
 #: How long a client takes to connect again: its back-off (at most 1 s), and the connecting.
 RECONNECT_US = 2_000_000

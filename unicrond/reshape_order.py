@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from events.vocabulary import Positive, ReshapeRequested, TaskSpec, Text
+from events.vocabulary import ReshapeRequested, SomeWorkers, TaskSpec, Text
 from unicrond.ordering import Refused
 from unicrond.reshaping import changes_nothing, is_in_place, reshaped
 from unicrond.state import ClusterState, Task
@@ -23,10 +23,10 @@ from unicrond.task_file import problems
 class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/tasks/NAME/reshape. None: not given."""
 
-    tp: Positive | None = None
-    pp: Positive | None = None
-    min_workers: Positive | None = None
-    max_workers: Positive | None = None
+    tp: SomeWorkers | None = None
+    pp: SomeWorkers | None = None
+    min_workers: SomeWorkers | None = None
+    max_workers: SomeWorkers | None = None
     reason: Text = ""
 
 

@@ -30,8 +30,6 @@ from unicrond.work import LINEAR_FLOPS
 
 #: The built-in GPT pretraining.
 BUILT_IN = "gpt"
-#: More workers than any cluster this is for; the planner's tables have one row for each.
-WORKERS_MAX = 131_072
 #: A spec travels inside commands, and is not to fill them.
 SPEC_BYTES_MAX = 64 * 1024
 #: A name up to this long is not worth shortening.
@@ -161,9 +159,7 @@ def _workers(spec: TaskSpec) -> Iterator[Fault]:
     unit = spec.replica_workers
     if spec.min_workers > spec.max_workers:
         yield Fault(("min_workers",), f"{spec.min_workers} is more than max_workers ({spec.max_workers}); lower it")
-    if spec.max_workers > WORKERS_MAX:
-        yield Fault(("max_workers",), f"{spec.max_workers} is more than {WORKERS_MAX}; lower it")
-    elif spec.max_workers > (most := _membership_max(spec.name)):
+    if spec.max_workers > (most := _membership_max(spec.name)):
         fix = "lower it, or shorten the name" if len(spec.name) > SHORT_NAME else "lower it"
         yield Fault(("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}")
     for name in ("min_workers", "max_workers"):
@@ -234,7 +230,7 @@ def _worth(spec: TaskSpec) -> Iterator[Fault]:
         if not re.fullmatch(r"[1-9][0-9]{0,8}", key) or int(key) > spec.max_workers:
             yield Fault(("throughput", key), f"must be a number of workers, 1 to max_workers ({spec.max_workers})")
             return
-    best = max(table.values()) if table else min(spec.max_workers, WORKERS_MAX) * LINEAR_FLOPS
+    best = max(table.values()) if table else spec.max_workers * LINEAR_FLOPS
     if not math.isfinite(spec.weight):
         return
     if not best:

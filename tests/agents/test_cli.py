@@ -25,6 +25,8 @@ def test_good_flags(run_dir: Path) -> None:
     [
         (("--node", "a.b"), ("--node", "no dots")),
         (("--node", "api"), ("--node", "otherwise")),
+        (("--node", "coordinator"), ("--node", "otherwise")),
+        (("--node", "operator"), ("--node", "otherwise")),
         (("--slots", "0"), ("--slots", "1 to")),
         (("--slots", "two"), ("--slots", "1 to")),
         (("--nats", "http://x"), ("--nats", "nats://HOST:PORT")),

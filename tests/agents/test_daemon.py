@@ -93,7 +93,7 @@ class Coordinator:
         self.number += 1
         command = make(f"1.1.n1.{self.number}")
         envelope = Envelope(
-            producer="head",
+            producer="coordinator",
             boot=1,
             number=self.number,
             term=1,

@@ -141,12 +141,12 @@ def command(number: int, node: str = "n1", term: int = 1) -> Envelope:
     event = StopWorker(
         command_id=f"{term}.1.{node}.{number}", node=node, epoch=1, task="t", worker=f"t.{number}", reason="test"
     )
-    return Envelope(producer="c", boot=term, number=number, term=term, observed_at_us=1, event=event)
+    return Envelope(producer="coordinator", boot=term, number=number, term=term, observed_at_us=1, event=event)
 
 
 def started(term: int, process: str = "") -> Envelope:
     event = CoordinatorStarted(term=term, version="test", process=process)
-    return Envelope(producer="c", boot=term, number=10**6, term=term, observed_at_us=1, event=event)
+    return Envelope(producer="coordinator", boot=term, number=10**6, term=term, observed_at_us=1, event=event)
 
 
 def beat(number: int, node: str = "n1") -> Envelope:

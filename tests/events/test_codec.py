@@ -144,7 +144,12 @@ def test_an_exit_has_one_cause() -> None:
 
 def test_decisions_and_commands_need_their_term() -> None:
     started = Envelope(
-        producer="c", boot=1, number=1, term=2, observed_at_us=1, event=CoordinatorStarted(term=2, version="1")
+        producer="coordinator",
+        boot=1,
+        number=1,
+        term=2,
+        observed_at_us=1,
+        event=CoordinatorStarted(term=2, version="1"),
     )
     check(started)
     for term in (0, 3):

@@ -132,7 +132,7 @@ MISTAKES = [
     ("name: a\nweight: 1e-30", "t.yaml:2: weight: 1e-30 makes the task worth nothing"),
     ("name: a\nweight: 1e6\nthroughput: {1: 9e18}", "t.yaml:2: weight: 1e+06 * 9e+18 FLOP/s is more than"),
     ("name: a\nthroughput: {1: 5e18}", "t.yaml: weight: 1 * 5e+18 FLOP/s is more than the planner can add up"),
-    ("name: a\nmax_workers: 2000000000\nglobal_batch: 4000000000", "max_workers: 2000000000 is more than 131072"),
+    ("name: a\nmax_workers: 2000000000\nglobal_batch: 4000000000", "must be a whole number <= 131072, got 2000000000"),
     ("name: a\noptimizer: {min_lr: 1}", "optimizer.min_lr: 1 is more than lr (0.001); lower it"),
     ("name: a\noptimizer: {warmup_iterations: 100}", "warmup_iterations: 100 leaves nothing of iterations (100)"),
     ("nam: a", "t.yaml:1: nam: unknown field; did you mean name? (and 1 more)"),
@@ -167,7 +167,7 @@ def test_the_largest_membership_fits_into_one_event(name: str) -> None:
     members = tuple(Member(worker=worker, node="n" * 63, replica=2**16, shard=2**16) for worker in workers)
     store = StoreAddress(host="h" * 63, port=65535)
     event = SetMembership(
-        command_id=f"1.9.{'n' * 63}.1", node="n" * 63, epoch=9, task=name, generation=2**40, members=members,
+        command_id=f"1.9.{'n' * 63}.1", node="n" * 63, epoch=9, task=name, generation=10**9 - 1, members=members,
         joiners=tuple(workers), urgent=True, store=store,
     )  # fmt: skip
     encode(Envelope(event=event, producer="coordinator", boot=1, number=1, term=1, observed_at_us=2**60))

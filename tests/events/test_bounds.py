@@ -1,0 +1,146 @@
+"""Every number in the log is bounded, by its type and in its docstring, and what the cluster may grow to is let in."""
+
+from __future__ import annotations
+
+import inspect as python
+import re
+import textwrap
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from events import vocabulary as v
+from events.codec import BadEvent, decode, encode
+from events.envelope import Envelope
+from tests.golden.regenerate import example
+
+STRUCTS = [
+    kind
+    for _, kind in python.getmembers(v, python.isclass)
+    if issubclass(kind, (v.Value, v.Event)) and kind.__module__ == v.__name__
+]
+_HIGH = {
+    2**31 - 1: "< 2**31",
+    10**9 - 1: "< 10**9",
+    10**12: "<= 10**12",
+    366 * 86_400_000_000: "<= 366 days",
+    2**52 - 1: "< 2**52",
+    2**53 - 1: "< 2**53",
+    2**61 - 1: "< 2**61",
+    2**62 - 1: "< 2**62",
+    2**63 - 1: "< 2**63",
+}
+
+
+def own_numbers(kind: type[msgspec.Struct]) -> Iterator[tuple[str, int | None, int | None]]:
+    """Name, least and most of each integer field that the type declares itself."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    for field in info.fields:
+        if field.name in kind.__annotations__:
+            for low, high in _bounds(field.type):
+                yield field.name, low, high
+
+
+def _bounds(info: inspect.Type) -> Iterator[tuple[int | None, int | None]]:
+    match info:
+        case inspect.IntType():
+            low = info.ge if info.ge is not None else info.gt + 1 if info.gt is not None else None
+            yield low, info.le if info.le is not None else info.lt - 1 if info.lt is not None else None
+        case inspect.UnionType():
+            for kind in info.types:
+                yield from _bounds(kind)
+        case inspect.VarTupleType():
+            yield from _bounds(info.item_type)
+        case inspect.DictType():
+            yield from _bounds(info.value_type)
+
+
+def bounds_line(kind: type[msgspec.Struct]) -> str:
+    """What the docstring must say."""
+    by_bound: dict[str, list[str]] = {}
+    for name, low, high in own_numbers(kind):
+        assert low is not None and high is not None, f"{kind.__name__}.{name}: has no bounds; give it a type with some"
+        words = f"{low}..{high}" if high not in _HIGH else _HIGH[high] + (f", >= {low}" if low else "")
+        by_bound.setdefault(words, []).append(f"`{name}`")
+    return "Bounds: " + "; ".join(f"{', '.join(names)} {words}" for words, names in by_bound.items()) + "."
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_the_docstring_states_the_bounds(kind: type[msgspec.Struct]) -> None:
+    line = bounds_line(kind)
+    said = " ".join((kind.__doc__ or "").split())
+    if line == "Bounds: .":
+        assert "Bounds:" not in said
+        return
+    wanted = textwrap.fill(line, 114)
+    assert line in said, f"events/vocabulary.py, {kind.__name__}: let the docstring end with\n\n{wanted}"
+
+
+def test_the_largest_cluster_is_let_in() -> None:
+    """131,072 workers on 65,536 nodes, a thousand terms a day for a lifetime, boots by the wall clock."""
+    spec = v.TaskSpec(name="big", max_workers=131_072, min_workers=131_072, tp=8, pp=64, global_batch=131_072)
+    assert encode(Envelope(producer="api", boot=10**8, number=1, observed_at_us=0, event=v.TaskSubmitted(spec=spec)))
+    joined = msgspec.structs.replace(example(v.NodeJoined).event, slots=1024, agent_boot=4_400_000_000_000_000)
+    assert encode(msgspec.structs.replace(example(v.NodeJoined), event=joined, boot=4_400_000_000_000_000))
+    replicas = tuple((f"n{number}", f"n{number}") for number in range(65_536 // 32))
+    given = v.TaskAssignment(task="big", workers=131_072, replicas=replicas, waf=10**18)
+    plan = msgspec.structs.replace(
+        example(v.PlanAdopted).event, assignments=(given,), healthy={"big": 131_072}, epoch=10**8
+    )
+    assert encode(msgspec.structs.replace(example(v.PlanAdopted), event=plan))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (v.NodeJoined, "slots", 2**53 - 1),
+        (v.NodeJoined, "slots", 1025),
+        (v.NodeJoined, "agent_boot", 2**53 - 1),
+        (v.ReshapeRequested, "tp", 2**53 - 1),
+        (v.ReshapeRequested, "pp", 131_073),
+        (v.ReshapeRequested, "max_workers", 2**53 - 1),
+        (v.StepCommitted, "last", 2**53 - 1),
+        (v.StepCommitted, "duration_us", 2**62 - 1),
+        (v.WorkerRegrouped, "generation", 2**53 - 1),
+        (v.WorkerExited, "exit_code", 2**63 - 1),
+        (v.StateKept, "shards", 2**53 - 1),
+        (v.PlanAdopted, "epoch", 2**53 - 1),
+    ],
+)
+def test_what_no_cluster_has_is_no_event(kind: type[v.Event], field: str, value: int) -> None:
+    envelope = example(kind)
+    event = msgspec.structs.replace(envelope.event, **{field: value})
+    body = msgspec.msgpack.encode(msgspec.structs.replace(envelope, event=event))
+    with pytest.raises(BadEvent, match=re.escape(f"$.event.{field}")):
+        decode(body)
+
+
+@pytest.mark.parametrize(("field", "value"), [("boot", 2**53 - 1), ("term", 2**53 - 1)])
+def test_nor_is_such_an_envelope(field: str, value: int) -> None:
+    body = msgspec.msgpack.encode(msgspec.structs.replace(example(v.NodeIsolated), **{field: value}))
+    with pytest.raises(BadEvent, match=re.escape(f"$.{field}")):
+        decode(body)
+
+
+def test_nor_such_a_task() -> None:
+    spec = msgspec.structs.replace(example(v.TaskSubmitted).event.spec, max_workers=2**53 - 1)  # type: ignore[union-attr]
+    envelope = msgspec.structs.replace(example(v.TaskSubmitted), event=v.TaskSubmitted(spec=spec))
+    with pytest.raises(BadEvent, match=r"\$\.event\.spec\.max_workers"):
+        decode(msgspec.msgpack.encode(envelope))
+
+
+@pytest.mark.parametrize("name", ["api", "coordinator", "operator"])
+def test_no_node_has_a_reserved_name(name: str) -> None:
+    joined = msgspec.structs.replace(example(v.NodeJoined).event, node=name)
+    body = msgspec.msgpack.encode(msgspec.structs.replace(example(v.NodeJoined), producer=name, event=joined))
+    with pytest.raises(BadEvent, match=f"'{name}' is not a node's name"):
+        decode(body)
+
+
+def test_nobody_else_decides() -> None:
+    body = msgspec.msgpack.encode(msgspec.structs.replace(example(v.NodeIsolated), producer="n1"))
+    with pytest.raises(BadEvent, match="only 'coordinator' decides, got 'n1'"):
+        decode(body)
