@@ -145,7 +145,7 @@ def newest_iterations(directory: Path, task: str) -> dict[int, tuple[int, int]]:
     for iteration, path in _found(directory):
         try:
             manifest = _manifest(path, task, iteration)
-        except (OSError, BadState, msgspec.MsgspecError) as error:
+        except (OSError, BadState) as error:
             print(f"checkpoint {path} is passed over: {error}", file=sys.stderr, flush=True)
         else:
             found[iteration] = manifest.tp, manifest.pp
@@ -153,7 +153,7 @@ def newest_iterations(directory: Path, task: str) -> dict[int, tuple[int, int]]:
 
 
 def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[str, Any], int]:
-    """One shard's tree, and the bytes that were read. Raises OSError, BadState, msgspec.MsgspecError."""
+    """One shard's tree, and the bytes that were read. Raises OSError, BadState."""
     path = directory / f"iteration-{iteration:08d}"
     manifest = _manifest(path, task, iteration)
     if shard >= len(manifest.shards):
@@ -182,15 +182,19 @@ def _found(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _manifest(path: Path, task: str, iteration: int) -> Manifest:
-    manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+    content = (path / _MANIFEST).read_bytes()
+    try:
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise BadState(f"{_MANIFEST}: {error}") from None
     if (manifest.format, manifest.task, manifest.iteration) != (FORMAT, task, iteration):
         raise BadState(f"its manifest is of task {manifest.task}, iteration {manifest.iteration}")
     if len(manifest.shards) != manifest.tp * manifest.pp:
         raise BadState(f"it has {len(manifest.shards)} shards, of tp * pp = {manifest.tp} * {manifest.pp}")
     for number, record in enumerate(manifest.shards):
         for file in record.files:
-            if Path(file.name).parts[:-1] != (f"shard-{number}",):
-                raise BadState(f"its manifest names {file.name}, which is no file of shard {number}")
+            if Path(file.name).parts[:-1] != (f"shard-{number}",) or "\0" in file.name:
+                raise BadState(f"its manifest names {file.name!r}, which is no file of shard {number}")
             size = (path / file.name).stat().st_size
             if size != file.size_bytes:
                 raise BadState(f"{file.name} has {size} bytes, {file.size_bytes} were written")

@@ -147,6 +147,41 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path, damage: str, capsys: p
     assert "is passed over" in capsys.readouterr().err
 
 
+def test_whatever_bit_of_the_newest_manifest_flips_the_older_checkpoint_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 1, 2)
+    manifest = tmp_path / "iteration-00000002" / "manifest.json"
+    whole = manifest.read_bytes()
+    for place in range(0, len(whole), 5):
+        # 0x80 makes it no UTF-8, 1 another digit or name, 0x20 no JSON.
+        for bit in (0x80, 0x20, 1):
+            manifest.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            found = list(checkpoint.newest_iterations(tmp_path, "t"))
+            assert found[-1:] == [1], f"bit {bit} of byte {place}"
+            if found != [1]:  # it looks whole: what is read is held against digests and shapes
+                try:
+                    assert same(load(tmp_path, 2), tree(2))
+                except (OSError, BadState):
+                    continue
+            else:
+                assert f"{manifest.parent} is passed over: " in capsys.readouterr().err
+    capsys.readouterr()
+    manifest.write_bytes(b"\xff" + whole)
+    assert list(checkpoint.newest_iterations(tmp_path, "t")) == [1]
+    assert f"{manifest.parent} is passed over: manifest.json: " in capsys.readouterr().err
+    for size in (0, 1, len(whole) // 2, len(whole) - 3):
+        manifest.write_bytes(whole[:size])
+        assert list(checkpoint.newest_iterations(tmp_path, "t")) == [1]
+
+
+def test_a_manifest_that_names_what_is_no_file_name_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    manifest = tmp_path / "iteration-00000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("shard-0/__0_0", "shard-0/\\u0000"))
+    assert list(checkpoint.newest_iterations(tmp_path, "t")) == [1]
+
+
 def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
     write(tmp_path, 1)
     file = tmp_path / "iteration-00000001" / "shard-0" / "__0_0.distcp"
