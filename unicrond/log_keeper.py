@@ -24,8 +24,9 @@ log = logging.getLogger("unicrond")
 
 LOOK_EVERY_S = 1.0
 RESTART_AFTER_S = 10.0
-#: How much must be free before a restart is worth it, bytes.
+#: How much must be free before a restart is worth it, in bytes; of a small volume this share of it is enough.
 ROOM_BYTES = 64 * 1024 * 1024
+ROOM_SHARE = 0.1
 SILENT_BUS = "NATS does not give the coordinator's own heartbeats back"
 
 
@@ -56,7 +57,10 @@ class Server(Protocol):
 
 
 class LogKeeper:
-    """`trouble` is for people; `run` watches, and ends an embedded server (None: not ours) that needs it."""
+    """`trouble` is for people; `run` watches, and ends an embedded server (None: not ours) that needs it.
+
+    `room_bytes`: how much must be free for that; None: ROOM_BYTES, or a tenth of the volume where that is less.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class LogKeeper:
         *,
         restart_after_s: float = RESTART_AFTER_S,
         look_every_s: float = LOOK_EVERY_S,
-        room_bytes: int = ROOM_BYTES,
+        room_bytes: int | None = None,
     ) -> None:
         self._event_log = event_log
         self._bus = bus
@@ -106,9 +110,10 @@ class LogKeeper:
         server = self._server
         if server is None or not server.is_running():
             return False
-        free_bytes = shutil.disk_usage(server.directory).free
-        if free_bytes < self._room_bytes:
+        usage = shutil.disk_usage(server.directory)
+        enough = min(ROOM_BYTES, ROOM_SHARE * usage.total) if self._room_bytes is None else self._room_bytes
+        if usage.free < enough:
             return False
-        log.warning("nats-server takes nothing, with %d MiB free; ending it to start it anew", free_bytes >> 20)
+        log.warning("nats-server takes nothing, with %d MiB free; ending it to start it anew", usage.free >> 20)
         await server.stop()
         return True
