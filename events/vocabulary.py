@@ -423,9 +423,10 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
     """An error seen inside or around a worker that still lives or is about to die.
 
     `generation`: the newest that the worker had joined; a report that is older than its worker is void. `peer`: the
-    other end of the connection that broke, where that is known.
+    other end of the connection that broke, where that is known; `lost`: all members of the group to whom the connection
+    was dead by then.
 
-    Bounds: `generation` < 10**9; `iteration` <= 10**12.
+    Bounds: `generation` < 10**9; `iteration` <= 10**12; at most 64 `lost`.
     """
 
     node: Name
@@ -438,6 +439,7 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
     message: Text
     detail: LongText = always("")
     peer: WorkerOrNone = always("")
+    lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
 
 
 class StepCommitted(Observation, frozen=True, kw_only=True):

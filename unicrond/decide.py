@@ -16,8 +16,8 @@ The ladder, for one task's incident; each step is a decision with its reason:
   SEV3  a new generation of the same members; breaks it again before it is calm, `reattempts_max` times -> SEV2
   SEV2  the process ends by itself or is given up, another takes its place; `strikes_max` times -> SEV1
   SEV1  the node is isolated, all tasks get a new plan
-  `stuck_max` blows without a new iteration, or two nodes struck: it is the task that fails.
-  A broken connection has two ends, either of which may be at fault: three nodes struck then.
+  `stuck_max` blows without a new iteration, or two nodes struck and no step: it is the task that fails.
+  A broken connection has two ends, either of which may be at fault: see blame.py.
 
 A task's membership changes for five reasons:
   a member is gone            -> urgent, without its replica, at once
@@ -74,7 +74,7 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
         elif task.status is TaskStatus.ACTIVE:
             memberships.regroup(batch, task, fresh)
             if fresh:
-                staff.staff(batch, task)
+                staff.staff(batch, task, policy)
     for task in unsettled:
         staff.end_unwanted(batch, task)
     serving = memory_places.serving(state)

@@ -160,9 +160,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `stuck`: blows anywhere since the task last committed a new iteration.
     `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
-    `ends`: per node, how often a worker there was one end of what broke again, since the task last was calm there with
-    others; `breaks`: how often it was given up for that. `formed_after`: the iteration at which the newest membership
-    was decided.
+    `ends`: per node, of how many broken links it was an end, since the task last was calm there with others (in units
+    of blame.py); `breaks`: how often a worker there was given up for that; `unclear`: how often of these another was as
+    likely at fault. `formed_after`: the iteration at which the newest membership was decided.
     `peers`: where copies of its state go, as its nodes were told last.
     `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
@@ -208,6 +208,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept: dict[str, KeptState] = always({})
     params_digest: str = always("")
     reason: str = always("")
+    unclear: dict[str, int] = {}
 
     @property
     def name(self) -> str:
@@ -266,7 +267,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     once a later one has formed. A worker that was no member broke none: the present one less 1.
     `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
     `place`: where in the training it happened, in words.
-    `lost`: who has reported that the newest group broke -> to whom its connection was lost, "" where it does not know.
+    `lost`: who has reported that the newest group broke -> to whom its connection was lost, "" where it does not know;
+    `links`: to whom else, as far as it tells (see events.vocabulary.ErrorReported.lost).
     `occurred_us` is by the observer's clock; the other times are by the log's.
     `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
     where the state came from then.
@@ -298,6 +300,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detection_flop: float = always(0.0)
     transition_flop: float = always(0.0)
     sub_health_flops: int = always(0)
+    links: dict[str, tuple[str, ...]] = {}
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ _MEET_TIMEOUT = timedelta(seconds=10)
 #: How long one look for the others' words may take; it holds up nobody, but torch warns at the end of each.
 _LOOK_AGAIN = timedelta(seconds=60)
 _NO_STANDBY = "-"
+_TCP_ESTABLISHED = 1
 #: As gloo writes it: "Connection closed by peer [10.0.0.7]:41685".
 _ADDRESS = re.compile(r"\[[0-9A-Fa-f:.%\w]+\]:(\d{1,5})\b")
 _POLL_CUDA_S = 0.002
@@ -207,6 +208,25 @@ def ports_of(sockets: dict[int, str]) -> list[int]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
             found.add(duplicate.getsockname()[1])
     return sorted(found)
+
+
+def far_ports(sockets: dict[int, str]) -> dict[int, int]:
+    """On the other side of each of these sockets, by descriptor, while they are connected."""
+    found = {}
+    for fd in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+            found[fd] = duplicate.getpeername()[1]
+    return found
+
+
+def is_connected(fd: int, name: str) -> bool:
+    """The socket still is what it was when it was found, and neither side has ended its connection."""
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{fd}") == name:  # noqa: PTH115
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                state: int = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                return state == _TCP_ESTABLISHED
+    return False
 
 
 def ports_named(error: str) -> tuple[int, ...]:

@@ -30,7 +30,16 @@ import torch
 import torch.distributed as dist
 
 from agents.trainer.channel import AgentChannel
-from agents.trainer.forming import Attempt, Place, event_behind, failure, ports_of, shut_down
+from agents.trainer.forming import (
+    Attempt,
+    Place,
+    event_behind,
+    failure,
+    far_ports,
+    is_connected,
+    ports_of,
+    shut_down,
+)
 from agents.trainer.marks import Marker
 
 _POLL_CUDA_S = 0.002
@@ -65,6 +74,7 @@ class Group:
         self.device = device
         self._process_group = process_group
         self._sockets = sockets
+        self._far_ports = far_ports(sockets)
         self._channel = channel
         self._in_flight = _InFlight(channel, self._nccl)
         self._timeout_s = 0.0
@@ -79,6 +89,10 @@ class Group:
     def ports(self) -> list[int]:
         """On this side of the group's connections; none with NCCL."""
         return ports_of(self._sockets)
+
+    def lost_ports(self) -> list[int]:
+        """On the other side of those of the group's connections that have ended; none with NCCL, or once it is left."""
+        return [port for fd, port in self._far_ports.items() if not is_connected(fd, self._sockets[fd])]
 
     def limit(self, timeout_s: float) -> None:
         """Have collectives from now on time out after about so long (the library's own time-out, the last resort)."""
@@ -154,6 +168,7 @@ class Group:
             _abort(nccl, flight)
             return
         shut_down(self._sockets)
+        self._far_ports = {}
         if not flight.wait_until_over(_CLOSE_TIMEOUT_S):
             _parked.append(process_group)
         flight.forget()

@@ -102,7 +102,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
 class Trouble(Message, frozen=True, kw_only=True):
     """An exception or a broken collective, told before anything else is done about it. `peer`: the other end of the
-    connection that broke, where that is known."""
+    connection that broke, where that is known; `lost`: all members of the group to whom it was dead by then."""
 
     kind: ErrorKind
     generation: Count
@@ -111,6 +111,7 @@ class Trouble(Message, frozen=True, kw_only=True):
     message: Text
     detail: LongText
     peer: WorkerOrNone = ""
+    lost: tuple[WorkerId, ...] = ()
 
 
 class Degraded(Message, frozen=True, kw_only=True):

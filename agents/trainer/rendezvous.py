@@ -72,6 +72,8 @@ class Rendezvous:
         self.generation = 0
         #: Whose connections have these ports on their side.
         self._owners: dict[int, str] = {}
+        #: To whom the connections were dead when the last group was left.
+        self._lost: tuple[str, ...] = ()
 
     def look(self) -> None:
         """Raise Superseded if an urgent membership has come, QuitAsked if the agent wants the worker to end."""
@@ -103,6 +105,7 @@ class Rendezvous:
     def leave(self) -> None:
         """Leave the group at once."""
         if self.group is not None:
+            self._note_losses(self.group)
             self.group.close()
             self.group = None
 
@@ -129,18 +132,27 @@ class Rendezvous:
     def report(self, failure: Broken, iteration: int, phase: Phase) -> None:
         """Tell the agent of a broken group, unless the answer is already here. A planned membership is none: who has
         not noticed waits in this group for a boundary that nobody reaches."""
+        if self.group is not None:
+            self._note_losses(self.group)
+        kind = classify_broken(str(failure))
         if self._channel.newest(self.generation, urgent_only=True) is None:
             self._channel.send(
                 Trouble(
-                    kind=classify_broken(str(failure)),
+                    kind=kind,
                     generation=self.generation,
                     iteration=iteration,
                     phase=phase,
                     message=str(failure)[:_MESSAGE_CHARS],
                     detail="",
                     peer=next((self._owners[port] for port in ports_named(str(failure)) if port in self._owners), ""),
+                    lost=self._lost if kind == "connection_broken" else (),  # a time-out ends them all
                 )
             )
+
+    def _note_losses(self, group: Group) -> None:
+        """Before it is left: that ends them all."""
+        owners = {self._owners[port] for port in group.lost_ports() if port in self._owners}
+        self._lost = tuple(sorted(owners - {self._context.launch.worker}))
 
     def join(
         self, position: Position, micro_batches: int, buckets: int, target: Membership | None, total: int = 0
@@ -191,7 +203,7 @@ class Rendezvous:
         workers = [member.worker for member in mine]
         place = self._place(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
 
-        self._owners = {}
+        self._owners, self._lost = {}, ()
 
         def meet() -> None:
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())

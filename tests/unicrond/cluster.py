@@ -147,7 +147,15 @@ class MiniCluster:
         if host.up:
             self.say(host, exited)
 
-    def report(self, worker: str, kind: str, generation: int | None = None, iteration: int = 1, peer: str = "") -> None:
+    def report(
+        self,
+        worker: str,
+        kind: str,
+        generation: int | None = None,
+        iteration: int = 1,
+        peer: str = "",
+        lost: tuple[str, ...] = (),
+    ) -> None:
         """The worker, still alive, reports an error of its present generation (or another)."""
         task = worker.rpartition(".")[0]
         (host,) = [host for host in self.hosts.values() if worker in host.processes]
@@ -161,6 +169,7 @@ class MiniCluster:
             phase="reduce",
             message=f"{kind} at {worker}",
             peer=peer,
+            lost=lost,
         )
         self.say(host, error)
 

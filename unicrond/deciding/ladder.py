@@ -1,20 +1,28 @@
-"""What cannot go on as it is: the ladder from a reattempt to a failed task (its steps: `unicrond/decide.py`)."""
+"""What cannot go on as it is: the ladder from a reattempt to a failed task (its steps: `unicrond/decide.py`).
+
+Rules (whose fault a broken connection is: `unicrond/blame.py`)
+-----
+* A node on which members of the task train is not isolated for workers that end there: what works there says that the
+  node does. Who is to be started there waits for the next step instead (`waits_for_a_step`).
+* Nor is it isolated for broken connections while the task gets on, unless the blame is clear.
+* The last node that a task could run on is not isolated for what may as well be the task's fault.
+* A task that gets on is not failed, whatever ends where.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 from events import vocabulary as v
+from unicrond import blame
 from unicrond.deciding.batch import Batch
-from unicrond.folding import incidents
 from unicrond.plan_problems import active_tasks
 from unicrond.policy import Policy
-from unicrond.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker
+from unicrond.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker, WorkerStatus
 
 _SECOND_US = 1_000_000
 #: Of two ends the wrong one may have been isolated first, and then the other; a third says that it is the task.
-_BROKEN_NODES_MAX = 3
+_UNCLEAR_MAX = 3
 
 
 def escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
@@ -27,39 +35,45 @@ def escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
     if task.status is not TaskStatus.ACTIVE:
         return
     if incident.severity is not Severity.SEV3:
-        severity, reason = incident.severity, f"it has reported {incident.kind} and still runs"
+        _give_up(batch, incident, worker, incident.severity, f"it has reported {incident.kind} and still runs")
     elif task.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
-        severity, worker = Severity.SEV2, _suspect(task, incident) or worker
-        reason = f"the group broke again, reattempted in place {_times(task.reattempts)}; {_why(task, worker)}"
-    else:
-        return
+        again = f"the group broke again, reattempted in place {_times(task.reattempts)}"
+        found = list(_suspects(task, incident)) or [(worker, "nobody knows where")]
+        for suspect, why in found:
+            _give_up(batch, incident, suspect, Severity.SEV2, f"{again}; {why}")
+
+
+def _give_up(batch: Batch, incident: Incident, worker: Worker, severity: Severity, reason: str) -> None:
     batch.add(
         v.IncidentEscalated(
             incident=incident.id,
-            severity=cast(v.SeverityLevel, severity.value),
+            severity=severity.value,
             worker=worker.worker,
             reason=f"{reason}: {incident.message}"[:1024],
         )
     )
 
 
-def _suspect(task: Task, incident: Incident) -> Worker | None:
-    """Which end of a broken connection is given up: the one whose node was an end more often, or was suspected before;
-    else the older process, for a new one cannot have been there when others broke."""
-    ends = [task.workers[name] for name in incidents.ends(task, incident) if name in task.workers]
-    ends = [worker for worker in ends if worker.alive]
-    return max(ends, key=lambda worker: (*_record(task, worker.node), -_number(worker)), default=None)
+def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
+    """Whom to give up for a broken connection, and why: of each node to blame the oldest process that has an end; where
+    no node is, of those who have told of it the one that was suspected before, else the oldest process."""
+    told = blame.reports(task, incident)
+    ends = dict.fromkeys([*told, *(name for lost in told.values() for name in lost)])
+    able = sorted((task.workers[name] for name in ends if name in task.workers), key=_number)
+    able = [worker for worker in able if worker.alive]
+    verdict, weights = blame.verdict(task, incident), blame.evidence(task, incident)
+    for node in verdict.blamed:
+        broken = f"{node} was an end of {_links(weights[node] + task.ends.get(node, 0))} that broke"
+        doubt = "" if node in verdict.clear else ", as others were"
+        yield from [(worker, broken + doubt) for worker in able if worker.node == node][:1]
+    if not verdict.blamed and able:
+        suspect = max(able, key=lambda worker: (task.breaks.get(worker.node, 0), -_number(worker)))
+        yield suspect, "it was suspected before" if task.breaks.get(suspect.node) else "nobody knows where"
 
 
-def _record(task: Task, node: str) -> tuple[int, int]:
-    return task.ends.get(node, 0), task.breaks.get(node, 0)
-
-
-def _why(task: Task, suspect: Worker) -> str:
-    before = task.ends.get(suspect.node, 0)
-    if before:
-        return f"its node was one end {_times(before)} before"
-    return "it is one end, and the older process"
+def _links(weight: int) -> str:
+    count = weight // blame.PLAIN
+    return "1 connection" if count == 1 else f"{count} connections"
 
 
 def _number(worker: Worker) -> int:
@@ -74,24 +88,31 @@ def _struck_nodes(task: Task, policy: Policy) -> list[str]:
     return [node for node, count in task.strikes.items() if count >= policy.strikes_max]
 
 
-def _broken_nodes(state: ClusterState, task: Task, policy: Policy) -> list[str]:
-    """Of those that are there: the others can be neither isolated nor acquitted."""
-    count = {name: times for name, times in task.breaks.items() if times >= policy.strikes_max}
-    return [name for name in count if name in state.nodes and state.nodes[name].status is NodeStatus.UP]
+def _training_on(task: Task) -> set[str]:
+    """The nodes of living members. Only to look up in."""
+    return {worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER}
+
+
+def _gets_on(task: Task) -> bool:
+    """The newest group is whole and has made a step."""
+    return task.confirmed and task.committed_generation == task.generation
+
+
+def waits_for_a_step(task: Task, node: str, policy: Policy) -> bool:
+    """Workers ended there again and again, and others of the task train there: nobody new before their next step."""
+    return task.strikes.get(node, 0) >= policy.strikes_max and node in _training_on(task)
 
 
 def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     """The same failure on two nodes is the task's, not the nodes'; and nothing restarts for ever."""
-    struck, broken = _struck_nodes(task, policy), _broken_nodes(batch.state, task, policy)
-    if len(struck) < 2 and len(broken) < _BROKEN_NODES_MAX and task.stuck < policy.stuck_max:
+    struck = _struck_nodes(task, policy)
+    if (len(struck) < 2 or _gets_on(task)) and task.stuck < policy.stuck_max:
         return
     own = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
     last = own[-1] if own else None
     why = (
         f"its workers failed to restart on {' and '.join(struck)}"
         if len(struck) >= 2
-        else f"its groups broke again and again on {', '.join(broken)}"
-        if len(broken) >= _BROKEN_NODES_MAX
         else f"struck {task.stuck} times without a new iteration after {task.best_iteration}: its workers ended"
     )
     where = f" ({last.place})" if last and last.place else ""
@@ -100,20 +121,32 @@ def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
 
 
 def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
-    """Nodes that the task's failures accuse, and why; none where the task itself is to blame."""
-    struck, broken = _struck_nodes(task, policy), _broken_nodes(state, task, policy)
-    if len(struck) == 1:
-        times = _times(task.strikes[struck[0]])
-        yield struck[0], f"workers of {task.name} ended here {times} without a step between"
-    if len(broken) < _BROKEN_NODES_MAX:
-        for node in broken:
-            given_up = _times(task.breaks[node])
-            yield node, f"groups of {task.name} broke here again and again: workers given up for it {given_up}"
+    """Nodes that the task's failures accuse, and why; none where something else explains them as well."""
+    struck, training = _struck_nodes(task, policy), _training_on(task)
+    if len(struck) == 1 or _gets_on(task):
+        for node in struck:
+            if node not in training:
+                yield node, f"workers of {task.name} ended here {_times(task.strikes[node])} without a step between"
+    unclear = [node for node, times in task.unclear.items() if times >= policy.strikes_max]
+    for node, times in task.breaks.items():
+        if times < policy.strikes_max:
+            continue
+        clear = times - task.unclear.get(node, 0) >= policy.strikes_max
+        if clear or (task.stuck >= policy.strikes_max and len(unclear) < _UNCLEAR_MAX):
+            given_up = f"workers given up for it {_times(times)}"
+            yield node, f"groups of {task.name} broke here again and again: {given_up}"
+
+
+def _others_left(state: ClusterState, accused: set[str]) -> bool:
+    """There is a node that could carry workers beside those."""
+    return any(node.schedulable and not node.cordoned and node.name not in accused for node in state.nodes.values())
 
 
 def isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
     struck = [found for task in active_tasks(state) for found in _at_fault(state, task, policy)]
+    if not _others_left(state, {node for node, _ in struck}):
+        struck = []
     window_us = int(policy.flap_window_s * _SECOND_US)
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
     accused = {node for node, _ in struck} | {incident.node for incident in blamed}

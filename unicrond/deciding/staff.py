@@ -5,10 +5,12 @@ from __future__ import annotations
 from events import vocabulary as v
 from unicrond import reconcile
 from unicrond.deciding.batch import Batch
+from unicrond.deciding.ladder import waits_for_a_step
+from unicrond.policy import Policy
 from unicrond.state import Task, TaskStatus, WorkerStatus
 
 
-def staff(batch: Batch, task: Task) -> None:
+def staff(batch: Batch, task: Task, policy: Policy) -> None:
     """Starts what is missing where a slot is free; ends what is surplus and in no group."""
     state = batch.state
     wanted = reconcile.staffing(state, task)
@@ -16,6 +18,8 @@ def staff(batch: Batch, task: Task) -> None:
     for nodes in wanted.missing:
         if not batch.has_room(nodes):
             continue  # the slot is still another worker's; its end will bring us back
+        if any(waits_for_a_step(task, node, policy) for node in nodes):
+            continue
         for shard, node in enumerate(nodes):
             batch.occupied[node] += 1
             batch.add(

@@ -23,7 +23,7 @@ from unicrond.state import ClusterState, Incident, Severity, Task, TaskStatus
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """Something that went wrong. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
-    clock. `place`: where in its work the worker was. `lost`: see Incident.
+    clock. `place`: where in its work the worker was. `lost`, `links`: see Incident.
     """
 
     kind: str
@@ -35,6 +35,7 @@ class Fact:
     log_tail: str = ""
     place: str = ""
     lost: dict[str, str] = field(default_factory=dict)
+    links: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def is_symptom(incident: Incident) -> bool:
@@ -83,6 +84,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
                 severity=min(severity, incident.severity),
                 generations=incident.generations | fact.generations,
                 lost=fact.lost if _is_newer(fact, incident) else incident.lost | fact.lost,
+                links=fact.links if _is_newer(fact, incident) else _with_links(incident.links, fact.links),
                 log_tail=incident.log_tail or fact.log_tail,
                 symptoms=incident.symptoms + 1,
             ),
@@ -90,30 +92,9 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     return open_incident(state, fact)
 
 
-def ends(task: Task, incident: Incident) -> tuple[str, ...]:
-    """The workers at the ends of what has broken, as far as one can tell; either may be at fault.
-
-    Who notices leaves the group, and so breaks its other connections: if the peer that somebody has lost has itself
-    lost another, what happened is there. Where nobody knows a peer: both members, if there are two; else the first two
-    who reported, of different replicas, for the shards of one fall together.
-    """
-    lost = {name: peer for name, peer in incident.lost.items() if name in task.workers}
-    one = next((name for name, peer in lost.items() if peer), "")
-    if one:
-        seen = {one}
-        while lost.get(peer := lost[one], one) not in ("", one) and peer not in seen:
-            one = peer
-            seen.add(one)
-        return (one, lost[one])
-    replicas: dict[int, str] = {}
-    members = task.membership.members if task.membership else ()
-    if incident.kind == "connection_broken" and len({member.replica for member in members}) == 2:
-        shards = {task.workers[name].shard for name in lost}
-        lost = lost | {member.worker: "" for member in members if member.shard in shards}
-    for name in lost:
-        if name in task.workers:
-            replicas.setdefault(task.workers[name].replica, name)
-    return tuple(replicas.values())[:2]
+def _with_links(known: dict[str, tuple[str, ...]], told: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Who tells again has lost both."""
+    return known | {name: tuple(sorted({*known.get(name, ()), *lost})) for name, lost in told.items()}
 
 
 def _are_one(task: Task, one: int, other: int) -> bool:
@@ -141,6 +122,7 @@ def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
         log_tail=fact.log_tail,
         place=fact.place,
         lost=fact.lost,
+        links=fact.links,
     )
     return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
 

@@ -138,6 +138,9 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
     for incident in state.incidents.values():
         if incident.node == event.node:  # the restart has failed: its cure is another plan
             state = with_incident(state, replace(incident, severity=Severity.SEV1))
+    for task in state.tasks.values():
+        if task.breaks.get(event.node, 0) > task.unclear.get(event.node, 0):  # that explains its peers' losses
+            state = with_task(state, replace(task, ends={}))
     return with_node(
         state,
         replace(
@@ -157,7 +160,7 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
         return state
     state = with_node(state, replace(node, isolated=False, isolation_over=False, reason=""))
     for task in state.tasks.values():
-        if event.node in task.strikes or event.node in task.ends:
+        if event.node in task.strikes or event.node in task.ends or event.node in task.breaks:
             state = with_task(state, strikes.acquit(task, {event.node}, calm=True))
     return state
 

@@ -6,8 +6,10 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from unicrond import blame
+from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_task
-from unicrond.state import ClusterState, Membership, Plan, TaskStatus
+from unicrond.state import ClusterState, Membership, Plan, Task, TaskStatus
 
 
 def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> ClusterState:
@@ -44,9 +46,19 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envel
         decided_us=state.now_us,
     )
     again = event.urgent and task.membership is not None and task.membership.members == event.members
+    if again:
+        task = _evidence_counted(state, task)
     task = replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0, suspicions={})
     task = replace(task, formed_after=task.iteration, timings=(), warm=0)
     return with_task(state, task)
+
+
+def _evidence_counted(state: ClusterState, task: Task) -> Task:
+    """What a break that is reattempted in place says of the nodes; in logs older than `ErrorReported.lost` nothing."""
+    for incident in state.incidents.values():
+        if incidents.is_symptom(incident) and incident.links and incident.generations.get(task.name) in task.in_use:
+            task = strikes.ends_counted(task, blame.evidence(task, incident))
+    return task
 
 
 def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: Envelope) -> ClusterState:

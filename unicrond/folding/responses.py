@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from unicrond import blame
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_incident, with_task, with_worker, worker_known
 from unicrond.severity import severity_of
@@ -19,6 +20,10 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         return state
     task, worker = known
     broken = incidents.broken_generation(task, [worker.worker])
+    broke = severity_of(incident.kind, state.severity) is Severity.SEV3
+    unclear = broke and worker.node not in blame.verdict(task, incident).clear
+    if broke and incidents.is_symptom(incident):  # of several workers that are given up for it the first
+        task = strikes.ends_counted(task, blame.evidence(task, incident))
     incident = replace(
         incident,
         severity=min(Severity(event.severity), incident.severity),
@@ -27,12 +32,8 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         generations=incident.generations | {task.name: broken},
         ripe=True,
     )
-    broke = severity_of(incident.kind, state.severity) is Severity.SEV3
-    if broke:
-        ends = incidents.ends(task, incident)
-        nodes = {task.workers[name].node for name in ends if name in task.workers} | {worker.node}
-        task = replace(task, ends=task.ends | {node: task.ends.get(node, 0) + 1 for node in sorted(nodes)})
-    task = strikes.struck(with_worker(task, replace(worker, status=WorkerStatus.LOST)), worker, broke=broke)
+    task = with_worker(task, replace(worker, status=WorkerStatus.LOST))
+    task = strikes.struck(task, worker, broke=broke, unclear=unclear)
     return with_incident(with_task(state, task), incident)
 
 
@@ -49,6 +50,7 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
         detection_flop=event.detection_flop,
         transition_flop=event.transition_flop,
         sub_health_flops=event.sub_health_flops,
+        links={},
     )
     if incident.severity < Severity.SEV3:
         state = replace(state, ledger=replace(state.ledger, failures=state.ledger.failures + 1))

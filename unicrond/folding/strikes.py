@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from unicrond.folding import incidents
@@ -44,14 +46,22 @@ def give_up(state: ClusterState, name: str, worker: Worker, kind: str, what: str
     return strike(state, task=name, worker=worker, kind=kind, broken=broken, message=message, occurred_us=occurred_us)
 
 
-def struck(task: Task, worker: Worker, *, broke: bool = False) -> Task:
+def ends_counted(task: Task, evidence: Mapping[str, int]) -> Task:
+    """What a break says of the nodes is remembered."""
+    return replace(task, ends=task.ends | {node: task.ends.get(node, 0) + weight for node, weight in evidence.items()})
+
+
+def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False) -> Task:
     """The blow counted, unless it is the one that was counted last (see Task.strikes). `broke`: the worker was given
-    up since its group broke; that may be any member's fault, and is counted apart (see Task.breaks)."""
+    up since its group broke; that may be any member's fault, and is counted apart (see Task.breaks). `unclear`: another
+    was as likely at fault."""
     number = int(worker.worker.rpartition(".")[2])
     if number >= task.struck_below.get(worker.node, 0):
         counts = task.breaks if broke else task.strikes
         counts = counts | {worker.node: counts.get(worker.node, 0) + 1}
         task = replace(task, breaks=counts) if broke else replace(task, strikes=counts)
+        if unclear:
+            task = replace(task, unclear=task.unclear | {worker.node: task.unclear.get(worker.node, 0) + 1})
         task = replace(task, struck_below=task.struck_below | {worker.node: task.next_worker})
     if number >= task.struck_below.get("", 0):
         task = replace(task, stuck=task.stuck + 1, struck_below=task.struck_below | {"": task.next_worker})
@@ -66,5 +76,6 @@ def acquit(task: Task, nodes: set[str], *, calm: bool = False) -> Task:
         strikes={name: count for name, count in task.strikes.items() if name not in nodes},
         ends={name: count for name, count in task.ends.items() if not calm or name not in nodes},
         breaks={name: count for name, count in task.breaks.items() if not calm or name not in nodes},
+        unclear={name: count for name, count in task.unclear.items() if not calm or name not in nodes},
         struck_below={name: number for name, number in task.struck_below.items() if name not in nodes},
     )

@@ -22,7 +22,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
     iteration_us = event.duration_us // max(1, event.last - event.first + 1)
     formed_after = min(task.formed_after, event.first - 1) if newest else task.formed_after  # after a rollback
     calm = newest and event.last - formed_after >= CALM_ITERATIONS
-    if newest and membership is not None and (task.strikes or task.ends):
+    if newest and membership is not None and (task.strikes or task.ends or task.breaks):
         several = len(membership.members) > 1  # one alone proves nothing about connections
         task = strikes.acquit(task, {member.node for member in membership.members}, calm=calm and several)
     if newest and iteration_us:

@@ -108,6 +108,7 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         return state  # the group that broke has been left behind already
     symptom = severity is Severity.SEV3
     broken = event.generation if symptom else incidents.broken_generation(task, [worker.worker])
+    lost = tuple(sorted({name for name in event.lost if task.is_member(name) and name != worker.worker}))
     fact = Fact(
         kind=event.kind,
         node=worker.node,
@@ -118,6 +119,7 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
         log_tail=event.detail,
         place=_place(task, event),
         lost={worker.worker: event.peer if task.is_member(event.peer) else ""} if symptom else {},
+        links={worker.worker: lost} if symptom and lost else {},
     )
     return incidents.blame(state, fact)
 
