@@ -39,6 +39,7 @@ TYPES: dict[int, tuple[str, ...]] = {
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
+        "ErrorReported": ("lost",),
         "TaskSpec": ("start_timeout_s",),
     },
 }
