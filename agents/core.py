@@ -7,6 +7,7 @@ Commands
   again gets the same answer again and nothing else happens.
 * The highest (term, epoch) seen is the fence. A command below it is refused as stale; it never acts.
 * A start that has grown old (the node was away, and its commands waited for it) is refused as stale, too.
+* A command that this version cannot read (a younger coordinator wrote it for a younger agent) is answered: it failed.
 * StartWorker: a worker id is spawned at most once, ever. A start waits, bounded, while a slot is about to
   become free or the fork server is being started; with neither in sight it fails at once.
   Applied = the process exists.
@@ -76,6 +77,7 @@ from agents.state import (
     Struck,
     TellForkServer,
     TimerFired,
+    Unreadable,
     WorkerConnected,
     WorkerDisconnected,
     WorkerSaid,
@@ -121,6 +123,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:
             _appended(turn, event)
         case Struck(command_id=command_id, reason=reason):
             orders.struck(turn, command_id, reason)
+        case Unreadable():
+            orders.unreadable(turn, given)
         case Leave(reason=reason):
             joining.leave(turn, reason)
         case HandOver():

@@ -66,6 +66,7 @@ from agents.state import (
     TellForkServer,
     TellWorker,
     TimerFired,
+    Unreadable,
     WorkerConnected,
     WorkerDisconnected,
     WorkerSaid,
@@ -75,12 +76,13 @@ from agents.watch import MarkFiles, Watch
 from agents.worker_sockets import WorkerSockets
 from events.envelope import Envelope
 from events.logs_request import logs_subject
-from events.nats_commands import NatsCommandFeed
+from events.nats_commands import NatsCommandFeed, UnreadOrder
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_terms import Terms
 from events.prose import summary
-from events.schemas import SCHEMA, told_version
-from events.vocabulary import Command, Heartbeat, MemoryService, Name, NodeJoined, WorkerId
+from events.schemas import SCHEMA, lowered, spoken_schema, told_version
+from events.vocabulary import Command, CoordinatorStarted, Heartbeat, MemoryService, Name, NodeJoined, WorkerId
 
 logger = logging.getLogger("agents")
 
@@ -355,14 +357,23 @@ class Agent:
         node = self._options.node
         connection = await connect(self._options.nats, name=f"agent {node}", login=self._options.login)
         try:
+            terms = Terms(connection, self._coordinator_started)
+            await terms.ask()  # before the first word: the coordinator must be able to read it
             self.feed(LogSeen(identity=await log_identity(connection)))
             async with asyncio.TaskGroup() as group:
+                group.create_task(terms.follow())
                 group.create_task(self._outbox.run(NatsEventLog(connection)))
                 group.create_task(self._send_beats(connection))
                 group.create_task(self._take_commands(connection))
                 group.create_task(self._serve_logs(connection))
         finally:
             await connection.close()
+
+    def _coordinator_started(self, event: CoordinatorStarted) -> None:
+        schema = min(SCHEMA, spoken_schema(event.version))
+        if schema != self._outbox.schema:
+            logger.info("the coordinator of term %d reads schema %d", event.term, schema)
+            self._outbox.schema = schema
 
     async def _send_beats(self, connection: Connection) -> None:
         beats = NatsBeatLog(connection)
@@ -384,7 +395,7 @@ class Agent:
                 boot=self._boot,
                 number=self._beat,
                 observed_at_us=_wall_clock_us(),
-                event=beat,
+                event=lowered(beat, self._outbox.schema) or beat,
             )
             await beats.publish(envelope)
             due_s = max(due_s + self._options.heartbeat_s, loop.time())
@@ -392,7 +403,7 @@ class Agent:
 
     async def _take_commands(self, connection: Connection) -> None:
         await self._has_joined.wait()
-        feed = NatsCommandFeed(connection, self._options.node)
+        feed = NatsCommandFeed(connection, self._options.node, on_unread=self._cannot_read)
         async with aclosing(feed.read()) as commands:
             async for recorded in commands:
                 envelope = recorded.envelope
@@ -401,6 +412,9 @@ class Agent:
                 logger.info("%s: %s", envelope.event_id, summary(envelope.event))
                 age_s = max(0.0, (_wall_clock_us() - recorded.recorded_at_us) / 1e6)
                 self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+
+    def _cannot_read(self, order: UnreadOrder) -> None:
+        self.feed(Unreadable(command_id=order.command_id, cause=order.event_id, reason=order.reason))
 
     async def _serve_logs(self, connection: Connection) -> None:
         node = self._options.node

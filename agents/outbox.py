@@ -7,6 +7,7 @@ Rules
 * An idle outbox sends at once. What comes while a batch is under way goes with the next one, in order.
 * An outage of the log costs nothing but memory, and that is bounded: when full, the oldest report of progress
   goes (StepCommitted), or where there is none the oldest of all; it is said loudly how many were lost.
+* What the coordinator of the moment cannot read is sent in the form that it can read (`events/schemas.py`).
 * What is no valid event would be refused for ever: it is lost where it is put in, as loudly.
 """
 
@@ -19,9 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
+from msgspec.structs import replace
+
 from events.codec import BadEvent, encode
 from events.envelope import Envelope
 from events.log import MAX_BATCH, EventLog, LogError
+from events.schemas import FIRST, lowered
 from events.vocabulary import Name, Observation, StepCommitted
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ class Outbox:
         self._empty = asyncio.Event()
         self._empty.set()
         self.lost = 0
+        #: What the coordinator reads (events/schemas.py); what it does not know at all is not sent.
+        self.schema = FIRST
 
     def __len__(self) -> int:
         """Observations that the log has not acknowledged yet."""
@@ -86,7 +92,9 @@ class Outbox:
             batch = list(islice(self._items, _BATCH_MAX))
             self._under_way = len(batch)
             try:
-                await log.append([item.envelope for item in batch])
+                told = [told for item in batch if (told := self._told(item.envelope)) is not None]
+                if told:
+                    await log.append(told)
             except LogError as error:
                 logger.error("the log takes nothing (%s); %d observations are kept and tried again", error, len(self))
                 await asyncio.sleep(_PAUSE_S)
@@ -100,6 +108,14 @@ class Outbox:
             if not self._items:
                 self._filled.clear()
                 self._empty.set()
+
+    def _told(self, envelope: Envelope) -> Envelope | None:
+        """In the form that the coordinator can read."""
+        event = lowered(envelope.event, self.schema)
+        if event is None:
+            logger.info("%s is not told: the coordinator reads schema %d", envelope.event_id, self.schema)
+            return None
+        return envelope if event is envelope.event else replace(envelope, event=event)
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until the log holds all that was put in; False if that took longer than `timeout_s`."""

@@ -287,6 +287,14 @@ class Struck(_Part, frozen=True, kw_only=True):
     reason: str
 
 
+class Unreadable(_Part, frozen=True, kw_only=True):
+    """A command came that this version cannot read; `reason`: why. `cause`: its event id."""
+
+    command_id: str
+    cause: str
+    reason: str
+
+
 class Leave(_Part, frozen=True, kw_only=True):
     """Stop everything: the node is to leave the cluster."""
 
@@ -299,7 +307,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
-    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | Struck | Leave | HandOver
+    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | Struck | Unreadable | Leave | HandOver
 )  # fmt: skip
 
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import nats.errors
 from nats.aio.msg import Msg
 
@@ -51,6 +53,44 @@ def command_consumer_config(node: str) -> dict[str, Any]:
     }
 
 
+class UnreadOrder(NamedTuple):
+    """A command that is no valid event to this version, as far as it says who it is. `reason`: why it is none."""
+
+    command_id: str
+    event_id: str
+    reason: str
+
+
+def unread_order(body: bytes, node: str, reason: str) -> UnreadOrder | None:
+    """What there is to answer of a command to `node` that cannot be read; None where that cannot be told."""
+    try:
+        found = _named.decode(body)
+    except msgspec.MsgspecError:
+        return None
+    start = f"{found.term}.{found.event.epoch}.{node}."
+    if not re.fullmatch(re.escape(start) + "[0-9]{1,19}", found.event.command_id):
+        return None
+    return UnreadOrder(found.event.command_id, f"{found.producer}-{found.boot}-{found.number}", reason)
+
+
+class _Order(msgspec.Struct):
+    command_id: str
+    epoch: int
+
+
+class _Named(msgspec.Struct):
+    """Of any command, of whatever schema, what names it."""
+
+    producer: str
+    boot: int
+    number: int
+    term: int
+    event: _Order
+
+
+_named = msgspec.msgpack.Decoder(_Named)
+
+
 async def create_command_consumer(connection: Connection, node: str) -> None:
     """Make sure that the node's consumer exists. Asks before it creates: an agent may have no right to create."""
     name = agent_consumer(node)
@@ -69,9 +109,13 @@ async def create_command_consumer(connection: Connection, node: str) -> None:
 class NatsCommandFeed:
     """A CommandFeed: the commands to `node`, over every outage."""
 
-    def __init__(self, connection: Connection, node: str) -> None:
+    def __init__(
+        self, connection: Connection, node: str, on_unread: Callable[[UnreadOrder], None] | None = None
+    ) -> None:
+        """`on_unread`: told of each command that this version cannot read, before it is acknowledged."""
         self._connection = connection
         self._node = node
+        self._on_unread = on_unread
         self._handled_seq = 0
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
@@ -86,7 +130,7 @@ class NatsCommandFeed:
                         stored = stored_message(message)
                         found = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
                         if isinstance(found, Quarantined):
-                            logger.error("command %d is no valid event and is skipped: %s", found.seq, found.reason)
+                            self._say_unread(found, stored.body)
                         elif found.seq > self._handled_seq:  # else its acknowledgement was lost
                             try:
                                 yield found
@@ -98,6 +142,12 @@ class NatsCommandFeed:
             except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:
                 logger.info("commands for %s were interrupted (%s); going on", self._node, error)
                 await patience.lose(error)
+
+    def _say_unread(self, found: Quarantined, body: bytes) -> None:
+        order = unread_order(body, self._node, found.reason)
+        logger.error("command %d cannot be read%s: %s", found.seq, "" if order else " nor answered", found.reason)
+        if order is not None and self._on_unread is not None and found.seq > self._handled_seq:
+            self._on_unread(order)
 
 
 class _Silent(Exception):

@@ -167,7 +167,7 @@ class NatsEventLog:
     async def _claim(self, term: int, message: _Message, envelope: Envelope) -> Fence:
         patience = Patience("claiming the term")
         while True:
-            newest = await self._newest_term()
+            newest = await self.newest_term()
             held = newest.seq if newest is not None else 0
             if isinstance(newest, Recorded) and isinstance(newest.envelope.event, CoordinatorStarted):
                 if newest.envelope == envelope:
@@ -236,7 +236,8 @@ class NatsEventLog:
                     break
         return found
 
-    async def _newest_term(self) -> Entry | None:
+    async def newest_term(self) -> Entry | None:
+        """The entry under which the newest term was claimed. Unanswered, ApiError."""
         # Not a direct get: that may be answered by a replica that lags behind.
         try:
             got = await api(self._connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"last_by_subj": TERM_SUBJECT})

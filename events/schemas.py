@@ -40,6 +40,7 @@ TYPES: dict[int, tuple[str, ...]] = {
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "ErrorReported": ("lost",),
+        "CommandFailed": ("reads",),
         "TaskSpec": ("start_timeout_s",),
     },
 }

@@ -645,9 +645,13 @@ class CommandApplied(Observation, frozen=True, kw_only=True):
 
 
 class CommandFailed(Observation, frozen=True, kw_only=True):
+    """The command was not obeyed. `reads`: the newest schema that the agent reads, where it could not read the command
+    at all; else 0."""
+
     node: Name
     command_id: Text
     reason: Text
+    reads: Count = 0
 
 
 class TaskSubmitted(Request, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
     `returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
-    `schema`: what its agent reads (events/schemas.py).
+    `schema`: what its agent reads (events/schemas.py). `unread`: commands that it could not, since it joined.
     """
 
     name: str
@@ -98,6 +98,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     commands: int = always(0)
     memory: MemoryService | None = always(None)
     schema: int = 1
+    unread: int = 0
 
     @property
     def schedulable(self) -> bool:
@@ -169,6 +170,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `timings`: microseconds per iteration by the last TIMINGS_MAX reports of the present generation, its first
     WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were measured (waf.py).
     `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
+    `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
     `reshape`: the layout that it is asked to have (reshaping.py); `reshaped_us`: when it last got another; then
     `submitted_seq` is the number of that event, since when it is what it is.
     """
@@ -209,6 +211,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     params_digest: str = always("")
     reason: str = always("")
     unclear: dict[str, int] = {}
+    unread: int = 0
 
     @property
     def name(self) -> str:
@@ -373,6 +376,8 @@ TIMINGS_MAX = 15
 WARM_UP = 2
 #: Iterations of one generation after which a broken connection before it is forgotten.
 CALM_ITERATIONS = 10
+#: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
+UNREAD_MAX = 3
 #: How many returns of a node it remembers.
 RETURNS_MAX = 16
 

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from agents import ordered_faults
 from agents.handling import kept_states, memberships, starting, stopping
-from agents.handling.turn import Turn
-from agents.state import Commanded, Order
+from agents.handling.turn import UNREAD, Turn
+from agents.state import Commanded, Order, Unreadable
 from events.vocabulary import DropState, Fault, InjectFault, SetMembership, SetPeers, StartWorker, StopWorker
 
 
@@ -51,6 +51,14 @@ def commanded(turn: Turn, given: Commanded) -> None:
             kept_states.drop_state(turn, task, order)
         case _:
             turn.answer(order, f"unknown command {type(command).__name__}: the agent is too old")
+
+
+def unreadable(turn: Turn, given: Unreadable) -> None:
+    order = Order(command_id=given.command_id, cause=given.cause)
+    if order.command_id in turn.memory.answered:
+        turn.say_answer(order)
+    else:
+        turn.answer(order, f"{UNREAD}{given.reason}")
 
 
 def is_pending(turn: Turn, command_id: str) -> bool:

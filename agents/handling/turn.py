@@ -8,9 +8,12 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from agents.state import MAX_ANSWERED, Action, Append, Config, Link, Memory, Order, State, Worker
+from events.schemas import SCHEMA
 from events.vocabulary import CommandApplied, CommandFailed, Observation, WorkerId
 
 MAX_TEXT = 1024
+#: How the reason begins why a command failed that could not be read.
+UNREAD = "this agent cannot read it: "
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -54,7 +57,9 @@ class Turn:
         reason = self.memory.answered[order.command_id]
         node, command_id = self.config.node, order.command_id
         self.append(
-            CommandFailed(node=node, command_id=command_id, reason=reason)
+            CommandFailed(
+                node=node, command_id=command_id, reason=reason, reads=SCHEMA if reason.startswith(UNREAD) else 0
+            )
             if reason
             else CommandApplied(node=node, command_id=command_id),
             order.cause,

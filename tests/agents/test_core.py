@@ -18,6 +18,7 @@ from agents.state import (
     LogSeen,
     TellForkServer,
     TellWorker,
+    Unreadable,
     WorkerConnected,
     WorkerDisconnected,
 )
@@ -34,8 +35,10 @@ from agents.trainer.messages import (
     Saved,
     Trouble,
 )
+from events.schemas import SCHEMA
 from events.vocabulary import (
     CheckpointSaved,
+    CommandFailed,
     ErrorReported,
     NodeJoined,
     NodeLeft,
@@ -637,3 +640,14 @@ def test_what_a_worker_reports_has_the_fields_of_its_observation(message: type, 
     told = {field.name for field in msgspec.structs.fields(message)}
     assert told.isdisjoint({"node", "task", "worker"})
     assert told | {"node", "task", "worker"} == wanted
+
+
+def test_a_command_that_cannot_be_read_is_answered_once(node: Node) -> None:
+    order = Unreadable(command_id="1.1.n1.7", cause="coordinator-1-9", reason="$.event: unknown")
+    for _ in range(2):
+        node.feed(order)
+    failed = [event for event in node.appended if isinstance(event, CommandFailed)]
+    assert len(failed) == 2, "the same answer to the same command"
+    assert failed[0] == failed[1]
+    assert (failed[0].command_id, failed[0].reads) == ("1.1.n1.7", SCHEMA)
+    assert failed[0].reason.endswith("$.event: unknown")

@@ -7,6 +7,7 @@ import itertools
 from contextlib import aclosing, suppress
 
 import pytest
+from msgspec.structs import replace
 
 from agents.outbox import Outbox
 from events.envelope import Recorded
@@ -14,7 +15,8 @@ from events.memory_log import MemoryLog
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
-from events.vocabulary import CommandApplied, ErrorReported, NodeLeft, StepCommitted
+from events.schemas import FIRST
+from events.vocabulary import CommandApplied, CommandFailed, ErrorReported, NodeLeft, PeersRemembered, StepCommitted
 
 
 def fact(number: int) -> NodeLeft:
@@ -130,3 +132,22 @@ async def test_the_largest_error_fits_into_an_event() -> None:
         )
     )
     assert (len(box), box.lost) == (1, 0)
+
+
+async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all() -> None:
+    log = MemoryLog()
+    box = outbox()
+    failed = CommandFailed(node="n1", command_id="1.1.n1.1", reason="", reads=2)
+    remembered = PeersRemembered(node="n1", task="a", peers=())
+    confirmed: list[int] = []
+    for schema in (FIRST, 2):
+        box.schema = schema
+        sending = asyncio.create_task(box.run(log))
+        for event in (failed, remembered):
+            box.put(event, on_durable=lambda schema=schema: confirmed.append(schema))  # type: ignore[misc]
+        assert await box.drained(5)
+        sending.cancel()
+    async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
+        told = [entry.envelope.event async for entry in entries if isinstance(entry, Recorded)]
+    assert told == [replace(failed, reads=0), failed, remembered]
+    assert confirmed == [FIRST, FIRST, 2, 2], "what is not told is done with, too"

@@ -28,6 +28,11 @@ def mend(batch: Batch, task: Task) -> bool:
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the group broke and all members live")
         return True
+    if task.membership is not None and task.unread == task.generation and len(living) == len(current):
+        urgent, handover = task.membership.urgent, not current
+        reason = "a node could not read it: told again as it can"
+        set_membership(batch, task, current, urgent=urgent, reason=reason, handover=handover)
+        return True
     return False
 
 

@@ -8,7 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import strikes
 from unicrond.folding.changes import with_node, with_task, with_worker, without_workers, worker_known
-from unicrond.state import ClusterState, Worker, WorkerStatus
+from unicrond.state import UNREAD_MAX, ClusterState, Worker, WorkerStatus
 
 
 def count_command(state: ClusterState, node: str) -> ClusterState:
@@ -71,6 +71,10 @@ def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -
 
 
 def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
+    if event.reads:
+        state, is_new = _learn_what_it_reads(state, event)
+        if is_new:
+            return _unread(state, event)
     for task in state.tasks.values():
         for worker in task.workers.values():
             if worker.command_id != event.command_id or worker.status is not WorkerStatus.STARTING:
@@ -85,4 +89,28 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
                 message=f"{event.node} could not start {worker.worker}: {event.reason}",
                 occurred_us=envelope.observed_at_us,
             )
+    return state
+
+
+def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[ClusterState, bool]:
+    """An agent got a command that was written for a younger one, which it has replaced. Whether that may be all."""
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state, False
+    node = replace(node, schema=min(node.schema, event.reads), unread=node.unread + 1)
+    return with_node(state, node), node.unread <= UNREAD_MAX
+
+
+def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
+    """Nobody is at fault: what was commanded is to be commanded anew, in words that the agent knows."""
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            if worker.command_id == event.command_id and worker.status is WorkerStatus.STARTING:
+                return with_task(state, without_workers(task, [worker.worker]))
+            if worker.command_id == event.command_id and worker.status is WorkerStatus.STOPPING:
+                return with_task(state, with_worker(task, replace(worker, status=WorkerStatus.LOST)))
+    for task in state.tasks.values():  # a membership, then; the answer does not say whose
+        here = [worker for worker in task.workers.values() if worker.node == event.node and worker.alive]
+        if any(worker.generation < task.generation for worker in here) and not task.confirmed:
+            state = with_task(state, replace(task, unread=task.generation))
     return state

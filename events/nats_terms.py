@@ -1,0 +1,72 @@
+"""Which coordinator holds the newest term, as the log says it: an agent writes what that coordinator reads.
+
+The subject of the terms is heard as plain NATS messages, and asked for once in every session: the server need not keep
+a consumer for each agent. Between a claim and its arrival here an agent may write a younger form once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from nats.aio.msg import Msg
+
+from events.codec import BadEvent, decode
+from events.envelope import Recorded
+from events.nats_connection import Connection, Patience, Unanswered
+from events.nats_log import NatsEventLog
+from events.nats_streams import ApiError
+from events.subjects import TERM_SUBJECT
+from events.vocabulary import CoordinatorStarted
+
+logger = logging.getLogger(__name__)
+
+
+class Terms:
+    """Calls `on_term` with each CoordinatorStarted whose term is above all before it."""
+
+    def __init__(self, connection: Connection, on_term: Callable[[CoordinatorStarted], None]) -> None:
+        self._connection = connection
+        self._on_term = on_term
+        self._term = 0
+
+    async def ask(self) -> None:
+        """Take the newest in the log, if there is one that can be read. Waits for the server, not for a coordinator."""
+        patience = Patience("asking for the coordinator's term")
+        while True:
+            try:
+                entry = await NatsEventLog(self._connection).newest_term()
+                break
+            except Unanswered as error:
+                await patience.lose(error)
+            except ApiError as error:
+                if not error.is_passing:
+                    logger.warning(
+                        "cannot ask for the coordinator's term (%s): writing what every version reads", error
+                    )
+                    return
+                await patience.lose(error)
+        if isinstance(entry, Recorded) and isinstance(entry.envelope.event, CoordinatorStarted):
+            self._take(entry.envelope.event)
+
+    async def follow(self) -> None:
+        """For ever: what is claimed from now on, and what was claimed while there was no session."""
+        await self._connection.subscribe(TERM_SUBJECT, self._hear)
+        while True:
+            session = await self._connection.session()
+            await self.ask()
+            await session.lost.wait()
+
+    async def _hear(self, message: Msg) -> None:
+        try:
+            event = decode(message.data).event
+        except BadEvent as error:
+            logger.warning("a message on %s is no valid event: %s", TERM_SUBJECT, error.reason)
+            return
+        if isinstance(event, CoordinatorStarted):
+            self._take(event)
+
+    def _take(self, event: CoordinatorStarted) -> None:
+        if event.term > self._term:
+            self._term = event.term
+            self._on_term(event)

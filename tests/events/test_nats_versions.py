@@ -1,0 +1,82 @@
+"""Over a real server: an agent says of a command that it cannot read it, and hears which coordinator there is."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import msgpack
+
+from events.codec import encode
+from events.envelope import Envelope
+from events.nats_commands import NatsCommandFeed, UnreadOrder, unread_order
+from events.nats_connection import Connection
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_terms import Terms
+from events.subjects import TERM_SUBJECT
+from events.vocabulary import CoordinatorStarted
+from tests.contracts.logs import command, started
+
+
+def younger(envelope: Envelope, **more: Any) -> bytes:
+    """A command as a younger version may write it."""
+    wire = msgpack.unpackb(encode(envelope))
+    wire["schema"] = 99
+    wire["event"].update(more)
+    return bytes(msgpack.packb(wire))
+
+
+async def test_a_command_that_cannot_be_read_is_told_and_the_next_one_comes(nats_connection: Connection) -> None:
+    log = NatsEventLog(nats_connection)
+    await log.append([command(1)])
+    for body in (younger(command(2), type="PolishWorker", shine=3), younger(command(3), urgency=1), b"nonsense"):
+        await nats_connection.request("unicron.v1.command.n1.StopWorker", body)
+    await log.append([command(4)])
+    unread: list[UnreadOrder] = []
+    taken: list[int] = []
+    async with asyncio.timeout(30):
+        feed = NatsCommandFeed(nats_connection, "n1", on_unread=unread.append)
+        async with aclosing(feed.read()) as commands:
+            async for recorded in commands:
+                taken.append(recorded.envelope.number)
+                if len(taken) == 2:
+                    break
+    assert taken == [1, 4]
+    assert [(order.command_id, order.event_id) for order in unread] == [("1.1.n1.2", "c-1-2"), ("1.1.n1.3", "c-1-3")]
+    assert all("schema" in order.reason for order in unread)
+
+
+def test_only_a_command_to_this_node_is_answered() -> None:
+    body = younger(command(2), urgency=1)
+    assert unread_order(body, "n1", "why") == UnreadOrder("1.1.n1.2", "c-1-2", "why")
+    assert unread_order(body, "n2", "why") is None
+    assert unread_order(younger(command(2), command_id="9.1.n1.2"), "n1", "why") is None
+    assert unread_order(younger(command(2), command_id=5), "n1", "why") is None
+    assert unread_order(b"", "n1", "why") is None
+
+
+async def test_terms_are_heard_over_every_outage(nats_server: EmbeddedServer, nats_connection: Connection) -> None:
+    log = NatsEventLog(nats_connection)
+    heard: asyncio.Queue[CoordinatorStarted] = asyncio.Queue()
+    terms = Terms(nats_connection, heard.put_nowait)
+    async with asyncio.timeout(30):
+        await terms.ask()
+        assert heard.empty(), "nobody has claimed one"
+        await log.claim_term(started(1))
+        await terms.ask()
+        assert (await heard.get()).term == 1
+        following = asyncio.create_task(terms.follow())
+        await log.claim_term(started(2))
+        assert (await heard.get()).term == 2
+        session = await nats_connection.session()
+        await nats_server.restart()
+        await session.lost.wait()
+        await log.claim_term(started(3))
+        assert (await heard.get()).term == 3
+        session = await nats_connection.session()
+        await session.publish(TERM_SUBJECT + "x", b"")
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert heard.empty()

@@ -1,0 +1,171 @@
+"""Agents of several versions under one coordinator: each is told what it can read, and nobody is blamed for less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from events import schemas
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from events.schemas import FIRST, SCHEMA, schema_of, told_version
+from tests.unicrond.cluster import MiniCluster
+from unicrond.fold import fold
+from unicrond.state import UNREAD_MAX, ClusterState, WorkerStatus
+
+
+def cluster(**nodes: int) -> MiniCluster:
+    """One node per name, of the schema given; a task on all of them trains."""
+    made = MiniCluster(seed=1)
+    for name, schema in nodes.items():
+        made.add_host(name)
+        speak(made, name, schema)
+    made.submit("a", max_workers=len(nodes), start_timeout_s=120.0)
+    made.run()
+    assert made.state.tasks["a"].confirmed
+    return made
+
+
+def speak(made: MiniCluster, name: str, schema: int) -> None:
+    """Another agent on the node, with the same workers: its version is of `schema`."""
+    made.add_host(name)
+    joined = made.log[-1].envelope.event
+    assert isinstance(joined, v.NodeJoined)
+    host = made.hosts[name]
+    host.boot += 1
+    version = "0.1.0" if schema == FIRST else told_version("0.2.0", schema)
+    made.say(host, replace(joined, agent_boot=host.boot, version=version))
+
+
+def commands(made: MiniCluster, kind: type[v.Command]) -> dict[str, v.Command]:
+    """The last command of the kind to each node."""
+    events = [entry.envelope.event for entry in made.log]
+    return {event.node: event for event in events if isinstance(event, kind)}
+
+
+def test_each_node_is_commanded_in_words_that_it_knows() -> None:
+    made = cluster(old=FIRST, new=SCHEMA, newer=SCHEMA + 1)
+    assert {name: node.schema for name, node in made.state.nodes.items()} == {"old": 1, "new": SCHEMA, "newer": 3}
+    starts = commands(made, v.StartWorker)
+    assert {name: schema_of(command) for name, command in starts.items()} == {"old": 1, "new": 2, "newer": 2}
+    assert {name: c.spec.start_timeout_s for name, c in starts.items() if isinstance(c, v.StartWorker)} == {
+        "old": None,
+        "new": 120.0,
+        "newer": 120.0,
+    }
+
+
+def test_a_command_that_a_node_does_not_know_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "TYPES", {2: ("DropState",)})
+    made = cluster(old=FIRST, new=SCHEMA)
+    for host in made.hosts.values():
+        kept = v.StateKept(
+            node=host.name, task="a", shard=0, iteration=1, generation=1, origin=host.name, size_bytes=1, duration_us=1
+        )
+        made.say(host, kept)
+    made.append(v.TaskCancelled(task="a", reason="test"), "api", 1)
+    made.run()
+    assert list(commands(made, v.DropState)) == ["new"]
+    assert not made.decide(), "and that is all: nothing is decided again and again"
+
+
+def test_under_a_coordinator_that_writes_schema_1_everything_is_schema_1() -> None:
+    made = MiniCluster(seed=1)
+    made.append(v.CoordinatorStarted(term=2, version="0.1.0"), "coordinator", 2)
+    made.add_host("n")
+    made.submit("a", start_timeout_s=120.0)
+    made.run()
+    decided = [e.envelope.event for e in made.log if isinstance(e.envelope.event, v.Command | v.Decision)]
+    assert {schema_of(event) for event in decided[2:]} == {FIRST}
+
+
+def failed(made: MiniCluster, command: v.Command, reads: int) -> None:
+    made.say(
+        made.hosts[command.node],
+        v.CommandFailed(node=command.node, command_id=command.command_id, reason="cannot read it", reads=reads),
+    )
+
+
+def unread(made: MiniCluster, name: str) -> Iterator[v.Command]:
+    """Each command that waits for the node, taken away."""
+    host = made.hosts[name]
+    while host.commands:
+        command = host.commands.pop(0).envelope.event
+        assert isinstance(command, v.Command)
+        yield command
+
+
+def test_a_start_that_an_older_agent_cannot_read_is_commanded_anew_and_nobody_is_blamed() -> None:
+    made = MiniCluster(seed=1)
+    made.add_host("n")
+    made.submit("a", start_timeout_s=120.0)
+    while not made.hosts["n"].commands:
+        made.decide()
+    (start,) = unread(made, "n")
+    failed(made, start, reads=FIRST)
+    assert made.state.nodes["n"].schema == FIRST
+    made.run()
+    again = commands(made, v.StartWorker)["n"]
+    assert again != start
+    assert schema_of(again) == FIRST
+    assert made.state.tasks["a"].confirmed
+    assert not made.state.incidents_total
+
+
+def test_a_stop_that_cannot_be_read_is_ordered_anew() -> None:
+    made = cluster(n=SCHEMA)
+    made.append(v.TaskCancelled(task="a", reason="test"), "api", 1)
+    while not made.hosts["n"].commands:
+        made.decide()
+    for command in unread(made, "n"):
+        failed(made, command, reads=FIRST)
+    assert [w.status for w in made.state.tasks["a"].workers.values()] == [WorkerStatus.LOST]
+    made.run()
+    assert not made.state.tasks["a"].workers
+    assert not made.state.incidents_total
+
+
+def test_a_membership_that_cannot_be_read_is_told_again() -> None:
+    made = cluster(m=SCHEMA, n=SCHEMA)
+    made.kill_worker(made.hosts["m"], next(iter(made.hosts["m"].processes)))
+    while not any(isinstance(e.envelope.event, v.SetMembership) for e in made.hosts["n"].commands):
+        made.decide()
+    generation = made.state.tasks["a"].generation
+    for command in unread(made, "n"):
+        failed(made, command, reads=FIRST)
+    assert made.state.tasks["a"].unread == generation
+    assert made.decide()
+    told = commands(made, v.SetMembership)["n"]
+    assert isinstance(told, v.SetMembership)
+    assert told.generation == generation + 1
+    made.run()
+    assert made.state.tasks["a"].confirmed
+    assert made.state.incidents_total == 1, "the kill alone"
+
+
+def test_what_can_never_be_read_is_not_repeated_for_ever() -> None:
+    made = MiniCluster(seed=1)
+    made.add_host("n")
+    made.submit("a")
+    starts = 0
+    for _ in range(50):
+        made.decide()
+        for command in unread(made, "n"):
+            starts += isinstance(command, v.StartWorker)
+            failed(made, command, reads=FIRST)
+        made.pass_deadlines()
+    assert made.state.nodes["n"].unread > UNREAD_MAX
+    assert made.state.incidents_total >= 1
+    assert starts <= UNREAD_MAX + 10, "then the rules for starts that fail hold"
+
+
+def test_old_logs_know_of_no_schema() -> None:
+    joined = v.NodeJoined(
+        node="n", address="h", slots=1, store=v.StoreAddress(host="h", port=1), agent_boot=1, version="0.1.0"
+    )
+    envelope = Envelope(producer="n", boot=1, number=1, observed_at_us=1, event=joined)
+    state = fold(ClusterState(), Recorded(1, 1, envelope))
+    assert state.nodes["n"].schema == FIRST
+    assert state.schema == FIRST
