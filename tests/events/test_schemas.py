@@ -22,6 +22,8 @@ from tests.golden.schemas import Described, described, frozen
 from tests.strategies import EVENT_TYPES, envelopes
 
 NOW = described()
+#: Fields that take more than they did; old readers refuse what is beyond, which takes 146,000 years of worker time.
+WIDER = {"FailureRateEstimated.exposed_us"}
 
 
 def added(schema: int) -> Iterator[str]:
@@ -80,7 +82,9 @@ def _require_no_wider(where: str, before: Described, now: Described, schema: int
         extra = set(map(str, now["values"])) - set(map(str, before["values"])) - young
         assert not extra, f"{where}: say in events/schemas.py, VALUES, which schema brought {sorted(extra)}"
     (low, high), (low_before, high_before) = _bounds(now), _bounds(before)
-    assert low_before <= low and high <= high_before, f"{where}: takes more than readers of schema {schema} do"
+    assert where in WIDER or (low_before <= low and high <= high_before), (
+        f"{where}: takes more than readers of schema {schema} do"
+    )
     for one, other in zip(before.get("of", ()), now.get("of", ()), strict=True):
         _require_no_wider(where, one, other, schema)
 
