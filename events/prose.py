@@ -10,6 +10,7 @@ from events.vocabulary import (
     AnyDecision,
     AnyEvent,
     AnyObservation,
+    CheckNode,
     CheckpointSaved,
     Command,
     CommandApplied,
@@ -30,6 +31,7 @@ from events.vocabulary import (
     InjectFault,
     InjectionRequested,
     MembershipDecided,
+    NodeChecked,
     NodeCordoned,
     NodeIsolated,
     NodeJoined,
@@ -41,6 +43,8 @@ from events.vocabulary import (
     Observation,
     PeersRemembered,
     PlanAdopted,
+    RepairEnded,
+    RepairNeed,
     ReshapeRequested,
     SetMembership,
     SetPeers,
@@ -149,7 +153,10 @@ def _observed(event: AnyObservation) -> str:
         case AcceleratorReported():
             what = f" reports {event.kind}" if event.kind else ""
             who = f" (worker {event.worker})" if event.worker else ""
-            return f"accelerator {event.accelerator} of {event.node}{who}{what}: {event.message}"
+            return f"accelerator {event.accelerator} of {event.node}{who}{what}: {event.message}{_NEEDS[event.needs]}"
+        case NodeChecked():
+            how = "passed" if event.passed else "failed"
+            return f"node {event.node} {how} its health check in {_seconds(event.duration_us)}: {event.detail}"
         case StateKept():
             copied = f", a copy from {event.origin}" if event.origin != event.node else ""
             return (
@@ -213,6 +220,9 @@ def _decided(event: AnyDecision) -> str:
             return f"node {event.node} isolated{until}: {event.reason}"
         case NodeReadmitted():
             return f"node {event.node} readmitted: {event.reason}"
+        case RepairEnded():
+            how = "has done its work" if event.passed else "has failed"
+            return f"the repair of node {event.node} {how} after {_seconds(event.duration_us)}: {event.detail}"
         case IncidentEscalated():
             return (
                 f"incident {event.incident} escalated to SEV{event.severity}, {event.worker} given up: {event.reason}"
@@ -274,6 +284,9 @@ def _commanded(event: AnyCommand) -> str:
             return f"forget the state of task {event.task} on {event.node}"
         case InjectFault():
             return f"inject {_fault(event.fault, event.node)}, as {event.injection} asks"
+        case CheckNode():
+            what = " ".join(event.argv) if event.argv else "its self-test"
+            return f"check node {event.node} by {what}, isolated because: {event.reason}"
         case _:
             assert_never(event)
 
@@ -285,6 +298,15 @@ _CAUSES: dict[ExitCause, str] = {
     "core_dumped": ", with a core dump",
     "oom_killed": ", from the kernel's OOM killer",
     "maybe_oom_killed": ", maybe from the kernel's OOM killer",
+}
+
+
+_NEEDS: dict[RepairNeed, str] = {
+    "": "",
+    "reset": " (it needs a reset)",
+    "reboot": " (it needs a reboot of the node)",
+    "replace": " (it needs to be replaced)",
+    "other": " (it needs what this version does not know)",
 }
 
 

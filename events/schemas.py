@@ -34,11 +34,12 @@ FIRST = 1
 
 #: schema -> the event types that came with it.
 TYPES: dict[int, tuple[str, ...]] = {
-    2: ("PeersRemembered",),
+    2: ("CheckNode", "NodeChecked", "PeersRemembered", "RepairEnded"),
 }
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
+        "AcceleratorReported": ("needs",),
         "ErrorReported": ("lost",),
         "CommandFailed": ("reads",),
         "TaskSpec": ("start_timeout_s",),

@@ -108,6 +108,9 @@ SeverityLevel: TypeAlias = Literal[1, 2, 3]
 PlanWay: TypeAlias = Literal["table", "incremental", "fresh"]
 #: A fault that a person may order. The last two concern a node, the others a worker; kill either.
 FaultKind: TypeAlias = Literal["kill", "stop", "exception", "nan", "slow", "hang", "exit", "oom", "xid", "drop_network"]
+#: What broken hardware needs before it is used again, by its vendor's or its driver's word; "other": a word that this
+#: version does not know; "": nothing was said.
+RepairNeed: TypeAlias = Literal["", "reset", "reboot", "replace", "other"]
 #: Where a worker's state came from, nearest first: its own, a live replica, the memory of a member's node, the memory
 #: of another node, storage; "init": from the seed.
 StateSource: TypeAlias = Literal["own", "replica", "memory", "peer", "checkpoint", "init"]
@@ -568,7 +571,7 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     """What was seen of an accelerator of the node, outside any process of ours. `accelerator`: its name.
 
     `worker`: who runs on it, "" = nobody. `kind` None: news for people, nothing follows from it. `xid`: the driver's
-    code, 0 = seen in counters or states.
+    code, 0 = seen in counters or states. `needs`: what has to be done before it can be used again.
 
     Bounds: `xid` < 2**31.
     """
@@ -579,6 +582,17 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     kind: ErrorKind | None
     xid: Small
     message: Text
+    needs: RepairNeed = ""
+
+
+class NodeChecked(Observation, frozen=True, kw_only=True):
+    """How the health check ended that the CheckNode of `command_id` asked for. `detail`: what was found, in a line."""
+
+    node: Name
+    command_id: Text
+    passed: bool
+    duration_us: Duration
+    detail: Text
 
 
 class StateKept(Observation, frozen=True, kw_only=True):
@@ -778,6 +792,16 @@ class NodeIsolated(Decision, frozen=True, kw_only=True):
 class NodeReadmitted(Decision, frozen=True, kw_only=True):
     node: Name
     reason: Text
+
+
+class RepairEnded(Decision, frozen=True, kw_only=True):
+    """The operator's repair command for the node has ended, in its `isolation`-th isolation. `detail`: what it said."""
+
+    node: Name
+    isolation: FirstSerial
+    passed: bool
+    duration_us: Duration
+    detail: Text
 
 
 class IncidentEscalated(Decision, frozen=True, kw_only=True):
@@ -982,21 +1006,30 @@ class InjectFault(Command, frozen=True, kw_only=True):
     agent_boot: Boot = always(0)
 
 
+class CheckNode(Command, frozen=True, kw_only=True):
+    """Run a health check of the isolated node within `limit_us`, and say NodeChecked. `argv`: the operator's command;
+    empty: the agent's own self-test. `reason`: why the node is isolated."""
+
+    argv: tuple[Text, ...] = ()
+    limit_us: SomeDuration
+    reason: Text
+
+
 AnyObservation: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
     | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
-    | PeersRemembered
+    | PeersRemembered | NodeChecked
     | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned
     | NodeUncordoned
     | InjectionRequested | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (
-    CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted
+    CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded
     | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
-AnyCommand: TypeAlias = StartWorker | StopWorker | SetMembership | SetPeers | DropState | InjectFault
+AnyCommand: TypeAlias = StartWorker | StopWorker | SetMembership | SetPeers | DropState | InjectFault | CheckNode
 AnyEvent: TypeAlias = AnyObservation | AnyDecision | AnyCommand

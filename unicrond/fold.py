@@ -91,6 +91,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeReturned: nodes.node_returned,
     v.NodeIsolated: nodes.node_isolated,
     v.NodeReadmitted: nodes.node_readmitted,
+    v.RepairEnded: _nothing,
     v.NodeCordoned: nodes.node_cordoned,
     v.NodeUncordoned: nodes.node_uncordoned,
     v.WorkerStarted: workers.worker_started,
@@ -106,6 +107,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.DegradationObserved: _nothing,  # news for people
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
+    v.NodeChecked: _nothing,
     v.StateKept: kept_states.state_kept,
     v.PeersRemembered: kept_states.peers_remembered,
     v.StateTaken: _nothing,  # the regrouping that follows says what the fold must know
@@ -131,4 +133,5 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.SetPeers: commands.set_peers,
     v.DropState: kept_states.drop_state,
     v.InjectFault: injections.inject_fault,
+    v.CheckNode: lambda state, event, envelope: commands.count_command(state, event.node),
 }

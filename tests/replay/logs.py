@@ -143,6 +143,14 @@ def eventful(seed: int) -> list[Entry]:
     until_us = cluster.now_us + 60 * SECOND_US
     cluster.append(v.NodeIsolated(node="n3", until_us=until_us, reason="by hand"), "coordinator", term)
     cluster.run()
+    check = v.CheckNode(command_id=f"{term}.1.n3.78", node="n3", epoch=1, limit_us=60 * SECOND_US, reason="by hand")
+    cluster.append(check, "coordinator", term)
+    cluster.say(
+        cluster.hosts["n3"],
+        v.NodeChecked(node="n3", command_id=check.command_id, passed=False, duration_us=9, detail="by hand"),
+    )
+    repaired = v.RepairEnded(node="n3", isolation=1, passed=True, duration_us=9, detail="by hand")
+    cluster.append(repaired, "coordinator", term)
     cluster.append(v.NodeReadmitted(node="n3", reason="by hand"), "coordinator", term)
     cluster.run()
     cluster.cordon("n3", drain=True)
