@@ -43,6 +43,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from agents.bound_path import BoundPath
 from agents.gpus import visible_gpus
 from agents.oom import OomWitness
 from agents.prctl import adopt_orphans
@@ -83,6 +84,8 @@ _STORE_BACKLOG = 1024
 _STORE_PAUSE_MIN_S = 0.05
 _STORE_PAUSE_MAX_S = 5.0
 _END_TIMEOUT_S = 5.0
+#: How often an agent that is away is looked out for: somebody may have unlinked the socket that it will look for.
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -159,6 +162,7 @@ class ForkServer:
             raise SystemExit(EXIT_OCCUPIED) from None
         self._store_listener = _listen_tcp(address)
         self._listener = _listen_unix(self._socket_path)
+        self._bound = BoundPath(self._socket_path)
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
@@ -183,6 +187,7 @@ class ForkServer:
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
                 self._end_if_lonely()
+                self._stay_bound()
                 self._revive_store()
         except _Retired as reason:
             logger.info("ending: %s", reason)
@@ -194,6 +199,7 @@ class ForkServer:
         due: list[float] = []
         if self._agent is None:
             due.append(self._lonely_since_s + self._lease_s)
+            due.append(time.monotonic() + _LOOK_EVERY_S)
         if not self._store_pid:
             due.append(self._store_forked_s + self._store_pause_s)
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -228,6 +234,22 @@ class ForkServer:
         for exited in self._exits.values():
             self._say(exited)
         self._say(self._inventory())
+
+    def _stay_bound(self) -> None:
+        """Without an agent: the next one must find the socket, or the workers end with the lease."""
+        if self._agent is not None or self._bound.holds():
+            return
+        try:
+            listener = _listen_unix(self._socket_path)
+            self._bound = BoundPath(self._socket_path)
+        except OSError as error:
+            logger.error("%s is gone and cannot be bound again: %s", self._socket_path, error)
+            return
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        logger.warning("%s was gone: bound again", self._socket_path)
 
     def _inventory(self) -> Inventory:
         workers = [

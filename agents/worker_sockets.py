@@ -1,4 +1,8 @@
-"""Where workers talk to the agent: one Unix socket, one connection per worker, the newest one counts."""
+"""Where workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
+
+Somebody may unlink the socket's file (a cleaner of temporary files). Whoever is connected does not notice; a worker
+that starts later would find nobody, and end after the lease. So the file is looked at, and bound again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from agents.bound_path import BoundPath
 from agents.trainer.framing import BadFrame, Unframer, frame
 from agents.trainer.messages import FromWorker, Hello, ToWorker
 from events.vocabulary import WorkerId
@@ -19,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 #: A worker that does not read is not waited for; beyond this it is cut off (it connects again and is told anew).
 _MAX_UNREAD_BYTES = 16 * 1024 * 1024
+_LOOK_EVERY_S = 1.0
 
 
 class WorkerSockets:
@@ -31,6 +37,7 @@ class WorkerSockets:
         on_connected: Callable[[Hello], None],
         on_message: Callable[[WorkerId, FromWorker], None],
         on_disconnected: Callable[[WorkerId], None],
+        look_every_s: float = _LOOK_EVERY_S,
     ) -> None:
         self._path = path
         self._on_connected = on_connected
@@ -39,15 +46,44 @@ class WorkerSockets:
         self._writers: dict[WorkerId, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._bound: BoundPath | None = None
+        self._look_every_s = look_every_s
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen; a socket file that an earlier agent left is replaced."""
+        """Listen; a socket file that an earlier agent left is replaced. Raises OSError."""
+        await self._bind()
+        self._looking = asyncio.create_task(self._stay_bound(), name="agent.sock")
+
+    async def _bind(self) -> None:
+        if self._server is not None:
+            self._server.close()
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._accepted, str(self._path), backlog=256)
         self._path.chmod(0o600)
+        self._bound = BoundPath(self._path)
+
+    async def _stay_bound(self) -> None:
+        told = ""
+        while True:
+            await asyncio.sleep(self._look_every_s)
+            if self._bound is not None and self._bound.holds():
+                continue
+            try:
+                await self._bind()
+            except OSError as error:
+                if str(error) != told:
+                    logger.error("%s is gone and cannot be bound again: %s", self._path, error)
+                told, self._bound = str(error), None
+            else:
+                told = ""
+                logger.warning("%s was gone: bound again; workers that are connected did not notice", self._path)
 
     async def close(self) -> None:
         """Stop listening and close all connections; workers notice and look for the next agent."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         if self._server is not None:
             self._server.close()
         for task in self._tasks:

@@ -168,6 +168,25 @@ def test_without_an_agent_it_fences_itself(fork_server: ForkServers, agent: Agen
     assert "no agent for 0.3 s" in server.log()
 
 
+@pytest.mark.parametrize("with_agent", [True, False])
+def test_a_socket_that_is_unlinked_is_bound_again(
+    fork_server: ForkServers, agent: Agents, run_dir: Path, with_agent: bool
+) -> None:
+    server = fork_server("--lease-s", "30")
+    first = agent()
+    pid = born(first, spawn(run_dir, "a.1", "sleep"))
+    if with_agent:
+        (run_dir / "fork.sock").unlink()
+        first.close()
+    else:
+        first.close()
+        assert eventually(lambda: "the agent is gone" in server.log())
+        (run_dir / "fork.sock").unlink()
+    assert eventually((run_dir / "fork.sock").exists, within_s=5)
+    assert [entry.pid for entry in agent().inventory().workers] == [pid], "its workers live, and are adopted"
+    assert "fork.sock was gone: bound again" in server.log()
+
+
 def test_with_an_agent_the_lease_does_not_run(fork_server: ForkServers, agent: Agents) -> None:
     server = fork_server("--lease-s", "0.2")
     agent()

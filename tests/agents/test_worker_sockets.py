@@ -1,0 +1,84 @@
+"""The agent's socket for its workers stays where they look for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agents.trainer.framing import frame
+from agents.trainer.messages import Hello, Ready
+from agents.worker_sockets import WorkerSockets
+
+
+class Heard:
+    """A socket in `directory`, and what workers have said on it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "agent.sock"
+        self.said: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
+        self.sockets = WorkerSockets(
+            self.path,
+            on_connected=lambda hello: self.said.put_nowait((hello.worker, hello)),
+            on_message=lambda worker, message: self.said.put_nowait((worker, message)),
+            on_disconnected=lambda worker: self.said.put_nowait((worker, None)),
+            look_every_s=0.01,
+        )
+
+    async def connect(self, worker: str) -> asyncio.StreamWriter:
+        """A worker's connection; it may have to look more than once, as workers do."""
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    _, writer = await asyncio.open_unix_connection(str(self.path))
+                    break
+                except OSError:
+                    await asyncio.sleep(0.01)
+        writer.write(frame(Hello(worker=worker, task="a", pid=1, generation=0, ready=False)))
+        assert (await self.next())[0] == worker
+        return writer
+
+    async def next(self) -> tuple[str, object]:
+        async with asyncio.timeout(10):
+            return await self.said.get()
+
+
+@pytest.fixture
+async def heard(run_dir: Path) -> AsyncIterator[Heard]:
+    made = Heard(run_dir / "n1")
+    made.path.parent.mkdir()
+    await made.sockets.start()
+    yield made
+    await made.sockets.close()
+
+
+@pytest.mark.parametrize("how", ["unlinked", "replaced", "the directory is gone for a time"])
+async def test_a_socket_that_is_taken_away_is_bound_again(
+    heard: Heard, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await heard.connect("a.1")
+    with caplog.at_level(logging.WARNING, logger="agents"):
+        if how == "unlinked":
+            heard.path.unlink()
+        elif how == "replaced":
+            heard.path.unlink()
+            heard.path.write_text("somebody else's")
+        else:
+            shutil.rmtree(heard.path.parent)
+            async with asyncio.timeout(10):
+                while "cannot be bound again" not in caplog.text:  # noqa: ASYNC110 - a log offers no event
+                    await asyncio.sleep(0.01)
+            heard.path.parent.mkdir()
+        second = await heard.connect("a.2")
+    assert caplog.text.count("was gone: bound again") == 1
+    assert caplog.text.count("cannot be bound again") <= 1, "told once, not at each look"
+    assert stat.S_IMODE(heard.path.stat().st_mode) == 0o600
+    first.write(frame(Ready()))
+    assert await heard.next() == ("a.1", Ready()), "who was connected did not notice"
+    for writer in (first, second):
+        writer.close()
