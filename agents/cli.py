@@ -81,6 +81,20 @@ def parse(argv: list[str] | None = None) -> Options:
         help="for states of training, kept and copied between nodes; 0: none (a quarter of the host's)",
     )
     parser.add_argument(
+        "--logs-days",
+        type=_days,
+        default=None,
+        metavar="DAYS",
+        help="how long logs of workers that have ended are kept (14)",
+    )
+    parser.add_argument(
+        "--logs-gib",
+        type=_gib,
+        default=None,
+        metavar="GIB",
+        help="how much workers' logs may hold; the oldest of ended workers go (4, or a tenth of a smaller volume)",
+    )
+    parser.add_argument(
         "--accelerators",
         choices=get_args(Choice),
         default="auto",
@@ -117,6 +131,8 @@ def parse(argv: list[str] | None = None) -> Options:
             tls_ca=given.tls_ca,
         ),
         memory_bytes=given.memory_gib,
+        logs_max_age_s=given.logs_days,
+        logs_max_bytes=given.logs_gib,
         accelerators=given.accelerators,
         fork_server_arguments=tuple(given.fork_server),
     )
@@ -189,6 +205,17 @@ def _seconds(least: float, most: float) -> Callable[[str], float]:
         return value
 
     return seconds
+
+
+def _days(text: str) -> float:
+    """In seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 36_500.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not within 0 to 36500 days")
+    return value * 86_400.0
 
 
 def _gib(text: str) -> int:

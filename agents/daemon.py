@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import time
 from contextlib import aclosing
@@ -34,6 +35,7 @@ from agents.fork_link import ForkLink
 from agents.gpus import visible_gpus
 from agents.log_identity import log_identity
 from agents.log_layout import worker_log
+from agents.log_pruning import Limits, prune
 from agents.log_service import answer
 from agents.memory_regions import MemoryRegions
 from agents.memory_server import MemoryServer
@@ -90,6 +92,7 @@ logger = logging.getLogger("agents")
 LOG_TAIL_BYTES = 4096
 _DRAIN_TIMEOUT_S = 5.0
 _RETIRE_TIMEOUT_S = 10.0
+_PRUNE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,7 @@ class Options:
     """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server.
 
     `memory_bytes`: for states of training; None: a quarter of the host's, 0: none. `accelerators`: who watches them.
+    `logs_max_age_s`, `logs_max_bytes`: of workers that have ended; None: see log_pruning.py.
     """
 
     nats: tuple[str, ...]
@@ -108,6 +112,8 @@ class Options:
     lease_s: float = 60.0
     login: Login = field(default_factory=Login)
     memory_bytes: int | None = None
+    logs_max_age_s: float | None = None
+    logs_max_bytes: int | None = None
     accelerators: Choice = "auto"
     fork_server_arguments: tuple[str, ...] = ()
 
@@ -180,7 +186,11 @@ class Agent:
         self._serve_memory()
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
         linking = asyncio.create_task(self._link.run(), name="fork-link")
-        duties = [linking, asyncio.create_task(self._serve_nats(), name="nats")]
+        duties = [
+            linking,
+            asyncio.create_task(self._serve_nats(), name="nats"),
+            asyncio.create_task(self._prune_logs(), name="logs"),
+        ]
         end = asyncio.create_task(self._over.wait(), name="end")
         try:
             await asyncio.wait([end, *duties], return_when=asyncio.FIRST_COMPLETED)
@@ -300,7 +310,10 @@ class Agent:
             return
         options = self._options
         self._memory_server.start(options.address, self._exchange_port)
-        self._run_dir.remember_exchange(self._memory_server.port, self._token)
+        try:
+            self._run_dir.remember_exchange(self._memory_server.port, self._token)
+        except OSError as error:
+            logger.error("cannot write down where states are taken (%s): the next agent takes another port", error)
         service = MemoryService(
             node=options.node, host=options.address, port=self._memory_server.port, token=self._token
         )
@@ -349,6 +362,14 @@ class Agent:
             self._run_dir.remember(memory)
         except OSError as error:
             logger.error("cannot write the agent's memory (%s): if this agent dies now, the next knows less", error)
+
+    async def _prune_logs(self) -> None:
+        """Once it is known who lives, and now and then."""
+        await self._has_inventory.wait()
+        while True:
+            living = frozenset(self._state.memory.workers)
+            await asyncio.to_thread(prune_logs, self._options, self._run_dir, living)
+            await asyncio.sleep(_PRUNE_EVERY_S)
 
     # --- NATS ------------------------------------------------------------------------------------
 
@@ -457,9 +478,32 @@ async def run_agent(options: Options) -> int:
     run_dir = RunDir(options.run_dir)
     run_dir.claim()
     try:
+        make_room(options, run_dir)
         return await Agent(options, run_dir).run()
     finally:
         run_dir.release()
+
+
+def make_room(options: Options, run_dir: RunDir) -> None:
+    """Where the volume is full, logs of ended workers go before anything is written."""
+    usage = shutil.disk_usage(run_dir.path)
+    if usage.free >= Limits.of(run_dir.path, None, None).reserve_bytes:
+        return
+    logger.error("the volume of %s is full (%d of %d bytes free)", run_dir.path, usage.free, usage.total)
+    with contextlib.suppress(BadRunDir):  # without the memory nobody here knows who lives
+        prune_logs(options, run_dir, frozenset(run_dir.recall().workers))
+
+
+def prune_logs(options: Options, run_dir: RunDir, living: frozenset[WorkerId]) -> None:
+    """See log_pruning.py."""
+    try:
+        limits = Limits.of(run_dir.path, options.logs_max_age_s, options.logs_max_bytes)
+        count, size_bytes = prune(run_dir.logs, living, limits, time.time())
+    except OSError as error:
+        logger.error("cannot look after the workers' logs: %s", error)
+        return
+    if count:
+        logger.warning("removed the logs of %d ended workers (%d bytes)", count, size_bytes)
 
 
 def _wall_clock_us() -> int:

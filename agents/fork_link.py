@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from agents.fork_server import EXIT_OCCUPIED, READY
-from agents.rotated_log import tail
+from agents.rotated_log import MAX_BYTES, tail
 from agents.run_dir import RunDir
 from agents.trainer.framing import BadFrame, Unframer, frame
 from agents.trainer.messages import FromForkServer, Inventory, Retire, ToForkServer
@@ -170,7 +170,10 @@ class ForkLink:
     def _launch(self, said_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "agents.fork_server", "--run-dir", str(self._run_dir.path)]
         command += [*self._arguments, "--ready-fd", str(said_fd)]
-        with self._run_dir.fork_server_log.open("ab") as log:
+        path = self._run_dir.fork_server_log
+        if path.exists() and path.stat().st_size > MAX_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+        with path.open("ab") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -16,6 +16,7 @@ The directory is private (0700): who may write to its sockets may run code.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -28,6 +29,12 @@ from agents.state import Memory
 #: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_SOCKET = "agent.sock"
+#: Boot numbers are microseconds since 1970; what is no smaller was never given out (events.vocabulary.Boot).
+BOOT_LIMIT = 2**52
+#: How much of a small file is read: more is no number, port or token of ours.
+_SMALL_BYTES = 256
+
+logger = logging.getLogger(__name__)
 
 
 class BadRunDir(ValueError):
@@ -66,7 +73,9 @@ class RunDir:
     def claim(self) -> None:
         """Create the directory and hold its lock until this process ends; raises BadRunDir."""
         try:
+            _refuse_foreign_links(self.path)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_foreign_links(self.path)
             status = self.path.stat()
             if status.st_uid != os.getuid():
                 raise BadRunDir(f"run-dir: {self.path} belongs to uid {status.st_uid}; give one of your own")
@@ -75,7 +84,9 @@ class RunDir:
             parent = self.path.parent.stat()
             if parent.st_uid not in (0, os.getuid()) or (parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX):
                 raise BadRunDir(f"run-dir: others may replace {self.path}; give one in a directory of your own")
-            self._lock_fd = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_fd = os.open(
+                self.path / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
         except OSError as error:
             raise BadRunDir(f"run-dir: cannot use {self.path}: {error.strerror}; give another one") from error
         try:
@@ -96,22 +107,50 @@ class RunDir:
     def next_boot(self, wall_clock_us: int) -> int:
         """A number above every one that was given out before, and durable before it is used.
 
-        The wall clock is a lower bound so that a directory that was lost does not repeat old numbers.
+        The wall clock is a lower bound so that a directory that was lost does not repeat old numbers: it alone counts
+        where the last number is damaged, or where a full disk keeps the new one from being written. Both are logged.
         """
+        boot = max(self._last_boot() + 1, wall_clock_us)
+        written = str(boot).encode("ascii")
         try:
-            last = int(self._boot.read_text("ascii"))
-        except (FileNotFoundError, ValueError):
-            last = 0
-        boot = max(last + 1, wall_clock_us)
-        _replace(self._boot, str(boot).encode("ascii"), durable=True)
+            _replace(self._boot, written, durable=True)
+        except OSError as error:
+            try:
+                _overwrite(self._boot, written)  # a full disk has no room for a second file
+            except OSError:
+                logger.error(
+                    "cannot write %s (%s): this agent starts all the same; the next one's number comes from the clock",
+                    self._boot,
+                    error.strerror,
+                )
         return boot
+
+    def _last_boot(self) -> int:
+        try:
+            content = _read_small(self._boot)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            logger.error("cannot read %s (%s): the boot number comes from the clock", self._boot, error.strerror)
+            return 0
+        text = content.strip()
+        if text.isdigit() and len(text) <= len(str(BOOT_LIMIT)) and int(text) < BOOT_LIMIT - 1:
+            return int(text)
+        shown = content[:20].decode("ascii", "backslashreplace")
+        logger.error(
+            "%s is damaged (it begins with %r): it is replaced, and the boot number comes from the clock. "
+            "Should the log know a later one, this node is not heard until the clock has passed that",
+            self._boot,
+            shown,
+        )
+        return 0
 
     def exchange(self) -> tuple[int, str]:
         """The port (0: none yet) and the token that the agent before used for states; else a new token."""
         try:
-            port, token = self._exchange.read_text("ascii").split()
-            return int(port), token
-        except (FileNotFoundError, ValueError):
+            port, token = _read_small(self._exchange).decode("ascii").split()
+            return (int(port) if int(port) < 65536 else 0), token
+        except (OSError, ValueError):
             return 0, secrets.token_hex(16)
 
     def remember_exchange(self, port: int, token: str) -> None:
@@ -132,11 +171,44 @@ class RunDir:
             raise BadRunDir(f"run-dir: {self._memory} is damaged ({error}); it is not used") from error
 
 
+def _refuse_foreign_links(path: Path) -> None:
+    """Whoever owns a link decides where it leads: in a directory for all, such as /tmp, that may be anybody."""
+    for part in (path, *path.parents):
+        try:
+            status = part.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.getuid()):
+            raise BadRunDir(
+                f"run-dir: {part} is a symbolic link of uid {status.st_uid}; remove it, or give another directory"
+            )
+
+
+def _read_small(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_SMALL_BYTES)
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    """In place and durable: needs no room, but the file must be there. A torn write is seen when it is read."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, content, 0)
+        os.ftruncate(fd, len(content))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _replace(path: Path, content: bytes, *, durable: bool) -> None:
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

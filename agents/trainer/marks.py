@@ -167,7 +167,7 @@ def _mapped(path: Path) -> mmap.mmap:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(fd, _RECORD.size)
+        os.posix_fallocate(fd, 0, _RECORD.size)  # on a full disk an error here, else a SIGBUS at the first mark
         return mmap.mmap(fd, _RECORD.size)
     finally:
         os.close(fd)

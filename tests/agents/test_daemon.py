@@ -60,18 +60,34 @@ class AgentProcess:
         self.run_dir = run_dir
         self.process = self.start()
 
+    @property
+    def output(self) -> Path:
+        return self.run_dir / "agent.log"
+
     def start(self) -> subprocess.Popen[bytes]:
         flags = ["--nats", self.url, "--node", "n1", "--slots", "2", "--run-dir", str(self.run_dir)]
         flags += ["--heartbeat-s", "0.1", "--lease-s", "20", "--accelerators", "fake"]
         flags += [*(f"--fork-server={flag}" for flag in LIGHT)]
-        with (self.run_dir / "agent.log").open("ab") as log:
+        with self.output.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "agents.cli", *flags], stdout=log, stderr=log, env=environment()
             )
         return self.process
 
+    def end(self) -> None:
+        """Kill it and its fork server; nothing of theirs may be left."""
+        kill(self.process.pid)
+        self.process.wait()
+        try:
+            fork_server = self.fork_server()
+        except OSError:
+            return
+        theirs = children(fork_server)
+        kill(fork_server)
+        assert all(has_ended(pid) for pid in (fork_server, *theirs))
+
     def log(self) -> str:
-        return (self.run_dir / "agent.log").read_text()
+        return self.output.read_text()
 
     def fork_server(self) -> int:
         """The pid of whoever serves fork.sock."""
@@ -159,15 +175,7 @@ def agent(nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Pat
     """An agent; afterwards it and its fork server are killed, and then nothing of theirs may be left."""
     agent = AgentProcess(nats_server.url, run_dir)
     yield agent
-    kill(agent.process.pid)
-    agent.process.wait()
-    try:
-        fork_server = agent.fork_server()
-    except OSError:
-        return
-    theirs = children(fork_server)
-    kill(fork_server)
-    assert all(has_ended(pid) for pid in (fork_server, *theirs))
+    agent.end()
 
 
 @pytest.fixture
@@ -320,6 +328,15 @@ async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, 
     await coordinator.until(NodeLeft)
     exits = [e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, WorkerExited)]
     assert [(e.worker, e.expected) for e in exits] == [("a.1", True), ("b.1", True)]
+
+
+def test_an_agent_starts_on_a_full_volume(run_dir: Path, tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces here")
+    output = tmp_path / "agent.log"
+    program = [sys.executable, "-m", "tests.agents.full_run_dir", str(run_dir), str(output)]
+    ran = subprocess.run(["unshare", "-rm", *program], capture_output=True, text=True, timeout=90, check=False)
+    assert ran.returncode == 0, f"{ran.stdout}{ran.stderr}{output.read_text()}"
 
 
 async def test_a_second_agent_is_refused(agent: AgentProcess, coordinator: Coordinator) -> None:

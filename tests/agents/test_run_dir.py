@@ -6,10 +6,12 @@ import os
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from agents.run_dir import BadRunDir, RunDir, default_run_dir
+from agents.run_dir import BOOT_LIMIT, BadRunDir, RunDir, default_run_dir
 from agents.state import Memory
+from events.vocabulary import Boot
 from tests.agents.node import Node, start
 
 
@@ -18,6 +20,47 @@ def test_boot_numbers_only_grow_whatever_the_clock_does(run_dir: Path) -> None:
     directory.claim()
     assert [directory.next_boot(clock) for clock in (1000, 5, 5000, 0)] == [1000, 1001, 5000, 5001]
     directory.release()
+
+
+@pytest.mark.parametrize("content", [b"9" * 30, b"9" * 5000, str(2**52).encode(), b"", b"\xff\x00", b"-5", b"1_0"])
+def test_a_damaged_boot_number_is_said_and_replaced(
+    run_dir: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run_dir / "agent.boot").write_bytes(content)
+    directory = RunDir(run_dir)
+    assert [directory.next_boot(clock) for clock in (5000, 10)] == [5000, 5001]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert str(run_dir / "agent.boot") in said and "is damaged" in said and len(said) < 400 and "\n" not in said
+    assert (run_dir / "agent.boot").read_text() == "5001"
+
+
+def test_a_boot_number_is_what_the_vocabulary_takes() -> None:
+    boots = msgspec.msgpack.Decoder(Boot)
+    assert boots.decode(msgspec.msgpack.encode(BOOT_LIMIT - 1)) == BOOT_LIMIT - 1
+    with pytest.raises(msgspec.ValidationError):
+        boots.decode(msgspec.msgpack.encode(BOOT_LIMIT))
+
+
+def test_a_damaged_exchange_is_made_anew(run_dir: Path) -> None:
+    (run_dir / "agent.exchange").write_text(f"{10**30} token")
+    assert RunDir(run_dir).exchange() == (0, "token")
+    (run_dir / "agent.exchange").write_bytes(b"\xff" * 1000)
+    assert RunDir(run_dir).exchange()[0] == 0
+
+
+def test_a_link_of_somebody_else_is_not_followed(run_dir: Path) -> None:
+    ours = run_dir / "ours"
+    ours.mkdir()
+    link = run_dir / "unicron-1"
+    link.symlink_to(ours)
+    RunDir(link / "n1").claim()  # our own leads where we want
+    try:
+        os.lchown(link, 12345, 12345)
+    except PermissionError:
+        pytest.skip("only root can give files away")
+    with pytest.raises(BadRunDir, match="symbolic link of uid 12345"):
+        RunDir(link / "n2").claim()
+    assert not (ours / "n2").exists(), "nothing is made where it leads"
 
 
 def test_memory_comes_back_as_it_was_written(run_dir: Path) -> None:
