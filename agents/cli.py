@@ -81,6 +81,9 @@ def parse(argv: list[str] | None = None) -> Options:
         help="for states of training, kept and copied between nodes; 0: none (a quarter of the host's)",
     )
     parser.add_argument(
+        "--logs-dir", type=Path, metavar="DIR", help="workers' logs; on a disk, they outlive the machine (RUN_DIR/logs)"
+    )
+    parser.add_argument(
         "--logs-days",
         type=_days,
         default=None,
@@ -131,6 +134,7 @@ def parse(argv: list[str] | None = None) -> Options:
             tls_ca=given.tls_ca,
         ),
         memory_bytes=given.memory_gib,
+        logs_dir=given.logs_dir,
         logs_max_age_s=given.logs_days,
         logs_max_bytes=given.logs_gib,
         accelerators=given.accelerators,

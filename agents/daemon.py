@@ -100,7 +100,7 @@ class Options:
     """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server.
 
     `memory_bytes`: for states of training; None: a quarter of the host's, 0: none. `accelerators`: who watches them.
-    `logs_max_age_s`, `logs_max_bytes`: of workers that have ended; None: see log_pruning.py.
+    `logs_dir`: of workers; None: in the run directory. `logs_max_age_s`, `logs_max_bytes`: None: see log_pruning.py.
     """
 
     nats: tuple[str, ...]
@@ -112,6 +112,7 @@ class Options:
     lease_s: float = 60.0
     login: Login = field(default_factory=Login)
     memory_bytes: int | None = None
+    logs_dir: Path | None = None
     logs_max_age_s: float | None = None
     logs_max_bytes: int | None = None
     accelerators: Choice = "auto"
@@ -475,7 +476,7 @@ class Agent:
 
 async def run_agent(options: Options) -> int:
     """Claim the run directory and work in it until told to end; the exit code. Raises BadRunDir, NoDriver."""
-    run_dir = RunDir(options.run_dir)
+    run_dir = RunDir(options.run_dir, options.logs_dir)
     run_dir.claim()
     try:
         make_room(options, run_dir)
@@ -497,7 +498,8 @@ def make_room(options: Options, run_dir: RunDir) -> None:
 def prune_logs(options: Options, run_dir: RunDir, living: frozenset[WorkerId]) -> None:
     """See log_pruning.py."""
     try:
-        limits = Limits.of(run_dir.path, options.logs_max_age_s, options.logs_max_bytes)
+        run_dir.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        limits = Limits.of(run_dir.logs, options.logs_max_age_s, options.logs_max_bytes)
         count, size_bytes = prune(run_dir.logs, living, limits, time.time())
     except OSError as error:
         logger.error("cannot look after the workers' logs: %s", error)

@@ -8,7 +8,7 @@
     <run_dir>/fork.sock      the fork server serves the agent here
     <run_dir>/marks/<worker>         the worker's phase mark (see agents/trainer/marks.py)
     <run_dir>/fork_server.log
-    <run_dir>/logs/<task>/<worker>.log, .log.1, ...
+    <run_dir>/logs/<task>/<worker>.log, .log.1, ...    (log_pruning.py; may lie elsewhere, on a disk)
 
 The directory is private (0700): who may write to its sockets may run code.
 """
@@ -51,8 +51,11 @@ def default_run_dir(node: str) -> Path:
 class RunDir:
     """Paths and small files of one run directory. Nothing is touched before `claim`."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises BadRunDir where a socket's path would be too long for the kernel."""
+    def __init__(self, path: Path, logs: Path | None = None) -> None:
+        """`logs`: where workers' logs go, if not below `path`.
+
+        Raises BadRunDir where a socket's path would be too long for the kernel.
+        """
         self.path = path.absolute()
         length = len(os.fsencode(self.path / _LONGEST_SOCKET))
         if length > MAX_SOCKET_PATH_BYTES:
@@ -63,7 +66,7 @@ class RunDir:
         self.agent_socket = self.path / "agent.sock"
         self.fork_socket = self.path / "fork.sock"
         self.fork_server_log = self.path / "fork_server.log"
-        self.logs = self.path / "logs"
+        self.logs = self.path / "logs" if logs is None else logs.absolute()
         self.marks = self.path / "marks"
         self._memory = self.path / "agent.memory"
         self._boot = self.path / "agent.boot"

@@ -46,7 +46,6 @@ def check(output: Path, boot: Path, boots: list[int]) -> None:
 
 
 async def main(run_dir: Path, output: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(run_dir)], check=True)
     with tempfile.TemporaryDirectory() as store:
         server = EmbeddedServer(Path(store) / "nats")
         await server.start()
@@ -74,4 +73,5 @@ async def main(run_dir: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", sys.argv[1]], check=True)
     asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -20,6 +20,13 @@ def test_good_flags(run_dir: Path) -> None:
     assert options.nats == ("nats://127.0.0.1:4222",)
 
 
+def test_what_is_kept_of_workers_logs(run_dir: Path) -> None:
+    options = parse([*GOOD, "--run-dir", str(run_dir)])
+    assert (options.logs_dir, options.logs_max_age_s, options.logs_max_bytes) == (None, None, None)
+    options = parse([*GOOD, "--run-dir", str(run_dir), "--logs-dir", "/var/l", "--logs-days", "2", "--logs-gib", "1"])
+    assert (options.logs_dir, options.logs_max_age_s, options.logs_max_bytes) == (Path("/var/l"), 172_800.0, 2**30)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -34,6 +41,7 @@ def test_good_flags(run_dir: Path) -> None:
         (("--address", "0.0.0.0"), ("--address", "connected to")),
         (("--heartbeat-s", "0"), ("--heartbeat-s", "seconds")),
         (("--lease-s", "nan"), ("--lease-s", "seconds")),
+        (("--logs-days", "-1"), ("--logs-days", "days")),
         (("--creds", "/no/such/file"), ("--creds", "no file")),
         (("--run-dir", "/" + "x" * 120), ("--run-dir", "too long")),
         (("--colour", "red"), ("--colour",)),
