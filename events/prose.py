@@ -54,6 +54,8 @@ from events.vocabulary import (
     StateTaken,
     StepCommitted,
     StopWorker,
+    StragglerObserved,
+    StragglerRecovered,
     TaskAssignment,
     TaskCancelled,
     TaskCompleted,
@@ -141,6 +143,17 @@ def _observed(event: AnyObservation) -> str:
             return (
                 f"task {event.task} is slow: iterations take {_seconds(event.iteration_us)}"
                 f" instead of {_seconds(event.usual_us)}; {slowest}"
+            )
+        case StragglerObserved():
+            return (
+                f"worker {event.straggler} (rank {event.rank}) on {event.straggler_node} straggles: it takes"
+                f" {event.factor:.2f} times as long as the other replicas since iteration {event.since_iteration},"
+                f" {_seconds(event.compute_us)} per micro-batch against {_seconds(event.others_us)}"
+            )
+        case StragglerRecovered():
+            return (
+                f"worker {event.straggler} (rank {event.rank}) on {event.straggler_node} straggles no more, as of"
+                f" iteration {event.iteration}: {event.factor:.2f} times the time of the other replicas"
             )
         case CorruptionSuspected():
             who = event.suspect or "a worker that cannot be told"

@@ -34,7 +34,7 @@ FIRST = 1
 
 #: schema -> the event types that came with it.
 TYPES: dict[int, tuple[str, ...]] = {
-    2: ("CheckNode", "NodeChecked", "PeersRemembered", "RepairEnded"),
+    2: ("CheckNode", "NodeChecked", "PeersRemembered", "RepairEnded", "StragglerObserved", "StragglerRecovered"),
 }
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {

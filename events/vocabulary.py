@@ -66,6 +66,8 @@ Signal: TypeAlias = Annotated[int, Meta(ge=1, le=127)]
 Flops: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: A sum of samples' hashes modulo 2**61.
 SamplesDigest: TypeAlias = Annotated[int, Meta(ge=0, lt=2**61)]
+#: How many times as long as others.
+Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e6)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 #: Weighted FLOP, correctly rounded: months of 10,000 GPUs are beyond 64 bits. The folded state holds the exact sums.
 Work: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e40)]
@@ -547,6 +549,44 @@ class DegradationObserved(Observation, frozen=True, kw_only=True):
     others_us: Duration
 
 
+class StragglerObserved(Observation, frozen=True, kw_only=True):
+    """A replica has been slower than the others at the same work, for at least some seconds; told once by the first
+    replica's worker of its shard, and again when its `factor` has changed.
+
+    `straggler`: its worker in that shard, `rank`: its place in the membership. `factor`: its own time per micro-batch
+    over the median of the other replicas' in the same iterations; `compute_us` and `others_us`: what that is. Since
+    about the beginning of `since_iteration`, `since_us` by the teller's clock.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    iteration: Count
+    straggler: WorkerId
+    straggler_node: Name
+    rank: Count
+    factor: Factor
+    compute_us: Micros
+    others_us: Micros
+    since_iteration: Count
+    since_us: Micros
+
+
+class StragglerRecovered(Observation, frozen=True, kw_only=True):
+    """It is as quick as the other replicas again; `factor`: what is left."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Count
+    iteration: Count
+    straggler: WorkerId
+    straggler_node: Name
+    rank: Count
+    factor: Factor
+
+
 class CorruptionSuspected(Observation, frozen=True, kw_only=True):
     """Numbers that no sound replica should have; `worker` tells it, `suspect` has them ("": one cannot tell who).
 
@@ -1019,7 +1059,8 @@ AnyObservation: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
-    | HangSuspected | DegradationObserved | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
+    | HangSuspected | DegradationObserved | StragglerObserved | StragglerRecovered
+    | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
     | PeersRemembered | NodeChecked
     | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned
     | NodeUncordoned

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 
 from unicrond.reconcile import occupied
 from unicrond.severity import RESPONSE
-from unicrond.state import ClusterState, Incident, Node, NodeStatus, Task, WorkerStatus
+from unicrond.state import ClusterState, Incident, Node, NodeStatus, Straggler, Task, TaskStatus, WorkerStatus
 from unicrond.tables import Table
 from unicrond.work import LINEAR_FLOPS, achieved_waf
 
@@ -103,13 +104,51 @@ def tasks_table(state: ClusterState) -> Table:
             loss(task.loss),
             milliseconds(task.iteration_us) if task.iteration_us else "-",
             si(achieved_waf(task, state.now_us), "FLOP/s"),
-            task.reason.partition("\n")[0] or _reshaping(task) or "-",
+            task.reason.partition("\n")[0] or _reshaping(task) or _slow(task) or "-",
         )
         for task in state.tasks.values()
     ]
     headers = ("task", "status", "weight", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
     right = frozenset({"weight", "iteration", "loss", "ms/iteration", "WAF"})
     return Table(headers, tuple(rows), right, "no task was submitted")
+
+
+def stragglers_table(state: ClusterState) -> Table:
+    """The members of active tasks that are slower than the other replicas."""
+    rows = [
+        (
+            straggler.worker,
+            str(rank),
+            straggler.node,
+            f"{straggler.factor:.2f}",
+            f"{milliseconds(straggler.compute_us)} ms",
+            f"{milliseconds(straggler.others_us)} ms",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(straggler.since_us / 1e6)),
+            str(straggler.since_iteration),
+        )
+        for rank, straggler in stragglers(state)
+    ]
+    headers = ("straggler", "rank", "node", "factor", "micro-batch", "others", "since", "iteration")
+    return Table(headers, tuple(rows), frozenset({"rank", "factor", "micro-batch", "others", "iteration"}), "none")
+
+
+def stragglers(state: ClusterState) -> list[tuple[int, Straggler]]:
+    """Of all active tasks, each with its rank."""
+    found = []
+    for task in state.tasks.values():
+        if task.stragglers and task.membership is not None and task.status is TaskStatus.ACTIVE:
+            ranks = {member.worker: rank for rank, member in enumerate(task.membership.members)}
+            found += [(ranks[name], one) for name, one in task.stragglers.items() if name in ranks]
+    return found
+
+
+def _slow(task: Task) -> str:
+    """The slowest of its stragglers, in a few words."""
+    if not task.stragglers or task.status is not TaskStatus.ACTIVE:
+        return ""
+    slowest = max(task.stragglers.values(), key=lambda one: one.factor)
+    others = f", {len(task.stragglers) - 1} more" if len(task.stragglers) > 1 else ""
+    return f"{slowest.worker} on {slowest.node} takes {slowest.factor:.2f} times as long as the others{others}"
 
 
 def _reshaping(task: Task) -> str:

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from events.vocabulary import AnyEvent
 from unicrond.client import DEFAULT_URL, ApiError, Client, Refused, Unreachable
-from unicrond.cluster_tables import incidents_table, node_status, nodes_table, planned_waf, si, tasks_table
+from unicrond.cluster_tables import (
+    incidents_table,
+    node_status,
+    nodes_table,
+    planned_waf,
+    si,
+    stragglers,
+    stragglers_table,
+    tasks_table,
+)
 from unicrond.event_lines import EventLine
 from unicrond.faults import guess
 from unicrond.state import ClusterState, TaskStatus
@@ -126,6 +135,9 @@ def status(options: argparse.Namespace) -> None:
     if state.incidents:
         print()
         show(incidents_table(state, time.time_ns() // 1000, last=0))
+    if stragglers(state):
+        print()
+        show(stragglers_table(state))
 
 
 def _active(state: ClusterState) -> list[Any]:

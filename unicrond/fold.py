@@ -34,6 +34,7 @@ from unicrond.folding import (
     nodes,
     plans,
     responses,
+    stragglers,
     suspicions,
     tasks,
     training,
@@ -105,6 +106,8 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.TaskCompleted: tasks.task_completed,
     v.HangSuspected: suspicions.hang_suspected,
     v.DegradationObserved: _nothing,  # news for people
+    v.StragglerObserved: stragglers.straggler_observed,
+    v.StragglerRecovered: stragglers.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
     v.NodeChecked: _nothing,

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from unicrond.cluster_tables import stragglers
 from unicrond.costs import costs_at
 from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.work import achieved_waf, delivered_flop
@@ -40,6 +41,7 @@ class StateCollector(Collector):
         statuses = [w.status for t in state.tasks.values() for w in t.workers.values()]
         yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
         yield from self._tasks(state)
+        yield self._stragglers(state)
         yield from self._last_incident(state)
 
     def _costs(self, state: ClusterState) -> Metric:
@@ -70,6 +72,13 @@ class StateCollector(Collector):
             for task in state.tasks.values():
                 family.add_metric([task.name], float(value(task)))
             yield family
+
+    def _stragglers(self, state: ClusterState) -> Metric:
+        text = "How many times as long as the other replicas a straggler takes per micro-batch; none: nobody straggles"
+        family = GaugeMetricFamily("unicron_straggler_factor", text, labels=["task", "worker", "rank", "node"])
+        for rank, one in stragglers(state):
+            family.add_metric([one.worker.rpartition(".")[0], one.worker, str(rank), one.node], one.factor)
+        return family
 
     def _last_incident(self, state: ClusterState) -> Iterator[Metric]:
         if state.closed:

@@ -152,6 +152,18 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shards: int = always(0)
 
 
+class Straggler(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A member that takes `factor` times as long as the other replicas (see events.vocabulary.StragglerObserved)."""
+
+    worker: str
+    node: str
+    factor: float
+    compute_us: int
+    others_us: int
+    since_iteration: int
+    since_us: int
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A training job.
 
@@ -167,6 +179,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `peers`: where copies of its state go, as its nodes were told last.
     `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
     `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
+    `stragglers`: members that are slower than the other replicas, by worker.
     `timings`: microseconds per iteration by the last TIMINGS_MAX reports of the present generation, its first
     WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were measured (waf.py).
     `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
@@ -212,6 +225,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = always("")
     unclear: dict[str, int] = {}
     unread: int = 0
+    stragglers: dict[str, Straggler] = {}
 
     @property
     def name(self) -> str:

@@ -30,6 +30,8 @@ from unicrond.cluster_tables import (
     nodes_table,
     planned_waf,
     si,
+    stragglers,
+    stragglers_table,
     task_workers,
 )
 from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
@@ -125,6 +127,8 @@ def render(state: ClusterState, now_us: int, events: Sequence[EventLine] = (), a
     """The whole view. `now_us`: wall clock; `events`: the last ones; `away_s`: how old the state is."""
     parts: list[RenderableType] = [_headline(state, away_s), "", _tasks(state), ""]
     parts += [for_terminal(nodes_table(state, NODES_SHOWN), "nodes"), "", _plan(state)]
+    if stragglers(state):
+        parts += ["", for_terminal(stragglers_table(state), "stragglers")]
     if state.incidents or state.closed:
         parts += ["", for_terminal(incidents_table(state, now_us, INCIDENTS_SHOWN), "incidents")]
     if events:

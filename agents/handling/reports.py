@@ -11,6 +11,7 @@ from agents.handling.turn import MAX_TEXT, Turn
 from agents.state import AcceleratorSaw, Disconnect, Link, Stalled, TellWorker, Worker
 from agents.trainer.messages import (
     Captured,
+    CaughtUp,
     Committed,
     Completed,
     Degraded,
@@ -21,6 +22,7 @@ from agents.trainer.messages import (
     Ready,
     Regrouped,
     Saved,
+    Straggles,
     Suspected,
     Taken,
     Trouble,
@@ -34,6 +36,8 @@ from events.vocabulary import (
     HangSuspected,
     Observation,
     StateTaken,
+    StragglerObserved,
+    StragglerRecovered,
     TaskCompleted,
     WorkerId,
     WorkerParked,
@@ -44,12 +48,16 @@ from events.vocabulary import (
 #: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
 SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
 #: Reports that become an observation as they are: the event has the message's fields, and says of which worker.
-Reported: TypeAlias = Regrouped | Parked | Trouble | Degraded | Suspected | Taken | Saved | Completed
+Reported: TypeAlias = (
+    Regrouped | Parked | Trouble | Degraded | Straggles | CaughtUp | Suspected | Taken | Saved | Completed
+)  # fmt: skip
 REPORTED: dict[type[Reported], type[Observation]] = {
     Regrouped: WorkerRegrouped,
     Parked: WorkerParked,
     Trouble: ErrorReported,
     Degraded: DegradationObserved,
+    Straggles: StragglerObserved,
+    CaughtUp: StragglerRecovered,
     Suspected: CorruptionSuspected,
     Taken: StateTaken,
     Saved: CheckpointSaved,
@@ -120,7 +128,7 @@ def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:
             if message.kind not in SYMPTOMS:
                 turn.change(record, cause_told=True)
             pass_on(turn, record, message)
-        case Degraded() | Suspected() | Taken():
+        case Degraded() | Straggles() | CaughtUp() | Suspected() | Taken():
             pass_on(turn, record, message)
         case Captured():
             kept_states.captured(turn, record.task, message)

@@ -5,8 +5,9 @@ Rules
 * It observes and tells; what is to be done is the coordinator's.
 * What all replicas need to know travels with the agreement that ends an iteration (`Sighting`, one row per replica):
   no collective of its own. The lead judges it; a checksum is judged by the lowest rank of the majority.
-* Compute time is the time that a replica keeps others waiting: from the end of one agreement to the beginning of the
-  next reduction, checkpoints included. Slow replicas are compared by micro-batch.
+* Compute time is a replica's own time for its micro-batches, waits excluded (`own_time.py`), told per micro-batch as
+  they may be dealt unevenly. `stragglers.py` compares the replicas of each shard; all follow it, so that a new lead
+  knows what was told, and the first replica tells.
 * Per iteration it costs a few microseconds and one pass over the gradients; every `checksum_every` iterations one pass
   over the parameters.
 """
@@ -14,6 +15,7 @@ Rules
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +31,10 @@ from agents.trainer.context import Context, Patience
 from agents.trainer.group import Group
 from agents.trainer.ledger import Total
 from agents.trainer.marks import Marker, now_us
-from agents.trainer.messages import Degraded, Membership, Suspected
+from agents.trainer.messages import CaughtUp, Degraded, Membership, Straggles, Suspected
+from agents.trainer.own_time import OwnTime
 from agents.trainer.spikes import Spikes
+from agents.trainer.stragglers import Finding, Stragglers
 from events.vocabulary import CorruptionSign
 
 #: An iteration of which more than this part went to a checkpoint is no plain one: 1 / _SAVING.
@@ -43,8 +47,8 @@ _END_S = 6 * 3600.0
 class Sighting:
     """What one replica's shard saw of an iteration. Travels as a row of signed 64-bit integers.
 
-    `compute_us`: see the rules. `norm`: of the gradient sums of its own micro-batches. `checksum` of the parameters,
-    0: none was made.
+    `compute_us`: see the rules; of all `micro_batches`. `norm`: of the gradient sums of its own micro-batches.
+    `checksum` of the parameters, 0: none was made.
     """
 
     compute_us: int
@@ -79,8 +83,8 @@ class Detection:
             "gradient_norm": Spikes(rise=9.0),
         }
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
-        self._free_us = now_us()
-        self._compute_us = 0
+        self._stragglers = Stragglers()
+        self.own_time = OwnTime()
         self._saving_us = 0
         self._sightings: list[Sighting] = []
 
@@ -93,7 +97,8 @@ class Detection:
         self._baseline.reset()
         self._recent.clear()
         self._sightings = []
-        self._free_us = now_us()
+        self._stragglers.regrouped()
+        self.own_time.clear()
         self._limit_collectives(group)
 
     def begun(self, iteration: int) -> None:
@@ -121,13 +126,8 @@ class Detection:
             self._mark.limit_us = limit_us + took_us
         self._saving_us += took_us
 
-    def computed(self) -> None:
-        """All own micro-batches are done; from here on the worker waits for others."""
-        self._compute_us = now_us() - self._free_us
-
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """All have agreed; `rows` are the sightings of all replicas, in rank order."""
-        self._free_us = now_us()
         self._sightings = [Sighting.from_row(row) for row in rows]
 
     def committed(self, iteration: int, duration_us: int, group: Group) -> None:
@@ -150,7 +150,10 @@ class Detection:
         """This shard's row for the agreement on `iteration`."""
         every = self._patience.checksum_every
         made = checksum(self._parameters) if every and iteration % every == 0 else 0
-        return Sighting(self._compute_us, micro_batches, norm, made)
+        own = self.own_time
+        compute_us = own.taken_us * micro_batches // max(1, own.micro_batches)  # some may have been of another group
+        own.clear()
+        return Sighting(compute_us, micro_batches, norm, made)
 
     # --- what is told to the agent ---------------------------------------------------------------
 
@@ -160,6 +163,13 @@ class Detection:
             return  # agreed on in another group: its rows are gone
         workers = [member.worker for member in membership.members if member.shard == shard]
         self._judge_checksums(iteration, membership.generation, workers, rank)
+        computed = {
+            worker: (sighting.compute_us, sighting.micro_batches)
+            for worker, sighting in zip(workers, self._sightings, strict=True)
+        }
+        for finding in self._stragglers.look(iteration, now_us(), computed):
+            if rank == 0:
+                self._tell(finding, iteration, membership)
         if rank:
             return
         if shard == 0:
@@ -194,6 +204,37 @@ class Detection:
     ) -> None:
         self._channel.send(
             Suspected(generation=generation, iteration=iteration, sign=sign, suspect=suspect, value=value, usual=usual)
+        )
+
+    def _tell(self, finding: Finding, iteration: int, membership: Membership) -> None:
+        workers = [member.worker for member in membership.members]
+        rank = workers.index(finding.worker)
+        straggler = membership.members[rank]
+        if finding.over:
+            self._channel.send(
+                CaughtUp(
+                    generation=membership.generation,
+                    iteration=iteration,
+                    straggler=straggler.worker,
+                    straggler_node=straggler.node,
+                    rank=rank,
+                    factor=finding.factor,
+                )
+            )
+            return
+        self._channel.send(
+            Straggles(
+                generation=membership.generation,
+                iteration=iteration,
+                straggler=straggler.worker,
+                straggler_node=straggler.node,
+                rank=rank,
+                factor=finding.factor,
+                compute_us=finding.own_us,
+                others_us=finding.others_us,
+                since_iteration=finding.since_iteration,
+                since_us=time.time_ns() // 1000 - (now_us() - finding.since_us),
+            )
         )
 
     def _judge_pace(self, iteration: int, generation: int, workers: list[str]) -> None:

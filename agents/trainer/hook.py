@@ -224,11 +224,13 @@ class Hook:
                 self._rendezvous.look()
                 todo = self._ledger.todo()[:at_most]
                 if todo:
+                    self._detection.own_time.begin()
                     self._fire("micro_batch")
                     self._context.mark.working(self._ledger.finished)
                     if self._overlap and len(todo) == len(self._ledger.todo()):
                         self._reduction.overlap(self._group(), len(todo))
                     yield todo
+                    self._detection.own_time.end(len(todo))
                     self._ledger.finished += len(todo)
                 else:
                     self._reduce()
@@ -273,7 +275,6 @@ class Hook:
     def _reduce(self) -> None:
         """Bring this iteration from *computed* to *agreed*. Raises Broken or Superseded."""
         self._context.phase = "reduce"
-        self._detection.computed()
         self._fire("computed")
         group, ledger, replica = self._group(), self._ledger, self._context.replica
         loss_sum, tokens = replica.from_last_stage(ledger.loss_sum, ledger.tokens)

@@ -23,6 +23,7 @@ from events.vocabulary import (
     CorruptionSign,
     Count,
     ErrorKind,
+    Factor,
     Fault,
     LongText,
     Member,
@@ -124,6 +125,32 @@ class Degraded(Message, frozen=True, kw_only=True):
     slowest: WorkerOrNone
     compute_us: Count
     others_us: Count
+
+
+class Straggles(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
+
+    generation: Count
+    iteration: Count
+    straggler: WorkerId
+    straggler_node: Name
+    rank: Count
+    factor: Factor
+    compute_us: Count
+    others_us: Count
+    since_iteration: Count
+    since_us: Count
+
+
+class CaughtUp(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.StragglerRecovered."""
+
+    generation: Count
+    iteration: Count
+    straggler: WorkerId
+    straggler_node: Name
+    rank: Count
+    factor: Factor
 
 
 class Suspected(Message, frozen=True, kw_only=True):
@@ -326,8 +353,8 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 FromWorker: TypeAlias = (
-    Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Suspected
-    | Saved | Captured | Taken | Completed
+    Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Straggles | CaughtUp
+    | Suspected | Saved | Captured | Taken | Completed
 )  # fmt: skip
 ToWorker: TypeAlias = Membership | Quit | Inject
 ToForkServer: TypeAlias = Spawn | Kill | Keep | Forget | Retire | ExitedAck

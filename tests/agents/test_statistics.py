@@ -9,13 +9,15 @@ from msgspec.structs import replace
 
 from agents.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
 from agents.trainer.marks import Mark
-from agents.trainer.messages import Degraded, Exited, Kill, Quit, Suspected
+from agents.trainer.messages import CaughtUp, Degraded, Exited, Kill, Quit, Straggles, Suspected
 from events.vocabulary import (
     CorruptionSuspected,
     DegradationObserved,
     ErrorReported,
     HangSuspected,
     StepCommitted,
+    StragglerObserved,
+    StragglerRecovered,
     WorkerExited,
 )
 from tests.agents.node import Node, committed, stop
@@ -65,6 +67,16 @@ def test_statistics_become_events(node: Node) -> None:
     )  # fmt: skip
     (slow,) = node.of(DegradationObserved)
     assert (slow.slowest, slow.iteration_us, slow.usual_us, slow.compute_us, slow.others_us) == ("a.4", 23, 20, 12, 10)
+    about = {"generation": 1, "iteration": 7, "straggler": "a.4", "straggler_node": "n9", "rank": 3}
+    node.say(
+        "a.1", Straggles(**about, factor=1.25, compute_us=125, others_us=100, since_iteration=4, since_us=77)
+    )  # fmt: skip
+    (straggles,) = node.of(StragglerObserved)
+    assert (straggles.worker, straggles.straggler, straggles.straggler_node) == ("a.1", "a.4", "n9")
+    assert (straggles.rank, straggles.factor, straggles.since_iteration, straggles.since_us) == (3, 1.25, 4, 77)
+    node.say("a.1", CaughtUp(**about, factor=1.01))
+    (recovered,) = node.of(StragglerRecovered)
+    assert (recovered.straggler, recovered.factor) == ("a.4", 1.01)
     node.say("a.1", Suspected(generation=1, iteration=7, sign="loss", suspect="a.4", value=9.0, usual=2.0))
     (odd,) = node.of(CorruptionSuspected)
     assert (odd.worker, odd.suspect, odd.sign, odd.value, odd.usual) == ("a.1", "a.4", "loss", 9.0, 2.0)

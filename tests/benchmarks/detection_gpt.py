@@ -19,6 +19,7 @@ from agents.trainer.corpus import Corpus
 from agents.trainer.detection import Detection, Sighting
 from agents.trainer.hook import Hook
 from agents.trainer.marks import Marker
+from agents.trainer.own_time import OwnTime
 from agents.trainer.randomness import seed_all
 
 
@@ -29,13 +30,24 @@ class NoMarks(Marker):
         pass
 
 
+class NoTime(OwnTime):
+    """Looks at no clock."""
+
+    def begin(self) -> None:
+        pass
+
+    def end(self, micro_batches: int) -> None:
+        pass
+
+
 class NoDetection(Detection):
     """Observes nothing, and sends as many words as the other does."""
 
-    def begun(self, iteration: int) -> None:
-        pass
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.own_time = NoTime()
 
-    def computed(self) -> None:
+    def begun(self, iteration: int) -> None:
         pass
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:

@@ -96,6 +96,14 @@ def eventful(seed: int) -> list[Entry]:
             **told, iteration_us=2_000_000, usual_us=1_000_000, slowest="", compute_us=9, others_us=0
         ),
     )
+    straggler = {"straggler": member.worker, "straggler_node": "n0", "rank": 0}
+    cluster.say(
+        host,
+        v.StragglerObserved(
+            **told, **straggler, factor=1.25, compute_us=125, others_us=100, since_iteration=1, since_us=1
+        ),
+    )
+    cluster.say(host, v.StragglerRecovered(**told, **straggler, factor=1.01))
     cluster.say(host, v.CorruptionSuspected(**told, sign="loss", suspect="", value=float("inf"), usual=1.0))
     cluster.say(
         host,

@@ -9,6 +9,7 @@ from events.envelope import Envelope
 from unicrond import blame
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_task
+from unicrond.folding.stragglers import only_members
 from unicrond.state import ClusterState, Membership, Plan, Task, TaskStatus
 
 
@@ -50,7 +51,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envel
         task = _evidence_counted(state, task)
     task = replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0, suspicions={})
     task = replace(task, formed_after=task.iteration, timings=(), warm=0)
-    return with_task(state, task)
+    return with_task(state, only_members(task))
 
 
 def _evidence_counted(state: ClusterState, task: Task) -> Task:

@@ -1,0 +1,233 @@
+"""Which replica is slower than the others at the same work: from its birth on, by its own time per micro-batch.
+
+Rules
+-----
+* In each iteration a replica's time is compared with the median of the others' in the same iteration: what slows all
+  of them down cancels out. Its own past is not asked, so who was slow from the beginning is found as well.
+* A sample is one iteration, or as many as make up SAMPLE_US: what lasts for part of a second is no straggler. The
+  first WARM_UP iterations of a group do not count.
+* A replica straggles if, over the last 20 or 40 samples, the middle of its factors is above SLOW, and above 1 by so
+  many standard errors as SURE says: the fewer samples, the more. The error follows from the spread of the samples: on
+  a noisy machine less is seen, and what is not certain is not told. A burst is no straggler: the median of each
+  quarter of 20 samples, of each half of 40, is above half of SLOW.
+* It is told once; again when the factor has changed by AGAIN, at the earliest after 40 samples more; and when it is
+  over: when the middle of 40 samples is below OVER, and the median of both halves below SLOW.
+* Since when: from the change point on, where the sum of what it was slower by, less half the usual, is largest, as far
+  back as HISTORY samples.
+* A new group compares anew. Of who was told of before and is still there nothing is told but a change.
+* With one replica there is nothing to compare with; `baseline.py` compares a task with its own past.
+
+Pure: times come in, findings go out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+#: Iterations of a group that say nothing.
+WARM_UP = 3
+SAMPLE_US = 100_000
+HISTORY = 120
+SLOW = 1.05
+OVER = 1.025
+AGAIN = 1.2
+#: Samples looked back upon -> standard errors, and in how many parts. Measured noise has heavier tails than normal
+#: noise, and neighbouring samples share some of it (docs/benchmarks.md).
+SURE = {20: (7.0, 4), 40: (4.5, 2)}
+LONGEST = 40
+#: Of normal noise: from a median distance to a deviation, and from that to the error of a mean of the middle half.
+_TO_DEVIATION = 1.4826
+_TO_ERROR = 1.09
+#: Looked at in every so many samples.
+_EVERY = 2
+#: A factor beyond this says that somebody did not compute.
+_FACTOR_MAX = 1000.0
+
+
+class Finding(NamedTuple):
+    """`worker` takes `factor` times as long as the others, since `since_us` (the clock of `look`), the beginning of
+    iteration `since_iteration`. `own_us`, `others_us`: per micro-batch. `over`: it did, and does no more."""
+
+    worker: str
+    factor: float
+    own_us: int
+    others_us: int
+    since_iteration: int
+    since_us: int
+    over: bool = False
+
+
+class _Sample(NamedTuple):
+    lag: float
+    others_us: float
+    iteration: int
+    at_us: int
+
+
+@dataclass(slots=True)
+class _Told:
+    factor: float
+    since_iteration: int
+    since_us: int
+    #: Samples until it may be told again, or be over.
+    rest: int = LONGEST
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A sample under way."""
+
+    iteration: int = 0
+    began_us: int = 0
+    own_us: dict[str, float] = field(default_factory=dict)
+    micro_batches: dict[str, int] = field(default_factory=dict)
+
+
+class Stragglers:
+    """Of the replicas of one shard; a replica goes by its worker's name."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, _Told] = {}
+        self.regrouped()
+
+    def regrouped(self) -> None:
+        """The group has changed."""
+        self._samples: dict[str, deque[_Sample]] = {}
+        self._seen = 0
+        self._taken = 0
+        self._sum = _Sum()
+        self._ended_us = 0
+
+    def look(self, iteration: int, now_us: int, computed: Mapping[str, tuple[int, int]]) -> list[Finding]:
+        """An iteration has ended at `now_us`: per worker, microseconds and for how many micro-batches. What is to be
+        told."""
+        began_us, self._ended_us = self._ended_us, now_us
+        self._seen += 1
+        for worker in self._told.keys() - computed.keys():
+            del self._told[worker]
+        if self._seen <= WARM_UP or len(computed) < 2:
+            return []
+        self._add(iteration, began_us, computed)
+        if now_us - self._sum.began_us < SAMPLE_US:
+            return []
+        self._take()
+        if self._taken % _EVERY:
+            return []
+        findings = [self._judge(worker, samples) for worker, samples in self._samples.items()]
+        return [finding for finding in findings if finding is not None]
+
+    def _add(self, iteration: int, began_us: int, computed: Mapping[str, tuple[int, int]]) -> None:
+        under_way = self._sum
+        if not under_way.iteration:
+            under_way.iteration, under_way.began_us = iteration, began_us
+        for worker, (own_us, micro_batches) in computed.items():
+            if own_us > 0 and micro_batches > 0:
+                under_way.own_us[worker] = under_way.own_us.get(worker, 0.0) + own_us
+                under_way.micro_batches[worker] = under_way.micro_batches.get(worker, 0) + micro_batches
+
+    def _take(self) -> None:
+        """The sample is whole."""
+        whole, self._sum = self._sum, _Sum()
+        self._taken += 1
+        times = {worker: own_us / whole.micro_batches[worker] for worker, own_us in whole.own_us.items()}
+        if len(times) < 2:
+            return
+        ranked = sorted(times.values())
+        for worker, own_us in times.items():
+            others_us = _median_without(ranked, own_us)
+            lag = math.log(min(max(own_us / others_us, 1 / _FACTOR_MAX), _FACTOR_MAX))
+            samples = self._samples.setdefault(worker, deque(maxlen=HISTORY))
+            samples.append(_Sample(lag, others_us, whole.iteration, whole.began_us))
+
+    def _judge(self, worker: str, samples: deque[_Sample]) -> Finding | None:
+        told = self._told.get(worker)
+        if told is None and samples[-1].lag <= 0 and samples[-2 if len(samples) > 1 else -1].lag <= 0:
+            return None  # most are seen to be quick at a glance
+        lags = [sample.lag for sample in samples]
+        if told is None:
+            lag = next((lag for size in SURE if (lag := _slow(lags, size)) is not None), None)
+            if lag is None:
+                return None
+            since = samples[_change(lags, lag)]
+            self._told[worker] = told = _Told(math.exp(lag), since.iteration, since.at_us)
+            return self._finding(worker, told, samples)
+        told.rest -= _EVERY
+        if told.rest > 0 or len(lags) < LONGEST:
+            return None
+        recent = lags[-LONGEST:]
+        lag = _middle(recent)
+        if lag < math.log(OVER) and max(_by_part(recent, 2)) < math.log(SLOW):
+            del self._told[worker]
+            told.factor = math.exp(lag)
+            return self._finding(worker, told, samples, over=True)
+        change = abs(lag - math.log(told.factor))
+        if change > max(math.log(AGAIN), SURE[LONGEST][0] * _error(lags, LONGEST)) and lag > math.log(SLOW):
+            told.factor, told.rest = math.exp(lag), LONGEST
+            return self._finding(worker, told, samples)
+        return None
+
+    @staticmethod
+    def _finding(worker: str, told: _Told, samples: deque[_Sample], *, over: bool = False) -> Finding:
+        others_us = median([sample.others_us for sample in samples][-LONGEST:])
+        own_us = int(others_us * told.factor)
+        return Finding(worker, told.factor, own_us, int(others_us), told.since_iteration, told.since_us, over)
+
+
+def _slow(lags: Sequence[float], size: int) -> float | None:
+    """The middle of the last `size`, if it is that of a straggler."""
+    if len(lags) < size:
+        return None
+    recent = lags[-size:]
+    lag = _middle(recent)
+    errors, parts = SURE[size]
+    if lag <= math.log(SLOW) or min(_by_part(recent, parts)) <= math.log(SLOW) / 2:
+        return None
+    return lag if lag > errors * _error(lags, size) else None
+
+
+def _middle(lags: Sequence[float]) -> float:
+    """The mean of the middle half: nearly as exact as a mean, nearly as robust as a median."""
+    ranked, rest = sorted(lags), len(lags) // 4
+    return fmean(ranked[rest : len(ranked) - rest])
+
+
+def _by_part(lags: Sequence[float], parts: int) -> list[float]:
+    length = len(lags) // parts
+    return [median(lags[begin : begin + length]) for begin in range(0, length * parts, length)]
+
+
+def _error(lags: Sequence[float], size: int) -> float:
+    """The standard error of the middle of the last `size`. The noise is taken from all, by how much neighbours differ,
+    so that a change does not count as noise; and from the last, in case it has grown."""
+    neighbours = median(abs(one - other) for one, other in pairwise(lags)) / math.sqrt(2)
+    recent = lags[-size:]
+    middle = median(recent)
+    deviation = _TO_DEVIATION * max(neighbours, median(abs(lag - middle) for lag in recent))
+    return _TO_ERROR * deviation / math.sqrt(size)
+
+
+def _change(lags: Sequence[float], lag: float) -> int:
+    """From which sample on it has been slow."""
+    best, since, total = 0.0, len(lags) - 1, 0.0
+    for place in range(len(lags) - 1, -1, -1):
+        total += min(lags[place], 2 * lag) - lag / 2
+        if total >= best:
+            best, since = total, place
+    return since
+
+
+def _median_without(ranked: Sequence[float], one: float) -> float:
+    """The median of all but one of the ranked values."""
+    place = ranked.index(one)
+    rest = len(ranked) - 1
+
+    def at(number: int) -> float:
+        return ranked[number if number < place else number + 1]
+
+    return at(rest // 2) if rest % 2 else (at(rest // 2 - 1) + at(rest // 2)) / 2

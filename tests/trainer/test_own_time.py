@@ -1,0 +1,73 @@
+"""A micro-batch's own time: work and sleep count, a wait for a CPU and what is declared apart do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agents.trainer.own_time import OwnTime
+
+#: Work long enough that the looks at the clock do not show.
+WORK_S = 0.05
+
+
+def work(for_s: float) -> None:
+    """So much of this thread's own CPU time."""
+    until_s = time.thread_time() + for_s
+    while time.thread_time() < until_s:
+        pass
+
+
+def test_sleep_and_work_count_alike() -> None:
+    own = OwnTime()
+    own.begin()
+    work(WORK_S)
+    own.end(1)
+    own.begin()
+    time.sleep(WORK_S)
+    own.end(2)
+    assert own.micro_batches == 3
+    assert own.taken_us >= 2 * WORK_S * 1e6
+    own.clear()
+    assert (own.taken_us, own.micro_batches) == (0, 0)
+
+
+def test_what_is_apart_does_not_count() -> None:
+    own, began_s = OwnTime(), time.monotonic()
+    own.begin()
+    with own.apart():
+        time.sleep(WORK_S)
+    own.end(1)
+    assert own.taken_us <= (time.monotonic() - began_s - WORK_S) * 1e6
+    own.end(1)
+    assert own.micro_batches == 1, "an end without a beginning is none"
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not tell")
+def test_a_wait_for_a_cpu_does_not_count() -> None:
+    """Beside others on the same CPU, which take their share of it."""
+    allowed = os.sched_getaffinity(0)
+    busy = "print(flush=True)\nwhile True: pass"
+    os.sched_setaffinity(0, {min(allowed)})
+    others = [subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for other in others:
+            assert other.stdout is not None and other.stdout.readline()
+        own, began_s = OwnTime(), time.monotonic()
+        own.begin()
+        work(4 * WORK_S)
+        own.end(1)
+        wall_us = (time.monotonic() - began_s) * 1e6
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for other in others:
+            other.kill()
+            other.communicate()
+    waited_us = wall_us - own.taken_us
+    assert own.taken_us >= 4 * WORK_S * 1e6 * 0.99
+    assert waited_us > own.taken_us / 2, "two others took two thirds"

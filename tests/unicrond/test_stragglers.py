@@ -1,0 +1,126 @@
+"""What the cluster keeps of stragglers, and shows."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from events import vocabulary as v
+from events.prose import summary
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.cluster_tables import stragglers_table, tasks_table
+from unicrond.metrics import exposition
+from unicrond.state import TaskStatus
+from unicrond.view import render
+
+
+@pytest.fixture
+def cluster() -> MiniCluster:
+    """One task of three workers that has trained three iterations."""
+    cluster = MiniCluster(3)
+    for number in range(3):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", max_workers=3)
+    cluster.run()
+    cluster.train("big", 3)
+    cluster.run()
+    return cluster
+
+
+def member(cluster: MiniCluster, rank: int) -> v.Member:
+    membership = cluster.state.tasks["big"].membership
+    assert membership is not None
+    return membership.members[rank]
+
+
+def about(cluster: MiniCluster, rank: int) -> dict[str, object]:
+    told, slow = member(cluster, 0), member(cluster, rank)
+    return {
+        "node": told.node, "task": "big", "worker": told.worker, "generation": cluster.state.tasks["big"].generation,
+        "iteration": 60, "straggler": slow.worker, "straggler_node": slow.node, "rank": rank,
+    }  # fmt: skip
+
+
+def straggles(cluster: MiniCluster, rank: int, **changes: object) -> v.StragglerObserved:
+    told = v.StragglerObserved(
+        **about(cluster, rank),  # type: ignore[arg-type]
+        factor=1.25, compute_us=125_000, others_us=100_000, since_iteration=11, since_us=7 * SECOND_US,
+    )  # fmt: skip
+    return replace(told, **changes)
+
+
+def say(cluster: MiniCluster, event: v.StragglerObserved | v.StragglerRecovered) -> None:
+    cluster.say(cluster.hosts[event.node], event)
+    cluster.run()
+
+
+def test_a_straggler_is_kept_with_rank_node_factor_and_since_when(cluster: MiniCluster) -> None:
+    before = cluster.state
+    say(cluster, straggles(cluster, 2))
+    slow = member(cluster, 2)
+    (row,) = stragglers_table(cluster.state).rows
+    assert row[:6] == (slow.worker, "2", slow.node, "1.25", "125 ms", "100 ms") and row[-1] == "11"
+    assert row[6].startswith("1970-01-0"), "since when, in local time"
+    assert tasks_table(cluster.state).rows[0][-1] == (
+        f"{slow.worker} on {slow.node} takes 1.25 times as long as the others"
+    )
+    labels = f'node="{slow.node}",rank="2",task="big",worker="{slow.worker}"'
+    assert f"unicron_straggler_factor{{{labels}}} 1.25" in exposition(lambda: cluster.state)().decode()
+    assert cluster.state.plan == before.plan and not cluster.state.incidents_total, "nothing is done about it"
+
+
+def test_it_is_slow_since_it_was_told_first(cluster: MiniCluster) -> None:
+    say(cluster, straggles(cluster, 2))
+    say(cluster, straggles(cluster, 2, factor=1.5, since_iteration=40, since_us=9 * SECOND_US))
+    (slow,) = cluster.state.tasks["big"].stragglers.values()
+    assert (slow.factor, slow.since_iteration, slow.since_us) == (1.5, 11, 7 * SECOND_US)
+
+
+def test_who_is_over_it_is_forgotten(cluster: MiniCluster) -> None:
+    say(cluster, straggles(cluster, 1))
+    say(cluster, straggles(cluster, 2))
+    say(cluster, v.StragglerRecovered(**about(cluster, 1), factor=1.01))  # type: ignore[arg-type]
+    assert [row[1] for row in stragglers_table(cluster.state).rows] == ["2"]
+    say(cluster, v.StragglerRecovered(**about(cluster, 1), factor=1.01))  # type: ignore[arg-type]
+    assert len(cluster.state.tasks["big"].stragglers) == 1
+
+
+def test_who_leaves_is_no_straggler_any_more(cluster: MiniCluster) -> None:
+    say(cluster, straggles(cluster, 1))
+    slow, stays = member(cluster, 2), member(cluster, 1)
+    told = straggles(cluster, 2)
+    say(cluster, told)
+    cluster.kill_worker(cluster.hosts[slow.node], slow.worker)
+    cluster.run()
+    assert list(cluster.state.tasks["big"].stragglers) == [stays.worker]
+    say(cluster, replace(told, node=member(cluster, 0).node))
+    assert list(cluster.state.tasks["big"].stragglers) == [stays.worker], "a late word about the dead"
+
+
+def test_a_task_that_has_ended_has_none(cluster: MiniCluster) -> None:
+    say(cluster, straggles(cluster, 2))
+    task = replace(cluster.state.tasks["big"], status=TaskStatus.CANCELLED)
+    ended = replace(cluster.state, tasks={"big": task})
+    assert not stragglers_table(ended).rows and tasks_table(ended).rows[0][-1] == "-"
+
+
+def test_news_of_unknown_tasks_and_workers_change_nothing(cluster: MiniCluster) -> None:
+    before = cluster.state.tasks
+    say(cluster, straggles(cluster, 2, task="none", straggler="none.1"))
+    say(cluster, straggles(cluster, 2, straggler="big.77"))
+    assert cluster.state.tasks == before
+
+
+def test_the_view_and_the_events_say_it_in_words(cluster: MiniCluster) -> None:
+    told = straggles(cluster, 2)
+    say(cluster, told)
+    file = io.StringIO()
+    Console(file=file, width=120).print(render(cluster.state, cluster.state.now_us))
+    assert "stragglers" in file.getvalue() and "1.25" in file.getvalue()
+    assert summary(told) == (
+        f"worker {told.straggler} (rank 2) on {told.straggler_node} straggles: it takes 1.25 times as long as the other"
+        " replicas since iteration 11, 0.125 s per micro-batch against 0.100 s"
+    )

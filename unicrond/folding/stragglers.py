@@ -1,0 +1,44 @@
+"""Stragglers: which members are slower than the other replicas. News for people; nothing is decided about them."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.folding.changes import with_task, worker_known
+from unicrond.state import ClusterState, Straggler, Task, TaskStatus
+
+
+def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.straggler)
+    if known is None or known[0].status is not TaskStatus.ACTIVE or not known[0].is_member(event.straggler):
+        return state
+    task, worker = known
+    before = task.stragglers.get(event.straggler)
+    straggler = Straggler(
+        worker=worker.worker,
+        node=worker.node,
+        factor=event.factor,
+        compute_us=event.compute_us,
+        others_us=event.others_us,
+        since_iteration=before.since_iteration if before else event.since_iteration,
+        since_us=before.since_us if before else event.since_us,
+    )
+    return with_task(state, replace(task, stragglers=task.stragglers | {straggler.worker: straggler}))
+
+
+def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Envelope) -> ClusterState:
+    task = state.tasks.get(event.task)
+    if task is None or event.straggler not in task.stragglers:
+        return state
+    rest = {name: straggler for name, straggler in task.stragglers.items() if name != event.straggler}
+    return with_task(state, replace(task, stragglers=rest))
+
+
+def only_members(task: Task) -> Task:
+    """Who has left the task is no straggler of it."""
+    if not task.stragglers:
+        return task
+    members = task.member_names
+    return replace(task, stragglers={name: one for name, one in task.stragglers.items() if name in members})
