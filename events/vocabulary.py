@@ -431,7 +431,7 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
     other end of the connection that broke, where that is known; `lost`: all members of the group to whom the connection
     was dead by then.
 
-    Bounds: `generation` < 10**9; `iteration` <= 10**12; at most 64 `lost`.
+    Bounds: `generation` < 10**9; `iteration` <= 10**12.
     """
 
     node: Name
