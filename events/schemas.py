@@ -40,8 +40,9 @@ TYPES: dict[int, tuple[str, ...]] = {
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "AcceleratorReported": ("needs",),
-        "ErrorReported": ("lost",),
         "CommandFailed": ("reads",),
+        "ErrorReported": ("lost",),
+        "Fault": ("spared",),
         "TaskSpec": ("start_timeout_s",),
     },
 }

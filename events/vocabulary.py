@@ -753,6 +753,7 @@ class Fault(Value, frozen=True, kw_only=True):
 
     `at_iteration` 0: at once, or at the next `phase` where one is given. `seconds`: of a slow iteration's
     delay, or until a dropped network is mended (0: never). `xid`: the code that the accelerator is to report.
+    `spared`: what follows is held against neither node nor task (`unicronctl inject` without --counts).
 
     Bounds: `at_iteration` <= 10**12; `xid` < 2**31.
     """
@@ -763,6 +764,7 @@ class Fault(Value, frozen=True, kw_only=True):
     phase: FaultPhase = always("")
     seconds: Annotated[float, Meta(ge=0.0, le=86400.0)] = always(0.0)
     xid: Small = always(0)
+    spared: bool = False
 
 
 class InjectionRequested(Request, frozen=True, kw_only=True):

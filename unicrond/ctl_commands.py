@@ -253,7 +253,7 @@ def uncordon(options: argparse.Namespace) -> None:
 
 def inject(options: argparse.Namespace) -> None:
     """Order a fault."""
-    fields = ("task", "rank", "node", "at_iteration", "phase", "seconds", "xid")
+    fields = ("task", "rank", "node", "at_iteration", "phase", "seconds", "xid", "counts")
     order = {"kind": options.kind.replace("-", "_")} | {name: getattr(options, name) for name in fields}
     answer = client_of(options).inject(order)
     whom = f"{answer.get('worker')} on {answer.get('node')}" if answer.get("worker") else f"node {answer.get('node')}"

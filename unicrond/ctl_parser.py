@@ -157,6 +157,9 @@ def _add_inject(commands: Commands) -> None:
     inject.add_argument("--phase", choices=phases, default="", metavar="P", help=", ".join(phases))
     inject.add_argument("--seconds", type=float, default=0.0, metavar="S", help="how slow; or how long (drop-network)")
     inject.add_argument("--xid", type=_count, default=0, metavar="CODE", help="the code that an xid fault reports")
+    inject.add_argument(
+        "--counts", action="store_true", help="hold it against node and task (strikes, as if unordered)"
+    )
 
 
 def _add_logs(commands: Commands) -> None:

@@ -39,6 +39,10 @@ class Order:
         """At this point of the iteration."""
         return Order(self.client, self.fields | {"phase": phase})
 
+    def counting(self) -> Order:
+        """Held against node and task (strikes, returns), as if nobody had ordered it."""
+        return Order(self.client, self.fields | {"counts": True})
+
     def now(self) -> dict[str, Any]:
         """Send the order; {"node", "worker", "seq"}."""
         return self.client.inject(self.fields)

@@ -27,7 +27,8 @@ NODE_FAULTS = ("drop_network", "xid")
 
 
 class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/faults. Empty names, and a rank of None, are not given. See events.vocabulary.Fault."""
+    """POST /v1/faults. Empty names, and a rank of None, are not given. `counts`: what follows is held against node
+    and task, as if nobody had ordered it. See events.vocabulary.Fault."""
 
     kind: FaultKind
     task: Name | None = None
@@ -37,6 +38,7 @@ class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     phase: FaultPhase = ""
     seconds: float = 0.0
     xid: Count = 0
+    counts: bool = False
 
 
 class Refused(ValueError):
@@ -72,6 +74,7 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
         phase=order.phase,
         seconds=order.seconds,
         xid=order.xid,
+        spared=not order.counts,
     )
     return InjectionRequested(node=node, fault=fault)
 

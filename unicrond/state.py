@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from events.fields import always
 from events.vocabulary import (
     Fault,
+    FaultKind,
     HangSuspected,
     Member,
     MemoryService,
@@ -76,6 +77,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
     `returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
     `schema`: what its agent reads (events/schemas.py). `unread`: commands that it could not, since it joined.
+    `injected`: somebody has ordered its loss; its next return is none of these.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: MemoryService | None = always(None)
     schema: int = 1
     unread: int = 0
+    injected: bool = False
 
     @property
     def schedulable(self) -> bool:
@@ -107,7 +110,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One process of a task. `generation`: the last membership whose group it has joined, 0 = none."""
+    """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
+    `injected`: the fault that somebody ordered for it, and that is no strike."""
 
     worker: str
     node: str
@@ -117,6 +121,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     command_id: str = always("")
     pid: int = always(0)
     generation: int = always(0)
+    injected: FaultKind | Literal[""] = ""
 
     @property
     def alive(self) -> bool:

@@ -51,6 +51,7 @@ class Network(Protocol):
     head: str
     nats_port: int
     api_port: int
+    nodes: tuple[str, ...]
 
     def prefix(self, node: str) -> tuple[str, ...]:
         """What a command on that node begins with."""
@@ -71,15 +72,16 @@ class Namespaces:
     nats_port = 4222
     api_port = 7470
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: tuple[str, ...] = NODES) -> None:
         """A bridge with the head's address, and per node a namespace on a veth pair."""
+        self.nodes = nodes
         subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)
         Path("/run/netns").mkdir()
         ip("link", "set", "lo", "up")
         ip("link", "add", "br0", "type", "bridge")
         ip("addr", "add", f"{self.head}/24", "dev", "br0")
         ip("link", "set", "br0", "up")
-        for node in NODES:
+        for node in nodes:
             ip("netns", "add", node)
             ip("link", "add", f"{node}-head", "type", "veth", "peer", "name", "eth0", "netns", node)
             ip("link", "set", f"{node}-head", "master", "br0")
@@ -92,7 +94,7 @@ class Namespaces:
         return ("ip", "netns", "exec", node)
 
     def address(self, node: str) -> str:
-        return f"10.77.0.{NODES.index(node) + 1}"
+        return f"10.77.0.{self.nodes.index(node) + 1}"
 
     def nats_url(self, node: str) -> str:
         return f"nats://{self.head}:{self.nats_port}"
@@ -113,6 +115,7 @@ class Proxies:
     """All on loopback."""
 
     head = "127.0.0.1"
+    nodes = NODES
 
     def __init__(self, proxy: Proxy, nats_port: int, orders: Path) -> None:
         self.nats_port = nats_port
@@ -192,7 +195,7 @@ class Hosts:
                 directory / f"{node}.log",
                 env,
             )
-            for node in NODES
+            for node in net.nodes
         }
 
     async def __aenter__(self) -> Hosts:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import commands
+from unicrond.folding.changes import with_node, with_task, with_worker, worker_known
 from unicrond.state import ClusterState, Injection, NodeStatus
 
 
@@ -20,7 +21,25 @@ def injection_requested(state: ClusterState, event: v.InjectionRequested, _: Env
 
 def inject_fault(state: ClusterState, event: v.InjectFault, _: Envelope) -> ClusterState:
     state = commands.count_command(state, event.node)
+    if event.fault.spared:
+        state = _spared(state, event.node, event.fault)
     return replace(state, injections={name: i for name, i in state.injections.items() if name != event.injection})
+
+
+#: What ends a worker, and what ends a node's presence.
+_ENDS = ("kill", "stop", "exception", "nan", "hang", "exit", "oom")
+_LOSES = ("kill", "drop_network")
+
+
+def _spared(state: ClusterState, name: str, fault: v.Fault) -> ClusterState:
+    """Whom it strikes is known from now on: strikes.py and nodes.py count nothing for it."""
+    node, known = state.nodes.get(name), worker_known(state, fault.worker.rpartition(".")[0], fault.worker)
+    if known is not None and fault.kind in _ENDS:
+        task, worker = known
+        return with_task(state, with_worker(task, replace(worker, injected=fault.kind)))
+    if node is not None and not fault.worker and fault.kind in _LOSES:
+        return with_node(state, replace(node, injected=True))
+    return state
 
 
 def forget_injections(state: ClusterState, node: str) -> ClusterState:

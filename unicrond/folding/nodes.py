@@ -31,6 +31,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         draining=old.draining if old else False,
         cordon_reason=old.cordon_reason if old else "",
         returns_us=old.returns_us if old else (),
+        injected=old.injected if old else False,
         reason=old.reason if old and old.isolated else "",
         commands=old.commands if old else 0,
         memory=event.memory,
@@ -43,6 +44,8 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
 
 
 def _came_back(state: ClusterState, node: Node) -> Node:
+    if node.injected:  # somebody had it lost
+        return replace(node, injected=False)
     return replace(node, returns_us=(*node.returns_us, state.now_us)[-RETURNS_MAX:])
 
 

@@ -33,7 +33,9 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
         ripe=True,
     )
     task = with_worker(task, replace(worker, status=WorkerStatus.LOST))
-    task = strikes.struck(task, worker, broke=broke, unclear=unclear)
+    task = strikes.struck(
+        task, worker, broke=broke, unclear=unclear, spared=not broke and strikes.is_ordered(worker, incident.kind)
+    )
     return with_incident(with_task(state, task), incident)
 
 

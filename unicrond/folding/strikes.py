@@ -24,7 +24,7 @@ def strike(
     log_tail: str = "",
 ) -> ClusterState:
     """A worker is gone though nobody asked: count it against its node and its task, and open an incident."""
-    state = with_task(state, struck(state.tasks[task], worker))
+    state = with_task(state, struck(state.tasks[task], worker, spared=is_ordered(worker, kind)))
     fact = Fact(
         kind=kind,
         node=worker.node,
@@ -46,15 +46,23 @@ def give_up(state: ClusterState, name: str, worker: Worker, kind: str, what: str
     return strike(state, task=name, worker=worker, kind=kind, broken=broken, message=message, occurred_us=occurred_us)
 
 
+def is_ordered(worker: Worker, kind: str) -> bool:
+    """The worker's end is what somebody has ordered, and is not to be held against anybody."""
+    return bool(worker.injected) and (kind == "hang") == (worker.injected in ("hang", "stop"))
+
+
 def ends_counted(task: Task, evidence: Mapping[str, int]) -> Task:
     """What a break says of the nodes is remembered."""
     return replace(task, ends=task.ends | {node: task.ends.get(node, 0) + weight for node, weight in evidence.items()})
 
 
-def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False) -> Task:
+def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False, spared: bool = False) -> Task:
     """The blow counted, unless it is the one that was counted last (see Task.strikes). `broke`: the worker was given
     up since its group broke; that may be any member's fault, and is counted apart (see Task.breaks). `unclear`: another
-    was as likely at fault."""
+    was as likely at fault. `spared`: somebody has ordered it; it is no blow, nor is what ends together with it."""
+    if spared:
+        mates = {mate.node for mate in task.workers.values() if mate.replica == worker.replica} | {worker.node, ""}
+        return replace(task, struck_below=task.struck_below | dict.fromkeys(sorted(mates), task.next_worker))
     number = int(worker.worker.rpartition(".")[2])
     if number >= task.struck_below.get(worker.node, 0):
         counts = task.breaks if broke else task.strikes
