@@ -57,7 +57,7 @@ class Part:
         self.process: asyncio.subprocess.Process | None = None
         self._command = command
         self.output = output
-        self._env = env
+        self.env = env
         self._resting = False
         self._keeper: asyncio.Task[None] | None = None
 
@@ -97,7 +97,7 @@ class Part:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self._env,
+                env=self.env,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )

@@ -1,0 +1,233 @@
+"""Trees of other versions of this software, and a small cluster whose parts are of whatever version one likes.
+
+`old`: commit OLD of this repository's history, of schema 1. `today`: this checkout. `next`: a copy of today's source
+with one schema more, a field that every agent and every membership then says, and a command that every node then gets
+(`PATCHES`). A part runs a tree because its PYTHONPATH says so: all versions share this environment's dependencies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+from events.schemas import SCHEMA, spoken_schema
+from tests.integration.live import TASK, Live, members
+from unicrond.dev import DevCluster
+from unicrond.state import ClusterState
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("events", "unicrond", "agents", "replay")
+#: The last commit whose readers refuse whatever they do not know.
+OLD = "b5be2fd"
+
+#: An agent that is started again is silent for a moment, longer on a busy machine: no node is to be lost for that.
+HEARTBEAT_S = 4.0
+
+Version = Literal["old", "today", "next"]
+SCHEMAS: dict[Version, int] = {"old": 1, "today": SCHEMA, "next": SCHEMA + 1}
+
+#: File -> (pattern, replacement): what makes `next` of today's source. Each pattern is there exactly once.
+PATCHES: dict[str, list[tuple[str, str]]] = {
+    "events/schemas.py": [
+        (rf"(?m)^SCHEMA = {SCHEMA}$", f"SCHEMA = {SCHEMA + 1}"),
+        (r"(?m)^(TYPES: .* = \{)$", rf'\1\n    {SCHEMA + 1}: ("GreetNode",),'),
+        (
+            r"(?m)^(FIELDS: .* = \{)$",
+            rf'\1\n    {SCHEMA + 1}: {{"NodeJoined": ("rack",), "SetMembership": ("hint",), '
+            '"WorkerExited": ("rack",), "WorkerRegrouped": ("rack",), "StepCommitted": ("rack",)},',
+        ),
+    ],
+    "events/upcast.py": [(r"(?m)^(STEPS: .* = \{)", rf"\g<1>{SCHEMA}: lambda message: message, ")],
+    "events/vocabulary.py": [
+        (r"(?s)(class NodeJoined\(.*?memory: [^\n]*\n)", r'\1    rack: Text = ""\n'),
+        (r"(?s)(class WorkerExited\(.*?cause: [^\n]*\n)", r'\1    rack: Text = ""\n'),
+        (r"(?s)(class WorkerRegrouped\(.*?source: [^\n]*\n)", r'\1    rack: Text = ""\n'),
+        (r"(?s)(class StepCommitted\(.*?redone: [^\n]*\n)", r'\1    rack: Text = ""\n'),
+        (r"(?s)(class SetMembership\(.*?handover: [^\n]*\n)", r"\1    hint: Count = 0\n"),
+        (
+            r"(?m)^AnyObservation: TypeAlias",
+            "class GreetNode(Command, frozen=True, kw_only=True):\n    pass\n\n\nAnyObservation: TypeAlias",
+        ),
+        (r"(?m)^AnyCommand: TypeAlias = (\(?)", r"AnyCommand: TypeAlias = \1GreetNode | "),
+    ],
+    "events/prose.py": [
+        (r"(?m)^( *)case CommandFailed\(\):", r'\1case v.GreetNode():\n\1    return "greet"\n\1case CommandFailed():'),
+        (r"(?m)^import msgspec$|^from __future__ import annotations$", r"\g<0>\nfrom events import vocabulary as v"),
+    ],
+    "unicrond/fold.py": [
+        (r"(?m)^( *)v\.DropState:", r"\1v.GreetNode: nodes.greeted,\n\1v.DropState:"),
+    ],
+    "unicrond/state.py": [(r"(?m)^    memory: MemoryService \| None = [^\n]*\n", r"\g<0>    greeted: bool = False\n")],
+    "unicrond/folding/nodes.py": [
+        (
+            r"(?m)^def node_left\(",
+            "def greeted(state, event, _):\n"
+            "    from unicrond.folding.commands import count_command\n"
+            "    state = count_command(state, event.node)\n"
+            "    return with_node(state, replace(state.nodes[event.node], greeted=True))\n\n\n"
+            "def node_left(",
+        ),
+    ],
+    "unicrond/deciding/memberships.py": [
+        (r"handover=handover,\n( *)\)\n( *)\)\n", r"handover=handover, hint=7,\n\1)\n\2)\n")
+    ],
+    "unicrond/decide.py": [
+        (
+            r"(?m)^    _inject\(batch\)$",
+            "    for node in state.nodes.values():\n"
+            "        if node.status == 'up' and not node.greeted:\n"
+            "            batch.add(v.GreetNode(\n"
+            "                command_id=batch.command_id(node.name), node=node.name, epoch=state.plan.epoch))\n"
+            "    _inject(batch)",
+        ),
+    ],
+    "agents/handling/orders.py": [
+        (r"(?m)^( *)case DropState\(", r"\1case v.GreetNode():\n\1    turn.answer(order)\n\1case DropState("),
+        (r"(?m)^from agents import ordered_faults$", r"\g<0>\nfrom events import vocabulary as v"),
+    ],
+    "agents/handling/turn.py": [
+        (
+            r"(?m)^( *)self\.actions\.append\(Append\(event=event",
+            r"\1if hasattr(event, 'rack'):\n"
+            r"\1    event = replace(event, rack='r7')\n"
+            r"\g<0>",
+        ),
+    ],
+}
+
+
+def has_history() -> bool:
+    """Whether OLD is here to be run."""
+    asked = ["git", "-C", str(ROOT), "cat-file", "-e", f"{OLD}^{{commit}}"]
+    return shutil.which("git") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0
+
+
+def make_tree(version: Version, into: Path) -> Path | None:
+    """Where the version's packages stand; None: where this test's own do."""
+    if version == "today":
+        return None
+    tree = into / version
+    if tree.exists():
+        return tree
+    tree.mkdir(parents=True)
+    if version == "old":
+        archive = subprocess.run(["git", "-C", str(ROOT), "archive", OLD, *PACKAGES], capture_output=True, check=True)
+        subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
+        return tree
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, patches in PATCHES.items():
+        text = (tree / name).read_text()
+        for pattern, replacement in patches:
+            text, count = re.subn(pattern, replacement, text, count=2)
+            assert count == 1, f"{name}: {pattern} stands there {count} times; tests/integration/versions.py is stale"
+        (tree / name).write_text(text)
+    return tree
+
+
+class MixedCluster(DevCluster):
+    """A DevCluster each of whose parts can be ended and started again as another version."""
+
+    def __init__(self, directory: Path, nodes: int, trees: Path, version: Version, settings: dict[str, object]) -> None:
+        super().__init__(directory, nodes, 1, 0, HEARTBEAT_S, settings)
+        self.trees = trees
+        self.versions: dict[str, Version] = {}
+        for name in ("coordinator", *self.agents):
+            self._make(name, version)
+
+    def _make(self, name: str, version: Version) -> None:
+        part = self.coordinator if name == "coordinator" else self.agents[name]
+        tree = make_tree(version, self.trees)
+        part.env = {key: value for key, value in part.env.items() if key != "PYTHONPATH"}
+        if tree is not None:
+            part.env["PYTHONPATH"] = str(tree)
+        self.versions[name] = version
+
+    async def change(self, name: str, version: Version) -> None:
+        """End the part as a package manager would (SIGTERM), and start it as the other version."""
+        part = self.coordinator if name == "coordinator" else self.agents[name]
+        await part.stop(signal.SIGTERM)
+        self._make(name, version)
+        await part.start()
+        if name == "coordinator":
+            await self._until_live()
+
+    async def replayed(self, seq: int) -> str:
+        """The digest at `seq` that a replay by the coordinator's version finds in the stored log."""
+        process = await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).parent / "unicron-replay"),
+            *("digest", "--at", str(seq), "--nats", self.nats_url, "--json"),
+            stdout=asyncio.subprocess.PIPE,
+            env=self.coordinator.env,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        return str(json.loads(output)["digest"])
+
+
+@asynccontextmanager
+async def mixed_cluster(directory: Path, trees: Path, version: Version, nodes: int) -> AsyncIterator[Live]:
+    """All of one version; a task trains on all nodes."""
+    cluster = MixedCluster(directory, nodes, trees, version, {})
+    try:
+        await cluster.start()
+        live = Live(cluster, nodes)
+        await live.submit(iterations=1_000_000)
+        await live.training(incidents=0)
+        yield live
+    finally:
+        await cluster.stop()
+
+
+class Upgrade:
+    """Parts change one after the other, in mid-training; after each change training goes on."""
+
+    def __init__(self, live: Live) -> None:
+        assert isinstance(live.dev, MixedCluster)
+        self.live = live
+        self.cluster = live.dev
+        self.incidents = 0
+
+    async def change(self, name: str, version: Version) -> ClusterState:
+        """The part is the other version, is known as that, and twenty iterations more have been made."""
+        before = (await self.cluster.state())[0]
+        await self.cluster.change(name, version)
+
+        def is_seen(state: ClusterState) -> bool:
+            if name == "coordinator":
+                return state.term > before.term
+            return state.nodes[name].agent_boot > before.nodes[name].agent_boot
+
+        state = await self.live.until(f"{name} is of version {version}", is_seen)
+        told = spoken_schema(state.nodes[name].version) if name != "coordinator" else SCHEMAS[version]
+        assert told == SCHEMAS[version]
+        after = await self.live.training(incidents=self.incidents, beyond=20)
+        workers = [members(one) for one in (before, after)]
+        assert workers[0] == workers[1], "no worker was replaced"
+        return after
+
+    async def kill_a_worker(self) -> None:
+        """A fault among the versions: it heals as ever."""
+        state, _ = await self.cluster.state()
+        worker = state.tasks[TASK].workers[members(state)[-1]]
+        os.kill(worker.pid, signal.SIGKILL)
+        self.incidents += 1
+        after = await self.live.training(incidents=self.incidents, beyond=10)
+        assert after.closed[-1].worker == worker.worker
+        assert after.closed[-1].kind == "process_exit"
+
+    async def all_is_well(self) -> None:
+        """Nothing was lost, and whoever reads the log finds what the coordinator has."""
+        state, digest = await self.cluster.state()
+        assert digest == await self.cluster.replayed(state.seq), "the replay has the coordinator's digest"
+        assert not state.inert
