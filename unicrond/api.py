@@ -77,7 +77,7 @@ class Api:
         self._token = token
         self._trouble = trouble
         self._number = 0
-        self._metrics = exposition(lambda: coordinator.state)
+        self._metrics = exposition(lambda: coordinator.state, coordinator.alarms)
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -127,7 +127,9 @@ class Api:
         coordinator, trouble = self._coordinator, self._trouble()
         status = "log takes nothing" if trouble else "live" if coordinator.live.is_set() else "catching up"
         seq = coordinator.state.seq
-        return _json({"status": status, "trouble": trouble, "term": coordinator.state.term, "seq": seq})
+        alarms = coordinator.standing_alarms()
+        told = {"status": status, "trouble": trouble, "alarms": alarms, "term": coordinator.state.term, "seq": seq}
+        return _json(told)
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus text format."""

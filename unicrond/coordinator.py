@@ -38,6 +38,7 @@ from events.vocabulary import (
     SeverityLevel,
     StepCommitted,
 )
+from unicrond.alarms import Alarms
 from unicrond.code_identity import code_version
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
@@ -91,6 +92,7 @@ class Coordinator:
         self._clock = clock
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
         self.live = asyncio.Event()
+        self.alarms = Alarms()
         self._event_log = event_log
         self._beat_log = beat_log
         self._policy = policy
@@ -141,6 +143,10 @@ class Coordinator:
             group.create_task(self.foresight.run())
             group.create_task(self._coordinate())
 
+    def standing_alarms(self) -> list[str]:
+        """What a person has to look at now, a line each."""
+        return self.alarms.standing(self._clock.wall_us())
+
     async def submit(self, envelope: Envelope) -> int:
         """Append an observation that a person made (API); its sequence number."""
         return (await self._event_log.append([envelope]))[0]
@@ -173,6 +179,8 @@ class Coordinator:
         self._mark = mark_of(entry)
         if isinstance(entry, Quarantined):
             log.warning("quarantined sequence %d on %s: %s", entry.seq, entry.subject, entry.reason)
+            if (alarm := self.alarms.quarantined(entry, self.state)) and alarm in self.standing_alarms():
+                log.error("ALARM: %s", alarm)
         else:
             self._cause = entry.envelope.event_id
             if isinstance(entry.envelope.event, NodeJoined):

@@ -120,6 +120,7 @@ def status(options: argparse.Namespace) -> None:
     lines = {
         "coordinator": f"{health.get('status')}, term {state.term}, sequence {state.seq}, at {client.url}",
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
+        **{f"ALARM {number}": str(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
         "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
         "costs": costs_line(snapshot.body.get("costs")),

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from unicrond.alarms import Alarms
 from unicrond.cluster_tables import stragglers
 from unicrond.costs import costs_at
 from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
@@ -18,8 +19,9 @@ from unicrond.work import achieved_waf, delivered_flop
 class StateCollector(Collector):
     """The state, as Prometheus sees it. `get` returns the present state."""
 
-    def __init__(self, get: Callable[[], ClusterState]) -> None:
+    def __init__(self, get: Callable[[], ClusterState], alarms: Alarms) -> None:
         self._get = get
+        self._alarms = alarms
 
     def collect(self) -> Iterator[Metric]:
         """One family per question that a dashboard asks."""
@@ -32,6 +34,7 @@ class StateCollector(Collector):
         yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
         yield self._costs(state)
         yield _counter("unicron_quarantined", "Messages in the log that are no valid events", state.quarantined)
+        yield self._refused()
         yield _counter("unicron_duplicates", "Events delivered again and ignored", state.duplicates)
         yield _counter("unicron_inert_decisions", "Decisions of an old term, ignored", state.inert)
         yield _counter("unicron_incidents", "Incidents ever opened", state.incidents_total)
@@ -43,6 +46,13 @@ class StateCollector(Collector):
         yield from self._tasks(state)
         yield self._stragglers(state)
         yield from self._last_incident(state)
+
+    def _refused(self) -> Metric:
+        text = "Messages that are no valid events, of those whom the cluster knows: facts or orders are missing"
+        family = CounterMetricFamily("unicron_quarantined_known", text, labels=["producer"])
+        for producer, refused in self._alarms.refused.items():
+            family.add_metric([producer], refused.count)
+        return family
 
     def _costs(self, state: ClusterState) -> Metric:
         text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/planning.md)"
@@ -87,10 +97,10 @@ class StateCollector(Collector):
             yield _gauge("unicron_last_transition_seconds", "Transition time, last incident", last.transition_us / 1e6)
 
 
-def exposition(get: Callable[[], ClusterState]) -> Callable[[], bytes]:
+def exposition(get: Callable[[], ClusterState], alarms: Alarms | None = None) -> Callable[[], bytes]:
     """A function that renders the text exposition format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StateCollector(get))  # type: ignore[no-untyped-call,unused-ignore]
+    registry.register(StateCollector(get, alarms or Alarms()))  # type: ignore[no-untyped-call,unused-ignore]
     return lambda: generate_latest(registry)
 
 

@@ -1,0 +1,101 @@
+"""A message that somebody known wrote and nobody can read is told to people, wherever they look."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from msgspec.structs import replace
+
+from events.envelope import Entry, Quarantined
+from events.schemas import SCHEMA
+from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.serving import Served, healed_cluster, serving
+from unicrond.alarms import STANDS_US, Alarms, written_by
+from unicrond.fold import fold
+from unicrond.state import digest
+
+NOW_US = 1_700_000_000_000_000
+
+
+def refused(subject: str, seq: int = 9, at_us: int = NOW_US) -> Quarantined:
+    return Quarantined(seq, at_us, subject, "$.event.node: unreadable", 100)
+
+
+def test_who_wrote_it_follows_from_the_subject() -> None:
+    assert written_by("unicron.v1.obs.n1.WorkerExited") == ("n1", "WorkerExited")
+    assert written_by("unicron.v1.obs.api.TaskSubmitted") == ("api", "TaskSubmitted")
+    for subject, kind in (("command.n1.StartWorker", "StartWorker"), ("decision.big.PlanAdopted", "PlanAdopted")):
+        assert written_by(f"unicron.v1.{subject}") == ("coordinator", kind)
+    assert written_by("unicron.v1.term") == ("coordinator", "CoordinatorStarted")
+    for nobody in ("", "unicron.v1.obs.n1", "some.where"):
+        assert written_by(nobody) == ("", "")
+
+
+def test_a_known_producers_message_raises_an_alarm_for_an_hour() -> None:
+    state = healed_cluster().state
+    alarms = Alarms()
+    assert not alarms.quarantined(refused("unicron.v1.obs.stranger.NodeJoined"), state)
+    assert not alarms.standing(NOW_US)
+    line = alarms.quarantined(refused("unicron.v1.obs.n1.WorkerExited"), state)
+    assert line.startswith("node n1: ") and "sequence 9 (WorkerExited): $.event.node: unreadable" in line
+    alarms.quarantined(refused("unicron.v1.obs.n1.WorkerExited", seq=10, at_us=NOW_US + 5), state)
+    alarms.quarantined(refused("unicron.v1.term", seq=11), state)
+    assert [alarm.split(":")[0] for alarm in alarms.standing(NOW_US)] == ["the coordinator", "node n1"]
+    assert "2 messages" in alarms.standing(NOW_US)[1]
+    assert [alarm.split(":")[0] for alarm in alarms.standing(NOW_US + STANDS_US)] == ["node n1"]
+    assert not alarms.standing(NOW_US + STANDS_US + 5)
+
+
+def test_an_alarm_names_the_newer_version() -> None:
+    cluster = MiniCluster(seed=1)
+    cluster.add_host("n1")
+    cluster.say(cluster.hosts["n1"], replace(cluster.log[-1].envelope.event, version="9+schema9"))
+    line = Alarms().quarantined(refused("unicron.v1.obs.n1.DiskSmelt"), cluster.state)
+    assert line.endswith(f"its agent is of schema 9, this coordinator reads {SCHEMA}")
+
+
+def test_alarms_are_no_part_of_the_state() -> None:
+    state = healed_cluster().state
+    known, unknown = (
+        fold(state, refused(f"unicron.v1.obs.{name}.X", seq=state.seq + 1, at_us=state.now_us)) for name in ("n1", "x")
+    )
+    assert digest(known) == digest(unknown)
+    assert known.quarantined == state.quarantined + 1
+
+
+async def write(served: Served, entry: Entry) -> None:
+    """As if somebody had published what is no valid event."""
+    log = served.log
+    log._entries.append(entry)
+    log._announce()
+    while (await asyncio.wait_for(served.coordinator.folded.get(), 10)).seq < entry.seq:
+        pass
+
+
+async def test_people_are_told_wherever_they_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tmp_path) as served, aiohttp.ClientSession(served.url) as http:
+        async with http.get("/healthz") as response:
+            assert (await response.json())["alarms"] == []
+        seq = await served.log.last_seq() + 1
+        with caplog.at_level(logging.ERROR, "unicrond"):
+            await write(served, refused("unicron.v1.obs.n1.WorkerExited", seq, time.time_ns() // 1000))
+        assert (
+            f"ALARM: node n1: a message is no event and counts for nothing, the last at sequence {seq}" in caplog.text
+        )
+        async with http.get("/healthz") as response:
+            told = await response.json()
+        assert told["status"] == "live"
+        assert len(told["alarms"]) == 1 and told["alarms"][0].startswith("node n1: ")
+        async with http.get("/metrics") as response:
+            assert 'unicron_quarantined_known_total{producer="n1"} 1.0' in await response.text()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "unicrond.ctl", "status", "--url", served.url), stdout=asyncio.subprocess.PIPE
+        )
+        output, _ = await process.communicate()
+        assert "ALARM 1      node n1: a message is no event" in " ".join(output.decode().split("\n"))
