@@ -7,6 +7,8 @@ Ends
 ----
 * SIGTERM (a restart): the agent goes, fork server and workers stay for the next one.
 * SIGINT, or the core's Finish (the node leaves): workers, store and fork server are ended first.
+* A newer agent of the same name (namesakes.py): exit code EXIT_SUPERSEDED, the workers end; a later boot in the log
+  that is nobody's: exit code 1, and the next boot is above it.
 * Anything unexpected: exit code 1 with a traceback; whoever supervises the agent starts the next one.
 """
 
@@ -39,6 +41,7 @@ from agents.log_pruning import Limits, prune
 from agents.log_service import answer
 from agents.memory_regions import MemoryRegions
 from agents.memory_server import MemoryServer
+from agents.namesakes import EXIT_SUPERSEDED, Namesakes, NamesakeWatch
 from agents.node_faults import NodeFaults
 from agents.outbox import Outbox
 from agents.rotated_log import tail
@@ -127,6 +130,8 @@ class Agent:
         self._options = options
         self._run_dir = run_dir
         self._boot = run_dir.next_boot(_wall_clock_us())
+        self._namesakes = Namesakes(self._boot, run_dir.previous_boot, options.heartbeat_s)
+        self._superseded_by = 0
         config = Config(
             node=options.node,
             address=options.address,
@@ -187,9 +192,10 @@ class Agent:
         self._serve_memory()
         logger.info("agent of %s: boot %d, run directory %s", self._options.node, self._boot, self._run_dir.path)
         linking = asyncio.create_task(self._link.run(), name="fork-link")
+        serving = asyncio.create_task(self._serve_nats(), name="nats")
         duties = [
             linking,
-            asyncio.create_task(self._serve_nats(), name="nats"),
+            serving,
             asyncio.create_task(self._prune_logs(), name="logs"),
         ]
         end = asyncio.create_task(self._over.wait(), name="end")
@@ -199,6 +205,9 @@ class Agent:
                 if duty.done() and not duty.cancelled() and (error := duty.exception()):
                     logger.critical("%s failed: the agent ends, its workers stay", duty.get_name(), exc_info=error)
                     self._failed = True
+            if self._superseded_by:
+                serving.cancel()  # no command that is the newer one's
+                await asyncio.gather(serving, return_exceptions=True)
             await self._finish(linking)
         finally:
             for task in (end, *duties):
@@ -214,12 +223,14 @@ class Agent:
                 timer.cancel()
             loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)
-        return 1 if self._failed else 0
+        return EXIT_SUPERSEDED if self._superseded_by else 1 if self._failed else 0
 
     # --- the one way in and the one way out ------------------------------------------------------
 
     def feed(self, given: Input) -> None:
         """Let the core handle one input, write down what the next agent must know, do what the core asks for."""
+        if self._superseded_by:
+            return
         before = self._state.memory
         try:
             self._state, actions = core.handle(self._state, given)
@@ -381,11 +392,15 @@ class Agent:
         try:
             terms = Terms(connection, self._coordinator_started)
             await terms.ask()  # before the first word: the coordinator must be able to read it
-            self.feed(LogSeen(identity=await log_identity(connection)))
+            identity = await log_identity(connection)
+            watch = NamesakeWatch(connection, node, self._namesakes, self._superseded, self._outrun)
             async with asyncio.TaskGroup() as group:
+                group.create_task(watch.run())
+                group.create_task(self._send_beats(connection))
+                await watch.alone(self._has_inventory)
+                self.feed(LogSeen(identity=identity))
                 group.create_task(terms.follow())
                 group.create_task(self._outbox.run(NatsEventLog(connection)))
-                group.create_task(self._send_beats(connection))
                 group.create_task(self._take_commands(connection))
                 group.create_task(self._serve_logs(connection))
         finally:
@@ -448,6 +463,33 @@ class Agent:
 
         await connection.subscribe(logs_subject(node), on_request)
 
+    # --- others of our name ----------------------------------------------------------------------
+
+    def _superseded(self, boot: int) -> None:
+        if self._superseded_by:
+            return
+        self._superseded_by = boot
+        logger.critical(
+            "a newer agent of the name %s is at work (boot %d, this one has %d): this one ends. "
+            "Two nodes with one name? Give this one another (--node) before it is started again",
+            self._options.node,
+            boot,
+            self._boot,
+        )
+        self._over.set()
+
+    def _outrun(self, boot: int) -> None:
+        logger.critical(
+            "the log holds a later boot of %s (%d, this one has %d) and nobody is heard under it: this agent is not "
+            "listened to. It ends; started again, it has a later one",
+            self._options.node,
+            boot,
+            self._boot,
+        )
+        self._run_dir.write_boot(boot)
+        self._failed = True
+        self._over.set()
+
     # --- the end ---------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
@@ -466,12 +508,22 @@ class Agent:
 
     async def _finish(self, linking: asyncio.Task[None]) -> None:
         """What is still to be done before the connections go."""
+        if self._superseded_by:  # the log takes nothing of ours
+            if self._run_dir.is_newer_ones(self._superseded_by):
+                logger.warning("the newer agent works in %s too: the workers are left to it", self._run_dir.path)
+                return
+            await self._retire(linking)
+            return
         if not await self._outbox.drained(_DRAIN_TIMEOUT_S):
             logger.error("%d observations did not reach the log in time and are lost", len(self._outbox))
         if self._is_left:
-            self._link.retire()
-            if not (await asyncio.wait([linking], timeout=_RETIRE_TIMEOUT_S))[0]:
-                logger.error("the fork server does not end; see %s", self._run_dir.fork_server_log)
+            await self._retire(linking)
+
+    async def _retire(self, linking: asyncio.Task[None]) -> None:
+        """End the workers, the store and the fork server."""
+        self._link.retire()
+        if not (await asyncio.wait([linking], timeout=_RETIRE_TIMEOUT_S))[0]:
+            logger.error("the fork server does not end; see %s", self._run_dir.fork_server_log)
 
 
 async def run_agent(options: Options) -> int:

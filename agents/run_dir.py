@@ -72,6 +72,8 @@ class RunDir:
         self._boot = self.path / "agent.boot"
         self._exchange = self.path / "agent.exchange"
         self._lock_fd = -1
+        #: The boot number before the one that was given out, 0 = none that is known.
+        self.previous_boot = 0
 
     def claim(self) -> None:
         """Create the directory and hold its lock until this process ends; raises BadRunDir."""
@@ -113,7 +115,17 @@ class RunDir:
         The wall clock is a lower bound so that a directory that was lost does not repeat old numbers: it alone counts
         where the last number is damaged, or where a full disk keeps the new one from being written. Both are logged.
         """
-        boot = max(self._last_boot() + 1, wall_clock_us)
+        self.previous_boot = self._last_boot()
+        boot = max(self.previous_boot + 1, wall_clock_us)
+        self.write_boot(boot)
+        return boot
+
+    def is_newer_ones(self, boot: int) -> bool:
+        """Whether the agent of this boot has taken the directory (its lock was removed): the workers are its own."""
+        return self._last_boot() == boot
+
+    def write_boot(self, boot: int) -> None:
+        """Have the next number be above `boot`."""
         written = str(boot).encode("ascii")
         try:
             _replace(self._boot, written, durable=True)
@@ -126,7 +138,6 @@ class RunDir:
                     self._boot,
                     error.strerror,
                 )
-        return boot
 
     def _last_boot(self) -> int:
         try:

@@ -73,7 +73,10 @@ class Liveness:
     def heard(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
         """A beat came through the heartbeat stream."""
         if beat.node != OWN_NAME:
-            self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
+            known = self.beats.get(beat.node)
+            # An older agent of the name says nothing of the newer one, whom alone the log listens to.
+            if known is None or known.beat is None or beat.agent_boot >= known.beat.agent_boot:
+                self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
             return
         term, number = self._own_last
         is_one_missing = beat.agent_boot == term and beat.beat > number + 1

@@ -139,3 +139,18 @@ def test_a_beat_of_another_boot_returns_nobody() -> None:
     beat = v.Heartbeat(node="a", agent_boot=8, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
     bus.liveness.heard(beat, 999, bus.now_us, bus.now_us)
     assert bus.liveness.verdicts(bus.nodes, {}, bus.now_us) == []
+
+
+def test_an_older_agent_of_a_name_does_not_speak_for_the_newer_one() -> None:
+    bus = Bus(["a", "b"])
+    bus.run(4, ["a", "b"])
+
+    def older(number: int) -> None:
+        beat = v.Heartbeat(node="a", agent_boot=6, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
+        bus.liveness.heard(beat, 100 + number, bus.now_us, bus.now_us)
+
+    found: list[v.AnyEvent] = []
+    for number in range(1, 6):
+        found += bus.run(1, ["b"])
+        older(number)
+    assert [type(verdict).__name__ for verdict in found] == ["NodeLost"]

@@ -1,0 +1,151 @@
+"""Two agents of one name: the one that started first ends itself.
+
+Rules
+-----
+* Of two agents the one with the higher boot number started later, and is obeyed: the log ignores the other's
+  observations already (fold.py). Whoever hears a beat of a higher boot under its own name ends, for good: a supervisor
+  that started it again would only have it take the name back (EXIT_SUPERSEDED).
+* Its workers are no longer the log's, so they end with it; unless the newer one works in the same run directory, and
+  adopts them.
+* Commands of a name go to whoever asks first. So a newcomer beats, but does not join, while an older one is heard: that
+  one has time to end with its workers. Its own predecessor in the run directory is dead (the lock), and not waited for.
+* A later boot that only stands in the log, and is not heard, is nobody's: the run directory was lost and the clock is
+  behind, or the newer one has come and gone while this one was cut off. The number is raised above it, and the agent
+  started again by its supervisor is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from events.codec import BadEvent, read
+from events.nats_connection import Connection, Unanswered
+from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX
+from events.vocabulary import Heartbeat, Name, NodeJoined
+
+logger = logging.getLogger(__name__)
+
+#: Of an agent that ended because a newer one has its name. Supervisors must not start it again.
+EXIT_SUPERSEDED = 4
+#: A newcomer waits so long for an older agent to fall silent, at most.
+WAIT_MAX_S = 15.0
+#: How often the log is asked, beside at every new connection.
+_LOOK_EVERY_S = 60.0
+_ANSWER_S = 2.0
+
+
+class Namesakes:
+    """What one agent knows of others of its name. Pure; `now_s` is any clock that never steps.
+
+    `newer`: the highest later boot that was heard; `outrun`: the highest that only stands in the log. 0: none.
+    """
+
+    def __init__(self, boot: int, previous_boot: int, heartbeat_s: float) -> None:
+        """`previous_boot`: of the agent before in this run directory, 0 = none."""
+        self._boot = boot
+        self._previous_boot = previous_boot
+        self.silence_s = 2 * heartbeat_s + 0.5
+        self._older_heard_s = -float("inf")
+        self.newer = 0
+        self.outrun = 0
+
+    def heard(self, boot: int, now_s: float) -> None:
+        """A beat of an agent of this name, just now."""
+        if boot > self._boot:
+            self.newer = max(self.newer, boot)
+        elif boot not in (self._boot, self._previous_boot):
+            self._older_heard_s = now_s
+
+    def stands_in_the_log(self, boot: int, now_s: float) -> None:
+        """The last beat or join of the name; its agent may have gone long ago."""
+        if boot > self._boot:
+            self.outrun = max(self.outrun, boot)
+        else:
+            self.heard(boot, now_s)
+
+    def is_older_there(self, now_s: float) -> bool:
+        """An older one was heard lately."""
+        return now_s - self._older_heard_s < self.silence_s
+
+
+class NamesakeWatch:
+    """Listens and looks for others; `on_newer(boot)` and `on_outrun(boot)` are called in the loop, once."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        node: Name,
+        known: Namesakes,
+        on_newer: Callable[[int], None],
+        on_outrun: Callable[[int], None],
+    ) -> None:
+        self._connection = connection
+        self._node = node
+        self._known = known
+        self._on_newer = on_newer
+        self._on_outrun = on_outrun
+        self._looked = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+
+        async def on_beat(message: object) -> None:
+            boot = _boot_in(message.data)  # type: ignore[attr-defined]  # a nats Msg
+            self._known.heard(boot, time.monotonic())
+            if self._known.newer:
+                self._on_newer(self._known.newer)
+
+        await self._connection.subscribe(f"{PREFIX}.beat.{self._node}", on_beat)
+        while True:
+            session = await self._connection.session()
+            await self._look()
+            if self._known.outrun:
+                await asyncio.sleep(self._known.silence_s)
+                if not self._known.newer:
+                    self._on_outrun(self._known.outrun)
+                    return
+            self._looked.set()
+            try:
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await session.lost.wait()
+            except TimeoutError:
+                continue
+
+    async def alone(self, can_beat: asyncio.Event) -> None:
+        """Until no older agent is heard; that one ends once it hears our beats (`can_beat`). Bounded."""
+        await self._looked.wait()
+        if not self._known.is_older_there(time.monotonic()):
+            return
+        logger.warning("an older agent of the name %s may be at work: waiting until it has ended", self._node)
+        await can_beat.wait()
+        until_s = time.monotonic() + WAIT_MAX_S
+        while self._known.is_older_there(now_s := time.monotonic()):
+            if now_s >= until_s:
+                logger.error("the older agent of the name %s does not end: joining beside it; stop it", self._node)
+                return
+            await asyncio.sleep(0.05)
+
+    async def _look(self) -> None:
+        for stream, subject in (
+            (BEAT_STREAM, f"{PREFIX}.beat.{self._node}"),
+            (EVENT_STREAM, f"{PREFIX}.obs.{self._node}.{NodeJoined.__name__}"),
+        ):
+            try:
+                last = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", None, _ANSWER_S)
+            except Unanswered as error:
+                logger.info("cannot ask for the last %s: %s", subject, error)
+                continue
+            if last.data:
+                self._known.stands_in_the_log(_boot_in(last.data), time.monotonic())
+
+
+def _boot_in(body: bytes) -> int:
+    """The boot that a beat or a join names; 0 for what is neither."""
+    try:
+        event = read(body)[0].event
+    except BadEvent:
+        return 0
+    return event.agent_boot if isinstance(event, Heartbeat | NodeJoined) else 0

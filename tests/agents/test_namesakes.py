@@ -1,0 +1,120 @@
+"""Two agents of one name: who started first ends, and who started later waits for that."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agents.namesakes import EXIT_SUPERSEDED, Namesakes
+from events.envelope import Envelope
+from events.nats_connection import Connection
+from events.nats_server import EmbeddedServer
+from events.vocabulary import NodeJoined, NodeLeft, StoreAddress, WorkerStarted
+from tests.agents.processes import has_ended
+from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
+
+__all__ = ["agent", "coordinator"]  # fixtures
+
+
+def test_who_has_started_later_is_newer() -> None:
+    one = Namesakes(boot=10, previous_boot=7, heartbeat_s=1.0)
+    for boot in (10, 7, 3):
+        one.heard(boot, 100.0)
+    assert one.newer == 0
+    one.heard(12, 100.0)
+    one.heard(11, 101.0)
+    assert one.newer == 12 and one.outrun == 0
+
+
+def test_an_older_one_is_waited_for_while_it_is_heard() -> None:
+    one = Namesakes(boot=10, previous_boot=7, heartbeat_s=1.0)
+    one.heard(7, 100.0)
+    assert not one.is_older_there(100.0), "its own predecessor in the run directory is dead"
+    one.stands_in_the_log(5, 100.0)
+    assert one.is_older_there(102.0) and not one.is_older_there(102.5)
+    one.heard(5, 102.0)
+    assert one.is_older_there(104.0)
+
+
+def test_a_later_boot_that_only_stands_in_the_log_is_not_an_agent_that_is_heard() -> None:
+    one = Namesakes(boot=10, previous_boot=0, heartbeat_s=1.0)
+    one.stands_in_the_log(12, 100.0)
+    assert (one.newer, one.outrun) == (0, 12)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """Another machine's run directory."""
+    path = Path(tempfile.mkdtemp(prefix="un"))
+    yield path
+    shutil.rmtree(path)
+
+
+async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obeyed(
+    agent: AgentProcess, coordinator: Coordinator, elsewhere: Path, nats_server: EmbeddedServer
+) -> None:
+    older_boot = (await coordinator.until(NodeJoined)).agent_boot
+    await coordinator.start("a.1")
+    pid = (await coordinator.until(WorkerStarted, worker="a.1")).pid
+    fork_server = agent.fork_server()
+    newer = AgentProcess(nats_server.url, elsewhere)
+    try:
+        joined = await coordinator.until(NodeJoined)
+        assert joined.agent_boot > older_boot and not joined.workers
+        assert await asyncio.to_thread(agent.process.wait, 20) == EXIT_SUPERSEDED
+        assert has_ended(pid, 0) and has_ended(fork_server, 0), "its workers ended before the newer one joined"
+        (said,) = [line for line in agent.log().splitlines() if "CRITICAL" in line]
+        assert f"a newer agent of the name n1 is at work (boot {joined.agent_boot}" in said
+        assert "waiting until it has ended" in newer.log()
+        await coordinator.start("b.1")
+        await coordinator.until(WorkerStarted, worker="b.1")
+        newer.process.send_signal(signal.SIGINT)
+        await coordinator.until(NodeLeft)
+        assert newer.process.wait(20) == 0
+    finally:
+        newer.end()
+    agent.start()  # a person has seen to it
+    assert (await coordinator.until(NodeJoined)).agent_boot > joined.agent_boot
+
+
+async def test_in_one_run_directory_the_workers_are_the_newer_ones(
+    agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer
+) -> None:
+    await coordinator.until(NodeJoined)
+    await coordinator.start("a.1")
+    pid = (await coordinator.until(WorkerStarted, worker="a.1")).pid
+    older = agent.process
+    (agent.run_dir / "agent.lock").unlink()  # else the second one is refused
+    agent.start()
+    joined = await coordinator.until(NodeJoined)
+    assert [worker.pid for worker in joined.workers] == [pid]
+    assert await asyncio.to_thread(older.wait, 20) == EXIT_SUPERSEDED
+    assert not has_ended(pid, 0)
+    assert "the workers are left to it" in agent.log()
+
+
+async def test_a_later_boot_that_is_nobodys_is_passed(
+    nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Path, coordinator: Coordinator
+) -> None:
+    """The run directory was lost, and the clock is behind."""
+    later = time.time_ns() // 1000 + 3_600_000_000
+    joined = NodeJoined(
+        node="n1", address="10.0.0.1", slots=1, store=StoreAddress(host="h", port=1), agent_boot=later, version="1"
+    )
+    await coordinator.log.append([Envelope(producer="n1", boot=later, number=1, observed_at_us=1, event=joined)])
+    await coordinator.until(NodeJoined)
+    agent = AgentProcess(nats_server.url, run_dir)
+    try:
+        assert await asyncio.to_thread(agent.process.wait, 20) == 1
+        assert f"the log holds a later boot of n1 ({later}" in agent.log()
+        agent.start()
+        assert (await coordinator.until(NodeJoined)).agent_boot == later + 1
+    finally:
+        agent.end()
