@@ -63,11 +63,9 @@ class Alarms:
     def _line(self, producer: str) -> str:
         it, reads = self.refused[producer], self._schemas[producer]
         who = f"node {producer}" if producer not in (API_PRODUCER, OWN_NAME) else f"the {producer}"
-        many = (
-            f"{it.count} messages are no valid events and count" if it.count > 1 else "a message is no event and counts"
-        )
+        many = f"{it.count} unreadable messages, the last" if it.count > 1 else "an unreadable message"
         newer = f"; its agent is of schema {reads}, this coordinator reads {SCHEMA}" if reads > SCHEMA else ""
-        return f"{who}: {many} for nothing, the last at sequence {it.seq} ({it.kind}): {it.reason}{newer}"
+        return f"{who}: {many} at sequence {it.seq} ({it.kind}): {it.reason}{newer}"
 
 
 def written_by(subject: str) -> tuple[str, str]:
