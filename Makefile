@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo matrix gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery lint clean help
+.PHONY: install test demo matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
 	@echo "make evaluation  run every study of docs/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
+	@echo "make upgrade  rolling upgrades in mid-training, from an old version and to a newer one, in every order"
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/gpu.md)"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
@@ -48,8 +49,11 @@ test: lint
 	$(BIN)/pytest $(ALONE)
 
 matrix: $(STAMP)
-	$(BIN)/pytest -m matrix tests/integration --ignore tests/integration/test_live_faults.py
+	$(BIN)/pytest -m matrix tests/integration --ignore tests/integration/test_live_faults.py --ignore tests/integration/test_upgrade.py
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_live_faults.py
+
+upgrade: $(STAMP)
+	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_upgrade.py
 
 gpu-acceptance: $(STAMP)
 	$(BIN)/python -m tests.gpu.acceptance

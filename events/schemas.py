@@ -83,6 +83,24 @@ def lowered(event: E, schema: int) -> E | None:
     return typing.cast(E, _lower(event, schema))
 
 
+def beyond_schema(event: Event, schema: int) -> list[str]:
+    """What of `event` readers of `schema` do not know: its type, or fields and values, as "field.field"."""
+    if since(type(event)) > schema:
+        return [type(event).__name__]
+    return _beyond(event, lowered(event, schema), "")
+
+
+def _beyond(value: Any, low: Any, path: str) -> list[str]:
+    if isinstance(value, msgspec.Struct) and type(value) is type(low):
+        names = value.__struct_fields__
+        return [
+            what
+            for name in names
+            for what in _beyond(getattr(value, name), getattr(low, name), f"{path}.{name}" if path else name)
+        ]
+    return [] if value == low else [path]
+
+
 def readable(kind: type[Event], schema: int) -> bool:
     """Whether readers of `schema` know the type."""
     return since(kind) <= schema

@@ -34,6 +34,7 @@ from msgspec.structs import replace
 from events.codec import API_PRODUCER, BadEvent
 from events.envelope import Envelope, Quarantined
 from events.log import EventLog
+from events.schemas import beyond_schema
 from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancelled, TaskSubmitted, Text
 from unicrond.config import Config, is_loopback
 from unicrond.coordinator import Coordinator
@@ -262,6 +263,9 @@ class Api:
         return _json(piece)
 
     async def _append(self, event: AnyEvent, about: dict[str, object], status: int) -> web.Response:
+        schema = self._coordinator.state.schema
+        if beyond := beyond_schema(event, schema):
+            return _error(400, f"{beyond[0]}: this coordinator writes schema {schema}, which lacks it (write_schema)")
         self._number += 1
         envelope = Envelope(
             producer=API_PRODUCER,

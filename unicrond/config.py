@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from events.nats_connection import Login
 from events.nats_url import parse_urls
+from events.schemas import FIRST, SCHEMA
 from events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.faults import faults
 from unicrond.policy import Policy
@@ -53,6 +54,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All of it. `checkpoint_dir`: where tasks that name none keep theirs; every node must see it.
 
     `severity`: error kind -> 1, 2 or 3, in place of severity.py's. `injection`: people may order faults.
+    `write_schema`: the newest schema to be written, by the agents too: that of the version to which one may go back.
     """
 
     state_dir: str = "unicron-state"
@@ -63,6 +65,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: Policy = Policy()
     severity: dict[ErrorKind, SeverityLevel] = {}
     injection: bool = False
+    write_schema: Annotated[int, Meta(ge=FIRST, le=SCHEMA)] = SCHEMA
 
     @property
     def checkpoints(self) -> Path:

@@ -25,7 +25,7 @@ from contextlib import aclosing
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced
 from events.prose import summary
-from events.schemas import SCHEMA, told_version
+from events.schemas import SCHEMA, lowered, told_version
 from events.vocabulary import (
     AnyEvent,
     Command,
@@ -86,8 +86,10 @@ class Coordinator:
         severity: Mapping[ErrorKind, SeverityLevel] | None = None,
         snapshots: Snapshots | None = None,
         process: str = "",
+        schema: int = SCHEMA,
     ) -> None:
-        """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim."""
+        """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim.
+        `schema`: the newest that is written (events/schemas.py)."""
         self.state = ClusterState()
         self._clock = clock
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
@@ -107,6 +109,7 @@ class Coordinator:
         self._joined_us: dict[str, int] = {}
         self._severity = dict(severity or {})
         self._process = process
+        self._schema = schema
         self._lost_us: int | None = None
         self._gathering = False
         self._snapshots = snapshots
@@ -124,7 +127,7 @@ class Coordinator:
         started = self._wrap(
             CoordinatorStarted(
                 term=term,
-                version=told_version(code_version(), SCHEMA),
+                version=told_version(code_version(), self._schema),
                 policy=Settings(self._policy, self._heartbeat_s).numbers(),
                 severity=self._severity,
                 process=self._process,
@@ -239,7 +242,8 @@ class Coordinator:
 
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
-        for batch in batches(events):
+        told = [form for event in events if (form := lowered(event, self._schema)) is not None]
+        for batch in batches(told):
             seqs = await self._event_log.append([self._wrap(e, self._fence.term) for e in batch], fence=self._fence)
             self._hold_seq = max(self._hold_seq, *seqs)
 

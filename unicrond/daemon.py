@@ -97,6 +97,7 @@ async def _serve_until_stopped(
         severity=config.severity,
         snapshots=snapshots,
         process=f"{socket.gethostname()}:{os.getpid()}",
+        schema=config.write_schema,
     )
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
         log.warning("%s", warning)

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from events.envelope import Entry, Recorded
 from events.memory_log import MemoryBeatLog, MemoryLog
+from events.schemas import SCHEMA
 from events.vocabulary import AnyEvent, CoordinatorStarted
 from tests.unicrond.cluster import MiniCluster
 from unicrond.api import Api
@@ -58,10 +59,11 @@ class Audible(Coordinator):
 class Served:
     """One coordinator and its API. `log` outlives both; `stop` and `start` are a restart on the same port."""
 
-    def __init__(self, logs: Path, token: str = "", config: Config | None = None) -> None:
+    def __init__(self, logs: Path, token: str = "", config: Config | None = None, schema: int = SCHEMA) -> None:
         self.log = MemoryLog()
         self.files = Files(logs)
         self.port = 0
+        self._schema = schema
         self._token = token
         self._config = config or Config()
         self._beats = MemoryBeatLog()
@@ -72,7 +74,7 @@ class Served:
 
     async def start(self) -> None:
         # A heartbeat of a minute: no node is given up for lost while a test runs.
-        self.coordinator = Audible(self.log, self._beats, Policy(), heartbeat_s=60)
+        self.coordinator = Audible(self.log, self._beats, Policy(), heartbeat_s=60, schema=self._schema)
         self._task = asyncio.create_task(self.coordinator.run())
         await asyncio.wait_for(self.coordinator.live.wait(), 10)
         api = Api(self._config, self.coordinator, self.log, self.files, self._token)  # type: ignore[arg-type]
@@ -127,10 +129,14 @@ def healed_cluster() -> MiniCluster:
 
 @asynccontextmanager
 async def serving(
-    logs: Path, story: list[Recorded] | None = None, token: str = "", config: Config | None = None
+    logs: Path,
+    story: list[Recorded] | None = None,
+    token: str = "",
+    config: Config | None = None,
+    schema: int = SCHEMA,
 ) -> AsyncIterator[Served]:
     """A Served that has started and will have stopped."""
-    served = Served(logs, token, config)
+    served = Served(logs, token, config, schema)
     await served.tell(healed_cluster().log if story is None else story)
     await served.start()
     try:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 
 from events import schemas
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from events.schemas import FIRST, SCHEMA, schema_of, told_version
+from events.schemas import FIRST, SCHEMA, beyond_schema, schema_of, told_version
 from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.serving import serving
 from unicrond.fold import fold
 from unicrond.state import UNREAD_MAX, ClusterState, WorkerStatus
 
@@ -169,3 +172,22 @@ def test_old_logs_know_of_no_schema() -> None:
     state = fold(ClusterState(), Recorded(1, 1, envelope))
     assert state.nodes["n"].schema == FIRST
     assert state.schema == FIRST
+
+
+async def test_a_coordinator_that_may_be_taken_back_writes_the_older_schema_and_refuses_what_that_lacks(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, story=[], schema=FIRST) as served, aiohttp.ClientSession(served.url) as http:
+        assert served.coordinator.state.schema == FIRST
+        async with http.post("/v1/tasks", json={"name": "a", "start_timeout_s": 60.0}) as response:
+            assert response.status == 400
+            assert "spec.start_timeout_s: this coordinator writes schema 1" in (await response.json())["error"]
+        async with http.post("/v1/tasks", json={"name": "a"}) as response:
+            assert response.status == 201
+
+
+def test_what_is_beyond_a_schema_is_named() -> None:
+    spec = v.TaskSpec(name="a", start_timeout_s=60.0)
+    assert beyond_schema(v.TaskSubmitted(spec=spec), FIRST) == ["spec.start_timeout_s"]
+    assert beyond_schema(v.TaskSubmitted(spec=spec), SCHEMA) == []
+    assert beyond_schema(v.PeersRemembered(node="n", task="a", peers=()), FIRST) == ["PeersRemembered"]
