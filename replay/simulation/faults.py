@@ -72,6 +72,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "cordon": (3, 15.0, ("", "drain"), 2),
     "reset_group": (4, 0.0, (), 1),
     "sick_links": (3, 12.0, (), 1),
+    "break_links": (3, 15.0, (), 2),
     "break_worker_line": (2, 0.0, (), 1),
     "break_fork_line": (2, 0.0, (), 1),
     "cut_log": (6, 15.0, (), 3),
@@ -112,6 +113,7 @@ def draw(drawn: random.Random, nodes: list[str]) -> list[Fault]:
 def arrange(world: World, faults: list[Fault]) -> None:
     """Let the faults happen when their time comes."""
     for fault in faults:
+        world.witness.touched |= {*fault.nodes}
         world.loop.call_at(fault.at_s, _EFFECTS[fault.kind], world, fault)
 
 
@@ -314,6 +316,12 @@ def _sick_links(world: World, fault: Fault) -> None:
             world.loop.call_later(0.1 + 0.2 * fault.pick, again)
 
     again()
+
+
+def _break_links(world: World, fault: Fault) -> None:
+    """Whoever trains on the nodes loses its connections at each iteration's start."""
+    world.training.link_breakers |= {*fault.nodes}
+    _until(world, fault, lambda: world.training.link_breakers.difference_update(fault.nodes))
 
 
 def _break_worker_line(world: World, fault: Fault) -> None:

@@ -70,6 +70,8 @@ class End:
         self.rank = rank
         self.replica = replica
         self.broken = ""
+        #: The members to whom the connection has ended.
+        self.lost: set[int] = set()
         self._entered = 0
         self._under_way: list[Result] = []
 
@@ -122,6 +124,7 @@ class End:
     def peer_left(self, rank: int) -> None:
         """A connection of this member ended: what is under way breaks, unless it was as good as done."""
         self.broken = f"connection closed by member {rank}"
+        self.lost.add(rank)
         for waiting in list(self._under_way):
             if not (waiting.complete and self.group.drawn.random() < 0.5):
                 waiting.fail(self.broken)

@@ -33,6 +33,7 @@ RULES: dict[str, str] = {
     "symptoms_are_no_incidents": "A broken connection opens no incident where one of the same generation is open.",
     "plan_within_healthy_nodes": "A plan seats no worker on a node that was not healthy, and no more than its slots.",
     "cordoned_nodes_get_nobody": "No worker is started on a node that people have cordoned.",
+    "innocents_stay": "No node that nothing has happened to is isolated while its tasks make steps.",
     "handovers_are_awaited": "Who leaves for another layout is not stopped before it has handed over and parked.",
     "ordered_faults_strike_once": "A fault that people have ordered strikes once, whatever is repeated.",
     "stale_commands_never_act": "An agent that has seen a newer term or epoch does nothing about an older command.",
@@ -149,6 +150,18 @@ def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int
 def cordoned_nodes_get_nobody(known: ClusterState, start: v.StartWorker) -> str:
     """`known`: the state that the start was decided in."""
     return f"{start.worker} is started on {start.node}, which is cordoned" if known.nodes[start.node].cordoned else ""
+
+
+def innocents_stay(known: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], strikes_max: int) -> str:
+    """`known`: the state that it was decided in. `touched`: nodes that a fault names. Of two ends of a link either may
+    be at fault, and where no step is made one is tried: that is no breach unless the blame was called clear."""
+    if isolated.node in touched:
+        return ""
+    for task in known.tasks.values():
+        clear = task.breaks.get(isolated.node, 0) - task.unclear.get(isolated.node, 0) >= strikes_max
+        if clear or (isolated.node in task.breaks and task.stuck < strikes_max):
+            return f"{isolated.node} is isolated, though nothing ever happened to it: {isolated.reason}"
+    return ""
 
 
 def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:

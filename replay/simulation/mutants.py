@@ -26,7 +26,7 @@ from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.run import Outcome
 from replay.simulation.seeds import cores, outcomes
-from unicrond import coordinator, fold, reconcile, state
+from unicrond import blame, coordinator, fold, reconcile, state
 from unicrond.deciding import copies, memberships, staff
 from unicrond.deciding.batch import Batch
 from unicrond.folding import changes, incidents
@@ -112,6 +112,29 @@ def _forget_repetitions() -> None:
 
 def _skip_the_symptom_merge() -> None:
     _patch(incidents, "blame", lambda _: incidents.open_incident)
+
+
+def _blame_the_peers() -> None:
+    def make(judge: Any) -> Any:
+        def other_ends(found: Any, record: Any, quality: Any) -> Any:
+            guilty = judge(found, record, quality).blamed
+            peers = tuple(sorted({node for link in found for node in link} - {*guilty}))
+            return blame.Verdict(peers, peers)
+
+        return other_ends
+
+    _patch(blame, "judge", make)
+
+
+def _doubt_nothing() -> None:
+    def make(judge: Any) -> Any:
+        def sure(found: Any, record: Any, quality: Any) -> Any:
+            blamed = judge(found, record, quality).blamed
+            return blame.Verdict(blamed, blamed)
+
+        return sure
+
+    _patch(blame, "judge", make)
 
 
 def _forget_lost_workers() -> None:
@@ -352,6 +375,8 @@ MUTANTS: dict[str, Mutant] = {
     "rule_in_another_name": Mutant("an old coordinator reads of a newer term and goes on", _rule_in_another_name),
     "forget_repetitions": Mutant("the fold takes a repeated event for a new one", _forget_repetitions),
     "skip_the_symptom_merge": Mutant("every symptom is an incident of its own", _skip_the_symptom_merge),
+    "blame_the_peers": Mutant("of a broken link the wrong end is given up", _blame_the_peers),
+    "doubt_nothing": Mutant("of two ends of a link one is isolated, though the task makes steps", _doubt_nothing),
     "forget_lost_workers": Mutant("the workers of a lost node are forgotten", _forget_lost_workers),
     "believe_no_stop": Mutant("the answer to a stop changes nothing", _believe_no_stop),
     "fold_by_the_machine": Mutant("the fold reads a clock", _fold_by_the_machine),

@@ -12,6 +12,8 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
+from msgspec.structs import replace
+
 from agents.classify import EXIT_NO_MEMBERSHIP
 from agents.trainer import regrouping
 from agents.trainer.injection import PHASES, Point
@@ -106,6 +108,7 @@ class Replica:
         self._main: asyncio.Task[None] | None = None
         self._failure: ErrorKind | None = None
         self._slow_s = 0.0
+        self._lost: list[list[str]] = []
         #: Die there the next time: see `_reached`.
         self.die_at: Moment | Literal[""] = ""
         for shard in shards:
@@ -179,12 +182,13 @@ class Replica:
         self.shards[0].say(self._trouble(kind, "simulated", "reduce"))
 
     def reset(self) -> None:
-        """A connection of its group is reset; the process lives."""
+        """The connections of its group are reset; the process lives."""
         if self._end is not None:
-            self._end.peer_left(self._end.rank)
-            for other in list(self._end.group.present.values()):
-                if other is not self._end:
-                    other.peer_left(self._end.rank)
+            mine = self._end
+            for other in list(mine.group.present.values()):
+                if other is not mine:
+                    mine.peer_left(other.rank)
+                    other.peer_left(mine.rank)
 
     async def _run(self) -> None:
         code = 0
@@ -292,8 +296,19 @@ class Replica:
         return known.pop() if len(known) == 1 else 0
 
     def _report(self, failure: Broken, phase: Phase) -> None:
+        self._note_losses()
         if not self._newest(self.generation, urgent_only=True):
-            self._say_all(self._trouble("connection_broken", str(failure), phase))
+            for number, shard in enumerate(self.shards):
+                trouble = self._trouble("connection_broken", str(failure), phase)
+                shard.say(replace(trouble, lost=tuple(sorted(mates[number] for mates in self._lost))))
+
+    def _note_losses(self) -> None:
+        """Whom it has lost, the workers of each replica; before it leaves the group, for that ends all connections."""
+        if self._end is not None:
+            members = self._end.group.membership.members
+            places = {member.worker: member.replica for member in members}
+            replicas = [places[lead] for number, lead in enumerate(self._end.group.leads) if number in self._end.lost]
+            self._lost = [[m.worker for m in members if m.replica == replica] for replica in replicas]
 
     # --- an iteration ----------------------------------------------------------------------------
 
@@ -445,6 +460,8 @@ class Replica:
             self._ledger.deal(self._fair_hand() if hand is None else hand, redone=False)
 
     def _begin(self, iteration: int) -> None:
+        if any(shard.host.name in self.training.link_breakers for shard in self.shards):
+            self.training.loop.call_later(self.training.drawn.uniform(0.0, 0.05), self.reset)
         self._buckets.begin()
         self._ledger = Ledger(iteration=iteration)
 
@@ -526,6 +543,7 @@ class Replica:
 
     def _leave(self) -> None:
         if self._end is not None:
+            self._note_losses()
             self._end.leave()
             self._end = None
 
@@ -615,6 +633,7 @@ class Replica:
         """Form the group, exchange positions."""
         training, generation = self.training, membership.generation
         group = training.group(self.task, membership)
+        self._lost = []
         end = group.enter(self)
         self._end = end
         if group.size > 1:

@@ -51,6 +51,8 @@ class Training:
         self.collective_timeout_s = collective_timeout_s
         self.capture_every = capture_every
         self.reach = Reach()
+        #: Nodes whose connections all end at each iteration's start.
+        self.link_breakers: set[str] = set()
         self.hosts: dict[str, Host] = {}
         self.replicas: list[Replica] = []
         self._shards: dict[tuple[str, int], dict[int, Process]] = {}

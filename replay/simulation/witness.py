@@ -42,6 +42,9 @@ class Witness:
         #: The newest iteration that any replica committed, per task.
         self.committed: dict[str, int] = {}
         self.steps = 0
+        #: Nodes that a fault names.
+        self.touched: set[str] = set()
+        self.strikes_max = 1
         self._ids: set[str] = set()
         self._term = 0
         self._spawned: dict[str, set[str]] = {}
@@ -92,6 +95,10 @@ class Witness:
         if isinstance(event, v.PlanAdopted):
             known = self.states[envelope.based_on]
             self.broke("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(known, event))
+        if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
+            known = self.states[envelope.based_on]
+            story = rules.innocents_stay(known, event, self.touched, self.strikes_max)
+            self.broke("innocents_stay", story)
         if isinstance(event, v.StartWorker) and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("cordoned_nodes_get_nobody", rules.cordoned_nodes_get_nobody(known, event))

@@ -43,6 +43,7 @@ class World:
             strikes_max=self.shape.choice((2, 3)),
             stuck_max=self.shape.choice((8, 30)),
         )
+        self.witness.strikes_max = self.policy.strikes_max
         self.training = Training(
             loop,
             self.drawn("training"),
@@ -164,6 +165,7 @@ class World:
             link.cut = False
             link.heal()
         self.training.reach.heal()
+        self.training.link_breakers.clear()
         for head in self.coordinators.living:
             head.log.crash_at = ""
         for host in self.hosts.values():

@@ -1,0 +1,77 @@
+"""Links that are broken from outside, between real agents and workers on hosts of their own (links.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.integration.links import CASES, Found
+
+#: Ends a connection as link_breaker.py does; fails where the kernel cannot.
+_PROBE = """
+import socket, subprocess
+listener = socket.create_server(("127.0.0.1", 0))
+port = str(listener.getsockname()[1])
+with socket.create_connection(listener.getsockname()) as connection, listener.accept()[0]:
+    subprocess.run(["ss", "-K", "-t", "dport", "=", port], check=True, capture_output=True)
+    connection.settimeout(0.1)
+    try:
+        connection.recv(1)
+    except ConnectionError:
+        raise SystemExit(0)
+    raise SystemExit(1)
+"""
+#: Run in the suite; `make matrix` runs all, and the first ten times.
+IN_SUITE = "one, the innocent tell first"
+TIMES = 10
+
+
+def can_end_connections() -> bool:
+    probe = ["unshare", "-rnm", "sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, _PROBE]
+    try:
+        return subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode == 0
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not can_end_connections(), reason="the kernel forbids network namespaces, or ss -K, here"),
+]
+
+
+def run(case: str, directory: Path) -> Found:
+    done = subprocess.run(
+        ["unshare", "-rnm", sys.executable, "-m", "tests.integration.links", case, str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    logs = "".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("*.log")))
+    assert done.returncode == 0, done.stderr[-3000:] + logs
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Found)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == IN_SUITE else [pytest.mark.matrix]) for case in CASES]
+)
+def test_who_breaks_links_is_isolated_and_nobody_else(case: str, tmp_path: Path) -> None:
+    found = run(case, tmp_path)
+    assert sorted(found.isolated) == sorted(CASES[case].isolated), found
+    assert not found.failed and found.iterations > 0, "it makes steps all the while"
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(4000)
+def test_one_bad_node_of_three_is_the_one_each_time(tmp_path: Path) -> None:
+    isolated = []
+    for number in range(TIMES):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        isolated.append(run("one", directory).isolated)
+    assert isolated == [["n2"]] * TIMES
