@@ -3,9 +3,9 @@
     entry: tests/integration/odd_gpt.py
     args: [WHAT, WORKER_NUMBER, FROM_ITERATION]
 
-WHAT: `slow` (each micro-batch takes 0.15 s longer), `spike` (its losses are tenfold once), `gradient` (its gradients
-are a hundredfold once), `flip` (one bit of its parameters is another), `wrap` (an exception raised
-from a device's error).
+WHAT: `slow` (each micro-batch takes 0.15 s longer), `straggle` (0.05 s), `spike` (its losses are tenfold once),
+`gradient` (its gradients are a hundredfold once), `flip` (one bit of its parameters is another), `wrap` (an exception
+raised from a device's error).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agents.trainer.hook import Step
 
 FORWARD_BACKWARD = pretrain_gpt.forward_backward
 LOSS = pretrain_gpt._loss
-SLOW_S = 0.15
+SLOW_S = {"slow": 0.15, "straggle": 0.05}
 
 
 class Odd:
@@ -35,11 +35,11 @@ class Odd:
     def forward_backward(
         self, spec: Any, model: torch.nn.Module, text: Any, step: Step, micro_batches: list[int]
     ) -> tuple[float, int]:
-        if step.iteration < self.iteration or (self.done and self.what != "slow"):
+        if step.iteration < self.iteration or (self.done and self.what not in SLOW_S):
             return FORWARD_BACKWARD(spec, model, text, step, micro_batches)
         self.done = True
-        if self.what == "slow":
-            time.sleep(SLOW_S * len(micro_batches))
+        if self.what in SLOW_S:
+            time.sleep(SLOW_S[self.what] * len(micro_batches))
         elif self.what == "flip":
             with torch.no_grad():
                 next(model.parameters()).view(torch.int32).view(-1)[0] ^= 1

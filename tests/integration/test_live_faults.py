@@ -263,10 +263,13 @@ async def test_a_slow_worker_is_named_and_left_alone(live: Live) -> None:
     await live.run("unicronctl", "--url", live.dev.url, *arguments)
     named = lambda: {event["slowest"] for event in live.events("DegradationObserved", after=before.seq)}  # noqa: E731
     await live.until("the slow worker is named", lambda _: worker in named())
-    state, _ = await live.dev.state()
+    state = await live.until("it is a straggler", lambda s: list(s.tasks[TASK].stragglers) == [worker])
+    shown = await live.run("unicronctl", "--url", live.dev.url, "status")
+    assert "straggler" in shown and worker in shown
     assert state.incidents_total == before.incidents_total and members(state) == members(before)
     await inject(live.client).kill(task=TASK, rank=RANK)
-    await live.training(incidents=live.incidents + 1)
+    after = await live.training(incidents=live.incidents + 1)
+    assert worker not in after.tasks[TASK].stragglers
 
 
 # --- tasks of their own ---------------------------------------------------------------------------

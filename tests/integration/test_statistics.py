@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agents.trainer import marks
-from agents.trainer.messages import Degraded, Suspected, Trouble
+from agents.trainer.messages import Degraded, Straggles, Suspected, Trouble
 from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 
@@ -56,6 +56,18 @@ def test_the_slow_worker_is_named_by_its_computing_not_by_its_waiting(
     assert worker == "t.1", "the lead tells"
     assert told.iteration_us > 1.1 * told.usual_us
     assert told.iteration >= 45
+
+
+def test_who_is_slow_from_birth_is_told_of(server: ForkServer, data: Path, tmp_path: Path) -> None:
+    def tellers(rig: Rig) -> list[tuple[str, Straggles]]:
+        return [(worker, m) for worker, m in rig.said if isinstance(m, Straggles)]
+
+    rig = trained(server, tmp_path, odd_task(data, "straggle", 2, 1), tellers)
+    worker, told = tellers(rig)[0]
+    assert worker == "t.1", "the lead tells"
+    assert (told.straggler, told.rank) == ("t.2", 1)
+    assert told.iteration <= 50 and told.since_iteration <= 10
+    assert told.factor > 2 and told.compute_us > told.others_us + 40_000
 
 
 @pytest.mark.parametrize(("what", "sign"), [("spike", "loss"), ("gradient", "gradient_norm")])
