@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery lint clean help
+.PHONY: install test demo matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery stragglers lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/gpu.md)"
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
+	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make lint     ruff, mypy, import-linter"
 
@@ -75,6 +76,9 @@ evaluation: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/pytest tests/benchmarks --benchmark-columns=median,iqr,min,max,rounds
+
+stragglers: $(STAMP)
+	$(BIN)/python -m tests.benchmarks.stragglers --rounds 3 --calm-s 3600 --out stragglers.jsonl
 
 $(PEERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)

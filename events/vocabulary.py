@@ -556,34 +556,40 @@ class StragglerObserved(Observation, frozen=True, kw_only=True):
     `straggler`: its worker in that shard, `rank`: its place in the membership. `factor`: its own time per micro-batch
     over the median of the other replicas' in the same iterations; `compute_us` and `others_us`: what that is. Since
     about the beginning of `since_iteration`, `since_us` by the teller's clock.
+
+    Bounds: `generation` < 10**9; `iteration`, `since_iteration` <= 10**12; `rank` 0..131072; `compute_us`,
+    `others_us` <= 366 days; `since_us` < 2**62.
     """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    iteration: Count
+    generation: Serial
+    iteration: Iteration
     straggler: WorkerId
     straggler_node: Name
-    rank: Count
+    rank: Workers
     factor: Factor
-    compute_us: Micros
-    others_us: Micros
-    since_iteration: Count
+    compute_us: Duration
+    others_us: Duration
+    since_iteration: Iteration
     since_us: Micros
 
 
 class StragglerRecovered(Observation, frozen=True, kw_only=True):
-    """It is as quick as the other replicas again; `factor`: what is left."""
+    """It is as quick as the other replicas again; `factor`: what is left.
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12; `rank` 0..131072.
+    """
 
     node: Name
     task: Name
     worker: WorkerId
-    generation: Count
-    iteration: Count
+    generation: Serial
+    iteration: Iteration
     straggler: WorkerId
     straggler_node: Name
-    rank: Count
+    rank: Workers
     factor: Factor
 
 

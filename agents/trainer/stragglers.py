@@ -23,6 +23,7 @@ Pure: times come in, findings go out.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ _TO_DEVIATION = 1.4826
 _TO_ERROR = 1.09
 #: Looked at in every so many samples.
 _EVERY = 2
+#: So many samples make up most of the moving average.
+_LATELY = 10
 #: A factor beyond this says that somebody did not compute.
 _FACTOR_MAX = 1000.0
 
@@ -68,6 +71,18 @@ class _Sample(NamedTuple):
     others_us: float
     iteration: int
     at_us: int
+
+
+@dataclass(slots=True)
+class _Samples:
+    """A replica's. `lately`: a moving average of its lags; who is quick is seen to be so at a glance."""
+
+    kept: deque[_Sample] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    lately: float = 0.0
+
+    def add(self, sample: _Sample) -> None:
+        self.kept.append(sample)
+        self.lately += (sample.lag - self.lately) / _LATELY
 
 
 @dataclass(slots=True)
@@ -98,7 +113,7 @@ class Stragglers:
 
     def regrouped(self) -> None:
         """The group has changed."""
-        self._samples: dict[str, deque[_Sample]] = {}
+        self._samples: dict[str, _Samples] = {}
         self._seen = 0
         self._taken = 0
         self._sum = _Sum()
@@ -142,13 +157,13 @@ class Stragglers:
         for worker, own_us in times.items():
             others_us = _median_without(ranked, own_us)
             lag = math.log(min(max(own_us / others_us, 1 / _FACTOR_MAX), _FACTOR_MAX))
-            samples = self._samples.setdefault(worker, deque(maxlen=HISTORY))
-            samples.append(_Sample(lag, others_us, whole.iteration, whole.began_us))
+            samples = self._samples.setdefault(worker, _Samples())
+            samples.add(_Sample(lag, others_us, whole.iteration, whole.began_us))
 
-    def _judge(self, worker: str, samples: deque[_Sample]) -> Finding | None:
-        told = self._told.get(worker)
-        if told is None and samples[-1].lag <= 0 and samples[-2 if len(samples) > 1 else -1].lag <= 0:
-            return None  # most are seen to be quick at a glance
+    def _judge(self, worker: str, kept: _Samples) -> Finding | None:
+        told, samples = self._told.get(worker), kept.kept
+        if told is None and kept.lately <= math.log(SLOW) / 2:
+            return None
         lags = [sample.lag for sample in samples]
         if told is None:
             lag = next((lag for size in SURE if (lag := _slow(lags, size)) is not None), None)
@@ -224,7 +239,7 @@ def _change(lags: Sequence[float], lag: float) -> int:
 
 def _median_without(ranked: Sequence[float], one: float) -> float:
     """The median of all but one of the ranked values."""
-    place = ranked.index(one)
+    place = bisect_left(ranked, one)
     rest = len(ranked) - 1
 
     def at(number: int) -> float:
