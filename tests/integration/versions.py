@@ -112,10 +112,10 @@ def has_history() -> bool:
     return shutil.which("git") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
 
-def make_tree(version: Version, into: Path) -> Path | None:
-    """Where the version's packages stand; None: where this test's own do."""
+def make_tree(version: Version, into: Path) -> Path:
+    """Where the version's packages stand."""
     if version == "today":
-        return None
+        return ROOT
     tree = into / version
     if tree.exists():
         return tree
@@ -147,10 +147,7 @@ class MixedCluster(DevCluster):
 
     def _make(self, name: str, version: Version) -> None:
         part = self.coordinator if name == "coordinator" else self.agents[name]
-        tree = make_tree(version, self.trees)
-        part.env = {key: value for key, value in part.env.items() if key != "PYTHONPATH"}
-        if tree is not None:
-            part.env["PYTHONPATH"] = str(tree)
+        part.env = part.env | {"PYTHONPATH": str(make_tree(version, self.trees))}
         self.versions[name] = version
 
     async def change(self, name: str, version: Version) -> None:
