@@ -61,7 +61,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
         (r"(?m)^AnyCommand: TypeAlias = (\(?)", r"AnyCommand: TypeAlias = \1GreetNode | "),
     ],
     "events/prose.py": [
-        (r"(?m)^( *)case CommandFailed\(\):", r'\1case v.GreetNode():\n\1    return "greet"\n\1case CommandFailed():'),
+        (r"(?m)^( *)case DropState\(", r'\1case v.GreetNode():\n\1    return "greet"\n\1case DropState('),
         (r"(?m)^import msgspec$|^from __future__ import annotations$", r"\g<0>\nfrom events import vocabulary as v"),
     ],
     "unicrond/fold.py": [
