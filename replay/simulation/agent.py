@@ -44,7 +44,7 @@ from agents.state import (
 from agents.trainer.messages import Exited, FromForkServer, FromWorker, Hello, Inventory, ToForkServer, ToWorker
 from agents.watch import Watch
 from events.envelope import Envelope
-from events.schemas import SCHEMA, told_version
+from events.schemas import FIRST, schema_of, spoken_schema, told_version
 from events.vocabulary import Command, Fault, Heartbeat, MemoryService, NodeJoined
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint
 from replay.simulation.network import Pipe
@@ -63,11 +63,12 @@ class Agent:
         self.host = host
         self.alive = True
         self.boot = host.disk.next_boot(host.clock.wall_us())
+        self.schema = host.schema
         config = Config(
             node=host.name,
             address=host.name,
             slots=host.slots,
-            version=told_version("simulated", SCHEMA),
+            version=told_version("simulated", self.schema),
             agent_boot=self.boot,
             agent_socket="/run/agent.sock",
             logs="/run/logs",
@@ -318,11 +319,17 @@ class Agent:
     async def _serve_log(self) -> None:
         """Everything that needs the log."""
         await self.log.last_seq()
+        self._outbox.schema = self._coordinator_reads()
         self.feed(LogSeen(identity="the log"))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._outbox.run(self.log))
             group.create_task(self._send_beats())
             group.create_task(self._take_commands())
+
+    def _coordinator_reads(self) -> int:
+        """See events/nats_terms.py; it is heard of within a beat."""
+        started = self.host.server.newest_started
+        return min(self.schema, spoken_schema(started.version)) if started else FIRST
 
     async def _send_beats(self) -> None:
         beats = BeatEnd(self.host.beats, self.host.link)
@@ -341,6 +348,7 @@ class Agent:
             await beats.publish(
                 Envelope(producer=self.host.name, boot=self.boot, number=self._beat, observed_at_us=at_us, event=beat)
             )
+            self._outbox.schema = self._coordinator_reads()
             await asyncio.sleep(self.host.heartbeat_s)
 
     async def _take_commands(self) -> None:
@@ -348,6 +356,8 @@ class Agent:
         async for recorded in CommandEnd(self.host.server, self.host.link, self.host.name).read():
             envelope = recorded.envelope
             assert isinstance(envelope.event, Command)
+            if schema_of(envelope.event) > self.schema:
+                continue  # an agent of schema 1 skips what it cannot read, in silence
             age_s = max(0.0, (self.host.clock.wall_us() - recorded.recorded_at_us) / 1e6)
             self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
             if not self.alive:  # the command is not acknowledged: the next agent gets it again

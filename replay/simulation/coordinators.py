@@ -10,6 +10,7 @@ import asyncio
 import random
 
 from events.log import Fenced
+from events.schemas import FIRST, SCHEMA
 from replay.simulation import invariants as rules
 from replay.simulation.log_client import BeatEnd, Beats, Boundary, Endpoint
 from replay.simulation.log_server import LogServer
@@ -42,7 +43,9 @@ class Coordinators:
         witness: Witness,
         policy: Policy,
         heartbeat_s: float,
+        versions: random.Random,
     ) -> None:
+        """`versions`: what draws the schema that each head writes."""
         self._loop = loop
         self._drawn = drawn
         self._server = server
@@ -50,6 +53,7 @@ class Coordinators:
         self._witness = witness
         self._policy = policy
         self._heartbeat_s = heartbeat_s
+        self._versions = versions
         self.clock = HostClock(loop)
         self.heads: list[Head] = []
 
@@ -68,7 +72,13 @@ class Coordinators:
         log = Endpoint(self._server, Link(self._loop, self._drawn), self._witness.acknowledged)
         beats = BeatEnd(self._beats, log.link)
         coordinator = Coordinator(
-            log, beats, self._policy, self._heartbeat_s, self.clock, process=f"head:{len(self.heads)}"
+            log,
+            beats,
+            self._policy,
+            self._heartbeat_s,
+            self.clock,
+            process=f"head:{len(self.heads)}",
+            schema=self._versions.choice((FIRST, SCHEMA, SCHEMA)),
         )
         task = self._loop.create_task(coordinator.run())
         head = Head(coordinator, log, task)

@@ -18,6 +18,7 @@ import msgspec
 
 from agents.state import AcceleratorSaw
 from events import vocabulary as v
+from events.schemas import FIRST, SCHEMA
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
@@ -55,6 +56,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "garbage": (1, 0.0, (), 0),
     "crash_agent": (6, 0.0, ("", "before", "sent", "acknowledged", "memory", "action0", "action1"), 1),
     "restart_agent": (2, 0.0, (), 1),
+    "change_version": (3, 0.0, (str(FIRST), str(SCHEMA)), 2),
     "agent_away": (1, 20.0, (), 1),
     "crash_fork_server": (3, 0.0, (), 1),
     "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
@@ -193,6 +195,13 @@ def _restart_agent(world: World, fault: Fault) -> None:
     for host in _hosts(world, fault):
         if host.agent is not None and host.agent.alive:
             world.loop.create_task(host.agent.hand_over())
+
+
+def _change_version(world: World, fault: Fault) -> None:
+    """Another version is installed, and the agent restarted."""
+    for host in _hosts(world, fault):
+        host.schema = int(fault.how)
+    _restart_agent(world, fault)
 
 
 def _agent_away(world: World, fault: Fault) -> None:

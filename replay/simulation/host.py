@@ -65,6 +65,7 @@ class Host:
         heartbeat_s: float,
         lease_s: float,
         start_max_age_s: float,
+        schema: int,
     ) -> None:
         self.name = name
         self.slots = slots
@@ -77,6 +78,8 @@ class Host:
         self.heartbeat_s = heartbeat_s
         self.lease_s = lease_s
         self.start_max_age_s = start_max_age_s
+        #: What the version that is installed here reads (events/schemas.py); the next agent is of it.
+        self.schema = schema
         self.clock = HostClock(loop)
         self.link = Link(loop, drawn)
         self.disk = Disk()

@@ -14,6 +14,7 @@ from agents.trainer.ledger import Total
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
+from events.schemas import schema_of
 from unicrond.decide import decide, needed_solves
 from unicrond.invariants import InvariantError, check
 from unicrond.planning.placement import Shape, place
@@ -32,6 +33,7 @@ RULES: dict[str, str] = {
     "state_is_sound": "The coordinator's own invariants hold after every entry.",
     "symptoms_are_no_incidents": "A broken connection opens no incident where one of the same generation is open.",
     "plan_within_healthy_nodes": "A plan seats no worker on a node that was not healthy, and no more than its slots.",
+    "commands_can_be_read": "A node is commanded in what its agent reads, and in what the coordinator may write.",
     "cordoned_nodes_get_nobody": "No worker is started on a node that people have cordoned.",
     "innocents_stay": "No node that nothing has happened to is isolated while its tasks make steps.",
     "handovers_are_awaited": "Who leaves for another layout is not stopped before it has handed over and parked.",
@@ -75,6 +77,18 @@ def newest_term_decides(newest_term: int, entry: Entry) -> str:
         return ""
     kind = type(entry.envelope.event).__name__
     return f"entry {entry.seq}: {kind} of term {entry.envelope.term}, while term {newest_term} rules"
+
+
+def commands_can_be_read(known: ClusterState, entry: Recorded) -> str:
+    """`known`: the state that it was decided from."""
+    event = entry.envelope.event
+    if isinstance(event, v.CoordinatorStarted) or not isinstance(event, v.Decision | v.Command):
+        return ""
+    node = known.nodes.get(event.node) if isinstance(event, v.Command) else None
+    reads = min(known.schema, node.schema) if node is not None else known.schema
+    needs = schema_of(event)
+    where = f"entry {entry.seq}: {type(event).__name__}"
+    return f"{where} needs schema {needs}, its reader has {reads}" if needs > reads else ""
 
 
 def decisions_take_effect(before: ClusterState, entry: Entry) -> str:

@@ -123,6 +123,12 @@ class LogServer:
     def _newest_claim(self) -> Fence:
         return Fence(self._claims[-1].envelope.term, self._claims[-1].seq) if self._claims else Fence(0, 0)
 
+    @property
+    def newest_started(self) -> CoordinatorStarted | None:
+        """The claim of the newest term."""
+        event = self._claims[-1].envelope.event if self._claims else None
+        return event if isinstance(event, CoordinatorStarted) else None
+
     def _write(self, envelopes: Sequence[Envelope]) -> None:
         if not envelopes:
             return

@@ -181,6 +181,10 @@ def _reuse_a_generation() -> None:
     _patch(memberships, "set_membership", make)
 
 
+def _command_in_new_words() -> None:
+    _patch(Batch, "add", lambda _: lambda self, event: self.events.append(event))
+
+
 def _double_start() -> None:
     def make(staff: Any) -> Any:
         def twice(batch: Any, task: Any) -> None:
@@ -384,6 +388,7 @@ MUTANTS: dict[str, Mutant] = {
     "double_start": Mutant("missing workers are started twice", _double_start),
     "plan_with_isolated_nodes": Mutant("lost and isolated nodes are planned with", _plan_with_isolated_nodes),
     "keep_broken_replicas": Mutant("dead members stay members", _keep_broken_replicas),
+    "command_in_new_words": Mutant("every node is commanded as if its agent were of today", _command_in_new_words),
     "start_on_cordoned_nodes": Mutant("cordoned nodes get workers", _start_on_cordoned_nodes),
     "judge_nobody": Mutant("no hang is ever found", _judge_nobody),
     "order_again": Mutant("an ordered fault is commanded again and again", _order_again),

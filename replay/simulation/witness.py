@@ -92,6 +92,9 @@ class Witness:
         self.broke("newest_term_decides", rules.newest_term_decides(self._term, entry))
         self.broke("symptoms_are_no_incidents", rules.symptoms_are_no_incidents(after))
         self.broke("decisions_take_effect", rules.decisions_take_effect(before, entry))
+        if envelope.term and envelope.term == before.term:
+            known = self.states[envelope.based_on]
+            self.broke("commands_can_be_read", rules.commands_can_be_read(known, entry))
         if isinstance(event, v.PlanAdopted):
             known = self.states[envelope.based_on]
             self.broke("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(known, event))

@@ -8,6 +8,7 @@ import random
 from events import vocabulary as v
 from events.codec import API_PRODUCER
 from events.envelope import Envelope
+from events.schemas import FIRST, SCHEMA, lowered
 from replay.simulation.coordinators import Coordinators
 from replay.simulation.host import Host
 from replay.simulation.log_client import Beats, Endpoint
@@ -54,10 +55,18 @@ class World:
             capture_every=self.shape.choice((1, 2, 4)),
         )
         self.witness.training = self.training
+        self.versions = self.drawn("versions")
         self.hosts = self._hosts()
         self.training.hosts = self.hosts
         self.coordinators = Coordinators(
-            loop, self.drawn("head"), self.server, self.beats, self.witness, self.policy, HEARTBEAT_S
+            loop,
+            self.drawn("head"),
+            self.server,
+            self.beats,
+            self.witness,
+            self.policy,
+            HEARTBEAT_S,
+            self.drawn("heads' versions"),
         )
         self._api = Endpoint(self.server, Link(loop, self.drawn("api")), self.witness.acknowledged)
         self._asked = 0
@@ -84,6 +93,7 @@ class World:
                 heartbeat_s=HEARTBEAT_S,
                 lease_s=_LEASE_S,
                 start_max_age_s=60.0,
+                schema=self.versions.choice((FIRST, SCHEMA, SCHEMA)),
             )
             for name in names
         }
@@ -130,11 +140,14 @@ class World:
             micro_batch=micro_batch,
             iterations=iterations,
             seed=self.shape.randint(0, 1000),
+            start_timeout_s=self.versions.choice((None, self.policy.worker_start_s)),
             checkpoint=v.CheckpointSpec(dir="/checkpoints", interval=self.shape.choice((3, 10))),
         )
 
     def ask(self, event: v.Observation) -> None:
-        """A person's wish, through the API."""
+        """A person's wish, through the API; what the coordinator may not write is left out of it."""
+        for head in self.coordinators.living:
+            event = lowered(event, head.coordinator.state.schema) or event
         self._asked += 1
         envelope = Envelope(
             producer=API_PRODUCER,
