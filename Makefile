@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery stragglers lint clean help
+.PHONY: install test demo matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery stragglers resolve lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench    benchmarks (docs/benchmarks.md)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
+	@echo "make resolve  does pip find a set of versions for the base install and for each extra? (asks the package index)"
 	@echo "make lint     ruff, mypy, import-linter"
 
 install: $(STAMP)
@@ -31,7 +32,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("unicrond needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -82,7 +83,7 @@ stragglers: $(STAMP)
 
 $(PEERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[peers]'
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[all,peers]'
 	touch $(PEERS_STAMP)
 
 bench-recovery: $(STAMP) $(PEERS_STAMP)
@@ -92,6 +93,9 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 	$(BIN)/python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move || failed=1; \
 	$(BIN)/python -m tests.benchmarks.recovery.report --plot docs/plots/recovery.png || failed=1; \
 	exit $$failed
+
+resolve: $(STAMP)
+	$(BIN)/python -m tests.integration.resolve
 
 clean:
 	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,3 @@
+"""The agents of unicrond: what runs on every node, and what enters the training processes."""
+
+PROJECT = "unicrond"

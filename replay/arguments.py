@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{PROGRAM}: {message.removeprefix('argument ')}; see {self.prog} --help\n")
 
 
-def command(commands: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
+def command(commands: Any, name: str, run: str, what: str) -> argparse.ArgumentParser:
     """A command that reads a log."""
     parser = bare_command(commands, name, run, what)
     source = parser.add_argument_group("the log (one of the three)")
@@ -49,8 +49,8 @@ def command(commands: Any, name: str, run: Any, what: str) -> argparse.ArgumentP
     return parser
 
 
-def bare_command(commands: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
-    """A command; `run` takes the parsed options and gives the exit code, or None for 0."""
+def bare_command(commands: Any, name: str, run: str, what: str) -> argparse.ArgumentParser:
+    """A command. `run`: "MODULE:FUNCTION" in replay; takes the parsed options, gives the exit code or None for 0."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=what,

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,8 @@ from replay.arguments import (
     type_name,
     with_spans_marked,
 )
-from replay.commands import digest_command, events_command, export_command, state_command
-from replay.diff_command import diff_command
 from replay.examples import EXAMPLES
-from replay.import_command import import_command
 from replay.opening import PROGRAM, UsageError
-from replay.story_command import story_command
-from replay.timeline_command import timeline_command
-from replay.verify_command import verify_command
-from replay.whatif_command import whatif_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +66,9 @@ def _run(given: Sequence[str]) -> int:
         return simulate(given[1:])
     gc.disable()  # a short life, no cycles: the collector would only walk millions of entries
     options = _parser().parse_args(with_spans_marked(given))
-    return asyncio.run(options.run(options)) or 0
+    module, _, name = options.run.partition(":")
+    run = getattr(import_module(f"replay.{module}"), name)  # what only this command needs
+    return asyncio.run(run(options)) or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,20 +88,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _look(commands: Any) -> None:
-    state = command(commands, "state", state_command, "the cluster's state, as the coordinator believed it")
+    state = command(commands, "state", "commands:state_command", "the cluster's state, as the coordinator believed it")
     add_point(state, "--at", "the point to stop at (default: the end)")
     _add_from_snapshot(state)
 
-    digest = command(commands, "digest", digest_command, "the digest of the state, to compare with the daemon's")
+    digest = command(
+        commands, "digest", "commands:digest_command", "the digest of the state, to compare with the daemon's"
+    )
     add_point(digest, "--at", "the point to stop at (default: the end)")
     _add_from_snapshot(digest)
 
-    diff = command(commands, "diff", diff_command, "what changed in the state between two points, or between two logs")
+    diff = command(
+        commands,
+        "diff",
+        "diff_command:diff_command",
+        "what changed in the state between two points, or between two logs",
+    )
     add_point(diff, "a", "the first point")
     add_point(diff, "b", "the second point")
     diff.add_argument("--other", metavar="PATH", type=Path, help="the second point is of this exported log")
 
-    events = command(commands, "events", events_command, "the events, one line each")
+    events = command(commands, "events", "commands:events_command", "the events, one line each")
     add_point(events, "--after", "leave out everything up to and with this point")
     add_point(events, "--until", "leave out everything after this point")
     events.add_argument("--type", metavar="TYPE", type=type_name, action="append", default=[], help="can be repeated")
@@ -120,17 +123,28 @@ def _add_from_snapshot(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(commands: Any) -> None:
-    story = command(commands, "story", story_command, "a causal account of a node, a task, an incident or a plan")
+    story = command(
+        commands, "story", "story_command:story_command", "a causal account of a node, a task, an incident or a plan"
+    )
     story.add_argument("subject", metavar="SUBJECT", help="NODE, TASK, INCIDENT or PLAN")
 
-    timeline = command(commands, "timeline", timeline_command, "nodes, tasks, incidents and WAF by time")
+    timeline = command(
+        commands, "timeline", "timeline_command:timeline_command", "nodes, tasks, incidents and WAF by time"
+    )
     timeline.add_argument("--html", metavar="FILE", type=Path, help="a page that needs nothing from the network")
     timeline.add_argument("--png", metavar="FILE", type=Path, help="a picture, by matplotlib")
     add_point(timeline, "--at", "the point to stop at (default: the end)")
 
-    command(commands, "verify", verify_command, "make every decision again from its recorded inputs, and compare")
+    command(
+        commands,
+        "verify",
+        "verify_command:verify_command",
+        "make every decision again from its recorded inputs, and compare",
+    )
 
-    whatif = command(commands, "whatif", whatif_command, "decide afresh from a point, with other inputs")
+    whatif = command(
+        commands, "whatif", "whatif_command:whatif_command", "decide afresh from a point, with other inputs"
+    )
     add_point(whatif, "--at", "the point to fork at (default: the end)")
     whatif.add_argument(
         "--set",
@@ -148,12 +162,12 @@ def _explain(commands: Any) -> None:
 
 
 def _move(commands: Any) -> None:
-    export = command(commands, "export", export_command, "the log as one file, for --file")
+    export = command(commands, "export", "commands:export_command", "the log as one file, for --file")
     export.add_argument("path", metavar="FILE", type=Path, help="the file to write; appears whole or not at all")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
     add_point(export, "--at", "the point to stop at (default: the end)")
 
-    into = bare_command(commands, "import", import_command, "an exported log into an empty one")
+    into = bare_command(commands, "import", "import_command:import_command", "an exported log into an empty one")
     into.add_argument("path", metavar="FILE", type=Path, help="an exported log, or a directory of segments")
     target = into.add_mutually_exclusive_group(required=True)
     target.add_argument("--into", metavar="DIR", type=Path, help="a new or empty directory")
@@ -163,19 +177,16 @@ def _move(commands: Any) -> None:
 
 def _simulate(commands: Any) -> None:
     fuzz = bare_command(
-        commands, "fuzz", _fuzz, "simulate the whole control plane under seeded faults, and check rules"
+        commands,
+        "fuzz",
+        "simulation.fuzz:fuzz_command",
+        "simulate the whole control plane under seeded faults, and check rules",
     )
     commands.add_parser("simulate", help="compare policies on a failure trace in virtual time", add_help=False)
     fuzz.add_argument("--seeds", metavar="N", type=count_argument, default=1000, help="default: 1000")
     fuzz.add_argument("--first-seed", metavar="K", type=seed_argument, default=0, help="any; default: 0")
     fuzz.add_argument("--processes", metavar="P", type=count_argument, default=0, help="default: one per core")
     fuzz.add_argument("--faults", metavar="I,J,...", type=places_argument, help="only these of each seed's faults")
-
-
-async def _fuzz(options: argparse.Namespace) -> int:
-    from replay.simulation.fuzz import fuzz_command  # what only this command needs
-
-    return await fuzz_command(options)
 
 
 def _fail(code: int, message: str) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agents.trainer.hook import Hook as Hook
 
+PROJECT = "unicrond"
 VERSION = "0.1.0"
 
 

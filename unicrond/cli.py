@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from events import origin
+from events import extras
 from unicrond import VERSION
 
 EXAMPLES = """examples:
@@ -101,11 +101,8 @@ def _port(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Exit codes: 0 ended as asked, 1 could not go on, 2 bad usage or configuration."""
     arguments = _parser().parse_args(argv)
-    try:
-        origin.check()
-    except origin.MixedInstallation as error:
-        print(f"unicrond: {error}", file=sys.stderr)
-        return 1
+    if arguments.command != "archive":
+        extras.require(f"unicrond {arguments.command}", "head" if arguments.command == "run" else "all")
     logging.basicConfig(
         level=logging.DEBUG if getattr(arguments, "verbose", False) else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -14,11 +14,10 @@ Rules
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
 from statistics import median_low
 from typing import NamedTuple
-
-import numpy as np
 
 from events.vocabulary import TaskSpec
 from unicrond.planning.problem import Curve
@@ -114,13 +113,13 @@ def _corrected(curve: Curve, measured: tuple[tuple[int, int], ...]) -> Curve:
     anchors = [(workers, flops) for workers, flops in measured if curve(workers)]
     if not anchors:
         return curve
-    at = np.array([workers for workers, _ in anchors], dtype=np.float64)
-    ratio = np.array([flops / curve(workers) for workers, flops in anchors], dtype=np.float64)
-    x = curve.workers.astype(np.float64)
-    right = np.clip(np.searchsorted(at, x), 0, len(at) - 1)
-    left = np.clip(right - 1, 0, len(at) - 1)
-    span = np.where(at[right] > at[left], at[right] - at[left], 1.0)
-    share = np.clip((x - at[left]) / span, 0.0, 1.0)
-    scaled = np.rint(curve.flops * (ratio[left] + (ratio[right] - ratio[left]) * share))
-    points = dict(zip(curve.workers.tolist(), (int(flops) for flops in scaled.tolist()), strict=True))
+    at = [float(workers) for workers, _ in anchors]
+    ratio = [flops / curve(workers) for workers, flops in anchors]
+    last = len(at) - 1
+    points: dict[int, int] = {}
+    for workers, flops in curve.rounded():
+        right = min(bisect_left(at, workers), last)
+        left = max(right - 1, 0)
+        share = min(max((workers - at[left]) / ((at[right] - at[left]) or 1.0), 0.0), 1.0)
+        points[workers] = round(flops * (ratio[left] + (ratio[right] - ratio[left]) * share))
     return Curve(points | dict(anchors))

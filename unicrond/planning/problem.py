@@ -19,15 +19,19 @@ What does not live here: how it is solved (`solver.py`), where T comes from, whe
 from __future__ import annotations
 
 import hashlib
+from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import inf, isfinite
-from typing import TypeAlias
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # to read a log needs curves and no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 Number: TypeAlias = int | float
 
@@ -42,9 +46,6 @@ class Curve:
     Two curves are equal if their points are; comparing costs nothing per point.
     """
 
-    workers: NDArray[np.int64]  #: the named points, rising
-    flops: NDArray[np.float64]  #: their FLOP/s, rounded to float64
-
     def __init__(self, points: Mapping[int, Number]) -> None:
         """`points`: workers -> FLOP/s. Raises ProblemError for negative or non-finite numbers."""
         self._load(list(points), list(points.values()))
@@ -57,36 +58,56 @@ class Curve:
         return curve
 
     def _load(self, workers: Sequence[int], flops: Sequence[Number]) -> None:
-        at, achieved = np.array(workers, dtype=np.int64), np.array(flops, dtype=np.float64)
-        order = np.argsort(at, kind="stable")
-        self.workers, self.flops = at[order], achieved[order]
-        if (self.workers < 0).any():
-            raise ProblemError(f"throughput: {self.workers.min()} workers; give counts >= 0")
-        bad = ~((self.flops >= 0) & (self.flops < inf))
-        if bad.any():
-            at_workers, value = self.workers[bad][0], self.flops[bad][0]
-            raise ProblemError(f"throughput at {at_workers} workers is {value}; give a finite number >= 0")
+        named = list(zip(workers, flops, strict=True))
+        named.sort(key=itemgetter(0))
+        self._workers = array("q", [at for at, _ in named])
+        self._flops = array("d", [value for _, value in named])
+        if self._workers and self._workers[0] < 0:
+            raise ProblemError(f"throughput: {self._workers[0]} workers; give counts >= 0")
+        # The sum is finite only where all are; one by one is slow, and only to name the bad one.
+        if self._flops and not (min(self._flops) >= 0 and sum(self._flops) < inf):
+            for at_workers, value in self.rounded():
+                if not 0 <= value < inf:
+                    raise ProblemError(f"throughput at {at_workers} workers is {value}; give a finite number >= 0")
         # Integers that float64 cannot hold, so that objectives can be told from the very numbers given.
         self._rounded: dict[int, Number] = {}
-        if len(self.flops) and self.flops.max() > 2**53:
+        if self._flops and max(self._flops) > 2**53:
             self._rounded = {k: v for k, v in zip(workers, flops, strict=True) if int(float(v)) != v}
-        content = self.workers.tobytes() + self.flops.tobytes() + repr(self._rounded).encode()
+        content = self._workers.tobytes() + self._flops.tobytes() + repr(self._rounded).encode()
         self._digest = hashlib.blake2b(content, digest_size=16).digest()
+
+    @cached_property
+    def workers(self) -> NDArray[np.int64]:
+        """The named points, rising."""
+        import numpy as np
+
+        return np.array(self._workers, dtype=np.int64)
+
+    @cached_property
+    def flops(self) -> NDArray[np.float64]:
+        """Their FLOP/s, rounded to float64."""
+        import numpy as np
+
+        return np.array(self._flops, dtype=np.float64)
 
     def __call__(self, workers: int) -> Number:
         """FLOP/s on `workers` workers."""
         if workers in self._rounded:
             return self._rounded[workers]
-        at = self.workers.searchsorted(workers)  # not numpy's function of that name: that one takes five times as long
-        return self.flops.item(at) if at < len(self.workers) and self.workers[at] == workers else 0.0
+        at = bisect_left(self._workers, workers)
+        return self._flops[at] if at < len(self._workers) and self._workers[at] == workers else 0.0
+
+    def rounded(self) -> zip[tuple[int, float]]:
+        """The named points with their FLOP/s in float64, by rising number of workers."""
+        return zip(self._workers, self._flops, strict=True)
 
     @property
     def points(self) -> dict[int, Number]:
         """The named points, by rising number of workers."""
-        return {**dict(zip(self.workers.tolist(), self.flops.tolist(), strict=True)), **self._rounded}
+        return {**dict(self.rounded()), **self._rounded}
 
     def __len__(self) -> int:
-        return len(self.workers)
+        return len(self._workers)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Curve) and self._digest == other._digest)

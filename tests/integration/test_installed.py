@@ -1,0 +1,157 @@
+"""Installed from a wheel, elsewhere, every command works, and says which extra it lacks where it does not."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from events import extras
+from tests.integration import installation
+from tests.integration.installation import PACKAGES, ROOT, must, run, source_files
+
+COMMANDS = ("unicrond", "unicronctl", "unicron-agent", "unicron-replay")
+LOG = ROOT / "tests" / "golden" / "log_v1.bin"
+#: Of no use to who unpacks an sdist.
+NOT_SHIPPED = (".ci/", ".gitignore")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return installation.build(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def metadata(built: tuple[Path, Path]) -> str:
+    with zipfile.ZipFile(built[1]) as wheel:
+        return wheel.read(next(name for name in wheel.namelist() if name.endswith("METADATA"))).decode()
+
+
+@pytest.fixture(scope="module")
+def whole(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment with everything."""
+    commands = installation.install(built[1], tmp_path_factory.mktemp("whole") / "env", installation.SITE)
+    (commands / "nats-server").symlink_to(Path(sys.executable).parent / "nats-server")
+    return commands
+
+
+@pytest.fixture(scope="module")
+def base(built: tuple[Path, Path], metadata: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment without any extra."""
+    directory = tmp_path_factory.mktemp("base")
+    dependencies = installation.shown(installation.required(metadata), directory / "dependencies")
+    return installation.install(built[1], directory / "env", dependencies)
+
+
+def test_the_wheel_has_every_file_of_the_four_packages_and_no_other(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == {name for name in source_files() if name.split("/")[0] in PACKAGES}
+
+
+def test_the_sdist_has_every_file_that_documents_and_tests_need(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as sdist:
+        packed = {name.partition("/")[2] for name in sdist.getnames()}
+    assert not {name for name in source_files() if not name.startswith(NOT_SHIPPED)} - packed
+
+
+def test_every_command_starts(whole: Path, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        assert must(whole / command, "--help", cwd=tmp_path).startswith(f"usage: {command}")
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_heals_and_says_so(whole: Path, tmp_path: Path) -> None:
+    done = run(whole / "unicrond", "demo", "--dir", tmp_path / "demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all healed" in done.stdout
+    assert "(equal)" in done.stdout
+    assert "process_exit" in done.stdout and "node_lost" in done.stdout
+
+
+def test_without_extras_logs_are_read(base: Path, tmp_path: Path) -> None:
+    expected = must(sys.executable, "-m", "replay.cli", "digest", "--file", LOG, cwd=ROOT)
+    assert must(base / "unicron-replay", "digest", "--file", LOG, cwd=tmp_path) == expected
+    for command in ("state", "events", "timeline", "story n1", "diff 1 20", "export copy.log"):
+        must(base / "unicron-replay", *command.split(), "--file", LOG, cwd=tmp_path)
+    must(base / "unicron-replay", "import", "copy.log", "--into", "copy", cwd=tmp_path)
+
+
+def test_without_extras_unicronctl_works(base: Path, tmp_path: Path) -> None:
+    decoded = run(base / "unicronctl", "events", "decode", cwd=tmp_path, input="")
+    assert decoded.returncode == 0 and not decoded.stderr
+    for command in ("status", "nodes", "tasks", "watch", "events", f"submit {ROOT / 'examples' / 'big.yaml'}"):
+        done = run(base / "unicronctl", *command.split(), "--url", "http://127.0.0.1:9", cwd=tmp_path)
+        assert done.returncode == 1 and "no coordinator at" in done.stderr, f"{command}: {done.stderr}"
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("unicrond run", "head"),
+        ("unicrond dev", "all"),
+        ("unicrond demo", "all"),
+        ("unicron-agent --nats nats://127.0.0.1:9 --node n1 --slots 1 --run-dir run", "node"),
+        (f"unicron-replay verify --file {LOG}", "head"),
+        (f"unicron-replay whatif --file {LOG}", "head"),
+        ("unicron-replay fuzz --seeds 1", "head"),
+        ("unicron-replay simulate", "head"),
+        ("unicronctl plan solve problem.yaml", "head"),
+        ("unicronctl throughput --model gpt3-7b", "head"),
+    ],
+)
+def test_a_command_without_its_extra_says_which_one_in_one_line(
+    command: str, extra: str, base: Path, tmp_path: Path
+) -> None:
+    program, *arguments = command.split()
+    done = run(base / program, *arguments, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1 and f"needs the extra `{extra}`" in done.stderr, done.stderr
+    assert done.stderr.endswith(f"pip install 'unicrond[{extra}]'\n")
+
+
+def test_the_extras_that_commands_name_bring_what_they_lack(metadata: str) -> None:
+    brought_by = packages_distributions()
+    for extra, modules in extras.MODULES.items():
+        required = {canonicalize_name(Requirement(text).name) for text in installation.required(metadata, extra)}
+        for module in modules:
+            names = {canonicalize_name(name) for name in brought_by[module.partition(".")[0]]}
+            assert names & required, f"{extra} does not bring {module}"
+
+
+def test_a_package_that_pip_has_overwritten_is_found_before_any_of_it_runs(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    commands = installation.install(built[1], tmp_path / "env", installation.SITE)
+    foreign = tmp_path / "openai_agents-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(foreign, "w") as wheel:
+        wheel.writestr("agents/__init__.py", "raise SystemExit('a stranger ran')\n")
+        wheel.writestr(
+            "openai_agents-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: openai-agents\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "openai_agents-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("openai_agents-1.0.dist-info/RECORD", "agents/__init__.py,,\n")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        commands / "python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+    )
+    must(*pip, foreign, cwd=tmp_path)
+    for command in COMMANDS:
+        done = run(commands / command, "--help", cwd=tmp_path)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert "another project (openai-agents) has overwritten agents/__init__.py" in done.stderr

@@ -1,0 +1,55 @@
+"""The four commands as they are installed: whose code this is comes first, then the program is found.
+
+They start here, in the one package whose name nobody else uses: a stranger's `agents` or `events` would run
+before any check in it could. Programs are found by name, for this package knows neither `agents` nor `replay`.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from unicrond import origin
+
+
+def unicrond() -> int:
+    """`unicrond`: the exit code."""
+    return _run("unicrond", "unicrond.cli")
+
+
+def unicronctl() -> int:
+    """`unicronctl`: the exit code."""
+    return _run("unicronctl", "unicrond.ctl")
+
+
+def unicron_agent() -> int:
+    """`unicron-agent`: the exit code."""
+    return _run("unicron-agent", "agents.cli")
+
+
+def unicron_replay() -> int:
+    """`unicron-replay`: the exit code."""
+    return _run("unicron-replay", "replay.cli")
+
+
+def _run(program: str, module: str) -> int:
+    try:
+        origin.check()
+    except origin.MixedInstallation as error:
+        return _fail(program, error)
+    from events import extras
+
+    try:
+        return int(import_module(module).main() or 0)
+    except extras.MissingExtra as error:
+        return _fail(program, error)
+    except ModuleNotFoundError as error:
+        missing = extras.explain(program, error)
+        if missing is None:
+            raise
+        return _fail(program, missing)
+
+
+def _fail(program: str, error: Exception) -> int:
+    print(f"{program}: {error}", file=sys.stderr)
+    return 1
