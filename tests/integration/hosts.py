@@ -211,7 +211,7 @@ class Hosts:
         await self._session.close()
 
     async def state(self) -> ClusterState:
-        async with self._session.get(self._api + "/v1/state") as response:
+        async with self._session.get(self._api + "/v1/state", raise_for_status=True) as response:
             return msgspec.convert((await response.json())["state"], ClusterState)
 
     async def submit(self, spec: dict[str, Any]) -> None:
