@@ -15,7 +15,8 @@
     GET  /metrics                          Prometheus
 
 What people ask for becomes an observation in the log; nothing is changed from here in any other way.
-JSON knows no NaN, which a loss may be: null stands in its place.
+JSON knows no NaN, which a loss may be: null stands in its place. Tokens and passwords are hidden (discretion.py);
+the digest is that of the state with them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancel
 from unicrond.config import Config, is_loopback
 from unicrond.coordinator import Coordinator
 from unicrond.costs import costs_at
+from unicrond.discretion import discreet_entry, discreet_state
 from unicrond.event_lines import entry_json
 from unicrond.faults import faults
 from unicrond.log_reading import LogReader, LogsUnavailable
@@ -55,6 +57,12 @@ from unicrond.work import achieved_waf, delivered_flop
 
 T = TypeVar("T", bound=msgspec.Struct)
 _ASKED = "asked by a person"
+#: What tells of the whole state and of nothing less: not before the log is folded.
+_OF_THE_STATE = ("/v1/state", "/v1/plan/", "/v1/logs/")
+#: Digits of a number in a query; no log, rank or file has so many.
+_DIGITS_MAX = 15
+#: Nesting of a request's JSON; the deepest of ours is four.
+_DEPTH_MAX = 32
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -111,7 +119,8 @@ class Api:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self._token.encode()):
                 return _error(401, "token: missing or wrong; give --token-file")
-        if request.method == "POST" and not self._coordinator.live.is_set():
+        asks_the_state = request.method == "POST" or request.path.startswith(_OF_THE_STATE)
+        if asks_the_state and not self._coordinator.live.is_set():
             return _error(503, "coordinator: still folding its log; try again in a moment")
         if request.method == "POST" and (trouble := self._trouble()):
             return _error(503, f"log: {trouble}; try again when it does")
@@ -146,7 +155,7 @@ class Api:
         # As floats: JSON's integers end long before a large cluster's work does.
         costs = {name: float(flop) for name, flop in costs_at(state, now_us)._asdict().items()}
         mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
-        body = {"digest": digest(state), "state": to_json(state), "derived": derived}
+        body = {"digest": digest(state), "state": discreet_state(to_json(state)), "derived": derived}
         return _json({**body, "costs": costs, "worker_mtbf_s": mtbf_s})
 
     async def plan_table(self, _: web.Request) -> web.Response:
@@ -169,19 +178,17 @@ class Api:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events from the log itself: history after `after`, then live where `follow` is set."""
-        after = request.query.get("after", "0")
-        if not after.isdigit():
-            return _error(400, f"after: {after!r} is no sequence number; give an integer >= 0")
+        after = _number(request, "after") or 0
         follow = request.query.get("follow", "0") not in ("", "0", "false")
         until = None if follow else await self._event_log.last_seq()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        if until is not None and until <= int(after):
+        if until is not None and until <= after:
             return response
-        async with aclosing(self._event_log.read(int(after), until_seq=until)) as entries:
+        async with aclosing(self._event_log.read(after, until_seq=until)) as entries:
             async for entry in entries:
                 kind = "Quarantined" if isinstance(entry, Quarantined) else type(entry.envelope.event).__name__
-                data = msgspec.json.encode(entry_json(entry)).decode()
+                data = msgspec.json.encode(discreet_entry(entry_json(entry))).decode()
                 await response.write(f"id: {entry.seq}\nevent: {kind}\ndata: {data}\n\n".encode())
         return response
 
@@ -246,16 +253,9 @@ class Api:
     async def logs(self, request: web.Request) -> web.Response:
         """A piece of a worker's log, from the node that has it."""
         name = request.match_info["task"]
-        numbers: dict[str, int | None] = {}
-        for field in ("rank", "tail_bytes", "offset"):
-            text = request.query.get(field)
-            if text is not None and not text.isdigit():
-                return _error(400, f"{field}: {text!r} is no number; give an integer >= 0")
-            numbers[field] = int(text) if text is not None else None
+        rank, tail_bytes, offset = (_number(request, field) for field in ("rank", "tail_bytes", "offset"))
         try:
-            piece = await self._logs.read(
-                self._coordinator.state, name, numbers["rank"], numbers["tail_bytes"], numbers["offset"]
-            )
+            piece = await self._logs.read(self._coordinator.state, name, rank, tail_bytes, offset)
         except LookupError as error:
             return _error(404, str(error.args[0]))
         except LogsUnavailable as error:
@@ -300,9 +300,37 @@ async def _body(asked: web.Request, kind: type[T]) -> T:
 
 async def _json_of(asked: web.Request) -> Any:
     try:
-        return msgspec.json.decode(await asked.read() or b"{}")
+        value = msgspec.json.decode(await asked.read() or b"{}")
     except msgspec.DecodeError as error:
         raise Refused(400, f"body: not valid JSON: {error}") from None
+    except RecursionError:
+        raise Refused(400, "body: not valid JSON: brackets are nested too deep") from None
+    if _depth(value) > _DEPTH_MAX:
+        raise Refused(400, f"body: brackets are nested more than {_DEPTH_MAX} deep")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested, without recursion: what is deep here would overflow elsewhere."""
+    depth, level = 0, [value]
+    while level := [inner for outer in level if isinstance(outer, dict | list) for inner in _inner(outer)]:
+        depth += 1
+    return depth
+
+
+def _inner(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
+
+
+def _number(asked: web.Request, field: str) -> int | None:
+    """A number of the query, None where it is not given. Raises Refused."""
+    text = asked.query.get(field)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
+        shown = ascii(text[:40])  # as it is written may be what JSON cannot carry
+        raise Refused(400, f"{field}: {shown} is no number; give an integer from 0 to {'9' * _DIGITS_MAX}")
+    return int(text)
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from events import vocabulary as v
@@ -17,6 +18,7 @@ from events.envelope import Recorded
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.config import Config
+from unicrond.state import ClusterState, digest
 
 
 @asynccontextmanager
@@ -118,6 +120,28 @@ async def test_a_page_in_a_browser_cannot_submit_a_form(tmp_path: Path) -> None:
         assert "new" not in served.coordinator.state.tasks
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/tasks", "/v1/tasks/big/cancel", "/v1/plan/whatif", "/v1/faults", "/v1/nodes/n1/cordon"]
+)
+@pytest.mark.parametrize("depth", [200, 900, 5_000, 100_000])
+async def test_deep_json_is_refused(tmp_path: Path, path: str, depth: int) -> None:
+    async with api(tmp_path) as (_, http):
+        objects = min(depth, 30_000)  # within the size that a request may have
+        for body in ("[" * depth, "[" * depth + "]" * depth, '{"env":' * objects + "{}" + "}" * objects):
+            async with http.post(path, data=body) as response:
+                assert response.status == 400, await response.text()
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "\u00b2", "\u0663", "1e3", "+1", "1_0", " 1", "", "%ff"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/events", "after"), ("/v1/logs/big", "rank"), ("/v1/logs/big", "tail_bytes"), ("/v1/logs/big", "offset")],
+)
+async def test_what_is_no_number_is_refused(tmp_path: Path, path: str, field: str, number: str) -> None:
+    async with api(tmp_path) as (_, http), http.get(path, params={field: number}) as response:
+        await refused(response, 400, f"{field}:", "integer")
+
+
 # --- reading -------------------------------------------------------------------------------------
 
 
@@ -156,6 +180,46 @@ async def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
             data = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: ")]
         steps = [strictly(line)["envelope"]["event"] for line in data if '"StepCommitted"' in line]
         assert steps[-1]["loss"] is None
+
+
+def with_secrets() -> MiniCluster:
+    """A cluster whose nodes keep states in memory, and a task with secrets in its environment."""
+    cluster = MiniCluster(seed=7)
+    for number in range(1, 4):
+        service = v.MemoryService(node=f"n{number}", host="127.0.0.1", port=7000 + number, token="s3cret-of-memory")
+        cluster.add_host(f"n{number}", memory=service)
+    env = {"HF_TOKEN": "s3cret-a", "DB_PASSWORD": "s3cret-b", "STORE": "s3://me:s3cret-c@host/x", "KEYBOARD": "shown"}
+    cluster.submit("big", max_workers=3, env=env)
+    cluster.run()
+    cluster.train("big", 5)
+    cluster.run()
+    assert cluster.state.tasks["big"].peers, "the rig must hold what is to be hidden"
+    return cluster
+
+
+async def test_no_token_and_no_password_leaves_by_the_api(tmp_path: Path) -> None:
+    cluster = with_secrets()
+    async with api(tmp_path, story=cluster.log) as (served, http):
+        for path in ("/v1/state", "/v1/events"):
+            async with http.get(path) as response:
+                text = await response.text()
+            assert "s3cret" not in text and "(hidden)" in text and "shown" in text
+        assert "s3cret" in str(served.coordinator.state), "the state itself is as it was"
+        async with http.get("/v1/state") as response:
+            body = await response.json()
+        assert body["digest"] == digest(served.coordinator.state)
+        assert msgspec.convert(body["state"], ClusterState).tasks["big"].spec.env["HF_TOKEN"] == "(hidden)"
+
+
+async def test_until_the_log_is_folded_nobody_is_given_part_of_the_state(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        served.coordinator.live.clear()
+        for path in ("/v1/state", "/v1/logs/big", "/v1/plan/table"):
+            async with http.get(path) as response:
+                await refused(response, 503, "coordinator:", "folding its log")
+        for path in ("/healthz", "/metrics", "/v1/events"):
+            async with http.get(path) as response:
+                assert response.status == 200
 
 
 async def test_events_are_the_log_from_a_number_on(tmp_path: Path) -> None:
