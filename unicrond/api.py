@@ -117,7 +117,7 @@ class Api:
             return _error(403, "origin: pages in browsers may not steer a cluster; use unicronctl")
         if self._token and request.path != "/healthz":
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
                 return _error(401, "token: missing or wrong; give --token-file")
         asks_the_state = request.method == "POST" or request.path.startswith(_OF_THE_STATE)
         if asks_the_state and not self._coordinator.live.is_set():
@@ -338,4 +338,5 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 
 def _error(status: int, text: str) -> web.Response:
-    return _json({"error": text}, status)
+    # Bytes of a header that are no text arrive as what JSON cannot carry.
+    return _json({"error": text.encode(errors="backslashreplace").decode()}, status)

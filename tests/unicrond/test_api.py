@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -140,6 +141,29 @@ async def test_deep_json_is_refused(tmp_path: Path, path: str, depth: int) -> No
 async def test_what_is_no_number_is_refused(tmp_path: Path, path: str, field: str, number: str) -> None:
     async with api(tmp_path) as (_, http), http.get(path, params={field: number}) as response:
         await refused(response, 400, f"{field}:", "integer")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"), [(b"Authorization: Bearer \xff\xfe", 401), (b"Host: \xff", 401), (b"Host: 127.0.0.1", 401)]
+)
+async def test_headers_that_are_no_text_are_refused(tmp_path: Path, header: bytes, status: int) -> None:
+    async with api(tmp_path, token="s3cret") as (served, _):
+        assert await raw_status(served.port, b"GET /v1/state HTTP/1.1\r\n" + header + b"\r\n\r\n") == status
+
+
+async def test_a_host_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, _):
+        assert await raw_status(served.port, b"GET /v1/state HTTP/1.1\r\nHost: \xff\r\n\r\n") == 403
+
+
+async def raw_status(port: int, request: bytes) -> int:
+    """The status of the answer to a request that no client would send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    async with asyncio.timeout(10):
+        line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
 
 
 # --- reading -------------------------------------------------------------------------------------
