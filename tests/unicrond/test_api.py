@@ -143,12 +143,10 @@ async def test_what_is_no_number_is_refused(tmp_path: Path, path: str, field: st
         await refused(response, 400, f"{field}:", "integer")
 
 
-@pytest.mark.parametrize(
-    ("header", "status"), [(b"Authorization: Bearer \xff\xfe", 401), (b"Host: \xff", 401), (b"Host: 127.0.0.1", 401)]
-)
-async def test_headers_that_are_no_text_are_refused(tmp_path: Path, header: bytes, status: int) -> None:
+async def test_a_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
     async with api(tmp_path, token="s3cret") as (served, _):
-        assert await raw_status(served.port, b"GET /v1/state HTTP/1.1\r\n" + header + b"\r\n\r\n") == status
+        request = b"GET /v1/state HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
+        assert await raw_status(served.port, request) == 401
 
 
 async def test_a_host_that_is_no_text_is_refused(tmp_path: Path) -> None:
