@@ -40,8 +40,6 @@ Positive: TypeAlias = Annotated[int, Meta(ge=1, lt=2**53)]
 #: How long something took; a year and a day at most.
 Duration: TypeAlias = Annotated[int, Meta(ge=0, le=366 * 86_400_000_000)]
 SomeDuration: TypeAlias = Annotated[int, Meta(ge=1, le=366 * 86_400_000_000)]
-#: Workers' time, all of them together: 2.2 years of 131,072.
-Exposure: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: Workers on one node: its GPUs, or its CPU slots.
 Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
 #: Workers of a task or of a cluster, or ranks in it; the largest cluster this is for.
@@ -975,12 +973,12 @@ class FailureRateEstimated(Decision, frozen=True, kw_only=True):
     """One worker's mean time between failures: configured, as if that had been seen once, and then learnt from
     `failures` failures in `exposed_us` of workers' time. D_running(n) = worker_mtbf_us / n.
 
-    Bounds: `worker_mtbf_us` < 2**62, >= 1; `failures` < 2**53; `exposed_us` < 2**63.
+    Bounds: `worker_mtbf_us` < 2**62, >= 1; `failures` < 2**53; `exposed_us` < 2**62.
     """
 
     worker_mtbf_us: Annotated[int, Meta(ge=1, lt=2**62)]
     failures: Count
-    exposed_us: Exposure
+    exposed_us: Micros
 
 
 # --- commands ------------------------------------------------------------------------------------

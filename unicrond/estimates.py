@@ -75,4 +75,6 @@ def failure_rate(state: ClusterState, policy: Policy) -> FailureRateEstimated | 
     believed_us = worker_mtbf_us(state, policy)
     if 10 * abs(estimate_us - believed_us) <= believed_us:
         return None
-    return FailureRateEstimated(worker_mtbf_us=estimate_us, failures=ledger.failures, exposed_us=ledger.exposed_us)
+    return FailureRateEstimated(
+        worker_mtbf_us=estimate_us, failures=ledger.failures, exposed_us=min(ledger.exposed_us, 2**62 - 1)
+    )

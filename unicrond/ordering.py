@@ -20,10 +20,11 @@ from events.vocabulary import (
     InjectionRequested,
     Name,
 )
+from unicrond.requests import NODE_FAULTS, fault_problem
 from unicrond.state import ClusterState, NodeStatus, TaskStatus
 
-#: Faults of a node; the others are a worker's. `kill` is either.
-NODE_FAULTS = ("drop_network", "xid")
+#: Stands for the worker before it is known which one is meant.
+WHOEVER = "a.1"
 
 
 class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +58,8 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
             "injection: this coordinator takes no ordered faults; start it with `unicrond run --allow-injection` "
             "(configuration: injection: true)",
         )
+    if not 0.0 <= order.seconds <= 86400.0:
+        raise Refused(400, f"seconds: must be a number from 0 to 86400, got {order.seconds:g}")
     _check_fields(order)
     if order.task is None:
         node, worker = order.node or "", ""
@@ -87,16 +90,18 @@ def _check_fields(order: FaultOrder) -> None:
         raise Refused(400, f"task: {order.kind} is a worker's fault; give --task (and --rank)")
     if order.rank is not None and order.task is None:
         raise Refused(400, "rank: is a task's; give --task as well")
-    if is_of_node and (order.at_iteration or order.phase):
-        raise Refused(400, "at_iteration: a node's fault happens at once; leave --at-iteration and --phase out")
-    if not 0.0 <= order.seconds <= 86400.0:
-        raise Refused(400, f"seconds: must be a number from 0 to 86400, got {order.seconds:g}")
-    if order.kind == "slow" and not order.seconds:
-        raise Refused(400, "seconds: slow needs the delay of each iteration; give --seconds 0.5")
-    if order.seconds and order.kind not in ("slow", "drop_network"):
-        raise Refused(400, f"seconds: {order.kind} has no length; leave --seconds out")
-    if (order.kind == "xid") != bool(order.xid):
-        raise Refused(400, "xid: give --xid CODE with the fault xid, and with no other")
+    problem = fault_problem(
+        Fault(
+            kind=order.kind,
+            worker="" if order.task is None else WHOEVER,
+            at_iteration=order.at_iteration,
+            phase=order.phase,
+            seconds=order.seconds,
+            xid=order.xid,
+        )
+    )
+    if problem:
+        raise Refused(400, problem)
 
 
 def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:

@@ -15,9 +15,9 @@ import msgspec
 
 from events.vocabulary import ReshapeRequested, SomeWorkers, TaskSpec, Text
 from unicrond.ordering import Refused
-from unicrond.reshaping import changes_nothing, is_in_place, reshaped
+from unicrond.requests import reshape_problem
+from unicrond.reshaping import changes_nothing
 from unicrond.state import ClusterState, Task
-from unicrond.task_file import problems
 
 
 class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,13 +43,9 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
         max_workers=order.max_workers or most,
         reason=order.reason or "asked by a person",
     )
-    stages = 0
-    if not is_in_place(spec, asked) or asked.min_workers > spec.min_workers:
-        stages = _room(state, tp, pp)
-    for problem in problems(reshaped(spec, asked)):
+    problem = reshape_problem(state, task, asked)
+    if problem:
         raise Refused(400, problem)
-    if stages and asked.min_workers > (room := stages // pp * pp * tp):
-        raise Refused(400, f"min_workers: the nodes have room for {room}; lower it")
     if changes_nothing(spec, asked) and task.reshape is None:
         raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; ask for others")
     return asked
@@ -62,18 +58,3 @@ def bounds(spec: TaskSpec, tp: int, pp: int) -> tuple[int, int]:
     most = max(1, min(spec.max_workers // unit, spec.micro_batches))
     least = min(most, -(-spec.min_workers // unit))
     return least * unit, most * unit
-
-
-def _room(state: ClusterState, tp: int, pp: int) -> int:
-    """How many stages have a place, of which the tp workers stand on one node (placement.py). Raises Refused where that
-    is not one replica."""
-    slots = [node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned]
-    largest = max(slots, default=0)
-    if tp > largest:
-        raise Refused(
-            400, f"tp: {tp} workers of a stage share a node, and none has more than {largest} slots; lower it"
-        )
-    stages = sum(each // tp for each in slots)
-    if pp > stages:
-        raise Refused(400, f"pp: the nodes have room for {stages} stages of tp {tp}, not for {pp}; lower it, or tp")
-    return stages

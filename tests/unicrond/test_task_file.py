@@ -24,7 +24,8 @@ from events.vocabulary import (
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.throughput import table
 from unicrond.strict_yaml import BadYaml, parse
-from unicrond.task_file import SPEC_BYTES_MAX, TaskFileError, load, loads, problems
+from unicrond.task_file import TaskFileError, load, loads, problems
+from unicrond.task_rules import SPEC_BYTES_MAX
 from unicrond.waf import modelled
 
 ROOT = Path(__file__).parents[2]
