@@ -171,7 +171,7 @@ class FileLog:
         term = claimed_term(envelope)
         if envelope == self._claim:
             return self._fence
-        if term <= self._fence.term:
+        if term <= self._fence.term and self._fence.seq > envelope.based_on:
             raise Fenced(f"term {term} is not above term {self._fence.term}")
         self._write([envelope])
         return self._fence
@@ -218,7 +218,7 @@ class FileLog:
         if isinstance(entry, Recorded):
             self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
             event = entry.envelope.event
-            if isinstance(event, CoordinatorStarted) and event.term > self._fence.term:
+            if isinstance(event, CoordinatorStarted):
                 self._fence, self._claim = Fence(event.term, entry.seq), entry.envelope
 
     def _segment_of(self, seq: int) -> int:

@@ -8,6 +8,8 @@ Rules
   that already stands in the log is recognised and its first sequence number returned.
 * `claim_term` is how a coordinator takes over. It returns a `Fence`; an `append` that carries a fence
   raises `Fenced` as soon as a newer term was claimed, and then nothing of it is written.
+* Claims that stand in the log where the claimer has read it (`based_on`) do not count against a new one: its fold has
+  judged them, and a forged one is nobody's term.
 * A claim is recognised by all that it says, not by its event id: of two that claim one term, both as its
   first event, one gets it.
 * Reading never raises on what a message holds: what is no valid event comes as `Quarantined`.
@@ -62,7 +64,7 @@ class EventLog(Protocol):
         ...
 
     async def claim_term(self, envelope: Envelope) -> Fence:
-        """Write a CoordinatorStarted whose term is higher than every term in the log, or raise Fenced."""
+        """Write a CoordinatorStarted, or raise Fenced where its term, or a higher one, was claimed after `based_on`."""
         ...
 
     def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:

@@ -43,7 +43,7 @@ class MemoryLog:
         term = claimed_term(envelope)
         if envelope == self._claim:
             return self._fence
-        if term <= self._fence.term:
+        if term <= self._fence.term and self._fence.seq > envelope.based_on:
             raise Fenced(f"term {term} is not above term {self._fence.term}")
         self._fence, self._claim = Fence(term, self._write(envelope)), envelope
         self._announce()

@@ -172,7 +172,7 @@ class NatsEventLog:
             if isinstance(newest, Recorded) and isinstance(newest.envelope.event, CoordinatorStarted):
                 if newest.envelope == envelope:
                     return Fence(term, held)
-                if newest.envelope.event.term >= term:
+                if newest.envelope.event.term >= term and held > envelope.based_on:
                     raise Fenced(f"term {term} is not above term {newest.envelope.event.term}")
             try:
                 seqs = await self._write([message], _expect(held))

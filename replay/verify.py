@@ -31,6 +31,7 @@ from events.log import MAX_BATCH
 from events.prose import summary
 from events.schemas import spoken_schema, told_version
 from replay.beat_check import BeatCheck, Unverifiable
+from unicrond.admission import from_the_future, is_repetition
 from unicrond.code_identity import code_version
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
@@ -176,8 +177,11 @@ class Verifier:
         event, envelope = entry.envelope.event, entry.envelope
         if not isinstance(event, v.Decision | v.Command) or isinstance(event, v.CoordinatorStarted):
             return
-        identity = (envelope.boot, envelope.number)
-        if envelope.term != self._state.term or identity <= self._state.seen.get(envelope.producer, (-1, 0)):
+        if (
+            envelope.term != self._state.term
+            or is_repetition(self._state, envelope)
+            or from_the_future(self._state, envelope)
+        ):
             self.findings.inert += 1
             return
         batch = self._batch

@@ -86,7 +86,7 @@ class Api:
         self._token = token
         self._trouble = trouble
         self._number = 0
-        self._metrics = exposition(lambda: coordinator.state, coordinator.alarms)
+        self._metrics = exposition(lambda: coordinator.state, coordinator.alarms, lambda: coordinator.fault)
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -124,18 +124,23 @@ class Api:
             return _error(503, "coordinator: still folding its log; try again in a moment")
         if request.method == "POST" and (trouble := self._trouble()):
             return _error(503, f"log: {trouble}; try again when it does")
+        if request.method == "POST" and self._coordinator.fault:
+            return _error(503, f"coordinator: decides nothing more: {self._coordinator.fault}")
         try:
             return await handler(request)
         except Refused as refusal:
             return _error(refusal.status, str(refusal))
 
     async def health(self, _: web.Request) -> web.Response:
-        """Whether the coordinator decides ("live"), still folds its log, or cannot because the log takes nothing.
+        """Whether the coordinator decides ("live"), still folds its log, cannot because the log takes nothing, or has
+        stopped because a decision of its own was not sound.
 
         Always 200: a coordinator that waits for its log is not helped by being killed.
         """
         coordinator, trouble = self._coordinator, self._trouble()
         status = "log takes nothing" if trouble else "live" if coordinator.live.is_set() else "catching up"
+        if coordinator.fault:
+            status, trouble = "stopped deciding", coordinator.fault
         seq = coordinator.state.seq
         alarms = coordinator.standing_alarms()
         told = {"status": status, "trouble": trouble, "alarms": alarms, "term": coordinator.state.term, "seq": seq}

@@ -60,7 +60,7 @@ class Client:
         self._timeout_s = timeout_s
 
     def health(self) -> dict[str, Any]:
-        """{"status": "live", "catching up" or "log takes nothing", "trouble", "term", "seq"}."""
+        """{"status": "live", "catching up", "log takes nothing" or "stopped deciding", "trouble", "term", "seq"}."""
         return self._object("GET", "/healthz")
 
     def snapshot(self) -> Snapshot:

@@ -11,7 +11,10 @@ Rules
   them, at most as long as a node may be silent. Survivors do not wait for the plan.
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
 * A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
-* Fenced means that another coordinator has taken over: stop at once.
+* Fenced means that another coordinator has taken over: stop at once. Where the claim that fenced us does not count (the
+  fold has refused it), nobody has: claim the next term, and go on.
+* What is decided is tried first (own_decisions.py). A decision that is not sound, that has no effect again and again,
+  or that cannot be come by, is a bug of ours: nothing more is decided (`fault` says why), and everything else goes on.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced
+from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced, LogError
 from events.prose import summary
 from events.schemas import SCHEMA, lowered, told_version
+from events.subjects import subject
 from events.vocabulary import (
     AnyEvent,
     Command,
@@ -44,8 +48,9 @@ from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
 from unicrond.foresight import Foresight
-from unicrond.invariants import check
+from unicrond.invariants import InvariantError, check
 from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness
+from unicrond.own_decisions import Breaker, Stopped, require_sound
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy, Settings
@@ -56,6 +61,7 @@ from unicrond.state import ClusterState
 log = logging.getLogger("unicrond")
 
 _SOLUTIONS_MAX = 64
+_INBOX = 20_000
 
 
 class Clock:
@@ -99,7 +105,7 @@ class Coordinator:
         self._beat_log = beat_log
         self._policy = policy
         self._heartbeat_s = heartbeat_s
-        self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=20_000)
+        self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=_INBOX)
         self._pending: list[AnyEvent] = []
         self.foresight = Foresight(policy, clock.monotonic_us)
         self._solutions: dict[Problem, Solution] = {}
@@ -115,6 +121,9 @@ class Coordinator:
         self._snapshots = snapshots
         self._mark: Mark | None = None
         self._fence: Fence | None = None
+        #: Why nothing more is decided, in one line; empty as long as all is well.
+        self.fault = ""
+        self._breaker = Breaker()
         self._hold_seq = 0
         self._number = 0
         self._group: asyncio.TaskGroup
@@ -123,6 +132,33 @@ class Coordinator:
     async def run(self) -> None:
         """Take over and coordinate until cancelled. Raises Fenced when another coordinator takes over."""
         await self._catch_up(await self._event_log.last_seq())
+        while True:
+            await self._claim()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    self._group = group
+                    group.create_task(self._read())
+                    group.create_task(self._beat())
+                    group.create_task(self._listen())
+                    group.create_task(self._judge())
+                    group.create_task(self._foresee())
+                    group.create_task(self._coordinate())
+            except* Fenced as fenced:
+                await self._require_ours(fenced.exceptions[0])
+
+    async def _require_ours(self, fenced: BaseException) -> None:
+        """What fenced us was no claim that counts; else raises `fenced`."""
+        self._inbox = asyncio.Queue(maxsize=_INBOX)
+        self._solving.clear()
+        await self._read_up(await self._event_log.last_seq())
+        assert self._fence is not None
+        if self.state.term > self._fence.term:
+            raise fenced
+        log.warning(
+            "term %d was fenced by a claim that does not count (%s); claiming the next", self.state.term, fenced
+        )
+
+    async def _claim(self) -> None:
         term = self.state.term + 1
         started = self._wrap(
             CoordinatorStarted(
@@ -137,14 +173,6 @@ class Coordinator:
         self._fence = await self._event_log.claim_term(started)
         self._hold_seq = self._fence.seq
         log.info("term %d: took over at sequence %d", term, self._fence.seq)
-        async with asyncio.TaskGroup() as group:
-            self._group = group
-            group.create_task(self._read())
-            group.create_task(self._beat())
-            group.create_task(self._listen())
-            group.create_task(self._judge())
-            group.create_task(self.foresight.run())
-            group.create_task(self._coordinate())
 
     def standing_alarms(self) -> list[str]:
         """What a person has to look at now, a line each."""
@@ -165,11 +193,16 @@ class Coordinator:
             self.state, self._mark = restored
             self._cause = self._mark.event_id
         first_seq = self.state.seq + 1
+        await self._read_up(until_seq)
+        self._require_sound_state()
+        log.info("folded entries %d to %d in %.2f s", first_seq, until_seq, time.monotonic() - started)
+
+    async def _read_up(self, until_seq: int) -> None:
+        if until_seq <= self.state.seq:
+            return
         async with aclosing(self._event_log.read(self.state.seq, until_seq=until_seq)) as entries:
             async for entry in entries:
                 self._fold(entry)
-        check(self.state)
-        log.info("folded entries %d to %d in %.2f s", first_seq, until_seq, time.monotonic() - started)
 
     async def _read(self) -> None:
         async with aclosing(self._event_log.read(self.state.seq)) as entries:
@@ -178,14 +211,18 @@ class Coordinator:
         raise RuntimeError("the event log ended; it should never")
 
     def _fold(self, entry: Entry) -> None:
-        self.state = fold(self.state, entry)
+        before = self.state
+        self.state = fold(before, entry)
         self._mark = mark_of(entry)
         if isinstance(entry, Quarantined):
-            log.warning("quarantined sequence %d on %s: %s", entry.seq, entry.subject, entry.reason)
-            if (alarm := self.alarms.quarantined(entry, self.state)) and alarm in self.standing_alarms():
-                log.error("ALARM: %s", alarm)
+            self._tell_quarantined(entry)
         else:
+            if self.state.refused is not before.refused:
+                reason, on_subject = self.state.refused[-1].reason, subject(entry.envelope)
+                self._tell_quarantined(Quarantined(entry.seq, entry.recorded_at_us, on_subject, reason, 0))
             self._cause = entry.envelope.event_id
+            if self._fence is not None and entry.envelope.term == self._fence.term:
+                self._breaker.folded(before, self.state, entry.envelope.event)
             if isinstance(entry.envelope.event, NodeJoined):
                 self._joined_us[entry.envelope.event.node] = self._clock.monotonic_us()
             elif isinstance(entry.envelope.event, NodeLost) and self.live.is_set():
@@ -193,6 +230,11 @@ class Coordinator:
             if self.live.is_set():
                 level = logging.DEBUG if isinstance(entry.envelope.event, StepCommitted) else logging.INFO
                 log.log(level, "%d %s", entry.seq, summary(entry.envelope.event))
+
+    def _tell_quarantined(self, entry: Quarantined) -> None:
+        log.warning("quarantined sequence %d on %s: %s", entry.seq, entry.subject, entry.reason)
+        if (alarm := self.alarms.quarantined(entry, self.state)) and alarm in self.standing_alarms():
+            log.error("ALARM: %s", alarm)
 
     # --- deciding ------------------------------------------------------------------------------
 
@@ -205,17 +247,45 @@ class Coordinator:
                 if self._inbox.empty():
                     break
                 entry = self._inbox.get_nowait()
-            check(self.state)  # of everything that came together: it looks at every worker there is
+            self._require_sound_state()  # of everything that came together: it looks at every worker there is
             assert self._fence is not None
             if self.state.term > self._fence.term:
                 raise Fenced(f"term {self._fence.term} was replaced by term {self.state.term}")
+            if self.state.seq >= self._fence.seq and self.state.term < self._fence.term:
+                raise Fenced(f"the claim of term {self._fence.term} does not count after term {self.state.term}")
             if self.state.seq >= self._hold_seq:
                 if not self.live.is_set():
                     self.liveness.grace(self._clock.monotonic_us())
                     self.live.set()
                     log.info("live at sequence %d", self.state.seq)
+                await self._decide()
+
+    async def _decide(self) -> None:
+        if not self.fault:
+            try:
                 await self._step()
                 self._keep_snapshot()
+            except Stopped as stopped:
+                self._stop_deciding(str(stopped))
+            except LogError:
+                raise
+            except Exception as error:
+                self._stop_deciding(_bug(error))
+
+    def _require_sound_state(self) -> None:
+        if not self.fault:
+            try:
+                check(self.state)
+            except InvariantError as error:
+                self._stop_deciding(str(error))
+
+    def _stop_deciding(self, why: str) -> None:
+        self.fault = why
+        self._pending.clear()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        log.error("NOTHING MORE IS DECIDED: %s; training goes on, faults are not healed; see docs/recovery.md", why)
 
     def _keep_snapshot(self) -> None:
         if self._snapshots is not None and self._mark is not None and self._snapshots.due(self.state.seq):
@@ -243,8 +313,11 @@ class Coordinator:
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
         told = [form for event in events if (form := lowered(event, self._schema)) is not None]
-        for batch in batches(told):
-            seqs = await self._event_log.append([self._wrap(e, self._fence.term) for e in batch], fence=self._fence)
+        self._breaker.about_to_append(told)
+        wrapped = [[self._wrap(event, self._fence.term) for event in batch] for batch in batches(told)]
+        require_sound(self.state, [envelope for batch in wrapped for envelope in batch])
+        for batch in wrapped:
+            seqs = await self._event_log.append(batch, fence=self._fence)
             self._hold_seq = max(self._hold_seq, *seqs)
 
     def _wrap(self, event: AnyEvent, term: int) -> Envelope:
@@ -269,10 +342,18 @@ class Coordinator:
             self._group.create_task(self._solve(problem))
 
     async def _solve(self, problem: Problem) -> None:
-        answered = await self.foresight.solve(problem)
-        self._keep(problem, answered)
+        try:
+            self._keep(problem, await self.foresight.solve(problem))
+        except Exception as error:
+            self._stop_deciding(_bug(error))
         self._solving.discard(problem)
         await self._inbox.put(None)
+
+    async def _foresee(self) -> None:
+        try:
+            await self.foresight.run()
+        except Exception as error:
+            self._stop_deciding(_bug(error))
 
     def _keep(self, problem: Problem, answered: Answered) -> None:
         while len(self._solutions) >= _SOLUTIONS_MAX:
@@ -294,6 +375,8 @@ class Coordinator:
 
     def _post(self, event: AnyEvent) -> None:
         """A decision made outside `decide`; appended with the next step."""
+        if self.fault:
+            return
         self._pending.append(event)
         if self._inbox.empty():
             self._inbox.put_nowait(None)
@@ -351,6 +434,11 @@ class Coordinator:
         if self._lost_us is None or now_us - self._lost_us > self.liveness.limit_us:
             return False
         return bool(self.liveness.suspects(self.state.nodes, self._joined_us, now_us))
+
+
+def _bug(error: Exception) -> str:
+    log.error("a bug of the coordinator's", exc_info=error)
+    return f"deciding fails: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def batches(events: Sequence[AnyEvent]) -> Iterator[list[AnyEvent]]:

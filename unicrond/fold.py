@@ -3,7 +3,7 @@
 Rules
 -----
 * Total and pure: any valid event may come at any time, late, twice or from the dead; the fold never
-  raises on an observation, it ignores what no longer matters.
+  raises, it ignores what no longer matters, and quarantines what must not be (admission.py).
 * Time is the log's receive time, as a running maximum. The observer's clock only dates its own sighting.
 * Fencing lives here: decisions and commands of another term than the newest claimed one are inert.
 * De-duplication lives here: per producer, (boot, number) only grows.
@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.schemas import spoken_schema
+from unicrond import admission
 from unicrond.costs import accrue
 from unicrond.folding import (
     accelerators,
@@ -40,6 +41,7 @@ from unicrond.folding import (
     training,
     workers,
 )
+from unicrond.invariants import newly_broken
 from unicrond.state import ClusterState
 
 
@@ -51,17 +53,28 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     if isinstance(entry, Quarantined):
         return replace(state, seq=seq, now_us=now_us, quarantined=state.quarantined + 1)
     envelope = entry.envelope
-    identity = (envelope.boot, envelope.number)
-    if identity <= state.seen.get(envelope.producer, (-1, 0)):
-        return replace(state, seq=seq, now_us=now_us, duplicates=state.duplicates + 1)
-    state = replace(state, seq=seq, now_us=now_us, seen=state.seen | {envelope.producer: identity})
     event = envelope.event
+    if admission.is_repetition(state, envelope):
+        return replace(state, seq=seq, now_us=now_us, duplicates=state.duplicates + 1)
+    seen = state.seen | {envelope.producer: (envelope.boot, envelope.number)}
+    told = replace(state, seq=seq, now_us=now_us, seen=seen)
+    reason = admission.from_the_future(told, envelope)
+    if reason:
+        return admission.refuse(replace(told, seen=state.seen), envelope, reason)
     if isinstance(event, v.CoordinatorStarted):
-        return _coordinator_started(state, event) if event.term > state.term else _inert(state)
-    if isinstance(event, (v.Decision, v.Command)) and envelope.term != state.term:
-        return _inert(state)
-    after = FOLDS[type(event)](state, event, envelope)
-    return accrue(state, after, event)
+        return _coordinator_started(told, event) if event.term > state.term else _inert(told)
+    if isinstance(event, (v.Decision, v.Command)):
+        if envelope.term != state.term:
+            return _inert(told)
+    else:
+        reason = admission.problem(told, event)
+    if not reason:
+        try:
+            after = accrue(told, FOLDS[type(event)](told, event, envelope), event)
+            reason = newly_broken(told, after, event)
+        except Exception as error:  # whatever it is, the next entries want to be folded
+            reason = admission.raised(error)
+    return admission.refuse(told, envelope, reason) if reason else after
 
 
 def fold_all(state: ClusterState, entries: list[Recorded]) -> ClusterState:

@@ -17,16 +17,18 @@ from unicrond.work import achieved_waf, delivered_flop
 
 
 class StateCollector(Collector):
-    """The state, as Prometheus sees it. `get` returns the present state."""
+    """The state, as Prometheus sees it. `get` returns the present state, `fault` why nothing is decided any more."""
 
-    def __init__(self, get: Callable[[], ClusterState], alarms: Alarms) -> None:
+    def __init__(self, get: Callable[[], ClusterState], alarms: Alarms, fault: Callable[[], str]) -> None:
         self._get = get
         self._alarms = alarms
+        self._fault = fault
 
     def collect(self) -> Iterator[Metric]:
         """One family per question that a dashboard asks."""
         state = self._get()
         yield _gauge("unicron_sequence", "Sequence number of the last folded entry", state.seq)
+        yield _gauge("unicron_deciding", "0 once the coordinator has stopped deciding", 0 if self._fault() else 1)
         yield _gauge("unicron_term", "Term of the active coordinator", state.term)
         yield _gauge("unicron_plan_epoch", "Epoch of the adopted plan", state.plan.epoch)
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
@@ -97,10 +99,12 @@ class StateCollector(Collector):
             yield _gauge("unicron_last_transition_seconds", "Transition time, last incident", last.transition_us / 1e6)
 
 
-def exposition(get: Callable[[], ClusterState], alarms: Alarms | None = None) -> Callable[[], bytes]:
+def exposition(
+    get: Callable[[], ClusterState], alarms: Alarms | None = None, fault: Callable[[], str] = str
+) -> Callable[[], bytes]:
     """A function that renders the text exposition format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StateCollector(get, alarms or Alarms()))  # type: ignore[no-untyped-call,unused-ignore]
+    registry.register(StateCollector(get, alarms or Alarms(), fault))  # type: ignore[no-untyped-call,unused-ignore]
     return lambda: generate_latest(registry)
 
 

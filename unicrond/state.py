@@ -353,6 +353,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {name: assignment.workers for name, assignment in self.assignments.items()}
 
 
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A valid event that was not folded, and why (admission.py)."""
+
+    seq: int
+    event_id: str
+    reason: str
+
+
 class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A fault that somebody ordered, and that no command carries yet."""
 
@@ -364,6 +372,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
 
     `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
+    `refused`: the newest REFUSED_MAX of the quarantined that were valid events.
     `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
     `schema`: what the coordinator of the present term reads and writes (events/schemas.py).
     """
@@ -385,6 +394,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     quarantined: int = always(0)
     duplicates: int = always(0)
     inert: int = always(0)
+    refused: tuple[Refusal, ...] = ()
     schema: int = 1
 
 
@@ -397,6 +407,8 @@ WARM_UP = 2
 CALM_ITERATIONS = 10
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
 UNREAD_MAX = 3
+#: How many refused events it remembers.
+REFUSED_MAX = 16
 #: How many returns of a node it remembers.
 RETURNS_MAX = 16
 

@@ -92,7 +92,7 @@ class LogServer:
         assert isinstance(envelope.event, CoordinatorStarted)
         if not self._claims or envelope != self._claims[-1].envelope:
             newest = self._newest_claim()
-            if envelope.event.term <= newest.term:
+            if envelope.event.term <= newest.term and newest.seq > envelope.based_on:
                 reply(FencedReply(f"term {envelope.event.term} is not above term {newest.term}"))
                 return
             self._write([envelope])

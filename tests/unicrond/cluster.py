@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.schemas import SCHEMA, told_version
@@ -129,7 +131,10 @@ class MiniCluster:
         self.say(host, joined)
 
     def submit(self, name: str, **spec: object) -> None:
-        self.append(v.TaskSubmitted(spec=v.TaskSpec(name=name, **spec)), "api", self.state.term)  # type: ignore[arg-type]
+        wanted = v.TaskSpec(name=name, **({"iterations": 10**6} | spec))  # type: ignore[arg-type]
+        if wanted.max_workers > wanted.micro_batches * wanted.replica_workers:  # some would idle, and none may
+            wanted = replace(wanted, global_batch=wanted.max_workers * wanted.micro_batch)
+        self.append(v.TaskSubmitted(spec=wanted), "api", self.state.term)
 
     def cordon(self, node: str, *, drain: bool = False) -> None:
         self.append(v.NodeCordoned(node=node, drain=drain, reason="test"), "api", self.state.term)

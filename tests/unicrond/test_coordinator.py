@@ -81,9 +81,8 @@ async def test_a_new_coordinator_fences_the_old_one() -> None:
         assert new.state.term == 2
         await log.append([observation(joined(), 1)])
         # Both see the node; only one may decide, the other finds that out when it tries.
-        with pytest.raises(BaseExceptionGroup) as caught:
+        with pytest.raises(Fenced):
             await asyncio.wait_for(running_old, 5)
-        assert caught.group_contains(Fenced)
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
     plans = [e async for e in log.read(until_seq=await log.last_seq())]
     assert sum(isinstance(e.envelope.event, v.PlanAdopted) for e in plans if isinstance(e, Recorded)) == 1
@@ -104,9 +103,8 @@ async def test_a_coordinator_that_reads_of_a_newer_term_stops_before_it_decides_
             event=v.CoordinatorStarted(term=2, version="test"),
         )
     )
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises(Fenced):
         await asyncio.wait_for(running_old, 5)
-    assert caught.group_contains(Fenced)
     assert await log.last_seq() == 2
 
 

@@ -143,7 +143,7 @@ def test_a_stop_of_a_worker_that_never_ran_ends_with_its_answer() -> None:
     host = cluster.hosts["n0"]
     victim = next(w for task in cluster.state.tasks.values() for w in task.workers.values() if w.node == "n0")
     del host.processes[victim.worker]  # the agent has forgotten it: no exit will ever be told
-    cluster.append(v.TaskCancelled(task=victim.worker.rpartition(".")[0], reason="test"), "api", 9)
+    cluster.append(v.TaskCancelled(task=victim.worker.rpartition(".")[0], reason="test"), "api", 1)
     cluster.decide()
     (stop,) = [e.envelope.event for e in host.commands if isinstance(e.envelope.event, v.StopWorker)]
     cluster.say(host, v.CommandApplied(node="n0", command_id=stop.command_id))

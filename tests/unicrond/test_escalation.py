@@ -232,7 +232,7 @@ def test_both_shards_of_a_replica_are_on_the_node_that_is_found(seed: int) -> No
     cluster = MiniCluster(seed)
     for number in range(4):
         cluster.add_host(f"n{number}", slots=2)
-    cluster.submit("wide", max_workers=6, tp=2)
+    cluster.submit("wide", min_workers=2, max_workers=6, tp=2)
     cluster.run()
     guilty = f"n{cluster.random.randrange(3)}"
     for _ in range(12):
@@ -569,8 +569,8 @@ def test_a_task_that_gets_on_is_not_failed_for_what_ends_on_two_other_nodes(seed
 
 
 def started(severity: dict) -> Recorded:
-    event = v.CoordinatorStarted(term=9, version="t", severity=severity)
-    return Recorded(10**6, 1, Envelope(producer="coordinator", boot=9, number=1, term=9, observed_at_us=1, event=event))
+    event = v.CoordinatorStarted(term=1, version="t", severity=severity)
+    return Recorded(10**6, 1, Envelope(producer="coordinator", boot=1, number=1, term=1, observed_at_us=1, event=event))
 
 
 def test_overrides_enter_by_the_log_and_go_with_their_coordinator() -> None:
