@@ -630,7 +630,10 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
 
 
 class NodeChecked(Observation, frozen=True, kw_only=True):
-    """How the health check ended that the CheckNode of `command_id` asked for. `detail`: what was found, in a line."""
+    """How the health check ended that the CheckNode of `command_id` asked for. `detail`: what was found, in a line.
+
+    Bounds: `duration_us` <= 366 days.
+    """
 
     node: Name
     command_id: Text
@@ -704,7 +707,10 @@ class CommandApplied(Observation, frozen=True, kw_only=True):
 
 class CommandFailed(Observation, frozen=True, kw_only=True):
     """The command was not obeyed. `reads`: the newest schema that the agent reads, where it could not read the command
-    at all; else 0."""
+    at all; else 0.
+
+    Bounds: `reads` < 2**53.
+    """
 
     node: Name
     command_id: Text
@@ -841,7 +847,10 @@ class NodeReadmitted(Decision, frozen=True, kw_only=True):
 
 
 class RepairEnded(Decision, frozen=True, kw_only=True):
-    """The operator's repair command for the node has ended, in its `isolation`-th isolation. `detail`: what it said."""
+    """The operator's repair command for the node has ended, in its `isolation`-th isolation. `detail`: what it said.
+
+    Bounds: `isolation` < 10**9, >= 1; `duration_us` <= 366 days.
+    """
 
     node: Name
     isolation: FirstSerial
@@ -1054,7 +1063,10 @@ class InjectFault(Command, frozen=True, kw_only=True):
 
 class CheckNode(Command, frozen=True, kw_only=True):
     """Run a health check of the isolated node within `limit_us`, and say NodeChecked. `argv`: the operator's command;
-    empty: the agent's own self-test. `reason`: why the node is isolated."""
+    empty: the agent's own self-test. `reason`: why the node is isolated.
+
+    Bounds: `limit_us` <= 366 days, >= 1.
+    """
 
     argv: tuple[Text, ...] = ()
     limit_us: SomeDuration

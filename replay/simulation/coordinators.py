@@ -115,4 +115,5 @@ class Coordinators:
 
     def _compare(self, head: Head) -> None:
         state = head.coordinator.state
+        self._witness.broke("coordinators_decide", head.coordinator.fault)
         self._witness.broke("replay_equals_live", rules.replay_equals_live(state, self._witness.states[state.seq]))

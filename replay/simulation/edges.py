@@ -38,7 +38,7 @@ class Edges:
 
     def envelope(self, kind: type[Any] | None = None, *, boot: int = 1, number: int = 1) -> Envelope | None:
         """A valid envelope of that kind, or of any; None where what was drawn contradicts itself."""
-        event = self._value(_info(kind or self.drawn.choice(KINDS)), "")
+        event = self._value(_info(typing.cast(Any, kind or self.drawn.choice(KINDS))), "")
         if isinstance(event, WorkerExited):
             how = self.drawn.choice(({"exit_code": None, "signal": 9}, {"exit_code": 2**31 - 1, "signal": None}))
             event = msgspec.structs.replace(event, **how)
@@ -103,7 +103,7 @@ class Edges:
 
 
 @functools.cache
-def _info(kind: type[Any]) -> inspect.Type:
+def _info(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 

@@ -46,6 +46,7 @@ RULES: dict[str, str] = {
     "reports_are_exact": "The samples that the log names for an iteration are exactly those of its global batch.",
     "trainers_agree": "The members of a group never contradict each other.",
     "nothing_crashes": "No input makes a coordinator, an agent or a worker fail of itself.",
+    "coordinators_decide": "No coordinator has to stop deciding because of what it decided itself.",
     "replay_equals_live": "The state of a living coordinator has the digest of a replay of the log.",
     "incidents_close": "At rest no incident is open.",
     "decide_is_quiet_at_rest": "At rest `decide` asks for nothing.",

@@ -130,6 +130,7 @@ async def _broke_within(world: World, duration_s: float) -> bool:
 
 def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str]]:
     state = world.witness.state
+    yield "coordinators_decide", "; ".join(head.coordinator.fault for head in world.coordinators.living)
     yield "nodes_are_seen", rules.nodes_are_seen(state, [host.name for host in world.hosts.values() if host.on])
     yield "memory_is_given_back", rules.memory_is_given_back(state, _keeping(world))
     yield "incidents_close", rules.incidents_close(state)

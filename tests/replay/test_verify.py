@@ -138,7 +138,9 @@ def test_versions_and_configurations_are_named() -> None:
     cluster.take_over()
     cluster.run()
     cluster.policy = Policy(worker_mtbf_s=3600.0, strikes_max=4)
-    cluster.append(v.CoordinatorStarted(term=cluster.state.term + 1, version="0.0.1"), "coordinator", 9)
+    cluster.append(
+        v.CoordinatorStarted(term=cluster.state.term + 1, version="0.0.1"), "coordinator", cluster.state.term + 1
+    )
     notes = verify(cluster.log).notes
     assert f"version test+schema{SCHEMA} (this is version {code_version()})" in notes[0]
     assert "strikes_max 2.0 -> 4.0" in notes[1] and "worker_mtbf_s 604800.0 -> 3600.0" in notes[1]
