@@ -11,6 +11,7 @@ import signal
 from typing import NamedTuple
 
 from agents.trainer.channel import EXIT_NO_AGENT
+from agents.trainer.faults import LEFT_EARLY
 from agents.trainer.messages import OomKill
 from events.vocabulary import ErrorKind, ExitCause
 
@@ -67,12 +68,14 @@ class Exit(NamedTuple):
         return cls(None, os.WTERMSIG(status), cause)
 
 
-def classify(end: Exit, *, ready: bool) -> tuple[ErrorKind, str]:
-    """The kind of error and one plain sentence. `ready`: the worker had built its model."""
+def classify(end: Exit, *, ready: bool, member: bool = False) -> tuple[ErrorKind, str]:
+    """The kind of error and one plain sentence. `ready`: the worker had built its model; `member`: it trained."""
     if end.signal is not None:
         kind, hint = _CAUSES.get(end.cause) or _SIGNALS.get(end.signal, ("process_exit", "see signal(7)"))
         dump = " with a core dump" if end.cause == "core_dumped" else ""
         text = f"killed by {_name(end.signal)}{dump}; {hint}"
+    elif end.exit_code == 0 and member:
+        return "left_early", f"exit code 0 in mid-training: {LEFT_EARLY}"
     else:
         assert end.exit_code is not None
         kind, hint = _CODES.get(end.exit_code, ("process_exit", "see the log's last lines"))

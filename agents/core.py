@@ -25,9 +25,11 @@ Workers
 * A worker whose iteration is late (watch.py) is told of as it stands; who hangs and who waits for it, the coordinator
   knows, who hears of all members.
 * Exits are acknowledged to the fork server only once the log holds them, so no exit status is ever lost.
-* An exit is *expected* when the worker was told to stop, or was a member and ended with code 0 (a member does
-  that only when its task is complete). An unexpected one is told with its cause (ErrorReported, unless the worker
+* An exit is *expected* when the worker was told to stop, or ended with code 0 and its mark says that its part of the
+  task is done, or it has asked to stop training. A member that ends with code 0 otherwise has left its training loop
+  early: an error of its program. An unexpected one is told with its cause (ErrorReported, unless the worker
   itself has told it) and the end of its log, cause first.
+* What a program declares to be busy with (hook.busy) is told once it has lasted for BUSY_TOLD_AFTER_S.
 * Commits are summed to at most one StepCommitted per task and `commit_interval_s`; the first after a pause is
   told at once. A sum is closed early by whatever does not continue it, by a loss that is not finite, and by any
   news of its worker that its place in the log matters to (regroup, park, trouble, completion, exit).
@@ -155,6 +157,8 @@ def _timer_fired(turn: Turn, fired: TimerFired) -> None:
                 kept_states.forget_untold(turn, lambda key: key == fired.key)
             else:
                 kept_states.tell_held(turn, untold)
+        case "busy":
+            reports.tell_busy(turn, fired.key)
         case "wait":
             for waiting in turn.memory.waiting:
                 if waiting.command.worker == fired.key:

@@ -168,8 +168,8 @@ class Agent:
         self._memory_server = MemoryServer(self._regions, token, lambda held: self.feed(StateHeld(held=held)))
         self._watch = Watch(
             MarkFiles(run_dir.marks),
-            on_late=lambda worker, mark, still_us, stopped: self.feed(
-                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped)
+            on_late=lambda worker, mark, still_us, stopped, times: self.feed(
+                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped, times=times)
             ),
         )
         self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)

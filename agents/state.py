@@ -13,6 +13,7 @@ import msgspec
 from agents.commit_sums import CommitSum, Position
 from agents.trainer.marks import Mark
 from agents.trainer.messages import (
+    Busy,
     FromForkServer,
     FromWorker,
     Hello,
@@ -23,8 +24,8 @@ from agents.trainer.messages import (
 from events.vocabulary import Command, ErrorKind, Fault, MemoryService, Name, Observation, StartWorker, WorkerId
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Immutable; written with field names."""
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Immutable; written with field names, those at their defaults left out: an older agent may read it again."""
 
 
 class Config(_Part, frozen=True, kw_only=True):
@@ -88,6 +89,8 @@ class Worker(_Part, frozen=True, kw_only=True):
     regrouped: int = 0
     saved: int = 0
     completed: bool = False
+    #: Its program has asked to stop training, and may end with code 0 at any time.
+    stopping: bool = False
     #: It has said itself why it is going to end.
     cause_told: bool = False
     #: It was started from a log that is no more.
@@ -159,6 +162,9 @@ class Link(_Part, frozen=True, kw_only=True):
     #: The newest generation that was sent on this connection.
     told: int = 0
     iteration: int = 0
+    #: What its program has declared to be busy with, and whether the log was told.
+    busy: Busy | None = None
+    busy_told: bool = False
 
 
 class State(_Part, frozen=True, kw_only=True):
@@ -230,19 +236,21 @@ class ForkServerSaid(_Part, frozen=True, kw_only=True):
 
 
 class Stalled(_Part, frozen=True, kw_only=True):
-    """The worker's iteration is late: `mark`, and for how long it has not changed. `stopped`: the kernel's word."""
+    """The worker's iteration is late: `mark`, and for how long it has not changed. `stopped`: the kernel's word.
+    `times`: how often that was said of this iteration."""
 
     worker: WorkerId
     mark: Mark
     still_us: int
     stopped: bool
+    times: int = 1
 
 
 class ForkServerDied(_Part, frozen=True, kw_only=True):
     """Its process is known to have ended; the kernel has ended its workers with it."""
 
 
-TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held"]
+TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy"]
 
 
 class TimerFired(_Part, frozen=True, kw_only=True):

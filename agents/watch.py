@@ -95,9 +95,9 @@ class MarkFiles:
 
 
 class Watch:
-    """`on_late(worker, mark, still_us, stopped)` is called in the loop."""
+    """`on_late(worker, mark, still_us, stopped, times)` is called in the loop; `times` counts within an iteration."""
 
-    def __init__(self, signs: Signs, on_late: Callable[[WorkerId, Mark, int, bool], None]) -> None:
+    def __init__(self, signs: Signs, on_late: Callable[[WorkerId, Mark, int, bool, int], None]) -> None:
         self._signs = signs
         self._on_late = on_late
         self._watched: dict[WorkerId, _Watched] = {}
@@ -151,6 +151,6 @@ class Watch:
             self._look_in(worker, int(IDLE_S * 1e6))
         else:
             watched.times += 1
-            self._on_late(worker, mark, max(0, now_us - mark.changed_us - starved_us), stopped)
+            self._on_late(worker, mark, max(0, now_us - mark.changed_us - starved_us), stopped, watched.times)
             if worker in self._watched:
                 self._look_in(worker, int(IDLE_S * 1e6))

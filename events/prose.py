@@ -53,6 +53,7 @@ from events.vocabulary import (
     StateSource,
     StateTaken,
     StepCommitted,
+    StopAsked,
     StopWorker,
     StragglerObserved,
     StragglerRecovered,
@@ -64,11 +65,13 @@ from events.vocabulary import (
     TaskSubmitted,
     ThroughputCorrected,
     TransitionCompleted,
+    WorkerBusy,
     WorkerExited,
     WorkerParked,
     WorkerReady,
     WorkerRegrouped,
     WorkerStarted,
+    WorkerWaits,
 )
 
 
@@ -129,10 +132,23 @@ def _observed(event: AnyObservation) -> str:
         case HangSuspected():
             place = f"{'waits in' if event.waiting else 'has left'} collective {event.entered}"
             stopped = ", its process is stopped" if event.stopped else ""
+            stopped += f", busy with {event.busy}" if event.busy else ""
             return (
                 f"iteration {event.iteration} takes longer than {_seconds(event.limit_us)}: worker {event.worker} on"
                 f" {event.node} last moved {_seconds(event.still_us)} ago, in {event.phase}; it {place}{stopped}"
             )
+        case WorkerBusy(what=""):
+            return f"worker {event.worker} on {event.node} is busy no more"
+        case WorkerBusy():
+            return (
+                f"worker {event.worker} on {event.node} is busy with {event.what}, for at most"
+                f" {_seconds(event.at_most_us)}"
+            )
+        case WorkerWaits():
+            return f"worker {event.worker} on {event.node} waits for the others of generation {event.generation}"
+        case StopAsked():
+            left = f", and has left the loop after iteration {event.iteration}" if event.left else ""
+            return f"the program of worker {event.worker} on {event.node} asks to stop training{left}: {event.reason}"
         case DegradationObserved():
             slowest = (
                 f"{event.slowest} is slowest, {_seconds(event.compute_us)} per micro-batch"

@@ -34,7 +34,17 @@ FIRST = 1
 
 #: schema -> the event types that came with it.
 TYPES: dict[int, tuple[str, ...]] = {
-    2: ("CheckNode", "NodeChecked", "PeersRemembered", "RepairEnded", "StragglerObserved", "StragglerRecovered"),
+    2: (
+        "CheckNode",
+        "NodeChecked",
+        "PeersRemembered",
+        "RepairEnded",
+        "StopAsked",
+        "StragglerObserved",
+        "StragglerRecovered",
+        "WorkerBusy",
+        "WorkerWaits",
+    ),
 }
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -44,11 +54,16 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "ErrorReported": ("lost",),
         "Fault": ("spared",),
         "TaskSpec": ("start_timeout_s",),
+        "HangSuspected": ("busy", "told"),
+        "SetMembership": ("stop",),
     },
 }
 #: schema -> alias of a Literal in the vocabulary -> its new values, each with the older one that stands for it.
 VALUES: dict[int, dict[str, dict[str, str]]] = {
-    2: {},
+    2: {
+        "Phase": {"busy": "unknown", "done": "unknown"},
+        "ErrorKind": {"left_early": "process_exit"},
+    },
 }
 
 E = TypeVar("E", bound=Event)

@@ -72,7 +72,10 @@ Work: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e40)]
 #: A number of the configuration; finite.
 Setting: TypeAlias = Annotated[float, Meta(ge=-1e18, le=1e18)]
 
-Phase: TypeAlias = Literal["start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown"]
+#: "busy": with what the program has declared (hook.busy). "done": its part of the task is complete.
+Phase: TypeAlias = Literal[
+    "start", "forward", "backward", "reduce", "step", "data", "checkpoint", "regroup", "unknown", "busy", "done"
+]
 #: What went wrong, as far as the reporter can tell. Severity is not here: it is the coordinator's.
 ErrorKind: TypeAlias = Literal[
     "node_lost",
@@ -96,6 +99,7 @@ ErrorKind: TypeAlias = Literal[
     "corruption",
     "gpu_fault",
     "gpu_broken",
+    "left_early",
 ]
 #: How a process came to its end: by itself with a code, by a signal, by one with a core dump, or by SIGKILL from the
 #: kernel's OOM killer. "maybe_oom_killed": that cannot be told here, and nobody else is known to have done it.
@@ -523,6 +527,46 @@ class HangSuspected(Observation, frozen=True, kw_only=True):
     stopped: bool
     still_us: Duration
     limit_us: Duration
+    #: What it had declared to be busy with, for at most so long (hook.busy); "": nothing.
+    busy: Text = ""
+    #: How often that was told of this iteration; 0 in logs older than the field.
+    told: Small = 0
+
+
+class WorkerBusy(Observation, frozen=True, kw_only=True):
+    """The worker's program is busy with what it has declared, for `at_most_us` (hook.busy): no hang before that.
+
+    `what` "": it is over. Told only of what lasts for a while.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    what: Text
+    at_most_us: Duration
+
+
+class WorkerWaits(Observation, frozen=True, kw_only=True):
+    """The worker has answered to the membership of `generation`, and has waited for a while for the others."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    generation: Serial
+
+
+class StopAsked(Observation, frozen=True, kw_only=True):
+    """The program wants its training to end before the last iteration (hook.stop), and says why.
+
+    `left`: it has left the training loop after `iteration`, which it has committed; its state is saved.
+    """
+
+    node: Name
+    task: Name
+    worker: WorkerId
+    iteration: Iteration
+    reason: Text
+    left: bool = False
 
 
 class DegradationObserved(Observation, frozen=True, kw_only=True):
@@ -1034,6 +1078,8 @@ class SetMembership(Command, frozen=True, kw_only=True):
     peers: tuple[MemoryService, ...] = always(())
     mtbf_us: Micros = always(0)
     handover: bool = always(False)
+    #: Why training is to end at the next boundary (hook.stop); "": it is not.
+    stop: Text = ""
 
 
 class SetPeers(Command, frozen=True, kw_only=True):
@@ -1077,7 +1123,8 @@ AnyObservation: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
     | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
-    | HangSuspected | DegradationObserved | StragglerObserved | StragglerRecovered
+    | HangSuspected | WorkerBusy | WorkerWaits | StopAsked
+    | DegradationObserved | StragglerObserved | StragglerRecovered
     | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
     | PeersRemembered | NodeChecked
     | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned

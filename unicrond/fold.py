@@ -118,6 +118,9 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.CheckpointSaved: training.checkpoint_saved,
     v.TaskCompleted: tasks.task_completed,
     v.HangSuspected: suspicions.hang_suspected,
+    v.WorkerBusy: workers.worker_busy,
+    v.WorkerWaits: workers.worker_waits,
+    v.StopAsked: tasks.stop_asked,
     v.DegradationObserved: _nothing,  # news for people
     v.StragglerObserved: stragglers.straggler_observed,
     v.StragglerRecovered: stragglers.straggler_recovered,

@@ -36,6 +36,7 @@ SEVERITY: dict[str, Severity] = {
     "hang": Severity.SEV2,
     "corruption": Severity.SEV2,
     "gpu_fault": Severity.SEV2,
+    "left_early": Severity.SEV2,
     "connection_broken": Severity.SEV3,
     "collective_timeout": Severity.SEV3,
     "store_error": Severity.SEV3,

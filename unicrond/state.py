@@ -111,7 +111,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
-    `injected`: the fault that somebody ordered for it, and that is no strike."""
+
+    `injected`: the fault that somebody ordered for it, and that is no strike. `answered`: the last membership that it
+    said to wait in for the others. `busy`: with what its program has declared, for at most `busy_us`; "" = with nothing.
+    """
 
     worker: str
     node: str
@@ -122,6 +125,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pid: int = always(0)
     generation: int = always(0)
     injected: FaultKind | Literal[""] = ""
+    answered: int = 0
+    busy: str = ""
+    busy_us: int = 0
 
     @property
     def alive(self) -> bool:
@@ -189,6 +195,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were measured (waf.py).
     `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
     `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
+    `stop`: why its program wants it to end before its last iteration; `left`: who has left the training loop for that,
+    and after which iteration. `early`: how often its program has ended in mid-training without a word (`left_early`),
+    since it last was calm; workers of numbers below `early_below` belong to the last time.
+    `meetings`: deadlines for a meeting that have passed and ended nobody.
     `reshape`: the layout that it is asked to have (reshaping.py); `reshaped_us`: when it last got another; then
     `submitted_seq` is the number of that event, since when it is what it is.
     """
@@ -231,6 +241,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unclear: dict[str, int] = {}
     unread: int = 0
     stragglers: dict[str, Straggler] = {}
+    stop: str = ""
+    left: dict[str, int] = {}
+    early: int = 0
+    early_below: int = 0
+    meetings: int = 0
 
     @property
     def name(self) -> str:

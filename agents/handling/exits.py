@@ -28,13 +28,18 @@ def exited(turn: Turn, worker: WorkerId, pid: int, end: Exit, log_tail: str, mar
     record = turn.memory.workers[worker]
     task = record.task
     commits.close_sum(turn, task)
-    expected = record.stop != "no" or (end.exit_code == 0 and record.member)
+    expected = record.stop != "no" or (end.exit_code == 0 and record.member and not left_early(record, mark))
     if not expected and not record.cause_told:
         tell_cause(turn, record, end, log_tail, mark)
     forget(turn, record, Gone(expected=expected, durable=False))
     tell_exit(turn, worker, end, expected, log_tail)
     for order in record.stop_orders:
         turn.answer(order)
+
+
+def left_early(record: Worker, mark: Mark | None) -> bool:
+    """A member that ended with code 0 had not done its part, nor asked to stop. Without a mark one cannot tell."""
+    return mark is not None and mark.phase != "done" and not (record.completed or record.stopping)
 
 
 def exited_before(turn: Turn, worker: WorkerId, end: Exit, log_tail: str) -> None:
@@ -49,7 +54,7 @@ def exited_before(turn: Turn, worker: WorkerId, end: Exit, log_tail: str) -> Non
 
 
 def tell_cause(turn: Turn, record: Worker, end: Exit, log_tail: str, mark: Mark | None) -> None:
-    kind, text = classify(end, ready=record.ready)
+    kind, text = classify(end, ready=record.ready, member=record.member)
     link = turn.state.links.get(record.worker, Link())
     generation, committed = turn.state.summed.get(record.task, (0, 0))
     at_work = committed + 1 if generation == record.generation else 0

@@ -24,6 +24,7 @@ def set_membership(turn: Turn, command: SetMembership, order: Order) -> None:
         peers=command.peers,
         mtbf_us=command.mtbf_us,
         handover=command.handover,
+        stop=command.stop,
     )
     others = {task: m for task, m in turn.memory.memberships.items() if task != command.task}
     turn.remember(memberships=newest_of({**others, command.task: membership}, MAX_TASKS))

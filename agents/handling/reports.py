@@ -8,8 +8,9 @@ from msgspec.structs import replace
 
 from agents.handling import commits, joining, kept_states, memberships
 from agents.handling.turn import MAX_TEXT, Turn
-from agents.state import AcceleratorSaw, Disconnect, Link, Stalled, TellWorker, Worker
+from agents.state import AcceleratorSaw, ArmTimer, Disconnect, Link, Stalled, TellWorker, Worker
 from agents.trainer.messages import (
+    Busy,
     Captured,
     CaughtUp,
     Committed,
@@ -22,10 +23,12 @@ from agents.trainer.messages import (
     Ready,
     Regrouped,
     Saved,
+    StopWanted,
     Straggles,
     Suspected,
     Taken,
     Trouble,
+    Waits,
 )
 from events.vocabulary import (
     AcceleratorReported,
@@ -36,20 +39,27 @@ from events.vocabulary import (
     HangSuspected,
     Observation,
     StateTaken,
+    StopAsked,
     StragglerObserved,
     StragglerRecovered,
     TaskCompleted,
+    WorkerBusy,
     WorkerId,
     WorkerParked,
     WorkerReady,
     WorkerRegrouped,
+    WorkerWaits,
 )
+
+#: What is busy for a shorter time is nobody's concern.
+BUSY_TOLD_AFTER_S = 1.0
 
 #: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
 SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
 #: Reports that become an observation as they are: the event has the message's fields, and says of which worker.
 Reported: TypeAlias = (
-    Regrouped | Parked | Trouble | Degraded | Straggles | CaughtUp | Suspected | Taken | Saved | Completed
+    Regrouped | Parked | Trouble | Degraded | Straggles | CaughtUp | Suspected | Taken | Saved | Completed | Busy
+    | Waits | StopWanted
 )  # fmt: skip
 REPORTED: dict[type[Reported], type[Observation]] = {
     Regrouped: WorkerRegrouped,
@@ -62,6 +72,9 @@ REPORTED: dict[type[Reported], type[Observation]] = {
     Taken: StateTaken,
     Saved: CheckpointSaved,
     Completed: TaskCompleted,
+    Busy: WorkerBusy,
+    Waits: WorkerWaits,
+    StopWanted: StopAsked,
 }
 
 
@@ -128,7 +141,13 @@ def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:
             if message.kind not in SYMPTOMS:
                 turn.change(record, cause_told=True)
             pass_on(turn, record, message)
-        case Degraded() | Straggles() | CaughtUp() | Suspected() | Taken():
+        case Degraded() | Straggles() | CaughtUp() | Suspected() | Taken() | Waits():
+            pass_on(turn, record, message)
+        case Busy():
+            busy(turn, record, message)
+        case StopWanted():
+            commits.close_sum(turn, record.task)
+            turn.change(record, stopping=True)
             pass_on(turn, record, message)
         case Captured():
             kept_states.captured(turn, record.task, message)
@@ -154,11 +173,30 @@ def pass_on(turn: Turn, record: Worker, message: Reported) -> None:
     turn.append(kind(node=turn.config.node, task=record.task, worker=record.worker, **said))
 
 
+def busy(turn: Turn, record: Worker, message: Busy) -> None:
+    """What is over at once is nobody's concern: it is told when it has lasted for a while (core.py, timer "busy")."""
+    link = turn.state.links.get(record.worker, Link())
+    if link.busy_told and not message.what:
+        pass_on(turn, record, message)
+    elif message.what:
+        turn.actions.append(ArmTimer(name="busy", key=record.worker, after_s=BUSY_TOLD_AFTER_S))
+    turn.link(record.worker, replace(link, busy=message if message.what else None, busy_told=False))
+
+
+def tell_busy(turn: Turn, worker: WorkerId) -> None:
+    """It is still at it."""
+    record, link = turn.memory.workers.get(worker), turn.state.links.get(worker, Link())
+    if record is not None and link.busy is not None and not link.busy_told:
+        turn.link(worker, replace(link, busy_told=True))
+        pass_on(turn, record, link.busy)
+
+
 def stalled(turn: Turn, stalled: Stalled) -> None:
     record, mark = turn.memory.workers.get(stalled.worker), stalled.mark
     if record is None or record.foreign or record.stop != "no":
         return
     commits.close_sum(turn, record.task)  # what was committed says that it is not the last iteration which is late
+    busy_with = turn.state.links.get(stalled.worker, Link()).busy
     turn.append(
         HangSuspected(
             node=turn.config.node,
@@ -173,6 +211,8 @@ def stalled(turn: Turn, stalled: Stalled) -> None:
             stopped=stalled.stopped,
             still_us=stalled.still_us,
             limit_us=mark.limit_us,
+            busy=busy_with.what if busy_with and mark.phase == "busy" else "",
+            told=stalled.times,
         )
     )
 

@@ -3,9 +3,9 @@
 Rules
 -----
 * Training never waits for the agent: `send` queues, the thread delivers. A lost connection is made again with a
-  growing pause; then the worker says Hello with its generation, and repeats the newest Regrouped, Committed, Saved
-  and Completed that were sent before (they may have died with the old agent), or Ready if it has no membership.
-  What was queued follows in order.
+  growing pause; then the worker says Hello with its generation, and repeats the newest Regrouped, Committed, Saved,
+  Completed, Busy and StopWanted that were sent before (they may have died with the old agent), or Ready if it has no
+  membership. What was queued follows in order.
 * Whatever the main thread waits for (a collective, a group that forms, a membership), it waits for here, in
   `wait`: the agent's messages and finished collectives both notify the one condition, so every wait can be
   interrupted by an urgent membership or a Quit.
@@ -29,6 +29,7 @@ from collections.abc import Callable
 
 from agents.trainer.framing import BadFrame, Unframer, frame
 from agents.trainer.messages import (
+    Busy,
     Committed,
     Completed,
     FromWorker,
@@ -40,6 +41,7 @@ from agents.trainer.messages import (
     Ready,
     Regrouped,
     Saved,
+    StopWanted,
     ToWorker,
 )
 from events.vocabulary import Fault
@@ -49,7 +51,7 @@ QUIT_GRACE_S = 2.0
 _PAUSE_MIN_S = 0.02
 _PAUSE_MAX_S = 0.5
 _QUEUE_MAX_MESSAGES = 65536
-_REPEATED = (Regrouped, Committed, Saved, Completed)
+_REPEATED = (Regrouped, Committed, Saved, Completed, Busy, StopWanted)
 
 
 class QuitAsked(BaseException):

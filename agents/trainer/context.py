@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,10 @@ class Context:
     generation: int = 0
     iteration: int = 0
     mark: Marker = field(default_factory=lambda: Marker(None))
+    #: What is left to do where the program ends by itself with code 0; it raises LeftEarly in mid-training.
+    finish: Callable[[], None] | None = None
+    #: The program has ended.
+    over: bool = False
 
     @property
     def phase(self) -> Phase:

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from agents.trainer.messages import Trouble
 from events.vocabulary import ErrorKind, Phase
 
+#: What the person is to do whose program ends before its training does.
+LEFT_EARLY = "let hook.steps() run to its end, or say hook.stop(reason) first; `iterations` says how long the task is"
 _MESSAGE_CHARS = 1024
 _DETAIL_CHARS = 32768
 
 
 class NanLoss(ArithmeticError):
     """A micro-batch's loss is not a finite number."""
+
+
+class LeftEarly(RuntimeError):
+    """The program has left hook.steps() before its end, or ended with code 0 in mid-training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class Symptom:
 
 
 SYMPTOMS: tuple[Symptom, ...] = (
+    Symptom("left the loop early", r"^LeftEarly$", r"", "left_early"),
     Symptom("loss is no number", r"^NanLoss$", r"", "nan_loss"),
     Symptom(
         "gradient is no number", r"", r"[Ff]ound (NaN|Inf) in local|Unexpected result (nan|inf)", "nan_loss", "backward"

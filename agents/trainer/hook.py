@@ -29,6 +29,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,12 +44,12 @@ from agents.trainer.accumulation import Accumulation
 from agents.trainer.channel import QuitAsked
 from agents.trainer.context import Context
 from agents.trainer.detection import Detection
-from agents.trainer.faults import NanLoss
+from agents.trainer.faults import LEFT_EARLY, LeftEarly, NanLoss, trouble
 from agents.trainer.group import Broken, Group, Superseded
 from agents.trainer.injection import Point
 from agents.trainer.layout import layout_of
 from agents.trainer.ledger import Account, Ledger, Total
-from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, Taken
+from agents.trainer.messages import Committed, Completed, Membership, Parked, Ready, Regrouped, StopWanted, Taken
 from agents.trainer.parts import Part
 from agents.trainer.randomness import seed_all
 from agents.trainer.reduction import Reduction
@@ -64,6 +65,11 @@ from agents.trainer.state import BadState, TrainingState
 from events.vocabulary import StateSource
 
 EXIT_STRANDED = 75
+MAX_REASON = 512
+#: In the agreement that ends an iteration: this replica's program has said stop (beside Due.word).
+_STOP_BIT = 4
+_FLUSH_S = 2.0
+_PARTING_S = 5.0
 NOTHING = Due(False, False)
 Origin = StateSource
 
@@ -145,6 +151,10 @@ class Hook:
     _due: Due = NOTHING
     _committed: Committed | None = None
     _committed_told: bool = False
+    _stop: str = ""
+    _stopped: bool = False
+    _over: bool = False
+    _step: Step | None = None
     _boundary_at: float = field(default_factory=time.monotonic)
     _target: int = 0
 
@@ -191,6 +201,7 @@ class Hook:
         )
         accumulation.arriving = partial(setattr, here.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
+        here.finish = hook._finish
         here.channel.send(Ready())
         return hook
 
@@ -202,19 +213,98 @@ class Hook:
 
     def steps(self) -> Iterator[Step]:
         """The iterations that are left, one after the other, from wherever the task stands."""
-        spec = self._context.launch.spec
         self._regroup(None)
         complete = False
         while not complete:
-            while self._ledger.iteration <= spec.iterations:
-                step = Step(self, self._ledger.iteration)
+            while self._goes_on():
+                self._step = step = Step(self, self._ledger.iteration)
                 self._context.phase = "forward"
-                yield step
+                try:
+                    yield step
+                except GeneratorExit:
+                    self._left()
+                    raise
                 if not step.agreed:
                     raise RuntimeError("the loop left a step before its micro-batches were all computed and agreed on")
                 if self._gather():
                     self._commit()
             complete = self._complete()
+        self._done()
+
+    def stop(self, reason: str) -> None:
+        """Have training end after the iteration on whose end all replicas next agree; the loop over `steps` ends then,
+        on all of them, and the task is complete, with its state saved. One replica may say it, or all. `reason`: for
+        people. Raises ValueError without one."""
+        if not reason:
+            raise ValueError("hook.stop(reason): say why, in a few words; the task's status tells it")
+        if not self._stop:
+            self._stop = reason[:MAX_REASON]
+            iteration = max(0, self._ledger.iteration - 1)
+            self._context.channel.send(StopWanted(iteration=iteration, reason=self._stop))
+
+    def _goes_on(self) -> bool:
+        return self._ledger.iteration <= self._context.launch.spec.iterations and not self._stopped
+
+    def _done(self) -> None:
+        self._over = True
+        self._context.phase = "done"
+
+    # --- the end of the program -------------------------------------------------------------------
+
+    def _left(self) -> None:
+        """The program has left the loop. (Nothing may be raised here: nobody would hear it.)"""
+        if self._over or self._context.over:
+            return
+        if self._stop:
+            with contextlib.suppress(QuitAsked):
+                self._leave_as_said()
+        else:
+            here = self._context
+            error = LeftEarly(f"the loop over hook.steps() was left in iteration {here.iteration}: {LEFT_EARLY}")
+            print(f"{here.launch.worker}: {error}", file=sys.stderr, flush=True)
+            here.channel.send(trouble(error, here.generation, here.iteration, here.phase))
+            here.channel.flush(_FLUSH_S)
+            here.over = True
+
+    def _finish(self) -> None:
+        """The program has ended, with code 0."""
+        if self._over:
+            return
+        if self._context.over:
+            raise SystemExit(1)  # it has been told of
+        if not self._stop or self._step is None:
+            ran = f"in iteration {self._context.iteration} of {self._context.launch.spec.iterations}"
+            raise LeftEarly(f"the program ended {ran if self._step else 'before it trained'}: {LEFT_EARLY}")
+        self._leave_as_said()
+
+    def _leave_as_said(self) -> None:
+        """The program has said `stop`, and does not come back for the end of training: commit what it has stepped. If
+        all have agreed on the end by then, they go it together. Else the others wait for this one in the next
+        iteration; where they all have left as well, the log knows, and asks all to end; where not, they go on without
+        it and end after their next. (A part of sharded optimizer state is not saved alone: newer processes train on
+        from the last that was.)"""
+        step, channel = self._step, self._context.channel
+        assert step is not None
+        if step.agreed and self._gather():
+            self._commit()
+        if self._stopped and self._complete():
+            self._done()
+            return
+        self._detection.ending(self._ledger.iteration, self._group(), self._saving.longest_write_s)
+        if self._sharing is None:
+            if self._in_lead_replica():
+                self._save_and_wait()
+            channel.send(StopWanted(iteration=self._ledger.iteration - 1, reason=self._stop, left=True))
+            generation = self._rendezvous.generation
+            with contextlib.suppress(QuitAsked):
+                channel.wait(lambda: channel.newest(generation, urgent_only=True) is not None, self._parting_s())
+        self._done()
+        channel.flush(_FLUSH_S)
+        self._rendezvous.leave()
+
+    def _parting_s(self) -> float:
+        """How long the others may take to leave as well, before they are left."""
+        return max(_PARTING_S, 2.0 * self._pace_s)
 
     # --- within an iteration ---------------------------------------------------------------------
 
@@ -283,6 +373,7 @@ class Hook:
             self._total = self._rendezvous.together(lambda: self._sum(group))
         self._fire("reduced")
         pending = self._rendezvous.pending()
+        (stops,) = self._context.replica.highest(int(bool(self._stop)))
 
         sighting = self._detection.sighting(ledger.iteration, ledger.finished, self._reduction.norm())
         due = NOTHING
@@ -291,7 +382,7 @@ class Hook:
                 due = self._saving.due(ledger.iteration, self._membership, leads=self._in_lead_replica())
 
         def agree() -> list[list[int]]:
-            rows = group.all_gather([ledger.iteration, pending, due.word(), *sighting.row()])
+            rows = group.all_gather([ledger.iteration, pending, due.word() + _STOP_BIT * stops, *sighting.row()])
             self._fire("agreeing")
             group.finish()
             return rows.read()
@@ -300,6 +391,9 @@ class Hook:
         held_by_all = {row[1] for row in rows} == {pending}
         self._target = pending if held_by_all else 0
         self._due = Due.of(rows[0][2])
+        if any(row[2] & _STOP_BIT for row in rows):
+            self._stop = self._stop or "another replica's program asked for it"
+            self._stopped, self._target = True, 0
         self._detection.agreed([row[3:] for row in rows])
 
     def _sum(self, group: Group) -> Total:
@@ -521,7 +615,7 @@ class Hook:
                 if isinstance(failure, Broken):
                     self._rendezvous.report(failure, self._ledger.iteration, "checkpoint")
                 self._regroup(None)
-                if self._ledger.iteration <= self._context.launch.spec.iterations:
+                if self._goes_on():
                     return False
 
     def _farewell(self, group: Group) -> None:
@@ -557,6 +651,7 @@ class Hook:
             self._turn = None
             self._target = 0
             self._due = NOTHING
+            self._stopped = False  # the next group agrees on it anew
             try:
                 micro_batches, buckets = self._context.launch.spec.micro_batches, len(self._accumulation)
                 total = 0 if self._sharing is None else self._sharing.total
@@ -567,6 +662,7 @@ class Hook:
                 self._give_up(stranded)
             target = None
             self._membership = seat.membership
+            self._stop = self._stop or seat.membership.stop
             self._detection.regrouped(self._group())
             self._context.channel.forget(seat.membership.generation)
             self._turn, step_first = self._apply(seat.verdict)

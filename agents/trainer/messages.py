@@ -43,8 +43,9 @@ from events.vocabulary import (
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages; the class name is the wire tag."""
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
+    """Base of all messages; the class name is the wire tag. A field at its default is left out: processes of a version
+    that lacks it may be at the other end (a fork server and its workers outlive their agent)."""
 
 
 # --- worker -> agent -----------------------------------------------------------------------------
@@ -164,6 +165,27 @@ class Suspected(Message, frozen=True, kw_only=True):
     usual: float
 
 
+class Busy(Message, frozen=True, kw_only=True):
+    """The program has begun what it declares, for `at_most_us`; `what` "": it is over."""
+
+    what: Text
+    at_most_us: Count
+
+
+class Waits(Message, frozen=True, kw_only=True):
+    """The worker follows the membership of `generation`, and has waited for the others for a while."""
+
+    generation: Count
+
+
+class StopWanted(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.StopAsked."""
+
+    iteration: Count
+    reason: Text
+    left: bool = False
+
+
 class Saved(Message, frozen=True, kw_only=True):
     iteration: Count
     path: Text
@@ -213,7 +235,7 @@ class Completed(Message, frozen=True, kw_only=True):
 class Membership(Message, frozen=True, kw_only=True):
     """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
-    `peers`, `mtbf_us`, `handover`: see events.vocabulary.SetMembership.
+    `peers`, `mtbf_us`, `handover`, `stop`: see events.vocabulary.SetMembership.
     """
 
     generation: Positive
@@ -224,6 +246,7 @@ class Membership(Message, frozen=True, kw_only=True):
     peers: tuple[MemoryService, ...] = ()
     mtbf_us: Count = 0
     handover: bool = False
+    stop: Text = ""
 
 
 class Quit(Message, frozen=True, kw_only=True):
@@ -354,7 +377,7 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 FromWorker: TypeAlias = (
     Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Straggles | CaughtUp
-    | Suspected | Saved | Captured | Taken | Completed
+    | Suspected | Saved | Captured | Taken | Completed | Busy | Waits | StopWanted
 )  # fmt: skip
 ToWorker: TypeAlias = Membership | Quit | Inject
 ToForkServer: TypeAlias = Spawn | Kill | Keep | Forget | Retire | ExitedAck

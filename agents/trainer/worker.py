@@ -1,8 +1,8 @@
 """A training process from its birth to its end; called in a child of the fork server, which has set the task's
 environment and working directory.
 
-Exit codes: 0 done or asked to end; 1 an exception, told to the agent beforehand; 69 no agent (`channel.py`); 75 no
-membership after a fault (`hook.py`); what the user's script exits with.
+Exit codes: 0 done or asked to end; 1 an exception, or the end of the program in mid-training, told to the agent
+beforehand; 69 no agent (`channel.py`); 75 no membership after a fault (`hook.py`); what the user's script exits with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NoReturn
 from agents.trainer import context
 from agents.trainer.channel import AgentChannel, QuitAsked
 from agents.trainer.context import Context, Patience
-from agents.trainer.faults import trouble
+from agents.trainer.faults import LeftEarly, trouble
 from agents.trainer.injection import Injection
 from agents.trainer.marks import Marker, path_of
 from agents.trainer.messages import Launch
@@ -37,10 +37,8 @@ def run(launch: Launch) -> NoReturn:
         code = _train(launch, channel, patience)
     except QuitAsked:
         code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+    except SystemExit as end:  # of ours
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         if channel is not None:
             code = 0 if channel.quit_asked() else 1
@@ -74,13 +72,32 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
     backend = "nccl" if torch.cuda.is_available() and spec.backend != "gloo" else "gloo"
     injection = Injection(launch.worker, os.environ.get("UNICRON_FAULT", ""), channel.ordered)
     mark = Marker(path_of(launch.agent_socket, launch.worker))
-    context.enter(Context(launch, channel, Replica(launch, backend), patience, injection, mark=mark))
-    if spec.entry == "gpt":
-        from agents.trainer import pretrain_gpt
+    here = Context(launch, channel, Replica(launch, backend), patience, injection, mark=mark)
+    context.enter(here)
+    code = _run(spec)
+    if code == 0 and not channel.quit_asked():
+        if here.finish is None:
+            raise LeftEarly("the program ended, and never trained: it has to run through hook.steps()")
+        here.finish()
+    return code
 
-        pretrain_gpt.main(spec)
-    else:
-        _run_script(spec)
+
+def _run(spec: TaskSpec) -> int:
+    """The program, to its end; its exit code."""
+    try:
+        if spec.entry == "gpt":
+            from agents.trainer import pretrain_gpt
+
+            pretrain_gpt.main(spec)
+        else:
+            _run_script(spec)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        context.current().over = True  # what is left of its loop is not left early
+        raise
     return 0
 
 

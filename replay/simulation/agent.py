@@ -95,8 +95,8 @@ class Agent:
         self._lines: tuple[Pipe[ToForkServer], Pipe[FromForkServer]] | None = None
         self._watch = Watch(
             HostSigns(host),
-            lambda worker, mark, still_us, stopped: self.feed(
-                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped)
+            lambda worker, mark, still_us, stopped, times: self.feed(
+                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped, times=times)
             ),
         )
         #: Copies under way, and where to.

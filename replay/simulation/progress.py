@@ -62,6 +62,11 @@ class Progress:
         """The iteration is over."""
         self._baseline.add(self._now_us() - self._boundary_us, checkpoint=self._is_saving(iteration))
 
+    def done(self) -> None:
+        """Its part of the task is complete."""
+        self._phase = "done"
+        self._changed_us = self._now_us()
+
     def idle(self) -> None:
         """No iteration runs: nothing is late."""
         self._phase, self._limit_us = "regroup", 0

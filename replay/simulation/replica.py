@@ -196,6 +196,7 @@ class Replica:
             for shard in self.shards:
                 shard.say(Ready())
             await self._train()
+            self.progress.done()
         except QuitAsked:
             code = 0
         except Stranded:

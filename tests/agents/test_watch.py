@@ -27,7 +27,7 @@ LIMIT_US = 60_000
 class Open(Watch):
     """A Watch that shows when it has looked."""
 
-    def __init__(self, files: MarkFiles, on_late: Callable[[WorkerId, Mark, int, bool], None]) -> None:
+    def __init__(self, files: MarkFiles, on_late: Callable[[WorkerId, Mark, int, bool, int], None]) -> None:
         super().__init__(files, on_late)
         self.looks: asyncio.Queue[WorkerId] = asyncio.Queue()
         #: What happens right after each of the next looks.
@@ -46,7 +46,8 @@ class Told:
     def __init__(self, directory: Path) -> None:
         self.queue: asyncio.Queue[tuple[Mark, int, bool]] = asyncio.Queue()
         self.watch = Open(
-            MarkFiles(directory), lambda _, mark, still_us, stopped: self.queue.put_nowait((mark, still_us, stopped))
+            MarkFiles(directory),
+            lambda _, mark, still_us, stopped, times: self.queue.put_nowait((mark, still_us, stopped)),
         )
 
     async def looked(self, times: int, within_s: float = 5.0) -> None:

@@ -23,6 +23,8 @@ from unicrond.state import ClusterState, Incident, NodeStatus, Severity, Task, T
 _SECOND_US = 1_000_000
 #: Of two ends the wrong one may have been isolated first, and then the other; a third says that it is the task.
 _UNCLEAR_MAX = 3
+#: A program that leaves the loop in mid-training does so again: it gets so many chances, wherever it runs.
+_EARLY_MAX = 3
 
 
 def escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
@@ -106,12 +108,15 @@ def waits_for_a_step(task: Task, node: str, policy: Policy) -> bool:
 def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     """The same failure on two nodes is the task's, not the nodes'; and nothing restarts for ever."""
     struck = _struck_nodes(task, policy)
-    if (len(struck) < 2 or _gets_on(task)) and task.stuck < policy.stuck_max:
+    early = task.early >= _EARLY_MAX
+    if (len(struck) < 2 or _gets_on(task)) and task.stuck < policy.stuck_max and not early:
         return
     own = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
     last = own[-1] if own else None
     why = (
-        f"its workers failed to restart on {' and '.join(struck)}"
+        f"its program ended {_times(task.early)} in mid-training, and never said hook.stop(reason)"
+        if early
+        else f"its workers failed to restart on {' and '.join(struck)}"
         if len(struck) >= 2
         else f"struck {task.stuck} times without a new iteration after {task.best_iteration}: its workers ended"
     )

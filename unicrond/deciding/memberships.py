@@ -161,6 +161,7 @@ def set_membership(
                 peers=peers,
                 mtbf_us=mtbf_us,
                 handover=handover,
+                stop=task.stop,
             )
         )
 

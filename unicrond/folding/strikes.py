@@ -64,7 +64,8 @@ def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = F
         mates = {mate.node for mate in task.workers.values() if mate.replica == worker.replica} | {worker.node, ""}
         return replace(task, struck_below=task.struck_below | dict.fromkeys(sorted(mates), task.next_worker))
     number = int(worker.worker.rpartition(".")[2])
-    if number >= task.struck_below.get(worker.node, 0):
+    programs = bool(task.early) and number < task.early_below  # its program has left: no node can help that
+    if number >= task.struck_below.get(worker.node, 0) and not programs:
         counts = task.breaks if broke else task.strikes
         counts = counts | {worker.node: counts.get(worker.node, 0) + 1}
         task = replace(task, breaks=counts) if broke else replace(task, strikes=counts)
@@ -74,6 +75,13 @@ def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = F
     if number >= task.struck_below.get("", 0):
         task = replace(task, stuck=task.stuck + 1, struck_below=task.struck_below | {"": task.next_worker})
     return task
+
+
+def left_early(task: Task, worker: Worker) -> Task:
+    """Its program has ended in mid-training without a word: counted once for all who do so together."""
+    if int(worker.worker.rpartition(".")[2]) < task.early_below:
+        return task
+    return replace(task, early=task.early + 1, early_below=task.next_worker)
 
 
 def acquit(task: Task, nodes: set[str], *, calm: bool = False) -> Task:

@@ -62,9 +62,38 @@ def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> 
             best_iteration=max(event.iteration, task.best_iteration),
             loss=event.loss,
             params_digest=event.params_digest,
-            reason=f"all {event.iteration} iterations are committed",
+            reason=_stopped(task, event.iteration, task.stop)
+            if event.iteration < task.spec.iterations
+            else f"all {event.iteration} iterations are committed",
         ),
     )
+
+
+def stop_asked(state: ClusterState, event: v.StopAsked, _: Envelope) -> ClusterState:
+    """The first reason counts. Where all members have left the loop after the same iteration, the task is complete."""
+    task = state.tasks.get(event.task)
+    if task is None or event.worker not in task.workers:
+        return state
+    if task.status is TaskStatus.COMPLETED and not task.stop and task.iteration < task.spec.iterations:
+        reason = _stopped(task, task.iteration, event.reason)  # its lead was quicker to tell of the end
+        return with_task(state, replace(task, stop=event.reason, reason=reason))
+    if task.status is not TaskStatus.ACTIVE:
+        return state
+    task = replace(task, stop=task.stop or event.reason or "no reason given")
+    if event.left:
+        task = replace(task, left=task.left | {event.worker: event.iteration})
+        members = task.member_names
+        if members and all(task.left.get(name) == event.iteration for name in members):
+            reason = _stopped(task, event.iteration, task.stop)
+            best = max(event.iteration, task.best_iteration)
+            task = replace(
+                task, status=TaskStatus.COMPLETED, iteration=event.iteration, best_iteration=best, reason=reason
+            )
+    return with_task(state, task)
+
+
+def _stopped(task: Task, iteration: int, why: str) -> str:
+    return f"stopped by its program after iteration {iteration} of {task.spec.iterations}: {why or 'no reason given'}"
 
 
 def task_cancelled(state: ClusterState, event: v.TaskCancelled, _: Envelope) -> ClusterState:

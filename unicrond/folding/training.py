@@ -47,6 +47,7 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
         last_commit_us=state.now_us,
         iteration_us=iteration_us,
         reattempts=0 if calm else task.reattempts,
+        early=0 if calm else task.early,
         formed_after=formed_after,
         stuck=0 if progressed else task.stuck,
         struck_below=below,

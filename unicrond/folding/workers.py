@@ -38,7 +38,7 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
     task, worker = known
     if event.generation < worker.generation:
         return state
-    worker = replace(worker, status=WorkerStatus.MEMBER, generation=event.generation)
+    worker = replace(worker, status=WorkerStatus.MEMBER, generation=event.generation, busy="", busy_us=0)
     task = with_worker(task, worker)
     state = with_task(state, task)
     for incident in state.incidents.values():
@@ -60,6 +60,22 @@ def _regrouped(task: Task | None, broken: int) -> bool:
     if task is None or task.status is not TaskStatus.ACTIVE:
         return True
     return task.generation > broken and task.confirmed
+
+
+def worker_waits(state: ClusterState, event: v.WorkerWaits, _: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None or event.generation <= known[1].answered:
+        return state
+    return with_task(state, with_worker(known[0], replace(known[1], answered=event.generation)))
+
+
+def worker_busy(state: ClusterState, event: v.WorkerBusy, _: Envelope) -> ClusterState:
+    known = worker_known(state, event.task, event.worker)
+    if known is None:
+        return state
+    task, worker = known
+    busy_us = event.at_most_us if event.what else 0
+    return with_task(state, with_worker(task, replace(worker, busy=event.what, busy_us=busy_us)))
 
 
 def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> ClusterState:
@@ -102,6 +118,9 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
     task, worker = known
     if event.generation < worker.generation:
         return state  # the worker has trained on since
+    if event.kind == "left_early":
+        task = strikes.left_early(task, worker)
+        state = with_task(state, task)
     severity = severity_of(event.kind, state.severity)
     in_group = task.is_member(worker.worker) or worker.generation == event.generation
     if severity is Severity.SEV3 and (event.generation not in task.in_use or not in_group):

@@ -1,0 +1,80 @@
+"""A task's entry for tests: the built-in GPT's loop, which does at some iterations what its arguments say.
+
+    entry: tests/integration/wilful_gpt.py
+    args: [DIRECTORY, "ITERATION:WHO:WHAT", ...]
+
+WHO: `all`, `lead`, `other` (all but the lead), or `new` (who was started after the first two). ITERATION: a number; of
+`new`, how many steps after its first. At the end of that iteration, behind the optimizer's step, WHAT happens there:
+
+    break       the loop is left
+    stop        hook.stop("enough")
+    leave       hook.stop("enough"), then the loop is left
+    exit        the process ends at once, with code 0
+    sys.exit    the program ends, with code 0
+    hang        it stands still for ever
+    busy=A/B    it is busy with an evaluation for A seconds, of at most B
+
+`START_S` in the environment: how long it takes to start. What it does after the loop stands in DIRECTORY/<worker>.end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from agents.trainer import context, corpus, pretrain_gpt
+from agents.trainer.corpus import Corpus
+from agents.trainer.randomness import seed_all
+from unicrond import Hook
+
+
+def main() -> None:
+    launch = context.current().launch
+    spec = launch.spec
+    time.sleep(float(os.environ.get("START_S", "0")))
+    prefix = Path(spec.data) if spec.data else corpus.default_prefix()
+    if not spec.data:
+        corpus.build(prefix)
+    text = Corpus(prefix, spec.model.seq)
+    seed_all(spec.seed)
+    model = pretrain_gpt.build_model(spec)
+    optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
+    hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text))
+    is_new = int(launch.worker.rpartition(".")[2]) > 2
+    first = 0
+    for step in hook.steps():
+        first = first or step.iteration
+        for micro_batches in step.lists(at_most=1):
+            step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))
+        optimizer.step()
+        scheduler.step(increment=spec.global_batch)
+        done = step.iteration
+        whats = []
+        for order in sys.argv[2:]:
+            when, who, what = order.split(":")
+            meant = {"all": True, "lead": hook.is_lead, "other": not hook.is_lead, "new": is_new}[who]
+            at = first + int(when) if who == "new" else int(when)
+            if meant and at == step.iteration:
+                whats.append(what)
+        if "stop" in whats or "leave" in whats:
+            hook.stop("enough")
+        if "break" in whats or "leave" in whats:
+            break
+        if "exit" in whats:
+            os._exit(0)
+        if "sys.exit" in whats:
+            sys.exit(0)
+        if "hang" in whats:
+            time.sleep(3600.0)
+        for what in whats:
+            if what.startswith("busy="):
+                takes_s, at_most_s = map(float, what.removeprefix("busy=").split("/"))
+                with hook.busy("evaluation", at_most_s=at_most_s):
+                    time.sleep(takes_s)
+    (Path(sys.argv[1]) / f"{launch.worker}.end").write_text(f"after {done}")
+
+
+if __name__ == "__main__":
+    main()
