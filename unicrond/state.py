@@ -113,7 +113,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
 
     `injected`: the fault that somebody ordered for it, and that is no strike. `answered`: the last membership that it
-    said to wait in for the others. `busy`: with what its program has declared, for at most `busy_us`; "" = with nothing.
+    said to wait in for the others. `busy`: with what its program has declared, for at most `busy_us`; "" = nothing.
     """
 
     worker: str

@@ -85,7 +85,7 @@ ROWS = (
     Row("node_lost", SEV1, "kill the node", says="no heartbeat"),
 )
 #: They need a course of events of their own.
-APART = {"start_failed", "store_error"}
+APART = {"start_failed", "store_error", "left_early"}
 
 
 def test_every_row_of_the_table_is_struck() -> None:

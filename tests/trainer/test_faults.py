@@ -26,6 +26,7 @@ class AcceleratorError(RuntimeError):
 
 #: Row -> exceptions that it must be the first to describe.
 EXAMPLES: dict[str, list[BaseException]] = {
+    "left the loop early": [faults.LeftEarly("the loop over hook.steps() was left in iteration 3")],
     "loss is no number": [faults.NanLoss("the loss of a micro-batch of iteration 3 is nan")],
     "gradient is no number": [
         RuntimeError("found NaN in local grad norm for bucket #0 in backward pass before data-parallel communication"),
