@@ -81,6 +81,23 @@ def test_closing_with_an_operation_in_flight_ends_it_here_and_there(
     other.close()
 
 
+def test_who_leaves_a_broken_group_knows_whom_it_had_lost(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
+) -> None:
+    """The connections that have ended, by the ports on the other side; until one has, and once it is left, none."""
+    one, other = both(store, channels)
+    ports = set(one.ports())
+    assert ports and one.lost_ports() == other.lost_ports() == []
+    other.all_reduce(torch.ones(1000))
+    one.close()
+    with pytest.raises(Broken, match="Connection"):
+        other.finish()
+    lost = other.lost_ports()
+    assert lost and set(lost) <= ports
+    other.close()
+    assert one.lost_ports() == other.lost_ports() == []
+
+
 def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
