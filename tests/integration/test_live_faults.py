@@ -293,8 +293,8 @@ async def end_all(live: Live) -> ClusterState:
 @pytest.mark.parametrize(("workers", "which"), [(2, 0), (2, 1), (3, 2)])
 async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     """A task of two or three; whoever trains on one of its nodes has its connections reset in each reduction. The same
-    processes try again; a new process does; then the node is isolated, and the task trains on others. Where one of two
-    ends is the guilty one and the younger, its peer is suspected first."""
+    processes try again; a new process does; then the node is isolated, and the task trains on others. Of two ends that
+    make no step the other may be tried first; of three nobody else is."""
     await end_all(live)
     name = f"ladder-{workers}-{which}"
     await submit(live, name, max_workers=workers)
@@ -310,7 +310,8 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     isolated = lambda: [event["node"] for event in live.events("NodeIsolated", after=pair.seq)]  # noqa: E731
     await live.until(f"{guilty} is isolated", lambda _: guilty in isolated())
     (orders(live) / guilty).unlink()
-    assert isolated() == ([nodes[0], guilty] if (workers, which) == (2, 1) else [guilty])
+    others = [node for node in isolated() if node != guilty]
+    assert isolated()[-1] == guilty and len(others) <= (workers == 2) and {*others} < {*nodes}
     after = await live.until(
         "all train, not there",
         lambda s: len(members(s, name)) == workers and s.tasks[name].confirmed and not s.incidents,
@@ -322,7 +323,7 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     escalated = next(event for event in told if event["type"] == "IncidentEscalated")
     suspect = escalated["worker"]
     assert suspect in was and "reattempted in place once" in escalated["reason"]
-    assert suspect == min(was) or workers == 3, "of two the older process; the third's peer may be any"
+    assert workers == 2 or was[suspect][0] == guilty
     started = next(event for event in told if event["type"] == "WorkerStarted")
     assert started["node"] == was[suspect][0], "then another takes its place, on the same node"
     assert started["pid"] not in {pid for _, pid in was.values()}
