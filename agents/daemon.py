@@ -419,6 +419,7 @@ class Agent:
         due_s = loop.time()
         while True:
             self._beat += 1
+            kept_back, kept_back_us = self._outbox.kept_back(time.monotonic())
             beat = Heartbeat(
                 node=self._options.node,
                 agent_boot=self._boot,
@@ -426,6 +427,8 @@ class Agent:
                 workers=len(self._state.memory.workers),
                 load_milli=host.load_milli(),
                 memory_free_bytes=host.memory_free_bytes(),
+                kept_back=kept_back,
+                kept_back_us=kept_back_us,
             )
             envelope = Envelope(
                 producer=self._options.node,

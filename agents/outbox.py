@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,12 +34,15 @@ logger = logging.getLogger(__name__)
 CAPACITY = 100_000
 _BATCH_MAX = min(200, MAX_BATCH)
 _PAUSE_S = 0.5
+#: What has waited for less is on its way, not kept back.
+KEPT_BACK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     envelope: Envelope
     on_durable: Callable[[], None] | None
+    put_s: float
 
 
 class Outbox:
@@ -63,6 +67,12 @@ class Outbox:
         """Observations that the log has not acknowledged yet."""
         return len(self._items)
 
+    def kept_back(self, now_s: float) -> tuple[int, int]:
+        """How many observations the log does not take, and the age of the oldest in microseconds: (0, 0) while all goes
+        well. `now_s`: time.monotonic()."""
+        age_s = now_s - self._items[0].put_s if self._items else 0.0
+        return (len(self._items), int(age_s * 1e6)) if age_s >= KEPT_BACK_S else (0, 0)
+
     def put(self, event: Observation, *, caused_by: str = "", on_durable: Callable[[], None] | None = None) -> None:
         """Queue an observation; never waits. `on_durable` is called once the log holds it."""
         self._number += 1
@@ -81,7 +91,7 @@ class Outbox:
             return
         if len(self._items) >= self._capacity:
             self._make_room()
-        self._items.append(_Item(envelope, on_durable))
+        self._items.append(_Item(envelope, on_durable, time.monotonic()))
         self._empty.clear()
         self._filled.set()
 

@@ -53,6 +53,7 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "CommandFailed": ("reads",),
         "ErrorReported": ("lost",),
         "Fault": ("spared",),
+        "Heartbeat": ("kept_back", "kept_back_us"),
         "TaskSpec": ("start_timeout_s",),
         "HangSuspected": ("busy", "told"),
         "SetMembership": ("stop",),

@@ -831,7 +831,9 @@ class InjectionRequested(Request, frozen=True, kw_only=True):
 class Heartbeat(Observation, frozen=True, kw_only=True):
     """An agent lives. Stands on the heartbeat stream, not on the event stream.
 
-    Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes` < 2**53; `workers` 0..131072.
+    `kept_back`: observations that the event log has not taken for a second or more, `kept_back_us`: the oldest's age.
+    Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes`, `kept_back`, `kept_back_us` < 2**53;
+    `workers` 0..131072.
     """
 
     node: Name
@@ -840,6 +842,8 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     workers: Workers
     load_milli: Count
     memory_free_bytes: Count
+    kept_back: Count = 0
+    kept_back_us: Micros = 0
 
 
 # --- decisions -----------------------------------------------------------------------------------

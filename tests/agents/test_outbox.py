@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from contextlib import aclosing, suppress
 
 import pytest
@@ -151,3 +152,18 @@ async def test_what_the_coordinator_cannot_read_is_said_as_it_can_or_not_at_all(
         told = [entry.envelope.event async for entry in entries if isinstance(entry, Recorded)]
     assert told == [replace(failed, reads=0), failed, remembered]
     assert confirmed == [FIRST, FIRST, 2, 2], "what is not told is done with, too"
+
+
+async def test_what_the_log_does_not_take_is_counted_after_a_second() -> None:
+    log, box = MemoryLog(), outbox()
+    now_s = time.monotonic()
+    assert box.kept_back(now_s + 100) == (0, 0)
+    box.put(fact(1))
+    box.put(fact(2))
+    assert box.kept_back(now_s + 0.5) == (0, 0), "on its way"
+    count, age_us = box.kept_back(now_s + 10)
+    assert count == 2 and 9e6 < age_us <= 10e6
+    running = asyncio.create_task(box.run(log))
+    assert await box.drained(10)
+    running.cancel()
+    assert box.kept_back(now_s + 100) == (0, 0)
