@@ -1,0 +1,67 @@
+"""The event stream is asked whether it would take an append, before anybody has one to make."""
+
+from __future__ import annotations
+
+import pytest
+
+from events import vocabulary as v
+from events.nats_connection import Connection
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import api, create_streams, event_stream_config
+from events.subjects import EVENT_STREAM
+from tests.unicrond.test_coordinator import observation
+from unicrond.stream_probe import StreamProbe
+
+
+async def append(log: NatsEventLog, *numbers: int) -> None:
+    for number in numbers:
+        await log.append([observation(v.CommandFailed(node="n1", command_id="x", reason="r"), number)])
+
+
+async def edit(connection: Connection, **changes: object) -> None:
+    await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {**event_stream_config(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("limit", "flag"), [({"max_msgs": 3}, "--max-msgs=-1"), ({"max_bytes": 200}, "--max-bytes=-1")]
+)
+async def test_a_limit_that_is_reached_is_named_with_its_cure(
+    nats_connection: Connection, limit: dict[str, object], flag: str
+) -> None:
+    probe = StreamProbe(nats_connection, lambda: 3)
+    await append(NatsEventLog(nats_connection), 1, 2, 3)
+    await probe.look()
+    assert probe.trouble == "" and not probe.is_settled
+    await edit(nats_connection, **limit)
+    await probe.look()
+    assert flag in probe.trouble and probe.is_settled
+    await edit(nats_connection)
+    await probe.look()
+    assert probe.trouble == ""
+
+
+async def test_a_stream_that_is_gone_or_made_anew_is_seen(nats_connection: Connection) -> None:
+    probe = StreamProbe(nats_connection, lambda: 2)
+    await append(NatsEventLog(nats_connection), 1, 2)
+    await probe.look()
+    assert probe.trouble == ""
+    await api(nats_connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+    await probe.look()
+    assert "NATS has no event log" in probe.trouble and probe.is_settled
+    await create_streams(nats_connection)
+    await probe.look()
+    assert "ends at entry 0, and 2 were read" in probe.trouble
+
+
+async def test_a_server_that_is_away_is_no_settled_trouble(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    probe = StreamProbe(nats_connection, lambda: 0)
+    await nats_server.kill()
+    await probe.look()
+    assert "says nothing" in probe.trouble and not probe.is_settled
+    await nats_server.start()
+    await nats_connection.session()
+    await probe.look()
+    assert probe.trouble == ""
