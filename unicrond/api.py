@@ -86,7 +86,9 @@ class Api:
         self._token = token
         self._trouble = trouble
         self._number = 0
-        self._metrics = exposition(lambda: coordinator.state, coordinator.alarms, lambda: coordinator.fault)
+        self._metrics = exposition(
+            lambda: coordinator.state, coordinator.alarms, lambda: coordinator.fault, trouble, coordinator.kept_back
+        )
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -144,7 +146,12 @@ class Api:
         seq = coordinator.state.seq
         alarms = coordinator.standing_alarms()
         told = {"status": status, "trouble": trouble, "alarms": alarms, "term": coordinator.state.term, "seq": seq}
+        told["kept_back"] = self._kept_back()
         return _json(told)
+
+    def _kept_back(self) -> dict[str, dict[str, float]]:
+        kept = self._coordinator.kept_back()
+        return {node: {"entries": one.entries, "oldest_s": one.oldest_us / 1e6} for node, one in kept.items()}
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus text format."""
@@ -161,7 +168,7 @@ class Api:
         costs = {name: float(flop) for name, flop in costs_at(state, now_us)._asdict().items()}
         mtbf_s = worker_mtbf_us(state, self._config.policy) / 1e6
         body = {"digest": digest(state), "state": discreet_state(to_json(state)), "derived": derived}
-        return _json({**body, "costs": costs, "worker_mtbf_s": mtbf_s})
+        return _json({**body, "costs": costs, "worker_mtbf_s": mtbf_s, "kept_back": self._kept_back()})
 
     async def plan_table(self, _: web.Request) -> web.Response:
         """The one-step table as it stands: a row per event that may come next. 503 while there is none."""

@@ -50,8 +50,10 @@ def node_status(node: Node) -> str:
     return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
 
 
-def nodes_table(state: ClusterState, rows_max: int | None = None) -> Table:
-    """One row per node; with `rows_max`, those in trouble first and the rest summed up."""
+def nodes_table(
+    state: ClusterState, rows_max: int | None = None, kept_back: Mapping[str, Mapping[str, float]] | None = None
+) -> Table:
+    """One row per node; with `rows_max`, those in trouble first and the rest summed up. `kept_back`: of /v1/state."""
     used = occupied(state)
     workers: dict[str, list[str]] = {}
     for task in state.tasks.values():
@@ -69,7 +71,7 @@ def nodes_table(state: ClusterState, rows_max: int | None = None) -> Table:
             "draining" if node_status(node) == "drained" and used.get(node.name) else node_status(node),
             f"{used.get(node.name, 0)}/{node.slots}",
             ", ".join(workers.get(node.name, ())) or "-",
-            node.reason or node.cordon_reason or "-",
+            "; ".join(filter(None, (_keeps_back(kept_back, node), node.reason or node.cordon_reason))) or "-",
         )
         for node in nodes
     ]
@@ -79,6 +81,13 @@ def nodes_table(state: ClusterState, rows_max: int | None = None) -> Table:
     return Table(
         ("node", "status", "used", "workers", "reason"), tuple(rows), frozenset({"used"}), "no node has joined"
     )
+
+
+def _keeps_back(kept_back: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
+    kept = (kept_back or {}).get(node.name)
+    if kept is None:
+        return ""
+    return f"keeps back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
 
 
 def task_workers(task: Task) -> str:

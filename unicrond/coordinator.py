@@ -49,7 +49,8 @@ from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
 from unicrond.foresight import Foresight
 from unicrond.invariants import InvariantError, check
-from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness
+from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, KeptBack, Liveness
+from unicrond.log_keeper import kept_back_lines
 from unicrond.own_decisions import Breaker, Stopped, require_sound
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
@@ -117,6 +118,7 @@ class Coordinator:
         self._process = process
         self._schema = schema
         self._lost_us: int | None = None
+        self._read_us = clock.monotonic_us()
         self._gathering = False
         self._snapshots = snapshots
         self._mark: Mark | None = None
@@ -176,7 +178,15 @@ class Coordinator:
 
     def standing_alarms(self) -> list[str]:
         """What a person has to look at now, a line each."""
-        return self.alarms.standing(self._clock.wall_us())
+        return self.alarms.standing(self._clock.wall_us()) + kept_back_lines(self.kept_back())
+
+    def kept_back(self) -> dict[str, KeptBack]:
+        """Per node that is heard, what it cannot append."""
+        return self.liveness.kept_back(self._clock.monotonic_us())
+
+    def quiet_us(self) -> int:
+        """For how long nothing has come from the log."""
+        return self._clock.monotonic_us() - self._read_us
 
     async def submit(self, envelope: Envelope) -> int:
         """Append an observation that a person made (API); its sequence number."""
@@ -207,6 +217,7 @@ class Coordinator:
     async def _read(self) -> None:
         async with aclosing(self._event_log.read(self.state.seq)) as entries:
             async for entry in entries:
+                self._read_us = self._clock.monotonic_us()
                 await self._inbox.put(entry)
         raise RuntimeError("the event log ended; it should never")
 

@@ -164,7 +164,8 @@ def _tally(words: list[str]) -> str:
 def nodes(options: argparse.Namespace) -> None:
     """The nodes, and what runs on them."""
     snapshot = client_of(options).snapshot()
-    show_or_json(options, snapshot.body["state"]["nodes"], nodes_table(snapshot.state))
+    table = nodes_table(snapshot.state, kept_back=snapshot.body.get("kept_back"))
+    show_or_json(options, snapshot.body["state"]["nodes"], table)
 
 
 def tasks(options: argparse.Namespace) -> None:

@@ -36,6 +36,7 @@ from unicrond.log_keeper import LogKeeper
 from unicrond.log_reading import LogReader
 from unicrond.nats_snapshots import NatsSnapshotStore
 from unicrond.snapshots import Snapshots
+from unicrond.stream_probe import StreamProbe
 from unicrond.timeouts import contradictions
 
 log = logging.getLogger("unicrond")
@@ -104,7 +105,8 @@ async def _serve_until_stopped(
     if config.injection:
         log.warning("injection is on: whoever reaches the API may order faults")
     token = read_secret(config.api.token_file) if config.api.token_file else ""
-    keeper = LogKeeper(stream, coordinator.liveness, server)
+    probe = StreamProbe(connection, lambda: coordinator.state.seq)
+    keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
     api = Api(config, coordinator, event_log, LogReader(connection), token, lambda: keeper.trouble)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()

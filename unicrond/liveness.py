@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,6 +50,13 @@ class Beat(msgspec.Struct, frozen=True):
     at_us: int
     heard_us: int
     beat: v.Heartbeat | None
+
+
+class KeptBack(NamedTuple):
+    """Observations that an agent cannot append, by its last beat; `oldest_us`: the age of the oldest."""
+
+    entries: int
+    oldest_us: int
 
 
 class Liveness:
@@ -85,6 +93,14 @@ class Liveness:
             self.grace(now_us)
         self._own_heard_us = now_us
         self._own_last = (beat.agent_boot, beat.beat)
+
+    def kept_back(self, now_us: int) -> dict[str, KeptBack]:
+        """Per node that is heard, what it keeps back; of most nodes nothing."""
+        return {
+            name: KeptBack(told.beat.kept_back, told.beat.kept_back_us)
+            for name, told in sorted(self.beats.items())
+            if told.beat is not None and told.beat.kept_back and now_us - told.heard_us <= self.limit_us
+        }
 
     def grace(self, now_us: int) -> None:
         """Silence before now says nothing (the bus was away, or we were); nodes may have to connect again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from unicrond.alarms import Alarms
 from unicrond.cluster_tables import stragglers
 from unicrond.costs import costs_at
+from unicrond.liveness import KeptBack
 from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.work import achieved_waf, delivered_flop
 
@@ -19,10 +20,19 @@ from unicrond.work import achieved_waf, delivered_flop
 class StateCollector(Collector):
     """The state, as Prometheus sees it. `get` returns the present state, `fault` why nothing is decided any more."""
 
-    def __init__(self, get: Callable[[], ClusterState], alarms: Alarms, fault: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        get: Callable[[], ClusterState],
+        alarms: Alarms,
+        fault: Callable[[], str] = str,
+        trouble: Callable[[], str] = str,
+        kept_back: Callable[[], Mapping[str, KeptBack]] = dict,
+    ) -> None:
         self._get = get
         self._alarms = alarms
         self._fault = fault
+        self._trouble = trouble
+        self._kept_back = kept_back
 
     def collect(self) -> Iterator[Metric]:
         """One family per question that a dashboard asks."""
@@ -34,6 +44,8 @@ class StateCollector(Collector):
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
         yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.healthy_waf)
         yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
+        yield _gauge("unicron_log_takes_appends", "1, or 0 where the log takes nothing", float(not self._trouble()))
+        yield from self._kept()
         yield self._costs(state)
         yield _counter("unicron_quarantined", "Messages in the log that are no valid events", state.quarantined)
         yield self._refused()
@@ -55,6 +67,15 @@ class StateCollector(Collector):
         for producer, refused in self._alarms.refused.items():
             family.add_metric([producer], refused.count)
         return family
+
+    def _kept(self) -> Iterator[Metric]:
+        entries = GaugeMetricFamily("unicron_kept_back", "Observations that a node cannot append", labels=["node"])
+        oldest = GaugeMetricFamily("unicron_kept_back_seconds", "Age of the oldest of them", labels=["node"])
+        for node, kept in self._kept_back().items():
+            entries.add_metric([node], kept.entries)
+            oldest.add_metric([node], kept.oldest_us / 1e6)
+        yield entries
+        yield oldest
 
     def _costs(self, state: ClusterState) -> Metric:
         text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/planning.md)"
@@ -100,11 +121,16 @@ class StateCollector(Collector):
 
 
 def exposition(
-    get: Callable[[], ClusterState], alarms: Alarms | None = None, fault: Callable[[], str] = str
+    get: Callable[[], ClusterState],
+    alarms: Alarms | None = None,
+    fault: Callable[[], str] = str,
+    trouble: Callable[[], str] = str,
+    kept_back: Callable[[], Mapping[str, KeptBack]] = dict,
 ) -> Callable[[], bytes]:
-    """A function that renders the text exposition format."""
+    """A function that renders the text exposition format. `trouble`: why the log takes nothing, or ""."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StateCollector(get, alarms or Alarms(), fault))  # type: ignore[no-untyped-call,unused-ignore]
+    collector = StateCollector(get, alarms or Alarms(), fault, trouble, kept_back)
+    registry.register(collector)  # type: ignore[no-untyped-call,unused-ignore]
     return lambda: generate_latest(registry)
 
 

@@ -1,8 +1,8 @@
 """Whether the event stream would take an append: asked of the stream itself, without appending.
 
 The coordinator writes nothing for hours in which nothing happens; what would stop its next append (a limit that is
-reached, a stream that is gone or was replaced) must show all the same. What a question cannot show (a disk that is full)
-the agents notice, and then one append tells (log_keeper.py).
+reached, a stream that is gone or was replaced) must show all the same. What a question cannot show (a disk that is
+full) the agents notice, and their beats tell (log_keeper.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def refusal(info: dict[str, Any], folded_seq: int) -> str:
     config, state = info["config"], info["state"]
     if state["last_seq"] < folded_seq:
         return (
-            f"stream {EVENT_STREAM} ends at entry {state['last_seq']}, and {folded_seq} were read: it was made anew, or "
-            "restored from an older backup"
+            f"stream {EVENT_STREAM} ends at entry {state['last_seq']}, and {folded_seq} were read: it was made anew, "
+            "or restored from an older backup"
         )
     if config.get("sealed"):
         return f"stream {EVENT_STREAM} is sealed"

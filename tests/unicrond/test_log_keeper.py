@@ -19,7 +19,8 @@ from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from tests.unicrond.test_coordinator import joined, observation
 from unicrond.coordinator import Coordinator
-from unicrond.log_keeper import SILENT_BUS, LogKeeper
+from unicrond.liveness import KeptBack
+from unicrond.log_keeper import SILENT_BUS, LogKeeper, kept_back_lines
 from unicrond.policy import Policy
 
 
@@ -172,6 +173,68 @@ async def test_a_bus_that_is_silent_is_trouble_too(tmp_path: Path) -> None:
     assert keeper.trouble == SILENT_BUS
     log.trouble = "full"
     assert keeper.trouble == "full"
+
+
+class Nodes:
+    """What nodes say: per node entries and the oldest's age in seconds; `quiet_s`: since the log has grown."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, KeptBack] = {}
+        self.quiet_s = 0.0
+
+    def kept_back(self) -> dict[str, KeptBack]:
+        return self.kept
+
+    def quiet_us(self) -> int:
+        return int(self.quiet_s * 1e6)
+
+
+class Probe:
+    trouble = ""
+    is_settled = False
+
+    def __init__(self) -> None:
+        self.looks = asyncio.Event()
+
+    async def look(self) -> None:
+        self.looks.set()
+
+
+def test_what_nodes_keep_back_is_trouble_of_the_log_where_it_does_not_grow() -> None:
+    nodes = Nodes()
+    keeper = LogKeeper(Log(), Bus(), None, nodes=nodes)
+    assert keeper.trouble == ""
+    nodes.kept = {"n1": KeptBack(1, 2_000_000)}
+    nodes.quiet_s = 60
+    assert keeper.trouble == "", "it may be under way"
+    nodes.kept = {"n1": KeptBack(5, 7_000_000), "n2": KeptBack(2, 4_000_000)}
+    nodes.quiet_s = 8
+    said = "2 of the nodes (n1, n2) keep back 7 observations, the oldest for 7 s, and nothing was appended meanwhile"
+    assert keeper.trouble == said
+    nodes.quiet_s = 0.1
+    assert keeper.trouble == "", "others append: it is these nodes' own trouble"
+    assert kept_back_lines(nodes.kept)[0].startswith("node n1 keeps back 5 observations, the oldest for 7 s")
+    nodes.kept = {}
+    assert kept_back_lines(nodes.kept) == []
+
+
+async def test_a_stream_that_refuses_is_told_and_no_server_is_ended_for_it(tmp_path: Path) -> None:
+    probe, server = Probe(), Stuck(tmp_path)
+    probe.trouble, probe.is_settled = "holds 50 messages", True
+    log = Log()
+    log.trouble = "NATS does not store: maximum messages exceeded"
+    keeper = LogKeeper(log, Bus(), server, restart_after_s=0.02, look_every_s=0.01, room_bytes=1, probe=probe)
+    watching = asyncio.create_task(keeper.run())
+    try:
+        await asyncio.wait_for(probe.looks.wait(), 10)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.stopped.wait(), 0.3)
+        log.trouble = ""
+        assert keeper.trouble == "holds 50 messages"
+        probe.trouble, probe.is_settled = "", False
+        assert keeper.trouble == ""
+    finally:
+        watching.cancel()
 
 
 def test_a_store_on_a_small_volume_heals(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""A head that has nothing to write sees all the same that the log takes nothing: `unicrond run` and an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from events.nats_connection import Connection, connect
+from events.nats_streams import api, event_stream_config
+from events.subjects import EVENT_STREAM
+from tests.agents.test_daemon import AgentProcess
+from tests.integration.test_daemon import config, daemon, get
+
+UNICRONCTL = str(Path(sys.executable).parent / "unicronctl")
+
+
+async def said(url: str, *command: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        UNICRONCTL, *command, "--url", url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    return (await process.communicate())[0].decode()
+
+
+async def health(url: str, wanted: Callable[[dict[str, object]], object]) -> dict[str, object]:
+    """Once it is as wanted."""
+    async with asyncio.timeout(20):
+        while not wanted(found := await asyncio.to_thread(get, f"{url}/healthz")):
+            await asyncio.sleep(0.1)
+    return found
+
+
+async def edit(connection: Connection, **changes: object) -> None:
+    await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {**event_stream_config(), **changes})
+
+
+def metrics(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+@pytest.fixture
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("n1")
+
+
+async def test_a_log_that_takes_nothing_is_told_though_the_head_has_nothing_to_write(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    path = config(tmp_path)
+    async with daemon(path) as (_, url):
+        nats = f"nats://127.0.0.1:{path.read_text().split('nats: {port: ')[1].split('}')[0]}"
+        connection = await connect([nats], name="test", timeout_s=10)
+        agent = AgentProcess(nats, run_dir)
+        try:
+            await health(url, lambda found: int(str(found["seq"])) >= 2)  # the node has joined
+            assert "unicron_log_takes_appends 1.0" in await asyncio.to_thread(metrics, url)
+
+            await edit(connection, max_msgs=1)
+            found = await health(url, lambda found: found["trouble"])
+            assert found["status"] == "log takes nothing" and "--max-msgs=-1" in str(found["trouble"])
+            os.kill(agent.fork_server(), signal.SIGKILL)  # the agent has something to say: it joins anew
+            found = await health(url, lambda found: found["kept_back"] and found["alarms"])
+            assert "node n1 keeps back" in str(found["alarms"])
+            assert "n1" in found["kept_back"]  # type: ignore[operator]
+            assert "TROUBLE" in await said(url, "status") and "keeps back" in await said(url, "nodes")
+            shown = await asyncio.to_thread(metrics, url)
+            assert "unicron_log_takes_appends 0.0" in shown and 'unicron_kept_back{node="n1"}' in shown
+
+            await edit(connection)
+            found = await health(url, lambda found: not found["trouble"] and not found["kept_back"])
+            assert found["status"] == "live" and not found["alarms"]
+
+            await api(connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+            found = await health(url, lambda found: found["trouble"])
+            assert "event log" in str(found["trouble"])
+        finally:
+            agent.end()
+            await connection.close()
