@@ -134,8 +134,10 @@ class LogKeeper:
             return ""
         entries = sum(one.entries for one in kept.values())
         names = ", ".join([*list(kept)[:3], *(["..."] if len(kept) > 3 else [])])
-        return f"{len(kept)} of the nodes ({names}) keep back {entries} observations, "
+        return (
+            f"{len(kept)} of the nodes ({names}) keep back {entries} observations, "
             f"the oldest for {oldest_us / 1e6:.0f} s, and nothing was appended meanwhile"
+        )
 
     async def run(self) -> None:
         """Until cancelled."""
