@@ -31,7 +31,7 @@ async def said(url: str, *command: str) -> str:
 async def health(url: str, wanted: Callable[[dict[str, object]], object]) -> dict[str, object]:
     """Once it is as wanted."""
     async with asyncio.timeout(20):
-        while not wanted(found := await asyncio.to_thread(get, f"{url}/healthz")):
+        while not wanted(found := await asyncio.to_thread(get, f"{url}/healthz")):  # noqa: ASYNC110 - it offers no event
             await asyncio.sleep(0.1)
     return found
 
