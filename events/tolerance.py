@@ -43,6 +43,11 @@ def set_aside(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
     return (msgspec.msgpack.encode(message), tuple(unknown)) if unknown or is_newer else None
 
 
+def without_unknown(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A tagged struct's plain map with the fields of `kind` alone, in the structs that it holds too."""
+    return {"type": value.get("type"), **_known(value, _info(kind), "$", [])}
+
+
 @functools.cache
 def _info(kind: type[msgspec.Struct]) -> inspect.Type:
     return inspect.type_info(kind)

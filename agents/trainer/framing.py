@@ -2,17 +2,27 @@
 
 Sans-IO: bytes in, structs out, so that blocking sockets, selectors and asyncio streams share it. A bad frame poisons
 its stream (there is no way to find the next boundary that could be trusted): close it and log the reason.
+
+Agents, fork servers and workers outlive each other, so the peer may be of a younger version: a message of a type that
+nobody here knows is skipped, and unknown fields are set aside.
 """
 
 from __future__ import annotations
 
+import logging
+import typing
 from typing import Generic, TypeVar
 
 import msgspec
 
+from agents.trainer import messages
 from agents.trainer.messages import MAX_FRAME_BYTES
+from events.tolerance import without_unknown
 
+logger = logging.getLogger(__name__)
 _HEADER_BYTES = 4
+#: All messages, whoever sends them to whom.
+_NAMES = frozenset(name for name, kind in vars(messages).items() if isinstance(kind, type))
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
@@ -34,6 +44,9 @@ class Unframer(Generic[T]):
 
     def __init__(self, expected: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)
+        self._kinds: dict[str, type[msgspec.Struct]] = {
+            kind.__name__: kind for kind in typing.get_args(expected) or (expected,)
+        }
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
@@ -48,10 +61,28 @@ class Unframer(Generic[T]):
             end = start + _HEADER_BYTES + size_bytes
             if len(self._buffer) < end:
                 break
-            try:
-                messages.append(self._decoder.decode(bytes(self._buffer[start + _HEADER_BYTES : end])))
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                raise BadFrame(" ".join(str(error).split())) from None
+            message = self._decode(bytes(self._buffer[start + _HEADER_BYTES : end]))
+            if message is not None:
+                messages.append(message)
             start = end
         del self._buffer[:start]
         return messages
+
+    def _decode(self, body: bytes) -> T | None:
+        """The message; None for one of a younger version's types. Raises BadFrame."""
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            try:
+                plain = msgspec.msgpack.decode(body)
+                name = plain.get("type") if isinstance(plain, dict) else None
+                if isinstance(name, str) and name.isidentifier():
+                    if name in self._kinds:
+                        known = without_unknown(plain, self._kinds[name])
+                        return self._decoder.decode(msgspec.msgpack.encode(known))
+                    if name not in _NAMES:
+                        logger.warning("a message %s is unknown here and skipped: its sender is younger", name)
+                        return None
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                pass
+            raise BadFrame(" ".join(str(error).split())) from None

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,3 +107,16 @@ def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
         [sys.executable, "-c", look], capture_output=True, text=True, check=False, env=environment, timeout=60
     )
     assert (told.stdout.split(), told.stderr) == (["1", "False", "False"], "")
+
+
+def test_what_a_younger_peer_says_beyond_is_set_aside() -> None:
+    def framed(message: dict[str, object]) -> bytes:
+        body = msgspec.msgpack.encode(message)
+        return len(body).to_bytes(4, "big") + body
+
+    incoming: Unframer[ToWorker] = Unframer(ToWorker)
+    younger = framed({"type": "Quit", "reason": "x", "politely": True}) + framed({"type": "Sing", "song": 5})
+    assert incoming.feed(younger + frame(Quit(reason="y"))) == [Quit(reason="x"), Quit(reason="y")]
+    for bad in ({"type": "Quit", "reason": 5, "politely": True}, {"type": "Quit"}, {"type": 5}, {"reason": "x"}):
+        with pytest.raises(BadFrame):
+            Unframer(ToWorker).feed(framed(bad))
