@@ -113,12 +113,13 @@ def test_it_is_told_once_then_when_it_changes_then_when_it_is_over() -> None:
     assert not list(training.run(200))
 
 
-def test_a_burst_is_no_straggler() -> None:
+@pytest.mark.parametrize("length", [5, 9])
+def test_a_burst_is_no_straggler(length: int) -> None:
     training = Training()
     list(training.run(100))
     for _ in range(10):
         training.factors[1] = 3.0
-        assert not list(training.run(5))
+        assert not list(training.run(length))
         training.factors[1] = 1.0
         assert not list(training.run(40))
 

@@ -12,6 +12,7 @@ from events import vocabulary as v
 from events.prose import summary
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from unicrond.cluster_tables import stragglers_table, tasks_table
+from unicrond.folding.stragglers import straggler_observed
 from unicrond.metrics import exposition
 from unicrond.state import TaskStatus
 from unicrond.view import render
@@ -98,6 +99,17 @@ def test_who_leaves_is_no_straggler_any_more(cluster: MiniCluster) -> None:
     assert list(cluster.state.tasks["big"].stragglers) == [stays.worker]
     say(cluster, replace(told, node=member(cluster, 0).node))
     assert list(cluster.state.tasks["big"].stragglers) == [stays.worker], "a late word about the dead"
+
+
+def test_who_is_no_member_is_no_straggler(cluster: MiniCluster) -> None:
+    told = straggles(cluster, 2)
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None
+    without = replace(task, membership=replace(task.membership, members=task.membership.members[:2]))
+    state = replace(cluster.state, tasks={"big": without})
+    envelope = cluster.log[-1].envelope
+    assert straggler_observed(cluster.state, told, envelope) != cluster.state
+    assert straggler_observed(state, told, envelope) == state
 
 
 def test_a_task_that_has_ended_has_none(cluster: MiniCluster) -> None:
