@@ -10,14 +10,17 @@ Format
     record  = ["e", seq, recorded_at_us, envelope as it stands on the wire]
             | ["q", seq, recorded_at_us, subject, reason, size_bytes]      (a quarantined message)
             | ["b", seq, recorded_at_us, envelope]      (a heartbeat, by the numbers of its own stream; format 2)
+            | ["z", entries, heartbeats]                (the end mark of an export: how many it holds; format 3)
 
-Format 1 had no heartbeats; it is read as well. A segment is named after its first sequence number, 20 digits
-and ".log".
+Format 1 had no heartbeats; it is read as well. An export has format 3, the segments of a log that goes on have
+format 2: they have no end, and of an older export, which has no mark, nobody can tell whether it is whole. A
+segment is named after its first sequence number, 20 digits and ".log".
 
 Rules
 -----
 * A frame that reaches to the end of the file and is not whole (or zeros to the end) is a *torn tail*: a
   write that a crash interrupted, never acknowledged. Only `cut_torn_tail` removes it.
+* An export (format 3) has no torn tail: without its end mark it is *cut*, and damage.
 * Everything else that does not fit (a checksum in the middle, a missing number, another format) is
   *damage*: LogDamaged, with file and offset. Nothing is skipped silently.
 """
@@ -28,7 +31,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -40,7 +43,11 @@ from events.vocabulary import Heartbeat
 
 MAGIC = b"UNICRON\x01"
 FORMAT = 2
+#: Of an export in one file, which says where it ends.
+EXPORT_FORMAT = 3
 FRAME_HEAD_BYTES = 12
+#: No end mark's body is longer.
+_END_BYTES_MAX = 64
 MAX_FRAME_BYTES = 512 * 1024 * 1024
 
 
@@ -70,9 +77,15 @@ class _BeatRecord(msgspec.Struct, frozen=True, array_like=True, tag="b", forbid_
     body: bytes
 
 
+class _EndRecord(msgspec.Struct, frozen=True, array_like=True, tag="z", forbid_unknown_fields=True):
+    entries: int
+    beats: int
+
+
+_Record: TypeAlias = _EventRecord | _QuarantineRecord | _BeatRecord | _EndRecord
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(_Header)
-_batch_decoder = msgspec.msgpack.Decoder(list[_EventRecord | _QuarantineRecord | _BeatRecord])
+_batch_decoder = msgspec.msgpack.Decoder(list[_Record])
 
 
 class TornTail(LogDamaged):
@@ -108,6 +121,16 @@ def segment_start(first_seq: int) -> bytes:
     return MAGIC + _frame(_encoder.encode(_Header(FORMAT, FIRST, first_seq)))
 
 
+def export_start() -> bytes:
+    """The bytes with which an export in one file begins; `end_frame` ends it."""
+    return MAGIC + _frame(_encoder.encode(_Header(EXPORT_FORMAT, FIRST, 1)))
+
+
+def end_frame(entries: int, beats: int) -> bytes:
+    """An export's end mark: how many entries and heartbeats stand before it."""
+    return _frame(_encoder.encode([_EndRecord(entries, beats)]))
+
+
 def batch_frame(entries: Sequence[Entry]) -> bytes:
     """One append as a frame."""
     return _frame(_encoder.encode([_record(entry) for entry in entries]))
@@ -121,13 +144,16 @@ def beats_frame(beats: Sequence[Recorded]) -> bytes:
 def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
     """The batches of one segment, streaming; `from_bytes`: the end of a batch read before. TornTail, LogDamaged.
 
-    Ends at the end of the file. A header frame gives no batch.
+    Ends at the end of the file. A header frame gives no batch. Of an export that was cut nothing is read (LogDamaged).
     """
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         end_bytes = from_bytes
+        held_entries = held_beats = 0
         if from_bytes == 0:
-            end_bytes = _read_header(path, file, size_bytes)
+            end_bytes, file_format = _read_header(path, file, size_bytes)
+            if file_format >= EXPORT_FORMAT:
+                _require_end(path, file, end_bytes, size_bytes)
         file.seek(end_bytes)
         while (body := _read_frame(path, file, end_bytes, size_bytes)) is not None:
             end_bytes += FRAME_HEAD_BYTES + len(body)
@@ -135,9 +161,14 @@ def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
                 records = _batch_decoder.decode(body)
             except msgspec.MsgspecError as error:
                 raise LogDamaged(f"{path}: the frame that ends at byte {end_bytes} is no batch: {error}") from None
-            entries = [_entry(record) for record in records if not isinstance(record, _BeatRecord)]
-            beats = [beat for record in records if isinstance(record, _BeatRecord) and (beat := _beat(record))]
-            yield Batch(entries, end_bytes, beats)
+            entries = [_entry(record) for record in records if isinstance(record, _EventRecord | _QuarantineRecord)]
+            told = [record for record in records if isinstance(record, _BeatRecord)]
+            held_entries, held_beats = held_entries + len(entries), held_beats + len(told)
+            for record in records:
+                if isinstance(record, _EndRecord) and from_bytes == 0:
+                    _require_all(path, record, held_entries, held_beats)
+            if entries or told:
+                yield Batch(entries, end_bytes, [beat for record in told if (beat := _beat(record))])
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
@@ -179,8 +210,45 @@ def _frame(body: bytes) -> bytes:
     return head + zlib.crc32(head).to_bytes(4, "big") + body
 
 
-def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> int:
-    """Check magic and header; where the header ends."""
+def has_end_mark(path: Path) -> bool:
+    """Whether the file is of the kind that says where it ends; of others a part looks whole. TornTail, LogDamaged."""
+    with path.open("rb") as file:
+        return _read_header(path, file, os.fstat(file.fileno()).st_size)[1] >= EXPORT_FORMAT
+
+
+def _require_end(path: Path, file: BinaryIO, at_bytes: int, size_bytes: int) -> None:
+    """LogDamaged where no end mark follows `at_bytes`. Other damage is for who reads the frames to tell."""
+    while at_bytes < size_bytes:
+        file.seek(at_bytes)
+        head = file.read(FRAME_HEAD_BYTES)
+        if len(head) < FRAME_HEAD_BYTES or not head.strip(b"\0"):
+            break
+        if zlib.crc32(head[:8]) != int.from_bytes(head[8:], "big"):
+            return
+        length = int.from_bytes(head[:4], "big")
+        if length <= _END_BYTES_MAX and _is_end(head, file.read(length)):
+            return
+        at_bytes += FRAME_HEAD_BYTES + length
+    raise LogDamaged(f"{path}: is cut: the mark at which an export ends is not there; export the log again")
+
+
+def _is_end(head: bytes, body: bytes) -> bool:
+    if zlib.crc32(body) != int.from_bytes(head[4:8], "big"):
+        return False
+    try:
+        return any(isinstance(record, _EndRecord) for record in _batch_decoder.decode(body))
+    except msgspec.MsgspecError:
+        return False
+
+
+def _require_all(path: Path, end: _EndRecord, entries: int, beats: int) -> None:
+    if (entries, beats) != (end.entries, end.beats):
+        said, held = f"{end.entries} entries and {end.beats} heartbeats", f"{entries} and {beats}"
+        raise LogDamaged(f"{path}: its end mark says {said}, it holds {held}; export the log again")
+
+
+def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> tuple[int, int]:
+    """Check magic and header; where the header ends, and the format."""
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
         if MAGIC.startswith(magic) or not magic.strip(b"\0"):
@@ -196,12 +264,12 @@ def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> int:
         header = _header_decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise LogDamaged(f"{path}: the header is broken: {error}") from None
-    if not 1 <= header.format <= FORMAT or header.schema > SCHEMA:
+    if not 1 <= header.format <= EXPORT_FORMAT or header.schema > SCHEMA:
         raise LogDamaged(
-            f"{path}: has format {header.format}, schema {header.schema}; this version reads formats up to {FORMAT},"
-            f" schemas up to {SCHEMA}"
+            f"{path}: has format {header.format}, schema {header.schema};"
+            f" this version reads formats up to {EXPORT_FORMAT}, schemas up to {SCHEMA}"
         )
-    return len(MAGIC) + FRAME_HEAD_BYTES + len(body)
+    return len(MAGIC) + FRAME_HEAD_BYTES + len(body), header.format
 
 
 def _read_frame(path: Path, file: BinaryIO, at_bytes: int, size_bytes: int) -> bytes | None:

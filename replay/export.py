@@ -2,8 +2,8 @@
 
 It holds the entries, and the heartbeats that were retained (`verify` derives node losses from them).
 
-The file is one segment (`events/segments.py`) of any length. It is written beside its place under a
-temporary name, made durable, and renamed: nobody ever sees half of it.
+The file is one segment (`events/segments.py`) of any length, and a mark at its end says how much it holds. It is
+written beside its place under a temporary name, made durable, and renamed: nobody ever sees half of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import TracebackType
 
 from events.envelope import Entry, Recorded
 from events.log import LogDamaged
-from events.segments import batch_frame, beats_frame, segment_start
+from events.segments import batch_frame, beats_frame, end_frame, export_start
 
 
 class Export:
@@ -27,12 +27,13 @@ class Export:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last_seq = 0
+        self._beats = 0
 
     def __enter__(self) -> Export:
         descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.", suffix=".part")
         self._file = os.fdopen(descriptor, "wb")
         self._temporary = Path(name)
-        self._file.write(segment_start(1))
+        self._file.write(export_start())
         return self
 
     def write(self, entries: list[Entry]) -> None:
@@ -47,6 +48,7 @@ class Export:
     def write_beats(self, beats: list[Recorded]) -> None:
         """Add heartbeats, at any time."""
         if beats:
+            self._beats += len(beats)
             self._file.write(beats_frame(beats))
 
     def __exit__(
@@ -55,6 +57,7 @@ class Export:
         try:
             with self._file:
                 if kind is None:
+                    self._file.write(end_frame(self._last_seq, self._beats))
                     self._file.flush()
                     os.fsync(self._file.fileno())
             if kind is None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from events.envelope import Entry, Recorded
 from events.log import LogDamaged
-from events.segments import TornTail, read_segment, segment_paths
+from events.segments import TornTail, has_end_mark, read_segment, segment_paths
 from replay.point import Point
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class FileSource:
         self._segments = segment_paths(path)
         if not self._segments:
             raise LogDamaged(f"{path}: this directory holds no segment of a log (a file like {1:020d}.log)")
+        if path.is_file() and not has_end_mark(path):
+            logger.warning("%s has no end mark, as older exports have none: whether it was cut cannot be told", path)
         self._size_bytes = sum(segment.stat().st_size for segment in self._segments)
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:

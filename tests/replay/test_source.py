@@ -16,7 +16,7 @@ from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api
-from events.segments import batch_frame, segment_start
+from events.segments import batch_frame, end_frame, export_start, read_segment, segment_name, segment_start
 from events.subjects import EVENT_STREAM
 from replay.export import Export
 from replay.nats_source import embedded_url, open_nats
@@ -75,12 +75,47 @@ async def test_segments_of_a_file_log_and_its_export_give_the_same_digest(tmp_pa
 async def test_an_unfinished_write_at_the_end_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entries = eventful(5)
-    path = write_log(tmp_path / "log.bin", entries, 10)
-    path.write_bytes(path.read_bytes()[:-5])
-    whole = len(entries) - (len(entries) % 10 or 10)
-    assert len(await entries_of(FileSource(path))) == whole
+    log = troubled(5).log
+    segment = tmp_path / "live" / segment_name(1)
+    segment.parent.mkdir()
+    segment.write_bytes((segment_start(1) + batch_frame(log[:10]) + batch_frame(log[10:20]))[:-5])
+    assert len(await entries_of(FileSource(segment.parent))) == 10
     assert "never acknowledged and is left out" in caplog.text
+
+
+async def test_every_cut_of_an_export_is_refused_by_name(tmp_path: Path) -> None:
+    entries = eventful(5)
+    whole = write_log(tmp_path / "log.bin", entries, 10).read_bytes()
+    marked = len(whole) - len(end_frame(len(entries), 0))
+    ends = [batch.end_bytes for batch in read_segment(tmp_path / "log.bin")]
+    assert ends[-1] == marked
+    for cut in {*ends, marked + 1, len(whole) - 1, *range(100, len(whole), 997)}:
+        path = tmp_path / "cut.bin"
+        path.write_bytes(whole[:cut])
+        with pytest.raises(LogDamaged, match=r"cut\.bin: is cut: .* export the log again"):
+            await entries_of(FileSource(path), until=AtSeq(1))  # also where only its beginning is asked for
+    zeros = whole[:marked] + bytes(len(whole) - marked)
+    (tmp_path / "zeros.bin").write_bytes(zeros)
+    with pytest.raises(LogDamaged, match=r"zeros\.bin: is cut"):
+        await entries_of(FileSource(tmp_path / "zeros.bin"))
+
+
+async def test_an_export_that_holds_less_than_its_mark_says_is_refused(tmp_path: Path) -> None:
+    log = troubled(1).log
+    path = tmp_path / "log.bin"
+    path.write_bytes(export_start() + batch_frame(log[:3]) + end_frame(4, 0))
+    with pytest.raises(LogDamaged, match="its end mark says 4 entries and 0 heartbeats, it holds 3 and 0"):
+        await entries_of(FileSource(path))
+
+
+async def test_of_an_older_export_it_is_said_that_a_cut_cannot_be_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = troubled(1).log
+    path = tmp_path / "old.bin"
+    path.write_bytes(segment_start(1) + batch_frame(log[:3]))
+    assert await entries_of(FileSource(path)) == list(log[:3])
+    assert "old.bin has no end mark" in caplog.text and "cannot be told" in caplog.text
 
 
 async def test_damage_is_an_error(tmp_path: Path) -> None:
