@@ -14,7 +14,7 @@ from typing import NoReturn, get_args
 from agents.accelerators.driver import Choice, NoDriver
 from agents.daemon import Options, run_agent
 from agents.run_dir import BadRunDir, RunDir, default_run_dir
-from events import extras
+from events import extras, log_lines
 from events.codec import RESERVED_NAMES
 from events.nats_connection import Login
 from events.nats_url import parse_urls
@@ -146,11 +146,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     extras.require("unicron-agent", "node")
     import uvloop
 
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {options.node} %(message)s",
-    )
+    log_lines.set_up(logging.INFO, f"%(asctime)s %(levelname)s {options.node} %(message)s", sys.stderr)
     try:
         code = uvloop.run(run_agent(options))
     except BadRunDir as error:

@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from events import log_lines
 from events.log import LogError
 from replay.arguments import (
     Parser,
@@ -39,7 +40,7 @@ from replay.opening import PROGRAM, UsageError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    logging.basicConfig(format=f"{PROGRAM}: %(message)s", level=logging.WARNING)
+    log_lines.set_up(logging.WARNING, f"{PROGRAM}: %(message)s")
     logging.getLogger("events").setLevel(logging.CRITICAL)  # what it retries is no news; what fails is raised
     given = sys.argv[1:] if arguments is None else arguments
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from events import extras
+from events import extras, log_lines
 from unicrond import VERSION
 
 EXAMPLES = """examples:
@@ -103,10 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.command != "archive":
         extras.require(f"unicrond {arguments.command}", "head" if arguments.command == "run" else "all")
-    logging.basicConfig(
-        level=logging.DEBUG if getattr(arguments, "verbose", False) else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    level = logging.DEBUG if getattr(arguments, "verbose", False) else logging.INFO
+    log_lines.set_up(level, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("asyncio", "nats", "aiohttp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if arguments.command == "run":

@@ -1,0 +1,37 @@
+"""The daemons' own log: one line per record, whatever a worker, a node or a stranger has put into it.
+
+Reasons and messages come from afar; a line break in one would forge a line, an escape byte would steer a terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import TextIO
+
+
+def set_up(level: int, line: str, stream: TextIO | None = None) -> None:
+    """As logging.basicConfig, with lines that cannot be forged. `line`: the format; `stream`: default stderr."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(PlainLines(line))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def escaped(text: str) -> str:
+    """`text` on one line: what cannot be printed as in a Python string, an escape byte as \\\\x1b."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+class PlainLines(logging.Formatter):
+    """Messages on one line; the lines of a traceback are indented, so that none looks like a record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
+
+    def formatException(
+        self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+    ) -> str:
+        return "\n".join(f"    {escaped(line)}" for line in super().formatException(ei).split("\n"))
