@@ -6,11 +6,21 @@ A cell may hold anything that an event holds; what could move a cursor or break 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:  # rich takes 50 ms to import, and a pipe needs none of it
-    import rich.table
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
+
+#: Blanks between columns.
+_GAP = 2
+#: A last column that has less than this stands below its row, so far from the left.
+_LAST_MIN = 24
+_INDENT = 4
+#: What a cell that must be cut keeps at least.
+_CELL_MIN = 6
 
 #: How words look on a terminal wherever they are a whole cell.
 STYLES = {
@@ -63,27 +73,85 @@ def plain(table: Table) -> list[str]:
     return lines
 
 
-def for_terminal(table: Table, title: str | None = None) -> rich.table.Table:
-    """The table for rich. A line that is too long is folded in the last column, and cut in no other."""
-    from rich.table import Table as RichTable
-    from rich.text import Text
+def for_terminal(table: Table, title: str | None = None) -> RenderableType:
+    """The table for rich, in whatever width there is (see `_Fitting`)."""
+    return _Fitting(table, title)
 
-    shown = RichTable(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for header in table.headers:
-        last = header == table.headers[-1]
-        justify = "right" if header in table.right else "left"
-        shown.add_column(header, justify=justify, no_wrap=not last, header_style="dim", overflow="fold")  # type: ignore[arg-type]
-    for row in table.rows:
-        # Text, never markup: a message with [brackets] means itself.
-        shown.add_row(*(Text(clean(cell), style=STYLES.get(cell, "")) for cell in row))
-    if not table.rows:
-        shown = RichTable(
-            title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
-        )
-        shown.add_row(Text(table.empty, style="dim"))
-    return shown
+
+class _Fitting:
+    """A table that fits the terminal's width.
+
+    A last column for which too little room is left stands below its row, folded. If the rest is too wide as well,
+    columns move together, headers are cut, and last the widest cells; a cut ends in "…". Words that `STYLES` knows
+    (a status, a severity) are never cut.
+    """
+
+    def __init__(self, table: Table, title: str | None) -> None:
+        self._table = table
+        self._title = title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        table, width = self._table, options.max_width
+        if self._title:
+            yield Text(self._title, style="bold")
+        if not table.rows:
+            yield Text(table.empty, style="dim")
+            return
+        rows = [[Text(clean(cell), style=STYLES.get(cell, "")) for cell in row] for row in table.rows]
+        headers = [Text(header, style="dim") for header in table.headers]
+        widths, last_width, gap = _widths(table, headers, rows, width)
+        for row in [headers, *rows]:
+            line = Text(no_wrap=True, overflow="crop", end="")
+            for cell, cell_width, header in zip(row, widths, table.headers, strict=False):
+                shown = cell.copy()
+                shown.truncate(cell_width, overflow="ellipsis")
+                shown.align("right" if header in table.right else "left", cell_width)
+                line.append_text(shown).append(" " * gap)
+            last = row[-1]
+            if last_width:  # in its own column
+                first, *more = last.wrap(console, last_width) or [Text()]
+                yield _ended(line.append_text(first))
+                indent = sum(widths) + gap * len(widths)
+            else:
+                yield _ended(line)
+                more = (
+                    list(last.wrap(console, max(1, width - _INDENT))) if row is not headers and str(last) != "-" else []
+                )
+                indent = _INDENT
+            for part in more:
+                yield _ended(Text(" " * indent, no_wrap=True, overflow="crop").append_text(part))
+
+
+def _ended(line: Text) -> Text:
+    line.rstrip()
+    line.end = "\n"
+    return line
+
+
+def _widths(table: Table, headers: list[Text], rows: list[list[Text]], width: int) -> tuple[list[int], int, int]:
+    """Widths of all columns but the last; the last one's, 0 where it stands below its row; blanks between columns."""
+    cells = [max(row[column].cell_len for row in rows) for column in range(len(headers))]
+    natural = [max(header.cell_len, cell) for header, cell in zip(headers, cells, strict=True)]
+    *widths, last = natural
+    room = width - sum(widths) - _GAP * len(widths)
+    if room >= min(last, _LAST_MIN):
+        return widths, min(last, room), _GAP
+    if not widths:
+        return [], width, 0
+    kept = [max((row[at].cell_len for row in rows if str(row[at]) in STYLES), default=0) for at in range(len(widths))]
+    gap = _GAP if sum(widths) + _GAP * (len(widths) - 1) <= width else 1
+    # Each column may shrink to its cells, and where that is not enough to a few characters.
+    for least in (cells, [_CELL_MIN] * len(widths)):
+        floors = [max(keep, low) for keep, low in zip(kept, least, strict=False)]
+        while sum(widths) + gap * (len(widths) - 1) > width:
+            spare = [has - floor for has, floor in zip(widths, floors, strict=True)]
+            if max(spare) <= 0:
+                break
+            widest = max(range(len(widths)), key=lambda at: (spare[at] > 0, widths[at]))
+            widths[widest] -= 1
+    return widths, 0, gap
 
 
 def interactive(stream: TextIO) -> bool:

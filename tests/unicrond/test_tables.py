@@ -1,0 +1,69 @@
+"""Tables on terminals that are too narrow for them: what matters is not cut, and a cut is marked."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from tests.unicrond.serving import healed_cluster
+from unicrond.cluster_tables import incidents_table, nodes_table, tasks_table
+from unicrond.state import ClusterState, TaskStatus
+from unicrond.tables import Table, for_terminal
+
+REASON = "struck 8 times: no heartbeat for 1.53 s (limit 1.50 s), and its peers have lost it as well"
+
+
+def shown(table: Table, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(for_terminal(table, "title"))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines), lines
+    return lines
+
+
+@pytest.fixture(scope="module")
+def state() -> ClusterState:
+    state = healed_cluster().state
+    tasks = {name: replace(task, status=TaskStatus.FAILED, reason=REASON) for name, task in state.tasks.items()}
+    return replace(state, tasks=tasks)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_task_shows_its_status_and_its_reason(state: ClusterState, width: int) -> None:
+    lines = shown(tasks_table(state), width)
+    assert "status" in lines[1]
+    assert sum("failed" in line for line in lines) == len(state.tasks)
+    assert " ".join(" ".join(lines).split()).count(REASON) == len(state.tasks)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_an_incident_shows_its_severity(state: ClusterState, width: int) -> None:
+    lines = shown(incidents_table(state, state.now_us), width)
+    assert "SEV2" in " ".join(lines), lines
+    assert state.closed[0].message in " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_node_shows_its_status(state: ClusterState, width: int) -> None:
+    assert sum(" up " in line for line in shown(nodes_table(state), width)) == len(state.nodes)
+
+
+def test_a_cut_is_marked() -> None:
+    table = Table(("name", "status", "path", "reason"), (("n" * 20, "completed", "p" * 60, "short"),))
+    lines = shown(table, 50)
+    assert "completed" in lines[2] and lines[2].count("…") == 2
+    assert lines[3] == "    short"
+
+
+def test_what_fits_stands_in_columns() -> None:
+    table = Table(("name", "n", "reason"), (("a", "10", "x"), ("bcd", "7", "why not")), frozenset({"n"}))
+    assert shown(table, 80) == ["title", "name   n  reason", "a     10  x", "bcd    7  why not"]
+
+
+def test_a_long_last_column_is_folded_under_itself() -> None:
+    lines = shown(Table(("name", "reason"), (("a", "word " * 12),)), 40)
+    assert lines[2].startswith("a     word word") and all(line.startswith("      word") for line in lines[3:])
