@@ -6,11 +6,23 @@ today's to one with a schema more (`versions.py`). One short way is in the suite
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.versions import OLD, MixedCluster, Upgrade, Version, has_history, mixed_cluster
+from tests.integration.versions import (
+    OLD,
+    SCHEMAS,
+    MixedCluster,
+    Upgrade,
+    Version,
+    has_history,
+    make_tree,
+    mixed_cluster,
+)
 
 NODES = 2
 COORDINATOR, FIRST, SECOND = "coordinator", "node1", "node2"
@@ -46,6 +58,17 @@ async def go(way: tuple[str, ...], before: Version, after: Version, directory: P
             else:
                 await upgrade.change(step, goal)
         await upgrade.all_is_well()
+
+
+def test_the_build_with_one_schema_more_can_be_made(trees: Path) -> None:
+    """As the source changes, its patches must."""
+    tree = make_tree("next", trees)
+    program = "import unicrond.daemon, agents.daemon, replay.cli, events.schemas; print(events.schemas.SCHEMA)"
+    env = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == str(SCHEMAS["next"]), done.stderr
 
 
 @pytest.mark.timeout(300)

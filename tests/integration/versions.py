@@ -78,8 +78,12 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
             "def node_left(",
         ),
     ],
-    "unicrond/deciding/memberships.py": [
-        (r"handover=handover,\n( *)\)\n( *)\)\n", r"handover=handover, hint=7,\n\1)\n\2)\n")
+    "unicrond/deciding/batch.py": [
+        (
+            r"(?m)^( *)told = lowered\(",
+            r"\1if isinstance(event, v.SetMembership):\n\1    event = replace(event, hint=7)\n\g<0>",
+        ),
+        (r"(?m)^from events import vocabulary as v$", r"\g<0>\nfrom msgspec.structs import replace"),
     ],
     "unicrond/decide.py": [
         (
