@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from agents.accelerators.driver import Choice, NoDriver
-from agents.daemon import Options, run_agent
+from agents.daemon import Options, installed_version, run_agent
 from agents.run_dir import BadRunDir, RunDir, default_run_dir
 from events import extras, log_lines
 from events.codec import RESERVED_NAMES
@@ -46,6 +46,7 @@ def parse(argv: list[str] | None = None) -> Options:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=installed_version())
     parser.add_argument("--nats", type=_nats, required=True, metavar="URL[,URL]", help="NATS server or cluster")
     parser.add_argument(
         "--node", type=_node, required=True, metavar="NAME", help="this node's name, unique in the cluster"

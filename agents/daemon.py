@@ -136,7 +136,7 @@ class Agent:
             node=options.node,
             address=options.address,
             slots=options.slots,
-            version=told_version(_version(), SCHEMA),
+            version=told_version(installed_version(), SCHEMA),
             agent_boot=self._boot,
             agent_socket=str(run_dir.agent_socket),
             logs=str(run_dir.logs),
@@ -567,7 +567,7 @@ def _wall_clock_us() -> int:
     return time.time_ns() // 1000
 
 
-def _version() -> str:
+def installed_version() -> str:
     try:
         return metadata.version("unicrond")
     except metadata.PackageNotFoundError:

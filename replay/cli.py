@@ -36,6 +36,7 @@ from replay.arguments import (
 )
 from replay.examples import EXAMPLES
 from replay.opening import PROGRAM, UsageError
+from unicrond import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _look(commands)
     _explain(commands)

@@ -17,7 +17,8 @@ NODES_SHOWN = 16
 
 
 def si(value: float, unit: str = "") -> str:
-    """1.5e12, "FLOP/s" -> "1.50 TFLOP/s"."""
+    """1.5e12, "FLOP/s" -> "1.5 TFLOP/s"; what rounds up to the next unit is told in it."""
+    value = float(f"{value:.3g}")
     for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g} {prefix}{unit}"

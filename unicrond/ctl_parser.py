@@ -9,6 +9,7 @@ import sys
 from typing import NoReturn, TypeAlias, get_args
 
 from events.vocabulary import FaultKind, FaultPhase
+from unicrond import VERSION
 
 PROG = "unicronctl"
 
@@ -52,6 +53,7 @@ def parser() -> Parser:
         parents=[_common(None)],
         allow_abbrev=False,
     )
+    root.add_argument("--version", action="version", version=VERSION)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add(commands, "status", "the cluster at a glance: coordinator, plan, nodes, tasks, incidents", "status")
     _add(commands, "nodes", "the nodes, and what runs on them", "nodes", "nodes --json")

@@ -25,7 +25,7 @@ from events.archived_log import ArchivedLog
 from events.log import Fenced, LogError
 from events.nats_connection import Connection, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
-from events.nats_server import EmbeddedServer
+from events.nats_server import EmbeddedServer, ServerError
 from events.nats_streams import create_streams
 from events.nats_url import parse_urls
 from unicrond.api import Api
@@ -37,6 +37,7 @@ from unicrond.log_reading import LogReader
 from unicrond.nats_snapshots import NatsSnapshotStore
 from unicrond.snapshots import Snapshots
 from unicrond.stream_probe import StreamProbe
+from unicrond.tables import clean
 from unicrond.timeouts import contradictions
 
 log = logging.getLogger("unicrond")
@@ -79,7 +80,12 @@ async def _embedded(config: Config) -> EmbeddedServer:
         port=config.nats.port,
         login=login(config.nats) if config.nats.user else None,
     )
-    adopted = await server.start()
+    try:
+        adopted = await server.start()
+    except (OSError, ServerError) as error:
+        if isinstance(error, OSError) and error.filename:
+            raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
+        raise Fatal(f"nats-server: {clean(str(error))}") from None
     log.info("nats-server at %s (%s, pid %s)", server.url, "adopted" if adopted else "started", server.pid)
     return server
 

@@ -161,13 +161,20 @@ def interactive(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
+def console(stream: TextIO) -> Console:
+    """A terminal to draw on; where the environment says NO_COLOR, without any style."""
+    import os
+
+    from rich.console import Console
+
+    return Console(file=stream, highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
+
+
 def show(table: Table, title: str | None = None, stream: TextIO | None = None) -> None:
     """Write the table the way that suits `stream` (default: stdout)."""
     stream = stream or sys.stdout
     if interactive(stream):
-        from rich.console import Console
-
-        Console(file=stream, highlight=False).print(for_terminal(table, title))
+        console(stream).print(for_terminal(table, title))
         return
     if title:
         print(title, file=stream)

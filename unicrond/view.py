@@ -36,7 +36,7 @@ from unicrond.cluster_tables import (
 )
 from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.state import ClusterState, Task, TaskStatus
-from unicrond.tables import STYLES, clean, for_terminal, interactive, show
+from unicrond.tables import STYLES, clean, console, for_terminal, interactive, show
 from unicrond.work import achieved_waf
 
 #: Gives the state and its digest; raises aiohttp.ClientError or OSError while the coordinator is away.
@@ -86,7 +86,7 @@ async def watch(
     reader = None if events is None else asyncio.create_task(_read(events, tell), name="events")
     try:
         if interactive(stream):
-            await _draw(get_state, stop, lines, Console(file=stream, highlight=False))
+            await _draw(get_state, stop, lines, console(stream))
         else:
             await _print_progress(get_state, stop, stream)
     finally:

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.unicrond.serving import healed_cluster
 from unicrond.cluster_tables import incidents_table, nodes_table, tasks_table
 from unicrond.state import ClusterState, TaskStatus
-from unicrond.tables import Table, for_terminal
+from unicrond.tables import Table, for_terminal, show
 
 REASON = "struck 8 times: no heartbeat for 1.53 s (limit 1.50 s), and its peers have lost it as well"
 
@@ -50,6 +50,19 @@ def test_an_incident_shows_its_severity(state: ClusterState, width: int) -> None
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_node_shows_its_status(state: ClusterState, width: int) -> None:
     assert sum(" up " in line for line in shown(nodes_table(state), width)) == len(state.nodes)
+
+
+@pytest.mark.parametrize(("no_color", "styled"), [("1", False), ("", True)])
+def test_no_color_means_no_style_at_all(no_color: str, styled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    stream = Terminal()
+    show(Table(("name", "status"), (("n1", "lost"),)), "nodes", stream)
+    assert ("\x1b[" in stream.getvalue()) is styled and "lost" in stream.getvalue()
 
 
 def test_a_cut_is_marked() -> None:

@@ -216,6 +216,9 @@ def test_numbers_are_for_people() -> None:
     assert [si(0, "B"), si(999, "B"), si(1.5e12, "FLOP/s"), si(2e18, "FLOP/s")] == [
         "0 B", "999 B", "1.5 TFLOP/s", "2 EFLOP/s",
     ]  # fmt: skip
+    assert [si(999.4e6, "FLOP/s"), si(999.6e6, "FLOP/s"), si(999.6), si(-999.6e9, "B")] == [
+        "999 MFLOP/s", "1 GFLOP/s", "1 k", "-1 TB",
+    ]  # fmt: skip
     assert [milliseconds(1), milliseconds(1234), milliseconds(1_234_567)] == ["0.0", "1.2", "1235"]
 
 
