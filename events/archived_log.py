@@ -17,6 +17,7 @@ from pathlib import Path
 from events.envelope import Entry, Envelope
 from events.log import EventLog, Fence, LogDamaged
 from events.segments import TornTail, read_segment, segment_paths
+from events.skips import skips_in_files
 
 
 class ArchivedLog:
@@ -48,6 +49,10 @@ class ArchivedLog:
         async with aclosing(self._log.read(seq, until_seq=until_seq)) as entries:
             async for entry in entries:
                 yield entry
+
+    async def skips(self) -> dict[int, str]:
+        archived = segment_paths(self._directory) if self._directory.is_dir() else []
+        return skips_in_files(archived) | await self._log.skips()
 
     async def last_seq(self) -> int:
         return await self._log.last_seq()

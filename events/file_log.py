@@ -24,6 +24,7 @@ from events.envelope import Entry, Envelope, Recorded
 from events.log import EventLog, Fence, Fenced, LogDamaged, LogError, LogUnavailable, claimed_term, encode_batch
 from events.memory_log import wall_clock_us
 from events.segments import batch_frame, cut_torn_tail, read_segment, segment_name, segment_paths, segment_start
+from events.skips import skips_in_files
 from events.vocabulary import CoordinatorStarted
 
 logger = logging.getLogger(__name__)
@@ -195,6 +196,9 @@ class FileLog:
                 segment, at_bytes = segment + 1, 0
                 if segment == len(self._writer.segments):
                     raise LogDamaged(f"{self._directory}: entries after {seq} are gone from the files")
+
+    async def skips(self) -> dict[int, str]:
+        return skips_in_files(self._writer.segments)
 
     async def last_seq(self) -> int:
         return self._last_seq

@@ -75,6 +75,10 @@ class EventLog(Protocol):
         """
         ...
 
+    async def skips(self) -> dict[int, str]:
+        """Which entries whoever folds the log passes over, and why (events/skips.py); `read` gives them as they are."""
+        ...
+
     async def last_seq(self) -> int:
         """The newest entry's sequence number, 0 for an empty log."""
         ...

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from events.codec import decode, encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, claimed_term, encode_batch
+from events.skips import skips_in
 from events.vocabulary import Command, Heartbeat
 
 
@@ -57,6 +58,9 @@ class MemoryLog:
                 yield self._entries[seq - 1]
             else:
                 await self._grown.wait()
+
+    async def skips(self) -> dict[int, str]:
+        return skips_in(self._entries)
 
     async def last_seq(self) -> int:
         return len(self._entries)

@@ -30,7 +30,17 @@ from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, 
 from events.nats_connection import Connection, Patience, Unanswered
 from events.nats_reader import Stored, read_batches, read_stream
 from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, ApiError, answer, api
-from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, TERM_SUBJECT, entry, headers, subject
+from events.skips import skips_in
+from events.subjects import (
+    BEAT_STREAM,
+    BEAT_SUBJECTS,
+    EVENT_STREAM,
+    SKIP_SUBJECT,
+    TERM_SUBJECT,
+    entry,
+    headers,
+    subject,
+)
 from events.vocabulary import CoordinatorStarted, Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -117,6 +127,21 @@ class NatsEventLog:
                         yield batch[: number + 1]
                         return
                 yield batch
+
+    async def skips(self) -> dict[int, str]:
+        found: list[Entry] = []
+        seq = 1
+        while True:
+            try:
+                got = await api(
+                    self._connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"next_by_subj": SKIP_SUBJECT, "seq": seq}
+                )
+            except ApiError as error:
+                if error.code != NO_MESSAGE_FOUND:
+                    raise
+                return skips_in(found)
+            found.append(stored_entry(got["message"]))
+            seq = found[-1].seq + 1
 
     async def last_seq(self) -> int:
         return int((await self._info())["state"]["last_seq"])

@@ -21,6 +21,7 @@ from events.vocabulary import (
     Decision,
     DegradationObserved,
     DropState,
+    EntrySkipped,
     ErrorReported,
     ExitCause,
     FailureRateEstimated,
@@ -256,6 +257,8 @@ def _decided(event: AnyDecision) -> str:
             return (
                 f"incident {event.incident} escalated to SEV{event.severity}, {event.worker} given up: {event.reason}"
             )
+        case EntrySkipped():
+            return f"entry {event.seq} is skipped: {event.reason}"
         case DeadlinePassed():
             return f"deadline {event.deadline_id} passed"
         case PlanAdopted():

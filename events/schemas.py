@@ -36,6 +36,7 @@ FIRST = 1
 TYPES: dict[int, tuple[str, ...]] = {
     2: (
         "CheckNode",
+        "EntrySkipped",
         "NodeChecked",
         "PeersRemembered",
         "RepairEnded",

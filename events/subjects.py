@@ -24,6 +24,8 @@ EVENT_STREAM = "UNICRON_EVENTS"
 BEAT_STREAM = "UNICRON_BEATS"
 PREFIX = "unicron.v1"
 TERM_SUBJECT = f"{PREFIX}.term"
+#: Of EntrySkipped alone; within the subjects of decisions, so that a stream of older versions has room for it.
+SKIP_SUBJECT = f"{PREFIX}.decision.cluster.EntrySkipped"
 EVENT_SUBJECTS = (f"{PREFIX}.obs.*.*", f"{PREFIX}.decision.*.*", f"{PREFIX}.command.*.*", TERM_SUBJECT)
 BEAT_SUBJECTS = (f"{PREFIX}.beat.*",)
 MAX_SUMMARY_CHARS = 160

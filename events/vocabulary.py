@@ -511,8 +511,8 @@ class HangSuspected(Observation, frozen=True, kw_only=True):
     has entered in `generation`, `waiting`: it has not left the last of them. `still_us`: for how long the mark has
     not changed. `stopped`: the kernel shows the process as stopped.
 
-    Bounds: `generation` < 10**9; `iteration` <= 10**12; `micro_batch` < 2**31; `entered` < 2**53; `still_us`,
-    `limit_us` <= 366 days.
+    Bounds: `generation` < 10**9; `iteration` <= 10**12; `micro_batch`, `told` < 2**31; `entered` < 2**53;
+    `still_us`, `limit_us` <= 366 days.
     """
 
     node: Name
@@ -537,6 +537,8 @@ class WorkerBusy(Observation, frozen=True, kw_only=True):
     """The worker's program is busy with what it has declared, for `at_most_us` (hook.busy): no hang before that.
 
     `what` "": it is over. Told only of what lasts for a while.
+
+    Bounds: `at_most_us` <= 366 days.
     """
 
     node: Name
@@ -547,7 +549,10 @@ class WorkerBusy(Observation, frozen=True, kw_only=True):
 
 
 class WorkerWaits(Observation, frozen=True, kw_only=True):
-    """The worker has answered to the membership of `generation`, and has waited for a while for the others."""
+    """The worker has answered to the membership of `generation`, and has waited for a while for the others.
+
+    Bounds: `generation` < 10**9.
+    """
 
     node: Name
     task: Name
@@ -559,6 +564,8 @@ class StopAsked(Observation, frozen=True, kw_only=True):
     """The program wants its training to end before the last iteration (hook.stop), and says why.
 
     `left`: it has left the training loop after `iteration`, which it has committed; its state is saved.
+
+    Bounds: `iteration` <= 10**12.
     """
 
     node: Name
@@ -834,6 +841,9 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     `kept_back`: observations that the event log has not taken for a second or more, `kept_back_us`: the oldest's age.
     Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes`, `kept_back`, `kept_back_us` < 2**53;
     `workers` 0..131072.
+
+    Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes`, `kept_back` < 2**53; `workers`
+    0..131072; `kept_back_us` < 2**62.
     """
 
     node: Name
@@ -923,6 +933,17 @@ class DeadlinePassed(Decision, frozen=True, kw_only=True):
     """The shell's monotonic clock says that the deadline has passed."""
 
     deadline_id: Text
+
+
+class EntrySkipped(Decision, frozen=True, kw_only=True):
+    """Entry `seq` of the log is passed over by whoever reads it, from the log's beginning on: an operator has started
+    the coordinator with `--skip` (events/skips.py). It stands before this one, and is no claim and no skip itself.
+
+    Bounds: `seq` < 2**53, >= 1.
+    """
+
+    seq: Positive
+    reason: Text
 
 
 class PlanAdopted(Decision, frozen=True, kw_only=True):
@@ -1137,7 +1158,7 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded
-    | IncidentEscalated | DeadlinePassed | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
+    | IncidentEscalated | DeadlinePassed | EntrySkipped | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip

@@ -107,6 +107,9 @@ class NatsSource:
                     async for batch in batches:
                         yield batch
 
+    async def skips(self) -> dict[int, str]:
+        return await self._log.skips()
+
     async def end_us(self) -> int:
         return self._last_us
 

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from events.envelope import Entry, Recorded
 from events.log import LogDamaged
 from events.segments import TornTail, has_end_mark, read_segment, segment_paths
+from events.skips import passed_over, skips_in_files
 from replay.point import Point
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,10 @@ class Source(Protocol):
         """All entries after `after_seq`, in order. Raises LogError. Close it where it is left early."""
         ...
 
+    async def skips(self) -> dict[int, str]:
+        """Which entries are passed over, and why (events/skips.py)."""
+        ...
+
     async def end_us(self) -> int:
         """When the newest entry was recorded, 0 for an empty log."""
         ...
@@ -62,7 +67,7 @@ async def read(
     """The chunks of `source` cut to the entries that `after` does not cover and `until` does."""
     after_seq = getattr(after, "seq", 0)
     begun = after is None
-    async with aclosing(source.chunks(after_seq)) as chunks:
+    async with aclosing(_folded_chunks(source, after_seq)) as chunks:
         async for entries, done in chunks:
             if after is not None and not begun:
                 first = next((number for number, entry in enumerate(entries) if not after.covers(entry)), None)
@@ -79,10 +84,18 @@ async def read(
 
 async def entries_of(source: Source, after_seq: int = 0) -> AsyncGenerator[Entry, None]:
     """The entries of `source` one by one. Close it where it is left early."""
-    async with aclosing(source.chunks(after_seq)) as chunks:
+    async with aclosing(_folded_chunks(source, after_seq)) as chunks:
         async for chunk in chunks:
             for entry in chunk.entries:
                 yield entry
+
+
+async def _folded_chunks(source: Source, after_seq: int) -> AsyncGenerator[Chunk, None]:
+    """The chunks as they are to be folded: without what is skipped anywhere in the log."""
+    skips = await source.skips()
+    async with aclosing(source.chunks(after_seq)) as chunks:
+        async for chunk in chunks:
+            yield Chunk([passed_over(entry, skips) for entry in chunk.entries], chunk.done) if skips else chunk
 
 
 class FileSource:
@@ -105,6 +118,9 @@ class FileSource:
                 if entries[-1].seq > after_seq:
                     fresh = entries if entries[0].seq > after_seq else entries[after_seq - entries[0].seq + 1 :]
                     yield Chunk(fresh, done)
+
+    async def skips(self) -> dict[int, str]:
+        return skips_in_files(self._segments)
 
     async def end_us(self) -> int:
         newest = 0

@@ -50,6 +50,14 @@ def _parser() -> Parser:
     run.add_argument("--config", type=Path, metavar="FILE", help="YAML, see docs/configuration.md (default: defaults)")
     run.add_argument("--nats", metavar="URL", help="an existing NATS server instead of the embedded one")
     run.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
+    run.add_argument(
+        "--skip",
+        type=_seq,
+        action="append",
+        default=[],
+        metavar="SEQ",
+        help="pass over this entry of the log, from now on and for every reader (docs/recovery.md); repeatable",
+    )
     run.add_argument("--verbose", action="store_true", help="log committed steps as well")
 
     archive = commands.add_parser(
@@ -89,6 +97,12 @@ def _parser() -> Parser:
 def _count(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 64:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 64")
+    return int(text)
+
+
+def _seq(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 15 and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is no entry of a log; give its sequence number")
     return int(text)
 
 
@@ -162,7 +176,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"unicrond: {error}", file=sys.stderr)
         return 2
     try:
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, arguments.skip))
     except Fatal as error:
         print(f"unicrond: {error}", file=sys.stderr)
         return 1

@@ -26,15 +26,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced, LogError
+from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced, LogDamaged, LogError
 from events.prose import summary
 from events.schemas import SCHEMA, lowered, told_version
+from events.skips import passed_over
 from events.subjects import subject
 from events.vocabulary import (
     AnyEvent,
     Command,
     CoordinatorStarted,
     DeadlinePassed,
+    EntrySkipped,
     ErrorKind,
     Heartbeat,
     NodeJoined,
@@ -56,6 +58,7 @@ from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy, Settings
 from unicrond.provenance import Answered, stamped
+from unicrond.skipping import Needed
 from unicrond.snapshots import Mark, Snapshots, mark_of
 from unicrond.state import ClusterState
 
@@ -94,9 +97,11 @@ class Coordinator:
         snapshots: Snapshots | None = None,
         process: str = "",
         schema: int = SCHEMA,
+        skip: Sequence[int] = (),
     ) -> None:
         """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim.
-        `schema`: the newest that is written (events/schemas.py)."""
+        `schema`: the newest that is written (events/schemas.py). `skip`: entries of the log to pass over from now on
+        (events/skips.py)."""
         self.state = ClusterState()
         self._clock = clock
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
@@ -126,6 +131,8 @@ class Coordinator:
         #: Why nothing more is decided, in one line; empty as long as all is well.
         self.fault = ""
         self._breaker = Breaker()
+        self._skip = tuple(skip)
+        self._skips: dict[int, str] = {}
         self._hold_seq = 0
         self._number = 0
         self._group: asyncio.TaskGroup
@@ -136,6 +143,7 @@ class Coordinator:
         await self._catch_up(await self._event_log.last_seq())
         while True:
             await self._claim()
+            await self._write_skips()
             try:
                 async with asyncio.TaskGroup() as group:
                     self._group = group
@@ -195,23 +203,41 @@ class Coordinator:
     # --- reading -------------------------------------------------------------------------------
 
     async def _catch_up(self, until_seq: int) -> None:
+        self._skips = await self._event_log.skips()
+        fresh = {seq: "asked for with --skip" for seq in self._skip if seq not in self._skips}
+        needed = Needed(fresh, until_seq)
+        self._skips |= fresh
         if until_seq == 0:
             return
         started = time.monotonic()
-        restored = await self._snapshots.restore(self._event_log) if self._snapshots else None
+        usable = self._snapshots is not None and not fresh
+        restored = await self._snapshots.restore(self._event_log, self._skips) if usable and self._snapshots else None
         if restored is not None:
             self.state, self._mark = restored
             self._cause = self._mark.event_id
         first_seq = self.state.seq + 1
-        await self._read_up(until_seq)
+        await self._read_up(until_seq, needed)
+        if fresh:
+            needed.require(self.state)
         self._require_sound_state()
         log.info("folded entries %d to %d in %.2f s", first_seq, until_seq, time.monotonic() - started)
 
-    async def _read_up(self, until_seq: int) -> None:
+    async def _write_skips(self) -> None:
+        """Under the new term, so that nobody decides by now who has folded what is skipped."""
+        written = await self._event_log.skips()
+        events = [EntrySkipped(seq=seq, reason=why) for seq, why in self._skips.items() if seq not in written]
+        if events:
+            assert self._fence is not None
+            seqs = await self._event_log.append([self._wrap(e, self._fence.term) for e in events], fence=self._fence)
+            self._hold_seq = max(self._hold_seq, *seqs)
+
+    async def _read_up(self, until_seq: int, needed: Needed | None = None) -> None:
         if until_seq <= self.state.seq:
             return
         async with aclosing(self._event_log.read(self.state.seq, until_seq=until_seq)) as entries:
             async for entry in entries:
+                if needed is not None:
+                    needed.see(entry)
                 self._fold(entry)
 
     async def _read(self) -> None:
@@ -223,8 +249,9 @@ class Coordinator:
 
     def _fold(self, entry: Entry) -> None:
         before = self.state
-        self.state = fold(before, entry)
         self._mark = mark_of(entry)
+        entry = passed_over(entry, self._skips)
+        self.state = fold(before, entry)
         if isinstance(entry, Quarantined):
             self._tell_quarantined(entry)
         else:
@@ -232,6 +259,9 @@ class Coordinator:
                 reason, on_subject = self.state.refused[-1].reason, subject(entry.envelope)
                 self._tell_quarantined(Quarantined(entry.seq, entry.recorded_at_us, on_subject, reason, 0))
             self._cause = entry.envelope.event_id
+            event = entry.envelope.event
+            if isinstance(event, EntrySkipped) and event.seq < entry.seq and event.seq not in self._skips:
+                raise LogDamaged(f"entry {event.seq} is skipped since it was folded; start the coordinator anew")
             if self._fence is not None and entry.envelope.term == self._fence.term:
                 self._breaker.folded(before, self.state, entry.envelope.event)
             if isinstance(entry.envelope.event, NodeJoined):
@@ -300,7 +330,7 @@ class Coordinator:
 
     def _keep_snapshot(self) -> None:
         if self._snapshots is not None and self._mark is not None and self._snapshots.due(self.state.seq):
-            self._group.create_task(self._snapshots.save(self.state, self._mark))
+            self._group.create_task(self._snapshots.save(self.state, self._mark, self._skips))
 
     async def _step(self) -> None:
         """One look at the whole state; the state asks for nothing more when it returns without appending."""

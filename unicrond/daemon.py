@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from unicrond.coordinator import Coordinator
 from unicrond.log_keeper import LogKeeper
 from unicrond.log_reading import LogReader
 from unicrond.nats_snapshots import NatsSnapshotStore
+from unicrond.skipping import SkipRefused
 from unicrond.snapshots import Snapshots
 from unicrond.stream_probe import StreamProbe
 from unicrond.tables import clean
@@ -49,8 +51,8 @@ class Fatal(RuntimeError):
     """The daemon cannot go on; the message says why and what to do."""
 
 
-async def serve(config: Config) -> None:
-    """Run until SIGTERM or SIGINT. Raises Fatal."""
+async def serve(config: Config, skip: Sequence[int] = ()) -> None:
+    """Run until SIGTERM or SIGINT. `skip`: entries of the log to pass over. Raises Fatal."""
     stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -66,7 +68,7 @@ async def serve(config: Config) -> None:
     ended_by = None
     try:
         await create_streams(connection, replicas=config.nats.replicas)
-        ended_by = await _serve_until_stopped(config, connection, server, stop)
+        ended_by = await _serve_until_stopped(config, connection, server, stop, skip)
     finally:
         await connection.close()
         if server is not None and ended_by is not signal.SIGTERM:
@@ -91,7 +93,11 @@ async def _embedded(config: Config) -> EmbeddedServer:
 
 
 async def _serve_until_stopped(
-    config: Config, connection: Connection, server: EmbeddedServer | None, stop: asyncio.Queue[signal.Signals]
+    config: Config,
+    connection: Connection,
+    server: EmbeddedServer | None,
+    stop: asyncio.Queue[signal.Signals],
+    skip: Sequence[int],
 ) -> signal.Signals:
     stream = NatsEventLog(connection)
     event_log = ArchivedLog(stream, archive_directory(config))
@@ -104,6 +110,7 @@ async def _serve_until_stopped(
         severity=config.severity,
         snapshots=snapshots,
         process=f"{socket.gethostname()}:{os.getpid()}",
+        skip=skip,
         schema=config.write_schema,
     )
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
@@ -159,5 +166,7 @@ def _raise_cause(task: asyncio.Task[Any]) -> None:
         error = error.exceptions[0]
     if isinstance(error, Fenced):
         raise Fatal(f"another coordinator took over ({error}); this one stops, so that only one decides") from None
+    if isinstance(error, SkipRefused):
+        raise Fatal(str(error)) from None
     if error is not None:
         raise error

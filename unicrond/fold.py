@@ -138,6 +138,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.Heartbeat: _nothing,  # stands on its own stream and is folded by liveness.py
     v.InjectionRequested: injections.injection_requested,
     v.IncidentEscalated: responses.incident_escalated,
+    v.EntrySkipped: _nothing,  # read before the fold (events/skips.py)
     v.DeadlinePassed: deadlines.deadline_passed,
     v.PlanAdopted: plans.plan_adopted,
     v.MembershipDecided: plans.membership_decided,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Collection
 from contextlib import aclosing
 from typing import Protocol
 
@@ -44,6 +45,7 @@ class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
     checksum: bytes
     state: bytes
+    skipped: tuple[int, ...] = ()
 
 
 class BadSnapshot(ValueError):
@@ -68,14 +70,19 @@ def mark_of(entry: Entry) -> Mark:
     return Mark(entry.seq, entry.recorded_at_us, event_id)
 
 
-def encode_snapshot(state: ClusterState, mark: Mark) -> bytes:
-    """The bytes of a snapshot."""
+def encode_snapshot(state: ClusterState, mark: Mark, skips: Collection[int] = ()) -> bytes:
+    """The bytes of a snapshot. `skips`: the entries that were passed over."""
     body = msgspec.msgpack.encode(state)
-    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), _checksum(body), body))
+    skipped = _up_to(mark.seq, skips)
+    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), _checksum(body), body, skipped))
 
 
-def decode_snapshot(body: bytes) -> tuple[ClusterState, Mark]:
-    """The state and the entry that it ends with. BadSnapshot."""
+def _up_to(seq: int, skips: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(skip for skip in skips if skip <= seq))
+
+
+def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterState, Mark]:
+    """The state and the entry that it ends with. `skips`: the entries to pass over. BadSnapshot."""
     try:
         snapshot = msgspec.msgpack.decode(body, type=_Snapshot)
     except msgspec.MsgspecError as error:
@@ -90,6 +97,8 @@ def decode_snapshot(body: bytes) -> tuple[ClusterState, Mark]:
         raise BadSnapshot(f"its state does not fit: {error}") from None
     if digest(state) != snapshot.digest or state.seq != snapshot.mark.seq:
         raise BadSnapshot("its state has another digest")
+    if snapshot.skipped != _up_to(snapshot.mark.seq, skips):
+        raise BadSnapshot("other entries are skipped by now")
     return state, snapshot.mark
 
 
@@ -106,13 +115,15 @@ class Snapshots:
         self._saved_seq = 0
         self._saving = False
 
-    async def restore(self, event_log: EventLog) -> tuple[ClusterState, Mark] | None:
+    async def restore(
+        self, event_log: EventLog, skips: Collection[int] | None = None
+    ) -> tuple[ClusterState, Mark] | None:
         """The newest snapshot of this very log; None, with one line in the log, if there is none that fits."""
         try:
             body = await self._store.load()
             if body is None:
                 return None
-            state, mark = decode_snapshot(body)
+            state, mark = decode_snapshot(body, await event_log.skips() if skips is None else skips)
             await _require_same_log(event_log, mark)
         except (BadSnapshot, LogError) as error:
             log.warning("the snapshot is not used: %s; folding the log from its beginning", error)
@@ -125,11 +136,11 @@ class Snapshots:
         """Whether it is time for the next; then call `save`."""
         return not self._saving and seq - self._saved_seq >= self._every
 
-    async def save(self, state: ClusterState, mark: Mark) -> None:
+    async def save(self, state: ClusterState, mark: Mark, skips: Collection[int] = ()) -> None:
         """Write one. Never raises because the store is away; the next is tried after as many entries again."""
         self._saving = True
         try:
-            await self._store.save(encode_snapshot(state, mark))
+            await self._store.save(encode_snapshot(state, mark, skips))
             log.info("wrote a snapshot of entry %d", state.seq)
         except LogError as error:
             log.warning("no snapshot of entry %d: %s", state.seq, error)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, claimed_term, encode_batch
+from events.skips import skips_in
 from events.vocabulary import Heartbeat
 from replay.simulation.log_server import FencedReply, LogServer, Reply
 from replay.simulation.network import Link
@@ -51,6 +52,9 @@ class Endpoint:
         fence: Fence = await self._ask(lambda reply: self._server.claim(envelope, reply))
         self._witness([envelope], [fence.seq])
         return fence
+
+    async def skips(self) -> dict[int, str]:
+        return skips_in(self._server.entries)
 
     async def last_seq(self) -> int:
         return int(await self._ask(self._server.last_seq))

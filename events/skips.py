@@ -1,0 +1,60 @@
+"""Entries that are to be passed over: what `unicrond run --skip` has written, read before anything is folded.
+
+Rules
+-----
+* `EntrySkipped` stands in the log after the entry that it names, on a subject of its own. Whoever folds the log asks
+  for all of them first (`EventLog.skips`) and reads a skipped entry as a quarantined message, wherever the reading
+  begins or ends: the state at any point, before the skip as well, is the same for every reader.
+* A claim of a term and a skip itself cannot be skipped: fences and readers rest on them.
+* The entry stays in the log, in the archive too; an export that was cut shows it as what it counts for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from events.envelope import Entry, Quarantined, Recorded
+from events.segments import TornTail, read_segment
+from events.subjects import subject
+from events.vocabulary import CoordinatorStarted, EntrySkipped
+
+_TAG = EntrySkipped.__name__.encode()
+
+
+def skips_in(entries: Iterable[Entry]) -> dict[int, str]:
+    """Sequence number -> why it is skipped, of all the skips among `entries`."""
+    found: dict[int, str] = {}
+    for entry in entries:
+        event = entry.envelope.event if isinstance(entry, Recorded) else None
+        if isinstance(event, EntrySkipped) and event.seq < entry.seq:
+            found.setdefault(event.seq, event.reason)
+    return found
+
+
+def skips_in_files(segments: Sequence[Path]) -> dict[int, str]:
+    """The same, of segment files; those that name no skip are looked through, not decoded."""
+    found: dict[int, str] = {}
+    for segment in segments:
+        if _TAG not in segment.read_bytes():
+            continue
+        try:
+            for batch in read_segment(segment):
+                found = skips_in(batch.entries) | found
+        except TornTail:
+            break  # reading the entries says so
+    return found
+
+
+def can_be_skipped(entry: Entry) -> bool:
+    """It is neither a claim nor a skip."""
+    return isinstance(entry, Quarantined) or not isinstance(entry.envelope.event, CoordinatorStarted | EntrySkipped)
+
+
+def passed_over(entry: Entry, skips: Mapping[int, str]) -> Entry:
+    """The entry as it is to be folded."""
+    if entry.seq not in skips or isinstance(entry, Quarantined) or not can_be_skipped(entry):
+        return entry
+    return Quarantined(
+        entry.seq, entry.recorded_at_us, subject(entry.envelope), f"skipped by an operator: {skips[entry.seq]}", 0
+    )

@@ -1,0 +1,129 @@
+"""A coordinator whose own decisions are wrong stops deciding, and nothing else; a forged claim stops nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from events.memory_log import MemoryLog
+from events.vocabulary import AnyEvent
+from tests.unicrond.coordinators import running
+from tests.unicrond.test_coordinator import entries_until, joined, observation
+from unicrond import coordinator as shell
+from unicrond.metrics import exposition
+from unicrond.own_decisions import IDLE_MAX, Breaker, Stopped
+from unicrond.state import ClusterState
+
+
+def sentenced(events: Sequence[AnyEvent]) -> Callable[..., list[AnyEvent]]:
+    """A decide() that asks for these as soon as there is a node."""
+    return lambda state, _solutions, _policy: list(events) if state.nodes else []
+
+
+async def until_stopped(coordinator: shell.Coordinator) -> None:
+    async with asyncio.timeout(30):
+        while not coordinator.fault:  # noqa: ASYNC110  (its own loop is what we wait for)
+            await asyncio.sleep(0)
+
+
+UNSOUND = v.PlanAdopted(
+    epoch=1,
+    assignments=(v.TaskAssignment(task="a", workers=1, replicas=(("nowhere",),), waf=1),),
+    waf=1,
+    basis="",
+    trigger="",
+    reason="",
+)
+NOT_TO_BE_ENCODED = v.TaskFailed(task="a", reason="x" * 40_000)
+
+
+@pytest.mark.parametrize(
+    ("decided", "why"), [(UNSOUND, "uses unknown node nowhere"), (NOT_TO_BE_ENCODED, "deciding fails: BadEvent")]
+)
+async def test_a_decision_that_is_not_sound_is_never_written(
+    decided: AnyEvent, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "decide", sentenced([decided]))
+    log = MemoryLog()
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await until_stopped(coordinator)
+        assert why in coordinator.fault
+        assert (
+            "unicron_deciding 0.0" in exposition(lambda: coordinator.state, fault=lambda: coordinator.fault)().decode()
+        )
+        # It reads on, and stays in office; the state is what it was.
+        await log.append([observation(joined("n2"), 1, "n2")])
+        async with asyncio.timeout(30):
+            while "n2" not in coordinator.state.nodes:  # noqa: ASYNC110  (its own loop is what we wait for)
+                await asyncio.sleep(0)
+        assert await log.last_seq() == 3
+    monkeypatch.undo()
+    async with running(log) as coordinator:
+        await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api"))
+        await entries_until(log, lambda e: isinstance(e, v.StartWorker))
+        assert not coordinator.fault, "the next one decides again"
+
+
+async def test_code_that_fails_stops_the_deciding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(state: ClusterState, *_: object) -> list[AnyEvent]:
+        return [][1] if state.nodes else []
+
+    monkeypatch.setattr(shell, "decide", fails)
+    log = MemoryLog()
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await until_stopped(coordinator)
+        assert coordinator.fault == "deciding fails: IndexError: list index out of range"
+
+
+async def test_decisions_without_effect_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = v.TaskFailed(task="unknown", reason="again and again")
+    monkeypatch.setattr(shell, "decide", sentenced([nothing]))
+    log = MemoryLog()
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await until_stopped(coordinator)
+        assert "had no effect" in coordinator.fault
+        assert await log.last_seq() == 2 + IDLE_MAX
+
+
+def test_two_decisions_in_turn_without_effect_are_seen_as_well() -> None:
+    breaker, state = Breaker(4), ClusterState()
+    with pytest.raises(Stopped, match="4 batches"):
+        for number in range(6):
+            event = v.TaskFailed(task=f"t{number % 2}", reason="")
+            breaker.about_to_append([event])
+            breaker.folded(state, state, event)
+
+
+async def test_a_forged_claim_stops_nobody() -> None:
+    """Neither the coordinator in office nor the next one; and the numbers of terms go on as they were."""
+    log = MemoryLog()
+    forged = [
+        Envelope(
+            producer="coordinator",
+            boot=boot,
+            number=2**53 - 1,
+            term=term,
+            observed_at_us=1,
+            event=v.CoordinatorStarted(term=term, version="forged"),
+        )
+        for term, boot in ((10**9 - 1, 10**9 - 1), (10**9 - 2, 2**52 - 1))
+    ]
+    async with running(log) as coordinator:
+        log._fence, log._claim = type(log._fence)(10**9 - 1, log._write(forged[0])), forged[0]  # past claim_term
+        log._announce()
+        await log.append([observation(joined(), 1)])
+        await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api"))
+        read = await entries_until(log, lambda e: isinstance(e, v.StartWorker))
+        assert read[-1].envelope.term == 2, "it has claimed the next term, and decides"
+        assert not coordinator.fault
+    log._fence = type(log._fence)(10**9 - 2, log._write(forged[1]))
+    async with running(log) as coordinator:
+        assert coordinator.state.term == 3
+        assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refused] == ["$.event.term"] * 2
