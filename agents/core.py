@@ -16,6 +16,8 @@ Commands
 * InjectFault (ordered_faults.py): never by an old command, nor by one to an agent whose memory is lost: it may have
   obeyed. What ends this agent is answered before it happens, or it would happen to the next agent again; all else once
   it is done.
+* CheckNode: one check at a time, and none by an old command; its outcome is NodeChecked, then the command is applied.
+  One that is cut off by the agent's end is not told of: who asked hears of the next agent, and asks again.
 * SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
   of the task that is or ever was a member (leavers must hear that they leave); who connects later gets it then.
 
@@ -64,6 +66,7 @@ from agents.state import (
     AcceleratorSaw,
     Action,
     Appended,
+    Checked,
     Commanded,
     Config,
     ForkServerDied,
@@ -127,6 +130,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:
             orders.struck(turn, command_id, reason)
         case Unreadable():
             orders.unreadable(turn, given)
+        case Checked():
+            orders.checked(turn, given)
         case Leave(reason=reason):
             joining.leave(turn, reason)
         case HandOver():

@@ -35,6 +35,7 @@ from agents.accelerators.watch import AcceleratorWatch, open_driver
 from agents.copies import Copies
 from agents.fork_link import ForkLink
 from agents.gpus import visible_gpus
+from agents.health import Health
 from agents.log_identity import log_identity
 from agents.log_layout import worker_log
 from agents.log_pruning import Limits, prune
@@ -64,6 +65,7 @@ from agents.state import (
     Leave,
     LogSeen,
     Memory,
+    RunCheck,
     Stalled,
     StateHeld,
     StrikeNode,
@@ -175,6 +177,7 @@ class Agent:
         self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
         self._accelerators: AcceleratorWatch | None = None
         self._node_faults = NodeFaults(self._link.kill, self._report_xid)
+        self._health = Health(options.node, options.slots, options.accelerators, self.feed)
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._has_inventory = asyncio.Event()
         self._has_joined = asyncio.Event()
@@ -219,6 +222,7 @@ class Agent:
             self._memory_server.close()
             await self._copies.close()
             self._watch.close()
+            await self._health.close()
             for timer in self._timers.values():
                 timer.cancel()
             loop.remove_signal_handler(signal.SIGTERM)
@@ -268,6 +272,8 @@ class Agent:
                 self._timers[name, key] = asyncio.get_running_loop().call_later(after_s, self._fire, fired)
             case StrikeNode(fault=fault, command_id=command_id):
                 self.feed(Struck(command_id=command_id, reason=self._node_faults.strike(fault)))
+            case RunCheck():
+                self._health.check(action)
             case Disconnect(worker=worker, why=why):
                 logger.error("%s: connection refused, %s", worker, why)
                 self._sockets.disconnect(worker)
@@ -350,6 +356,7 @@ class Agent:
                 kind=finding.kind,
                 xid=finding.xid,
                 message=finding.message,
+                needs=finding.needs,
             )
         )
 

@@ -21,7 +21,17 @@ from agents.trainer.messages import (
     ToForkServer,
     ToWorker,
 )
-from events.vocabulary import Command, ErrorKind, Fault, MemoryService, Name, Observation, StartWorker, WorkerId
+from events.vocabulary import (
+    Command,
+    ErrorKind,
+    Fault,
+    MemoryService,
+    Name,
+    Observation,
+    RepairNeed,
+    StartWorker,
+    WorkerId,
+)
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -196,6 +206,8 @@ class State(_Part, frozen=True, kw_only=True):
     leave_reason: str = ""
     #: Commands whose fault the shell is about to let happen.
     striking: dict[str, Order] = {}
+    #: The command whose health check the shell runs.
+    checking: Order | None = None
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -274,6 +286,7 @@ class AcceleratorSaw(_Part, frozen=True, kw_only=True):
     kind: ErrorKind | None
     xid: int
     message: str
+    needs: RepairNeed = ""
 
 
 class LogSeen(_Part, frozen=True, kw_only=True):
@@ -303,6 +316,15 @@ class Unreadable(_Part, frozen=True, kw_only=True):
     reason: str
 
 
+class Checked(_Part, frozen=True, kw_only=True):
+    """A RunCheck has ended. `detail`: what was found."""
+
+    command_id: str
+    passed: bool
+    duration_us: int
+    detail: str
+
+
 class Leave(_Part, frozen=True, kw_only=True):
     """Stop everything: the node is to leave the cluster."""
 
@@ -315,7 +337,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
-    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | Struck | Unreadable | Leave | HandOver
+    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | Struck | Checked | Unreadable | Leave | HandOver
 )  # fmt: skip
 
 
@@ -354,6 +376,15 @@ class StrikeNode(_Part, frozen=True, kw_only=True):
     command_id: str
 
 
+class RunCheck(_Part, frozen=True, kw_only=True):
+    """Check the node's health (health.py) by `argv`, empty: by the self-test, and feed Checked within `limit_s`."""
+
+    command_id: str
+    argv: tuple[str, ...]
+    limit_s: float
+    reason: str
+
+
 class Disconnect(_Part, frozen=True, kw_only=True):
     """Close a worker's connection: nobody here started it. `why` is for the log of the agent."""
 
@@ -374,5 +405,5 @@ class Finish(_Part, frozen=True, kw_only=True):
 
 
 Action: TypeAlias = (
-    Append | TellWorker | TellForkServer | ArmTimer | CopyState | StrikeNode | Disconnect | Finish
+    Append | TellWorker | TellForkServer | ArmTimer | CopyState | StrikeNode | RunCheck | Disconnect | Finish
 )  # fmt: skip

@@ -803,7 +803,7 @@ class NodeCordoned(Request, frozen=True, kw_only=True):
 
 
 class NodeUncordoned(Request, frozen=True, kw_only=True):
-    """The node may have workers again."""
+    """The node may have workers again; an isolated one, whatever it waits for."""
 
     node: Name
     reason: Text

@@ -38,7 +38,7 @@ from unicrond.invariants import check
 from unicrond.planning.presets import MODELS
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
-from unicrond.policy import Policy
+from unicrond.policy import Policy, Settings
 from unicrond.state import ClusterState
 from unicrond.work import iteration_flop
 
@@ -47,6 +47,8 @@ _TERM = 1
 _STORE = v.StoreAddress(host="127.0.0.1", port=1)
 #: More than any run commits: a task of the simulation has no end.
 _ITERATIONS = 2**50
+#: How long a health check takes, in which nothing is found (agents/self_test.py).
+_CHECK_S = 5.0
 #: Virtual seconds before time 0 in which everything starts.
 _WARM_UP_S = 3600.0
 
@@ -125,7 +127,8 @@ class CoreDriver:
 
     def start(self) -> None:
         """A coordinator, all nodes, all tasks; then virtual time runs until everybody trains."""
-        self._resolve(v.CoordinatorStarted(term=_TERM, version=_VERSION))
+        checks = Settings(self.policy, 1.0, check_timeout_s=60.0).numbers()
+        self._resolve(v.CoordinatorStarted(term=_TERM, version=_VERSION, policy=checks))
         for host in self.hosts:
             self._join(host)
         for number, spec in enumerate(self.specs, start=1):
@@ -317,10 +320,21 @@ class CoreDriver:
                 memberships[command.task] = command
             elif isinstance(command, v.StartWorker) and host.up:
                 self._start_process(host, command)
+            elif isinstance(command, v.CheckNode) and host.up:
+                self._after(_CHECK_S, lambda h=host, c=command: self._check(h, c))  # type: ignore[misc]
             elif isinstance(command, v.StopWorker):
                 self._after(self._assumed.stop_s, lambda h=host, w=command.worker: self._stop_process(h, w))  # type: ignore[misc]
         for membership in memberships.values():
             self.groups[membership.task].tell(membership)
+
+    def _check(self, host: Host, command: v.CheckNode) -> None:
+        """Nothing is wrong with a node of the simulation that is up."""
+        if host.up:
+            took_us = to_us(_CHECK_S)
+            found = v.NodeChecked(
+                node=host.name, command_id=command.command_id, passed=True, duration_us=took_us, detail="simulated"
+            )
+            self._say(host, found)
 
     def _start_process(self, host: Host, command: v.StartWorker) -> None:
         if host.process is not None:

@@ -9,7 +9,7 @@ Rules
   with what `decide` says without the answer.
 * What the coordinator's shell observed and appended as a decision is derived again by its own means: a
   deadline must have stood since the term's last decision; a lost or returned node must follow from the
-  retained heartbeats (`beat_check.py`), else it is counted as not verifiable.
+  retained heartbeats (`beat_check.py`), else it is counted as not verifiable; so is the end of a repair command.
 * Decisions of an old term are inert and not compared.
 * Another version or configuration is no error by itself; it is named, since it may explain a difference.
 
@@ -42,7 +42,7 @@ from unicrond.policy import Policy, Settings, settings_of
 from unicrond.state import ClusterState
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
-OBSERVED = (v.DeadlinePassed, v.NodeLost, v.NodeReturned)
+OBSERVED = (v.DeadlinePassed, v.NodeLost, v.NodeReturned, v.RepairEnded)
 _SOLUTIONS_MAX = 16
 _NO_WAY: dict[str, Any] = {
     field: value
@@ -236,7 +236,7 @@ class Verifier:
     # --- what the shell observed ----------------------------------------------------------------
 
     def _verify_observed(
-        self, entry: Recorded, event: v.DeadlinePassed | v.NodeLost | v.NodeReturned, stood: set[str]
+        self, entry: Recorded, event: v.DeadlinePassed | v.NodeLost | v.NodeReturned | v.RepairEnded, stood: set[str]
     ) -> None:
         based_on = entry.envelope.based_on
         if isinstance(event, v.DeadlinePassed):
@@ -248,6 +248,9 @@ class Verifier:
                     ["no such deadline stood; these did: " + (", ".join(sorted(stood)) or "none")],
                 )
             self.findings.deadlines += 1
+            return
+        if isinstance(event, v.RepairEnded):
+            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: an operator's command said so")
             return
         try:
             contradiction = self._beats.contradiction(event, entry.recorded_at_us, self._state)
@@ -285,8 +288,10 @@ def _differing(recorded: Sequence[v.AnyEvent], decided: Sequence[v.AnyEvent]) ->
 
 
 def _answers(events: Sequence[v.AnyEvent]) -> list[v.AnyEvent]:
-    """The events without what says how a plan was come by (from a table, in which time): that is no input."""
-    return [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) and _NO_WAY else e for e in events]
+    """The events without what says how a plan was come by (from a table, in which time), and which command checks a
+    node: these are no inputs."""
+    bare = [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) and _NO_WAY else e for e in events]
+    return [msgspec.structs.replace(e, argv=()) if isinstance(e, v.CheckNode) else e for e in bare]
 
 
 def _change(before: Settings | None, now: Settings) -> str:

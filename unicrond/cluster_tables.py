@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
+from unicrond.isolation import waits_for
 from unicrond.reconcile import occupied
 from unicrond.severity import RESPONSE
 from unicrond.state import ClusterState, Incident, Node, NodeStatus, Straggler, Task, TaskStatus, WorkerStatus
@@ -51,6 +52,11 @@ def node_status(node: Node) -> str:
     return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
 
 
+def _why(state: ClusterState, node: Node) -> str:
+    """Why it does not work, and what it waits for; "" where it does."""
+    return "; ".join(filter(None, (waits_for(state, node), node.reason or node.cordon_reason)))
+
+
 def nodes_table(
     state: ClusterState, rows_max: int | None = None, kept_back: Mapping[str, Mapping[str, float]] | None = None
 ) -> Table:
@@ -72,7 +78,7 @@ def nodes_table(
             "draining" if node_status(node) == "drained" and used.get(node.name) else node_status(node),
             f"{used.get(node.name, 0)}/{node.slots}",
             ", ".join(workers.get(node.name, ())) or "-",
-            "; ".join(filter(None, (_keeps_back(kept_back, node), node.reason or node.cordon_reason))) or "-",
+            "; ".join(filter(None, (_keeps_back(kept_back, node), _why(state, node)))) or "-",
         )
         for node in nodes
     ]

@@ -15,6 +15,7 @@ from events.schemas import FIRST, SCHEMA
 from events.vocabulary import ErrorKind, SeverityLevel
 from unicrond.faults import faults
 from unicrond.policy import Policy
+from unicrond.readmission import Readmission
 from unicrond.severity import IMPOSSIBLE
 from unicrond.strict_yaml import BadYaml, parse
 
@@ -55,6 +56,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `severity`: error kind -> 1, 2 or 3, in place of severity.py's. `injection`: people may order faults.
     `write_schema`: the newest schema to be written, by the agents too: that of the version to which one may go back.
+    `readmission`: how nodes come back that were isolated for their hardware (isolation.py).
     """
 
     state_dir: str = "unicron-state"
@@ -66,6 +68,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     severity: dict[ErrorKind, SeverityLevel] = {}
     injection: bool = False
     write_schema: Annotated[int, Meta(ge=FIRST, le=SCHEMA)] = SCHEMA
+    readmission: Readmission = Readmission()
 
     @property
     def checkpoints(self) -> Path:

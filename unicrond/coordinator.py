@@ -9,6 +9,7 @@ Rules
   thread; the loop goes on folding meanwhile.
 * Nodes that are lost within one window are one decision: while others are late as well, a plan waits for
   them, at most as long as a node may be silent. Survivors do not wait for the plan.
+* The operator's repair command runs beside the loop (readmission.py); its outcome is appended like a deadline.
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
 * A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
 * Fenced means that another coordinator has taken over: stop at once. Where the claim that fenced us does not count (the
@@ -22,17 +23,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+
+from msgspec.structs import replace
 
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced, LogDamaged, LogError
 from events.prose import summary
-from events.schemas import SCHEMA, lowered, told_version
+from events.schemas import SCHEMA, lowered, since, told_version
 from events.skips import passed_over
 from events.subjects import subject
 from events.vocabulary import (
     AnyEvent,
+    CheckNode,
     Command,
     CoordinatorStarted,
     DeadlinePassed,
@@ -51,6 +55,7 @@ from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
 from unicrond.foresight import Foresight
 from unicrond.invariants import InvariantError, check
+from unicrond.isolation import Repair
 from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, KeptBack, Liveness
 from unicrond.log_keeper import kept_back_lines
 from unicrond.own_decisions import Breaker, Stopped, require_sound
@@ -58,6 +63,8 @@ from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy, Settings
 from unicrond.provenance import Answered, stamped
+from unicrond.readmission import Outcome, Readmission, Repairs
+from unicrond.readmission import command as repair_command
 from unicrond.skipping import Needed
 from unicrond.snapshots import Mark, Snapshots, mark_of
 from unicrond.state import ClusterState
@@ -66,6 +73,7 @@ log = logging.getLogger("unicrond")
 
 _SOLUTIONS_MAX = 64
 _INBOX = 20_000
+_READMISSION = Readmission()
 
 
 class Clock:
@@ -98,10 +106,12 @@ class Coordinator:
         process: str = "",
         schema: int = SCHEMA,
         skip: Sequence[int] = (),
+        readmission: Readmission = _READMISSION,
+        repair: Callable[[Repair], Awaitable[Outcome]] | None = None,
     ) -> None:
         """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim.
         `schema`: the newest that is written (events/schemas.py). `skip`: entries of the log to pass over from now on
-        (events/skips.py)."""
+        (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`."""
         self.state = ClusterState()
         self._clock = clock
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
@@ -122,6 +132,10 @@ class Coordinator:
         self._severity = dict(severity or {})
         self._process = process
         self._schema = schema
+        self._readmission = readmission
+        if repair is None and readmission.repair:
+            repair = repair_command(readmission.repair, readmission.repair_timeout_s)
+        self._repairs = Repairs(repair, self._post) if repair else None
         self._lost_us: int | None = None
         self._read_us = clock.monotonic_us()
         self._gathering = False
@@ -140,6 +154,13 @@ class Coordinator:
 
     async def run(self) -> None:
         """Take over and coordinate until cancelled. Raises Fenced when another coordinator takes over."""
+        try:
+            await self._rule()
+        finally:
+            if self._repairs is not None:
+                await self._repairs.close()
+
+    async def _rule(self) -> None:
         await self._catch_up(await self._event_log.last_seq())
         while True:
             await self._claim()
@@ -174,7 +195,7 @@ class Coordinator:
             CoordinatorStarted(
                 term=term,
                 version=told_version(code_version(), self._schema),
-                policy=Settings(self._policy, self._heartbeat_s).numbers(),
+                policy=self._settings().numbers(),
                 severity=self._severity,
                 process=self._process,
             ),
@@ -183,6 +204,13 @@ class Coordinator:
         self._fence = await self._event_log.claim_term(started)
         self._hold_seq = self._fence.seq
         log.info("term %d: took over at sequence %d", term, self._fence.seq)
+
+    def _settings(self) -> Settings:
+        if self._schema < since(CheckNode):
+            return Settings(self._policy, self._heartbeat_s)
+        asked = self._readmission
+        repair_timeout_s = asked.repair_timeout_s if self._repairs else 0.0
+        return Settings(self._policy, self._heartbeat_s, asked.timeout_s, repair_timeout_s)
 
     def standing_alarms(self) -> list[str]:
         """What a person has to look at now, a line each."""
@@ -335,6 +363,8 @@ class Coordinator:
     async def _step(self) -> None:
         """One look at the whole state; the state asks for nothing more when it returns without appending."""
         self._arm_deadlines()
+        if self._repairs is not None:
+            self._repairs.look(self.state)
         if self._pending:
             pending, self._pending = self._pending, []
             await self._append(pending)
@@ -353,6 +383,7 @@ class Coordinator:
 
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
+        events = [replace(e, argv=self._readmission.check) if isinstance(e, CheckNode) else e for e in events]
         told = [form for event in events if (form := lowered(event, self._schema)) is not None]
         self._breaker.about_to_append(told)
         wrapped = [[self._wrap(event, self._fence.term) for event in batch] for batch in batches(told)]

@@ -133,7 +133,7 @@ def _add_node_control(commands: Commands) -> None:
     for name, text in (
         ("cordon", "no new workers for a node; those that it has stay"),
         ("drain", "empty a node: its workers move at an iteration boundary, and nothing is lost"),
-        ("uncordon", "a cordoned or drained node may have workers again"),
+        ("uncordon", "a cordoned, drained or isolated node may have workers again"),
     ):
         control = _add(commands, name, text, f"{name} node3 --reason 'new fan'")
         control.add_argument("node", metavar="NODE")

@@ -112,6 +112,7 @@ async def _serve_until_stopped(
         process=f"{socket.gethostname()}:{os.getpid()}",
         skip=skip,
         schema=config.write_schema,
+        readmission=config.readmission,
     )
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
         log.warning("%s", warning)

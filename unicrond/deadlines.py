@@ -1,11 +1,13 @@
 """Which deadlines stand, as data: the shell arms them on its monotonic clock and appends DeadlinePassed.
 
 Ids name their subject so exactly that one which comes late means nothing any more:
-`start:<worker>`, `regroup:<task>#<generation>`, `symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`.
+`start:<worker>`, `regroup:<task>#<generation>`, `symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`,
+`check:<node>#<nth>` (after failed attempts `#<nth>.<attempts>`).
 """
 
 from __future__ import annotations
 
+from unicrond import isolation
 from unicrond.policy import Policy
 from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
@@ -27,10 +29,7 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
             # Who has raised an error ends by itself, and tells more by that; who hangs does not.
             length_s = policy.symptom_window_s if incident.kind == "hang" else policy.exit_s
             standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
-    for node in state.nodes.values():
-        if node.isolated and not node.isolation_over:
-            length_s = policy.isolation_s * 2 ** min(node.isolations - 1, 10)
-            standing[f"isolation:{node.name}#{node.isolations}"] = int(length_s * _SECOND_US)
+    standing.update(isolation.deadlines(state, policy.isolation_s))
     for task in state.tasks.values():
         if task.status is not TaskStatus.ACTIVE or staffing(state, task).settled:
             continue

@@ -34,7 +34,7 @@ from collections.abc import Mapping
 
 from events import vocabulary as v
 from unicrond import memory_places
-from unicrond.deciding import closing, copies, ladder, memberships, plans, staff
+from unicrond.deciding import closing, copies, ladder, memberships, plans, readmission, staff
 from unicrond.deciding.batch import Batch
 from unicrond.deciding.plans import needed_solves
 from unicrond.estimates import corrections, failure_rate
@@ -59,7 +59,7 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
     for task in active_tasks(state):
         ladder.fail_task(batch, task, policy)
     ladder.isolate_nodes(batch, policy)
-    ladder.readmit_nodes(batch)
+    readmission.readmit_nodes(batch)
     if batch.events:
         return batch.events  # who may work has changed: plan with that
     fresh = is_fresh(state)

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.schemas import spoken_schema
-from unicrond import admission
+from unicrond import admission, isolation
 from unicrond.costs import accrue
 from unicrond.folding import (
     accelerators,
@@ -87,7 +87,15 @@ def fold_all(state: ClusterState, entries: list[Recorded]) -> ClusterState:
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:
     # A fault that the last coordinator did not get to is not to strike out of the blue.
     schema = spoken_schema(event.version)
-    return replace(state, term=event.term, severity=dict(event.severity), injections={}, schema=schema)
+    return replace(
+        state,
+        term=event.term,
+        severity=dict(event.severity),
+        injections={},
+        schema=schema,
+        check_limit_us=isolation.limit_us(event.policy, "check_timeout_s"),
+        repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
+    )
 
 
 def _inert(state: ClusterState) -> ClusterState:
@@ -105,7 +113,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeReturned: nodes.node_returned,
     v.NodeIsolated: nodes.node_isolated,
     v.NodeReadmitted: nodes.node_readmitted,
-    v.RepairEnded: _nothing,
+    v.RepairEnded: lambda state, event, _: isolation.repair_ended(state, event),
     v.NodeCordoned: nodes.node_cordoned,
     v.NodeUncordoned: nodes.node_uncordoned,
     v.WorkerStarted: workers.worker_started,
@@ -126,7 +134,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.StragglerRecovered: stragglers.straggler_recovered,
     v.CorruptionSuspected: suspicions.corruption_suspected,
     v.AcceleratorReported: accelerators.accelerator_reported,
-    v.NodeChecked: _nothing,
+    v.NodeChecked: lambda state, event, _: isolation.checked(state, event),
     v.StateKept: kept_states.state_kept,
     v.PeersRemembered: kept_states.peers_remembered,
     v.StateTaken: _nothing,  # the regrouping that follows says what the fold must know
@@ -153,5 +161,5 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.SetPeers: commands.set_peers,
     v.DropState: kept_states.drop_state,
     v.InjectFault: injections.inject_fault,
-    v.CheckNode: lambda state, event, envelope: commands.count_command(state, event.node),
+    v.CheckNode: lambda state, event, _: isolation.check_begun(commands.count_command(state, event.node), event),
 }

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from unicrond.alarms import Alarms
 from unicrond.cluster_tables import stragglers
 from unicrond.costs import costs_at
+from unicrond.isolation import phase
 from unicrond.liveness import KeptBack
 from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.work import achieved_waf, delivered_flop
@@ -57,6 +58,7 @@ class StateCollector(Collector):
         yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [t.status for t in state.tasks.values()])
         statuses = [w.status for t in state.tasks.values() for w in t.workers.values()]
         yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
+        yield from self._isolated(state)
         yield from self._tasks(state)
         yield self._stragglers(state)
         yield from self._last_incident(state)
@@ -83,6 +85,17 @@ class StateCollector(Collector):
         for name, flop in costs_at(state, state.now_us)._asdict().items():
             family.add_metric([name.removesuffix("_flop")], float(flop))
         return family
+
+    def _isolated(self, state: ClusterState) -> Iterator[Metric]:
+        """What isolated nodes wait for, and how often that came to nothing."""
+        waits = GaugeMetricFamily("unicron_node_isolated", "Isolated nodes, by phase", labels=["node", "phase"])
+        failed = GaugeMetricFamily("unicron_node_failed_checks", "Checks and repairs without success", labels=["node"])
+        for node in state.nodes.values():
+            if node.isolated:
+                waits.add_metric([node.name, phase(state, node).value], 1.0)
+                failed.add_metric([node.name], float(node.isolation.attempts if node.isolation else 0))
+        yield waits
+        yield failed
 
     def _tasks(self, state: ClusterState) -> Iterator[Metric]:
         families: dict[str, tuple[str, Callable[[Task], float]]] = {

@@ -22,7 +22,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     nobody stays, ten times as long: who leaves may have to write the whole state to storage first.
     `exit_s`: how long a worker that has reported an error (SEV2, SEV1) may take to end by itself.
     `reattempts_max`: reattempts in place, none of them calm, before one end of what broke is restarted (SEV2).
-    `isolation_s`: how long a node that failed a restart gets no workers; doubles with each isolation.
+    `isolation_s`: how long an isolated node gets no workers at least; doubles with each isolation, and with each health
+    check that it fails (isolation.py).
     `strikes_max`: blows to a task on one node without a step between them (or, where connections break: without a
     calm) before the node is isolated (SEV1).
     `stuck_max`: blows to a task without a new iteration before the task is failed.
@@ -49,19 +50,30 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Settings(NamedTuple):
-    """All that a coordinator's decisions depend on besides the log: what CoordinatorStarted carries."""
+    """All that a coordinator's decisions depend on besides the log: what CoordinatorStarted carries.
+
+    `check_timeout_s`, `repair_timeout_s`: how long a health check of an isolated node and the operator's repair command
+    may take; 0: there is none.
+    """
 
     policy: Policy
     heartbeat_s: float
+    check_timeout_s: float = 0.0
+    repair_timeout_s: float = 0.0
 
     def numbers(self) -> dict[str, float]:
         """Field -> number by name, for the log."""
         fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
+        fields |= {name: getattr(self, name) for name in _LIMITS if getattr(self, name)}
         return {name: float(value) for name, value in sorted(fields.items())}
+
+
+_LIMITS = ("check_timeout_s", "repair_timeout_s")
 
 
 def settings_of(numbers: Mapping[str, float]) -> Settings:
     """`Settings.numbers` read back; what is missing gets its default. ValueError for what this version has not."""
     fields = {name: int(value) if value.is_integer() else value for name, value in numbers.items()}
     heartbeat_s = float(fields.pop("heartbeat_s", 1.0))
-    return Settings(msgspec.convert(fields, Policy, strict=False), heartbeat_s)
+    limits = [float(fields.pop(name, 0.0)) for name in _LIMITS]
+    return Settings(msgspec.convert(fields, Policy, strict=False), heartbeat_s, *limits)

@@ -22,6 +22,7 @@ from events.vocabulary import (
     HangSuspected,
     Member,
     MemoryService,
+    RepairNeed,
     ReshapeRequested,
     StoreAddress,
     TaskAssignment,
@@ -71,6 +72,24 @@ class TaskStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an isolated node has been through (isolation.py). `cause`: "hardware", "strikes" (workers ended there); "":
+    it is over after a time. `attempts`: checks and repairs that failed, or had no end.
+
+    `command_id`: of the check under way. `repaired`: the repair command has done its work. `pardon`: why a person wants
+    it back. `last`, `last_us`: the last outcome, in words, and when.
+    """
+
+    cause: str = ""
+    attempts: int = 0
+    command_id: str = ""
+    passed: bool = False
+    repaired: bool = False
+    pardon: str = ""
+    last: str = ""
+    last_us: int = 0
+
+
 class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
 
@@ -102,6 +121,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     schema: int = 1
     unread: int = 0
     injected: bool = False
+    isolation: Isolation | None = None
+    needs: RepairNeed = ""
 
     @property
     def schedulable(self) -> bool:
@@ -390,6 +411,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `refused`: the newest REFUSED_MAX of the quarantined that were valid events.
     `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
     `schema`: what the coordinator of the present term reads and writes (events/schemas.py).
+    `check_limit_us`, `repair_limit_us`: how long its health checks and repairs may take; 0: it has none (isolation.py).
     """
 
     seq: int = always(0)
@@ -411,6 +433,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     inert: int = always(0)
     refused: tuple[Refusal, ...] = ()
     schema: int = 1
+    check_limit_us: int = 0
+    repair_limit_us: int = 0
 
 
 #: How many closed incidents the state remembers; the log has them all.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from agents.accelerators.readings import Reading, RecoveryAction, Sighting, Throttle, XidSeen
 from agents.accelerators.xids import RECOVERY_ACTION_CHANGED, Xid, is_known, xid
-from events.vocabulary import ErrorKind, WorkerId
+from events.vocabulary import ErrorKind, RepairNeed, WorkerId
 
 RECURS_S = 3600.0
 BURST_S = 60.0
@@ -34,6 +34,7 @@ LINK_ERRORS_MIN = 100
 
 #: What the table calls broken and the driver, asked, does not.
 _BROKEN: frozenset[ErrorKind] = frozenset({"gpu_broken", "ecc_error", "nvlink_error", "driver_error"})
+_REPAIRS: dict[RecoveryAction, RepairNeed] = {"reset": "reset", "reboot": "reboot", "drain": "reset", "other": "other"}
 _NEEDS: dict[RecoveryAction, str] = {
     "reset": "a reset",
     "reboot": "a reboot of the node",
@@ -50,6 +51,7 @@ class Finding:
     message: str
     xid: int = 0
     warning: bool = False
+    needs: RepairNeed = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,14 @@ def _code(
         message += f"; after XID {cause} on the same GPU"
     elif not is_known(seen.code):
         message += f"; {row.advice}"
-    finding = Finding(kind=kind, message=message, xid=seen.code, warning=kind is not None or not is_known(seen.code))
+    said = _REPAIRS.get(seen.action, "") if seen.action is not None else row.needs
+    finding = Finding(
+        kind=kind,
+        message=message,
+        xid=seen.code,
+        warning=kind is not None or not is_known(seen.code),
+        needs=said if kind in _BROKEN else "",
+    )
     return replace(history, codes={**history.codes, seen.code: (now_s, workers)}), (finding,)
 
 
@@ -134,10 +143,10 @@ def _reading(
 ) -> tuple[History, tuple[Finding, ...]]:
     findings: list[Finding] = []
     states = {}
-    for name, kind, message in _states(now):
+    for name, kind, message, needs in states_of(now):
         told_of = history.states.get(name)
         if told_of is None or set(workers) - set(told_of):
-            findings.append(Finding(kind=kind, message=message, warning=True))
+            findings.append(Finding(kind=kind, message=message, warning=True, needs=needs))
         states[name] = workers
     # A GPU that is lost tells no counts: they go on from where they were.
     before = history.reading
@@ -153,14 +162,15 @@ def _reading(
     return replace(history, reading=kept, states=states, told=told, throttled=throttled), tuple(findings)
 
 
-def _states(now: Reading) -> Iterator[tuple[str, ErrorKind, str]]:
+def states_of(now: Reading) -> Iterator[tuple[str, ErrorKind, str, RepairNeed]]:
+    """What is wrong with a GPU at this moment: name of the state, kind, message, what it needs."""
     if now.lost:
-        yield "lost", "gpu_broken", "the driver has lost the GPU"
+        yield "lost", "gpu_broken", "the driver has lost the GPU", "reboot"
     if now.action is not None and now.action != "none":
         message = f"the driver says that the GPU needs {_NEEDS[now.action]}"
-        yield f"action {now.action}", "gpu_broken", message
+        yield f"action {now.action}", "gpu_broken", message, _REPAIRS[now.action]
     if now.rows_failed:
-        yield "rows", "ecc_error", "memory rows can be remapped no more"
+        yield "rows", "ecc_error", "memory rows can be remapped no more", "replace"
 
 
 def _growth(history: History, before: Reading, now: Reading, now_s: float) -> Iterator[Finding]:

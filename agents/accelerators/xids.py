@@ -6,6 +6,8 @@ Rules
 * No kind: it is told, and nothing follows. A symptom's cause is told by another code or by the process's own end.
 * A code that is not in the table is a fault of what ran there (SEV2), with a warning that names it: the code may be
   informational, so no node is lost over a single one; what is broken comes again, and then it is.
+* What the advice asks for decides who may take the node back (isolation.py): a health check; where it is a reboot, or
+  another part, a person or the operator's repair command first.
 * Where the driver itself says what the GPU needs (its recovery action), that counts instead (`diagnosis.py`).
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from events.vocabulary import ErrorKind
+from events.vocabulary import ErrorKind, RepairNeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,13 @@ class Xid:
     kind: ErrorKind | None
     recurring: bool = False
 
+    @property
+    def needs(self) -> RepairNeed:
+        """What the advice asks of the node's keeper, before the GPU is used again."""
+        return _NEEDS.get(self.advice, "")
 
+
+_NEEDS: dict[str, RepairNeed] = {"reset the GPU": "reset", "reboot the node": "reboot"}
 #: The driver has changed its mind about what the GPU needs; the code itself says nothing more.
 RECOVERY_ACTION_CHANGED = 154
 
@@ -44,7 +52,7 @@ XIDS: tuple[Xid, ...] = (
     Xid((64,), "row remapping failed", "reset the GPU", "ecc_error"),
     Xid((92,), "high rate of single-bit ECC errors", "none", None),
     Xid((94,), "contained ECC error", "restart the program", "gpu_fault"),
-    Xid((95,), "uncontained ECC error", "reset the GPU", "ecc_error"),
+    Xid((95,), "uncontained ECC error", "reboot the node", "ecc_error"),
     Xid((74, 144, 145, 146, 147, 148, 149, 150), "NVLink error", "diagnose the link", "nvlink_error"),
     Xid((79,), "GPU has fallen off the bus", "reboot the node", "gpu_broken"),
     Xid((46,), "GPU stopped: timeout", "reset the GPU", "gpu_broken"),

@@ -6,9 +6,19 @@ from msgspec.structs import replace
 
 from agents import ordered_faults
 from agents.handling import kept_states, memberships, starting, stopping
-from agents.handling.turn import UNREAD, Turn
-from agents.state import Commanded, Order, Unreadable
-from events.vocabulary import DropState, Fault, InjectFault, SetMembership, SetPeers, StartWorker, StopWorker
+from agents.handling.turn import MAX_TEXT, UNREAD, Turn
+from agents.state import Checked, Commanded, Order, RunCheck, Unreadable
+from events.vocabulary import (
+    CheckNode,
+    DropState,
+    Fault,
+    InjectFault,
+    NodeChecked,
+    SetMembership,
+    SetPeers,
+    StartWorker,
+    StopWorker,
+)
 
 
 def commanded(turn: Turn, given: Commanded) -> None:
@@ -29,7 +39,7 @@ def commanded(turn: Turn, given: Commanded) -> None:
     if fence > turn.memory.fence:
         turn.remember(fence=fence)
     match command:
-        case StartWorker() | InjectFault() if given.age_s > turn.config.start_max_age_s:
+        case StartWorker() | InjectFault() | CheckNode() if given.age_s > turn.config.start_max_age_s:
             turn.answer(
                 order,
                 f"stale: commanded {given.age_s:.0f} s ago, it acts within {turn.config.start_max_age_s:g} s "
@@ -45,6 +55,8 @@ def commanded(turn: Turn, given: Commanded) -> None:
             turn.answer(order, "stale: it was for an agent whose run directory is lost; it may have obeyed")
         case InjectFault(fault=fault):
             inject(turn, fault, order)
+        case CheckNode():
+            check(turn, command, order)
         case SetPeers(task=task, peers=peers):
             kept_states.set_peers(turn, task, peers, order)
         case DropState(task=task):
@@ -65,6 +77,9 @@ def is_pending(turn: Turn, command_id: str) -> bool:
     starts = [w.order for w in turn.memory.waiting]
     starts += [w.starting.order for w in turn.memory.workers.values() if w.starting]
     stops = [o for w in turn.memory.workers.values() for o in w.stop_orders]
+    checking = turn.state.checking
+    if checking is not None and checking.command_id == command_id:
+        return True
     return command_id in turn.state.striking or any(order.command_id == command_id for order in starts + stops)
 
 
@@ -90,3 +105,36 @@ def struck(turn: Turn, command_id: str, reason: str) -> None:
     if order is not None:
         turn.state = replace(turn.state, striking={c: o for c, o in turn.state.striking.items() if c != command_id})
         turn.answer(order, reason)
+
+
+def check(turn: Turn, command: CheckNode, order: Order) -> None:
+    if turn.state.checking is not None:
+        turn.answer(order, "another check is under way")
+        return
+    turn.state = replace(turn.state, checking=order)
+    turn.actions.append(
+        RunCheck(
+            command_id=order.command_id,
+            argv=command.argv,
+            limit_s=command.limit_us / 1e6,
+            reason=command.reason,
+        )
+    )
+
+
+def checked(turn: Turn, given: Checked) -> None:
+    order = turn.state.checking
+    if order is None or order.command_id != given.command_id:
+        return
+    turn.state = replace(turn.state, checking=None)
+    turn.append(
+        NodeChecked(
+            node=turn.config.node,
+            command_id=given.command_id,
+            passed=given.passed,
+            duration_us=given.duration_us,
+            detail=given.detail[:MAX_TEXT],
+        ),
+        order.cause,
+    )
+    turn.answer(order)

@@ -227,5 +227,6 @@ def accelerator_saw(turn: Turn, saw: AcceleratorSaw) -> None:
             kind=saw.kind,
             xid=saw.xid,
             message=saw.message[:MAX_TEXT],
+            needs=saw.needs,
         )
     )

@@ -19,6 +19,7 @@ from agents.state import (
     Append,
     Appended,
     ArmTimer,
+    Checked,
     Commanded,
     Config,
     CopyState,
@@ -30,6 +31,7 @@ from agents.state import (
     Input,
     Leave,
     LogSeen,
+    RunCheck,
     Stalled,
     StateHeld,
     StrikeNode,
@@ -157,6 +159,8 @@ class Agent:
                 self._copies[task, shard] = peers
             case StrikeNode(fault=fault, command_id=command_id):
                 self._strike(fault, command_id)
+            case RunCheck(command_id=command_id):
+                self.host.loop.call_later(self.host.check_s, self._checked, command_id)
             case Disconnect(worker=worker):
                 self._drop_worker(worker)
             case Finish():
@@ -177,6 +181,12 @@ class Agent:
             self.host.drop_network(fault.seconds)
             reason = ""
         self.feed(Struck(command_id=command_id, reason=reason))
+
+    def _checked(self, command_id: str) -> None:
+        """See agents/health.py."""
+        took_us, ill = int(self.host.check_s * 1e6), self.host.ill
+        detail = "it is ill" if ill else "nothing wrong was found"
+        self.feed(Checked(command_id=command_id, passed=not ill, duration_us=took_us, detail=detail))
 
     def _copy(self, task: str, shard: int) -> None:
         """The newest state of the shard, to the first peer that takes it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 
 from events.log import Fenced
 from events.schemas import FIRST, SCHEMA
@@ -18,7 +19,11 @@ from replay.simulation.network import Link
 from replay.simulation.virtual_time import HostClock
 from replay.simulation.witness import Witness
 from unicrond.coordinator import Coordinator
+from unicrond.isolation import Repair
 from unicrond.policy import Policy
+from unicrond.readmission import Outcome, Readmission
+
+_READMISSION = Readmission(timeout_s=4.0, repair_timeout_s=10.0)
 
 
 class Head:
@@ -44,8 +49,10 @@ class Coordinators:
         policy: Policy,
         heartbeat_s: float,
         versions: random.Random,
+        repair: Callable[[Repair], Awaitable[Outcome]] | None,
     ) -> None:
-        """`versions`: what draws the schema that each head writes."""
+        """`versions`: what draws the schema that each head writes. `repair`: the operator's command; None: there is
+        none, people do it."""
         self._loop = loop
         self._drawn = drawn
         self._server = server
@@ -54,6 +61,7 @@ class Coordinators:
         self._policy = policy
         self._heartbeat_s = heartbeat_s
         self._versions = versions
+        self._repair = repair
         self.clock = HostClock(loop)
         self.heads: list[Head] = []
 
@@ -79,6 +87,8 @@ class Coordinators:
             self.clock,
             process=f"head:{len(self.heads)}",
             schema=self._versions.choice((FIRST, SCHEMA, SCHEMA)),
+            readmission=_READMISSION,
+            repair=self._repair,
         )
         task = self._loop.create_task(coordinator.run())
         head = Head(coordinator, log, task)

@@ -64,7 +64,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
     "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
     "report_error": (2, 0.0, ("store_error", "nccl_error", "collective_timeout", "nvlink_error"), 1),
-    "ill_accelerator": (2, 0.0, ("ecc_error", "nvlink_error", "cuda_error", ""), 1),
+    "ill_accelerator": (3, 6.0, ("ecc_error", "nvlink_error", "cuda_error", "gpu_broken", ""), 1),
     "order_fault": (
         4,
         3.0,
@@ -300,14 +300,18 @@ def _report_error(world: World, fault: Fault) -> None:
 
 
 def _ill_accelerator(world: World, fault: Fault) -> None:
-    """A driver reports an error of an accelerator, somebody's or nobody's; without a kind it is only news."""
+    """A driver reports an error of an accelerator, somebody's or nobody's; without a kind it is only news. For a while
+    the node fails its health checks; a GPU that is broken needs a reboot, too."""
     workers = {process.host.name: process.worker for process in _victims(world, fault)}
     for host in _hosts(world, fault):
         if host.agent is not None:
             worker = workers.get(host.name, "") if fault.pick else ""
             kind: Any = fault.how or None
-            saw = AcceleratorSaw(accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated")
+            needs: Any = "reboot" if kind == "gpu_broken" else ""
+            saw = AcceleratorSaw(accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", needs=needs)
             host.agent.feed(saw)
+            host.ill = kind is not None
+            _until(world, fault, lambda host=host: setattr(host, "ill", False))  # type: ignore[misc]
 
 
 def _reset_group(world: World, fault: Fault) -> None:

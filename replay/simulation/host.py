@@ -84,6 +84,9 @@ class Host:
         self.link = Link(loop, drawn)
         self.disk = Disk()
         self.on = True
+        #: Its hardware is broken: it fails its health checks, each of which takes `check_s`.
+        self.ill = False
+        self.check_s = 1.5
         self.has_left = False
         #: When False, an agent that ends stays away until somebody starts it.
         self.supervised = True

@@ -14,7 +14,7 @@ from agents.trainer.ledger import Total
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.schemas import schema_of
+from events.schemas import schema_of, since
 from unicrond.decide import decide, needed_solves
 from unicrond.invariants import InvariantError, check
 from unicrond.planning.placement import Shape, place
@@ -36,6 +36,7 @@ RULES: dict[str, str] = {
     "commands_can_be_read": "A node is commanded in what its agent reads, and in what the coordinator may write.",
     "cordoned_nodes_get_nobody": "No worker is started on a node that people have cordoned.",
     "innocents_stay": "No node that nothing has happened to is isolated while its tasks make steps.",
+    "unchecked_nodes_stay_out": "A node that is isolated for its hardware works again after a check, or by a person.",
     "handovers_are_awaited": "Who leaves for another layout is not stopped before it has handed over and parked.",
     "ordered_faults_strike_once": "A fault that people have ordered strikes once, whatever is repeated.",
     "stale_commands_never_act": "An agent that has seen a newer term or epoch does nothing about an older command.",
@@ -177,6 +178,18 @@ def innocents_stay(known: ClusterState, isolated: v.NodeIsolated, touched: Colle
         if clear or (isolated.node in task.breaks and task.stuck < strikes_max):
             return f"{isolated.node} is isolated, though nothing ever happened to it: {isolated.reason}"
     return ""
+
+
+def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collection[str]) -> str:
+    """`cleared`: what has happened to the node since it was isolated: "check", "repair", "person"."""
+    known = before.nodes.get(node)
+    if known is None or known.isolation is None or known.isolation.cause != "hardware" or "person" in cleared:
+        return ""
+    if not before.check_limit_us or known.schema < since(v.CheckNode):
+        return ""  # an old head or an old agent knows no checks
+    if known.needs in ("reboot", "replace", "other") and "repair" not in cleared:
+        return f"{node} is readmitted, which needs {known.needs}, and nobody has been there"
+    return "" if "check" in cleared else f"{node} is readmitted unchecked: {known.reason}"
 
 
 def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:

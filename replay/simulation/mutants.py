@@ -26,8 +26,8 @@ from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.run import Outcome
 from replay.simulation.seeds import cores, outcomes
-from unicrond import blame, coordinator, fold, reconcile, state
-from unicrond.deciding import copies, memberships, staff
+from unicrond import blame, coordinator, fold, isolation, reconcile, state
+from unicrond.deciding import copies, memberships, readmission, staff
 from unicrond.deciding.batch import Batch
 from unicrond.folding import changes, incidents
 from unicrond.state import NodeStatus
@@ -254,6 +254,29 @@ def _hurry_a_handover() -> None:
     _patch(memberships, "reshape", make)
 
 
+def _readmit_unchecked() -> None:
+    def make(phase: Any) -> Any:
+        def trusting(known: Any, node: Any) -> Any:
+            now = phase(known, node)
+            return isolation.Phase.CLEARED if now is isolation.Phase.TO_CHECK else now
+
+        return trusting
+
+    _patch(isolation, "phase", make)
+
+
+def _believe_any_check() -> None:
+    _patch_fold(v.NodeChecked, lambda fold: lambda before, event, env: fold(before, replace(event, passed=True), env))
+
+
+def _check_what_needs_hands() -> None:
+    _patch(isolation, "needs_hands", lambda _: lambda node: False)
+
+
+def _never_check() -> None:
+    _patch(readmission, "_check", lambda _: lambda batch, node: None)
+
+
 def _no_deadlines() -> None:
     _patch(coordinator, "deadlines", lambda _: lambda state, policy: {})
 
@@ -395,6 +418,10 @@ MUTANTS: dict[str, Mutant] = {
     "keep_for_ever": Mutant("states of ended tasks stay in memory", _keep_for_ever),
     "tell_no_peers": Mutant("copies of states go where they went before nodes came or left", _tell_no_peers),
     "hurry_a_handover": Mutant("who hands its state over is stopped at once", _hurry_a_handover),
+    "readmit_unchecked": Mutant("an isolated node is taken back unchecked", _readmit_unchecked),
+    "believe_any_check": Mutant("a failed health check is taken for a passed one", _believe_any_check),
+    "check_what_needs_hands": Mutant("what needs a reboot is taken back by a check alone", _check_what_needs_hands),
+    "never_check": Mutant("no health check is ever asked for", _never_check),
     "no_deadlines": Mutant("no deadline ever passes", _no_deadlines),
     "act_on_a_stale_epoch": Mutant("an agent takes a command of an old epoch for a new one", _act_on_a_stale_epoch),
     "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),

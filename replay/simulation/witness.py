@@ -53,6 +53,8 @@ class Witness:
         self._struck: set[str] = set()
         self._steps: dict[tuple[str, int, int], list[tuple[Total, int, str]]] = {}
         self._lineages = 0
+        self._cleared: dict[str, set[str]] = {}
+        self._checks: set[str] = set()
 
     @property
     def state(self) -> ClusterState:
@@ -95,6 +97,7 @@ class Witness:
         if envelope.term and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("commands_can_be_read", rules.commands_can_be_read(known, entry))
+        self._readmission(before, event, is_ruling=envelope.term == before.term)
         if isinstance(event, v.PlanAdopted):
             known = self.states[envelope.based_on]
             self.broke("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(known, event))
@@ -114,6 +117,22 @@ class Witness:
             expected = sum(self.training.digest(spec, iteration) for iteration in iterations) % DIGEST_MODULUS
             samples = len(iterations) * spec.global_batch
             self.broke("reports_are_exact", rules.reports_are_exact(event, samples, expected))
+
+    def _readmission(self, before: ClusterState, event: v.AnyEvent, *, is_ruling: bool) -> None:
+        match event:
+            case v.NodeIsolated(node=node) if is_ruling:
+                self._cleared[node] = set()
+            case v.CheckNode(command_id=command_id) if is_ruling:
+                self._checks.add(command_id)
+            case v.NodeChecked(node=node, command_id=command_id, passed=True) if command_id in self._checks:
+                self._cleared.setdefault(node, set()).add("check")
+            case v.RepairEnded(node=node, passed=True) if is_ruling:
+                self._cleared.setdefault(node, set()).add("repair")
+            case v.NodeUncordoned(node=node):
+                self._cleared.setdefault(node, set()).add("person")
+            case v.NodeReadmitted(node=node) if is_ruling:
+                cleared = self._cleared.get(node, set())
+                self.broke("unchecked_nodes_stay_out", rules.unchecked_nodes_stay_out(before, node, cleared))
 
     # --- agents ----------------------------------------------------------------------------------
 

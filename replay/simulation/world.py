@@ -17,6 +17,7 @@ from replay.simulation.network import Link
 from replay.simulation.training import Training
 from replay.simulation.virtual_time import HostClock, VirtualLoop
 from replay.simulation.witness import Witness
+from unicrond.isolation import Repair, needs_hands
 from unicrond.policy import Policy
 
 HEARTBEAT_S = 1.0
@@ -67,6 +68,7 @@ class World:
             self.policy,
             HEARTBEAT_S,
             self.drawn("heads' versions"),
+            self._repair if seed % 2 else None,
         )
         self._api = Endpoint(self.server, Link(loop, self.drawn("api")), self.witness.acknowledged)
         self._asked = 0
@@ -117,9 +119,17 @@ class World:
         """One more task, after all faults: whatever has become of the others, this one must train."""
         self.submit(self._spec("last", _FOREVER))
 
+    async def _repair(self, repair: Repair) -> tuple[bool, str]:
+        """The operator's command reboots the node, or fails at it."""
+        await asyncio.sleep(2.0)
+        self.hosts[repair.node].ill = False
+        return bool(repair.isolation % 2), "simulated"
+
     def uncordon_all(self) -> None:
-        """People take every node into service again."""
-        for name in self.cordoned:
+        """People take every node into service again, and those that wait for them."""
+        isolated = (node.name for node in self.witness.state.nodes.values() if node.isolated and needs_hands(node))
+        self.cordoned.update(isolated)
+        for name in sorted(self.cordoned):
             self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))
         self.cordoned.clear()
 
@@ -186,6 +196,7 @@ class World:
             host.disk.full = False
             host.supervised = True
             host.has_left = False
+            host.ill = False
             host.power_on()
             host.run_agent()
             if host.agent is not None:

@@ -28,6 +28,7 @@ from tests.integration.disobedient_gpt import order
 from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats
 from unicrond.client import Refused
 from unicrond.inject import inject
+from unicrond.isolation import Phase, phase
 from unicrond.severity import RESPONSE, SEVERITY
 from unicrond.state import ClusterState, Severity, TaskStatus
 
@@ -100,8 +101,8 @@ def orders(live: Live) -> Path:
 async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     """The task; its second worker is to die before it is ready."""
     directory = tmp_path_factory.mktemp("live")
-    policy = {"isolation_s": 2.0}
-    async with live_cluster(directory, nodes=4, workers=WORKERS, injection=True, policy=policy) as live:
+    settings = {"policy": {"isolation_s": 2.0}, "readmission": {"check": ["true"]}}
+    async with live_cluster(directory, nodes=4, workers=WORKERS, injection=True, **settings) as live:
         orders(live).mkdir()
         corpus.build(live.directory / "stdlib")
         order(orders(live), f"{TASK}.2", "die")
@@ -227,6 +228,10 @@ async def test_row(live: Live, row: Row) -> None:
     worker = members(before)[RANK]
     node = before.tasks[TASK].workers[worker].node
     await strike(live, row, worker, node)
+    if row.kind == "gpu_broken":
+        await live.until("it needs a reboot", lambda s: phase(s, s.nodes[node]) is Phase.AWAITS_PERSON)
+        assert "it needs a reboot" in await live.run("unicronctl", "--url", live.dev.url, "nodes")
+        await live.run("unicronctl", "--url", live.dev.url, "uncordon", node)
     after = await live.training(incidents=live.incidents + 1)
     incident = after.closed[-1]
     assert (incident.kind, incident.severity, incident.response) == (row.kind, row.severity, RESPONSE[row.severity])

@@ -47,12 +47,16 @@ class Host:
     boot: int = 0
     processes: dict[str, Process] = field(default_factory=dict)
     commands: list[Recorded] = field(default_factory=list)
+    #: It fails its health checks; None: it never answers.
+    ill: bool | None = False
 
 
 class MiniCluster:
     """`run()` delivers until nothing moves; faults are methods."""
 
-    def __init__(self, seed: int, policy: Policy | None = None) -> None:
+    def __init__(self, seed: int, policy: Policy | None = None, *, check_s: float = 0.0, repair_s: float = 0.0) -> None:
+        """`check_s`, `repair_s`: limits of health checks and repairs; 0: there are none."""
+        self.limits_s = (check_s, repair_s)
         self.random = random.Random(seed)
         self.policy = policy or Policy()
         self.state = ClusterState()
@@ -100,7 +104,7 @@ class MiniCluster:
     def take_over(self) -> None:
         """A coordinator crash and restart."""
         term = self.state.term + 1
-        policy = Settings(self.policy, 1.0).numbers()
+        policy = Settings(self.policy, 1.0, *self.limits_s).numbers()
         self.append(
             v.CoordinatorStarted(term=term, version=told_version("test", SCHEMA), policy=policy), "coordinator", term
         )
@@ -220,12 +224,22 @@ class MiniCluster:
                     expected=True,
                 )
                 self.say(host, exited)
+        elif isinstance(command, v.CheckNode) and host.ill is not None:
+            self.checked(host, command, passed=not host.ill)
         elif isinstance(command, v.SetMembership):
             for process in host.processes.values():
                 if process.task == command.task and (
                     process.told is None or process.told.generation < command.generation
                 ):
                     process.told = command
+
+    def checked(self, host: Host, command: v.CheckNode, *, passed: bool) -> None:
+        self.say(
+            host,
+            v.NodeChecked(
+                node=host.name, command_id=command.command_id, passed=passed, duration_us=9, detail="as the test wants"
+            ),
+        )
 
     def group_up(self, task: str) -> bool:
         """The newest membership that a process was told forms, if all its members are there."""

@@ -167,18 +167,3 @@ def isolate_nodes(batch: Batch, policy: Policy) -> None:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
         if reasons:
             batch.add(v.NodeIsolated(node=node.name, until_us=None, reason=reasons[0][:1024]))
-
-
-def readmit_nodes(batch: Batch) -> None:
-    """Those whose time is over, and those that were not at fault. None while its incident is open: it would be isolated
-    for that again."""
-    state = batch.state
-    blamed = {incident.node for incident in state.incidents.values() if incident.severity is Severity.SEV1}
-    for node in state.nodes.values():
-        if not node.isolated or node.name in blamed:
-            continue
-        strikers = [task for task in state.tasks.values() if node.name in task.strikes or node.name in task.breaks]
-        if node.isolation_over:
-            batch.add(v.NodeReadmitted(node=node.name, reason="its isolation is over"))
-        elif strikers and all(task.status is TaskStatus.FAILED for task in strikers):
-            batch.add(v.NodeReadmitted(node=node.name, reason=f"task {strikers[0].name} was at fault, not the node"))

@@ -5,6 +5,7 @@ Rules
 * It belongs to the incident of the worker who runs there, as if the worker had said it (`incidents.blame`).
 * Where nobody runs there, a fault that would restart a process is nothing to anybody; one that takes the node out of
   service does so before somebody is started there.
+* What the hardware needs is remembered until the node is readmitted: isolation.py says what that asks for.
 * A node that is isolated already is not isolated again by what nobody runs on.
 """
 
@@ -14,8 +15,9 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from unicrond import isolation
 from unicrond.folding import incidents
-from unicrond.folding.changes import with_incident, worker_known
+from unicrond.folding.changes import with_incident, with_node, worker_known
 from unicrond.folding.incidents import Fact
 from unicrond.severity import severity_of
 from unicrond.state import ClusterState, NodeStatus, Severity, TaskStatus
@@ -25,6 +27,9 @@ def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, enve
     node = state.nodes.get(event.node)
     if event.kind is None or node is None or node.status is not NodeStatus.UP:
         return state
+    if severity_of(event.kind, state.severity) is Severity.SEV1:
+        node = isolation.broken(node, event.needs)
+        state = with_node(state, node)
     message = f"{event.accelerator}: {event.message}"[:1024]
     known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
     if known is not None and known[1].alive and known[0].status is TaskStatus.ACTIVE and known[1].node == event.node:

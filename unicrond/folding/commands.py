@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from unicrond import isolation
 from unicrond.folding import strikes
 from unicrond.folding.changes import with_node, with_task, with_worker, without_workers, worker_known
 from unicrond.state import UNREAD_MAX, ClusterState, Worker, WorkerStatus
@@ -71,6 +72,7 @@ def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -
 
 
 def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
+    state = isolation.check_refused(state, event)
     if event.reads:
         state, is_new = _learn_what_it_reads(state, event)
         if is_new:

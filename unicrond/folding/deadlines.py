@@ -6,8 +6,9 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from unicrond import isolation
 from unicrond.folding import incidents, strikes
-from unicrond.folding.changes import with_incident, with_node
+from unicrond.folding.changes import with_incident
 from unicrond.state import ClusterState, WorkerStatus
 
 
@@ -18,11 +19,8 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
         incident = state.incidents[subject]
         meant = (kind == "symptom") == incidents.is_symptom(incident)
         return with_incident(state, replace(incident, ripe=True)) if meant else state
-    if kind == "isolation":
-        name, _, nth = subject.partition("#")
-        node = state.nodes.get(name)
-        if node is not None and node.isolated and str(node.isolations) == nth:
-            return with_node(state, replace(node, isolation_over=True))
+    if kind in ("isolation", "check"):
+        return isolation.deadline_passed(state, kind, subject)
     if kind == "regroup":
         name, _, generation = subject.partition("#")
         task = state.tasks.get(name)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from events.schemas import spoken_schema
+from unicrond import isolation
 from unicrond.folding import incidents, injections, kept_states, strikes
 from unicrond.folding.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
@@ -36,10 +37,14 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         commands=old.commands if old else 0,
         memory=event.memory,
         schema=spoken_schema(event.version),
+        isolation=old.isolation if old else None,
+        needs=old.needs if old else "",
     )
     if old is not None and old.status is NodeStatus.LOST:
         node = _came_back(state, node)
     state = kept_states.forget_kept(with_node(state, node), event.node)  # what it still holds it tells next
+    if old is not None and old.agent_boot != event.agent_boot:
+        state = isolation.check_lost(state, event.node, "its agent was replaced")
     return _reconcile_workers(state, event, envelope)
 
 
@@ -91,6 +96,7 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
         return state
     state = injections.forget_injections(state, event.node)
     state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason))
+    state = isolation.check_lost(state, event.node, "the node left")
     state = kept_states.forget_kept(state, event.node)
     for task in state.tasks.values():
         ended = [w.worker for w in task.workers.values() if w.node == event.node]
@@ -105,6 +111,7 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
         return state
     state = injections.forget_injections(state, event.node)
     state = with_node(state, replace(node, status=NodeStatus.LOST, reason=event.reason))
+    state = isolation.check_lost(state, event.node, "the node was lost")
     gone = {
         task.name: [w.worker for w in task.workers.values() if w.node == event.node and w.alive]
         for task in state.tasks.values()
@@ -138,6 +145,7 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
     node = state.nodes.get(event.node)
     if node is None:
         return state
+    stay = isolation.begun(state, node)
     for incident in state.incidents.values():
         if incident.node == event.node:  # the restart has failed: its cure is another plan
             state = with_incident(state, replace(incident, severity=Severity.SEV1))
@@ -153,6 +161,7 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
             isolations=node.isolations + 1,
             returns_us=(),
             reason=event.reason,
+            isolation=stay,
         ),
     )
 
@@ -161,7 +170,7 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
     node = state.nodes.get(event.node)
     if node is None or not node.isolated:
         return state
-    state = with_node(state, replace(node, isolated=False, isolation_over=False, reason=""))
+    state = with_node(state, isolation.ended(node))
     for task in state.tasks.values():
         if event.node in task.strikes or event.node in task.ends or event.node in task.breaks:
             state = with_task(state, strikes.acquit(task, {event.node}, calm=True))
@@ -179,4 +188,5 @@ def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -
     node = state.nodes.get(event.node)
     if node is None:
         return state
+    node = isolation.pardoned(state, node, event.reason)
     return with_node(state, replace(node, cordoned=False, draining=False, cordon_reason=""))

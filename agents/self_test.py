@@ -1,0 +1,274 @@
+"""The agent's own health check: is what this node computes, keeps and sums up right, as far as a few seconds can tell?
+
+    python -m agents.self_test --slots 8 [--accelerators auto] [--limit-s 60]
+
+What is tested, on the device of every slot at the same time (its GPU, or a CPU thread):
+* the driver's word: no GPU is lost, needs an action, or has memory rows that can be remapped no more;
+* matrix products: whole numbers, so small that every sum is exact in any order and precision; each product is held bit
+  by bit against its repetitions, and against its factors (Freivalds: A(Bx) = (AB)x);
+* memory: patterns and their complements, written, read back and compared;
+* a collective: all slots sum vectors of whole numbers (gloo; nccl where each slot has a GPU of its own).
+
+Rules
+-----
+* No GPU and no network are needed: one process per slot, which meet at a file. No other node takes part: whether links
+  to others are sound, the groups of the next tasks will tell.
+* It ends in time: each part takes at most a share of `--limit-s`, and an alarm ends the whole.
+* It takes little: one thread and at most MEMORY_BYTES per slot, niced by who starts it.
+* Exit code 0 and one line: nothing wrong was found. Exit code 1: the line says what, on which slot.
+* `--break PART:SLOT` makes a part go wrong on purpose (matmul, memory, collective, silence), for drills and tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from agents.accelerators.diagnosis import states_of
+from agents.accelerators.driver import Choice
+from agents.accelerators.watch import open_driver
+from agents.gpus import visible_gpus
+from agents.prctl import die_with_parent
+
+#: Of each slot: on a CPU, and on a GPU (at most a quarter of what is free there).
+MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 4 * 2**30}
+_MATRIX = {"cpu": 384, "cuda": 4096}
+_REPEATS = {"cpu": 4, "cuda": 16}
+#: Sums of _MATRIX products of numbers below this are exact in a float's 24 bits; the numbers are exact in 8.
+_LARGEST = 8
+_VECTOR = 1 << 18
+_PARTS = ("matmul", "memory", "collective", "silence")
+_COLLECTIVE_S = 30.0
+
+
+class Broken(Exception):
+    """Something is wrong; says what."""
+
+
+class Breakage(NamedTuple):
+    """What is to go wrong on purpose."""
+
+    part: str = ""
+    slot: int = -1
+
+    def hits(self, part: str, slot: int) -> bool:
+        """Here and now."""
+        return (part, slot) == (self.part, self.slot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Test, print one line; the exit code."""
+    options = _parse(arguments)
+    began_s = time.monotonic()
+    try:
+        told = [*_drivers_word(options.accelerators, options.slots), *_test_slots(options)]
+    except Broken as problem:
+        print(f"self-test: {problem}", flush=True)
+        return 1
+    took_s = time.monotonic() - began_s
+    print(f"self-test: nothing wrong was found in {took_s:.1f} s: {'; '.join(told)}", flush=True)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m agents.self_test", description="Check this node's health.")
+    parser.add_argument("--slots", type=int, default=1, help="workers that the node carries (%(default)s)")
+    parser.add_argument("--accelerators", choices=get_args(Choice), default="auto", help="who tells of its GPUs")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="it ends in this time (%(default)s)")
+    parser.add_argument("--break", dest="breakage", default="", metavar="PART:SLOT", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    part, _, slot = options.breakage.partition(":")
+    if options.slots < 1 or options.limit_s <= 0 or (part and (part not in _PARTS or not slot.isdecimal())):
+        parser.error("--slots and --limit-s are to be above 0, --break one of " + ", ".join(_PARTS) + " and a slot")
+    options.breakage = Breakage(part, int(slot)) if part else Breakage()
+    return options
+
+
+# --- the driver ----------------------------------------------------------------------------------
+
+
+def _drivers_word(choice: Choice, slots: int) -> list[str]:
+    driver = open_driver(choice, visible_gpus(), slots)
+    if driver is None:
+        return []
+    try:
+        for gpu, name in enumerate(driver.names):
+            for _, _, message, _ in states_of(driver.read(gpu)):
+                raise Broken(f"{name}: {message}")
+    finally:
+        driver.close()
+    return [f"the driver of {len(driver.names)} accelerators is content"]
+
+
+# --- the slots -----------------------------------------------------------------------------------
+
+
+def _test_slots(options: argparse.Namespace) -> list[str]:
+    """One process per slot, forked before anybody has touched a GPU; the first that fails ends the test."""
+    import torch  # here: who asks for --help need not wait for it
+
+    torch.set_num_threads(1)
+    gpus = visible_gpus() if torch.backends.cuda.is_built() else ()
+    limit_s = max(1.0, options.limit_s * 0.9)
+    with tempfile.TemporaryDirectory(prefix="unicron-self-test-") as meeting:
+        slots = [_fork(slot, options, gpus, Path(meeting) / "store", limit_s) for slot in range(options.slots)]
+        try:
+            return _gather(slots, limit_s)
+        finally:
+            for pid, _ in slots:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _gather(slots: list[tuple[int, Connection]], limit_s: float) -> list[str]:
+    ends_s = time.monotonic() + limit_s
+    open_ends = {end: slot for slot, (_, end) in enumerate(slots)}
+    told: dict[int, str] = {}
+    while open_ends:
+        ready = wait(list(open_ends), max(0.0, ends_s - time.monotonic()))
+        if not ready:
+            raise Broken(f"slot {min(open_ends.values())} gave no answer within {limit_s:.0f} s")
+        for end in ready:
+            assert isinstance(end, Connection)  # only our own are waited for
+            slot = open_ends.pop(end)
+            try:
+                wrong, text = end.recv()
+            except EOFError:
+                raise Broken(f"slot {slot} ended without an answer") from None
+            if wrong:
+                raise Broken(f"slot {slot}: {text}")
+            told[slot] = text
+    return [f"{len(told)} x {told[0]}" if len(set(told.values())) == 1 else ", ".join(told.values())]
+
+
+def _fork(
+    slot: int, options: argparse.Namespace, gpus: tuple[str, ...], store: Path, limit_s: float
+) -> tuple[int, Connection]:
+    parent = os.getpid()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, Connection(reading, writable=False)
+    code = 1
+    try:
+        die_with_parent(parent)
+        os.close(reading)
+        signal.alarm(int(limit_s) + 5)
+        end = Connection(writing, readable=False)
+        try:
+            end.send((False, _test_slot(slot, options, gpus, store)))
+        except Broken as problem:
+            end.send((True, str(problem)))
+        except Exception as error:
+            traceback.print_exc()
+            end.send((True, f"{type(error).__name__}: {error}"[:500]))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _test_slot(slot: int, options: argparse.Namespace, gpus: tuple[str, ...], store: Path) -> str:
+    import torch
+
+    breakage: Breakage = options.breakage
+    kind = "cuda" if slot < len(gpus) else "cpu"
+    if kind == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot]
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    device = torch.device(kind)
+    if breakage.hits("silence", slot):
+        signal.pause()
+    products = _check_products(torch, device, slot, breakage)
+    kept = _check_memory(torch, device, slot, breakage)
+    summed = _check_collective(torch, device, slot, options.slots, len(gpus), store, breakage)
+    return f"{kind}: {products} products, {kept >> 20} MiB{summed}"
+
+
+def _check_products(torch: Any, device: Any, slot: int, breakage: Breakage) -> int:
+    """In each precision that the device multiplies in; how many were held against their factors."""
+    size, kind = _MATRIX[device.type], device.type
+    made = torch.Generator().manual_seed(slot)
+    count = 0
+    for precision in (torch.float32, torch.bfloat16) if kind == "cuda" else (torch.float32, torch.float64):
+        factors = [torch.randint(-_LARGEST, _LARGEST, (size, size), generator=made) for _ in range(2)]
+        probe = torch.randint(0, 2, (size, 1), generator=made)
+        one, other = (factor.to(device, precision) for factor in factors)
+        first: Any = None
+        for repeat in range(_REPEATS[kind]):
+            product = one @ other
+            if breakage.hits("matmul", slot) and repeat == _REPEATS[kind] - 1:
+                product[size // 2, size // 3] += 1
+            if first is not None and not torch.equal(first, product):
+                raise Broken(f"a matrix product in {precision} is not the same twice on {_name(torch, device)}")
+            first = product if first is None else first
+            count += 1
+        if precision is not torch.bfloat16:  # whose products are rounded
+            expected = factors[0] @ (factors[1] @ probe)
+            if not torch.equal(first.cpu().to(torch.int64) @ probe, expected):
+                raise Broken(f"a matrix product in {precision} is wrong on {_name(torch, device)}")
+    return count
+
+
+def _check_memory(torch: Any, device: Any, slot: int, breakage: Breakage) -> int:
+    """How many bytes were written and read back."""
+    size_bytes = MEMORY_BYTES[device.type]
+    if device.type == "cuda":
+        size_bytes = min(size_bytes, torch.cuda.mem_get_info()[0] // 4)
+    words = torch.empty(size_bytes // 8, dtype=torch.int64, device=device)
+    steps = torch.arange(len(words), dtype=torch.int64, device=device)
+    for pattern in (0x5555555555555555, 0x3333333333333333):
+        for inverted in (False, True):
+            torch.bitwise_xor(steps, ~pattern if inverted else pattern, out=words)
+            if breakage.hits("memory", slot):
+                words[len(words) // 2] ^= 1 << 17
+            words ^= ~pattern if inverted else pattern
+            if not torch.equal(words, steps):
+                at = int((words != steps).nonzero()[0])
+                raise Broken(f"memory of {_name(torch, device)} does not keep its bits, first at byte {8 * at}")
+    return 2 * size_bytes
+
+
+def _check_collective(
+    torch: Any, device: Any, slot: int, slots: int, gpus: int, store: Path, breakage: Breakage
+) -> str:
+    """Between the node's own slots."""
+    if slots == 1:
+        return ""
+    from datetime import timedelta
+
+    from torch import distributed
+
+    backend = "nccl" if gpus >= slots else "gloo"
+    meeting = distributed.FileStore(str(store), slots)
+    limit = timedelta(seconds=_COLLECTIVE_S)
+    distributed.init_process_group(backend, store=meeting, rank=slot, world_size=slots, timeout=limit)
+    try:
+        mine = torch.arange(_VECTOR, dtype=torch.int64) * (slot + 1)
+        summed = mine.to(device) if backend == "nccl" else mine
+        distributed.all_reduce(summed)
+        if breakage.hits("collective", slot):
+            summed[_VECTOR // 2] += 1
+        expected = torch.arange(_VECTOR, dtype=torch.int64) * (slots * (slots + 1) // 2)
+        if not torch.equal(summed.cpu(), expected):
+            raise Broken(f"a sum over the node's {slots} slots by {backend} is wrong")
+    finally:
+        distributed.destroy_process_group()
+    return f", a sum over {slots} slots by {backend}"
+
+
+def _name(torch: Any, device: Any) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Run a command that ends with its agent: `python -m agents.under AGENT_PID NICENESS COMMAND...`. Replaces itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from agents.prctl import die_with_parent
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Exit code 127 with one line where the command cannot be run."""
+    parent, niceness, *argv = arguments
+    die_with_parent(int(parent))
+    os.nice(int(niceness))
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        print(f"{argv[0]} cannot be run: {error.strerror}", flush=True)
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,145 @@
+"""How isolated nodes come back, by the operator's choice; and the runs of the repair command on the head.
+
+Rules
+-----
+* A repair that is due (`isolation.repairs_due`) runs once: as a process of its own, in its own process group, at most
+  RUNS_MAX at a time, and ended by SIGKILL at its time limit. The loop never waits for it.
+* Its arguments are the operator's, then the node and what it needs; its environment has UNICRON_NODE, UNICRON_ADDRESS,
+  UNICRON_NEEDS and UNICRON_REASON. Exit code 0 says that the node may be checked.
+* A coordinator that ends, ends its repairs. The next one runs what is still due again: the command must bear that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from events.vocabulary import RepairEnded, Text
+from unicrond.isolation import Repair, repairs_due
+from unicrond.state import ClusterState
+
+log = logging.getLogger("unicrond")
+
+#: Whether the node may be checked, and what the command said last.
+Outcome: TypeAlias = tuple[bool, str]
+RUNS_MAX = 8
+_OUTPUT_BYTES = 64 * 1024
+_DETAIL_CHARS = 400
+Argument = Annotated[str, Meta(min_length=1, max_length=1024)]
+Argv = Annotated[tuple[Argument, ...], Meta(max_length=64)]
+Limit = Annotated[float, Meta(ge=1.0, le=86_400.0)]
+
+
+class Readmission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a node comes back that was isolated for its hardware. Times in seconds.
+
+    `check`: a command that agents run; empty: their own self-test. It passes with exit code 0, within `timeout_s`.
+    `repair`: a command that the head runs for a node that needs a reboot or another part; empty: a person does it.
+    """
+
+    check: Argv = ()
+    timeout_s: Limit = 60.0
+    repair: Argv = ()
+    repair_timeout_s: Limit = 900.0
+
+
+class Repairs:
+    """Runs what is due. `run`: how; `on_end(event)`: where its outcome goes."""
+
+    def __init__(self, run: Callable[[Repair], Awaitable[Outcome]], on_end: Callable[[RepairEnded], None]) -> None:
+        self._run = run
+        self._on_end = on_end
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._done: set[str] = set()
+
+    def look(self, state: ClusterState) -> None:
+        """Begin what is due and not begun. Needs a running loop."""
+        due = repairs_due(state)
+        self._done &= {repair.nth for repair in due}
+        for repair in due:
+            if repair.nth not in self._running and repair.nth not in self._done and len(self._running) < RUNS_MAX:
+                self._running[repair.nth] = asyncio.create_task(self._repair(repair), name=f"repair {repair.nth}")
+
+    async def close(self) -> None:
+        """End those that run."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _repair(self, repair: Repair) -> None:
+        log.warning("repairing node %s, which needs %s: %s", repair.node, repair.needs, repair.reason)
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        try:
+            passed, detail = await self._run(repair)
+        finally:
+            self._running.pop(repair.nth, None)
+        self._done.add(repair.nth)
+        took_us = min(int((clock() - began_s) * 1e6), 86_400_000_000)
+        self._on_end(
+            RepairEnded(
+                node=repair.node, isolation=repair.isolation, passed=passed, duration_us=took_us, detail=detail[:1024]
+            )
+        )
+
+
+def command(argv: tuple[Text, ...], timeout_s: float) -> Callable[[Repair], Awaitable[Outcome]]:
+    """Repairs by the operator's command."""
+
+    async def run(repair: Repair) -> Outcome:
+        environment = {
+            **os.environ,
+            "UNICRON_NODE": repair.node,
+            "UNICRON_ADDRESS": repair.address,
+            "UNICRON_NEEDS": repair.needs,
+            "UNICRON_REASON": repair.reason,
+        }
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                repair.node,
+                repair.needs,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            return False, f"{argv[0]} cannot be run: {error}"
+        said = bytearray()
+        reading = asyncio.create_task(_keep_last(process.stdout, said), name="output of a repair")
+        try:
+            async with asyncio.timeout(timeout_s):
+                code = await process.wait()
+            await asyncio.wait([reading], timeout=1.0)  # who lives on in the background may hold the pipe for ever
+        except TimeoutError:
+            return False, f"{argv[0]} did not end within {timeout_s:g} s: {_line(said)}"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            reading.cancel()
+            await process.wait()
+        return code == 0, f"exit code {code}: {_line(said)}"
+
+    return run
+
+
+async def _keep_last(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
+    while stream is not None and (piece := await stream.read(_OUTPUT_BYTES)):
+        kept += piece
+        del kept[:-_OUTPUT_BYTES]
+
+
+def _line(said: bytearray) -> str:
+    """The end of what a process has said, on one line."""
+    text = "".join(char if char.isprintable() else " " for char in said.decode(errors="replace"))
+    return " ".join(text.split())[-_DETAIL_CHARS:] or "it said nothing"
