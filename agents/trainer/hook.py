@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ MAX_REASON = 512
 #: In the agreement that ends an iteration: this replica's program has said stop (beside Due.word).
 _STOP_BIT = 4
 _FLUSH_S = 2.0
+#: An exception in the body of the loop has been told of by then.
+_LEFT_S = 1.0
 _PARTING_S = 5.0
 NOTHING = Due(False, False)
 Origin = StateSource
@@ -155,6 +158,7 @@ class Hook:
     _stopped: bool = False
     _over: bool = False
     _step: Step | None = None
+    _early: LeftEarly | None = None
     _boundary_at: float = field(default_factory=time.monotonic)
     _target: int = 0
 
@@ -259,12 +263,22 @@ class Hook:
             with contextlib.suppress(QuitAsked):
                 self._leave_as_said()
         else:
-            here = self._context
-            error = LeftEarly(f"the loop over hook.steps() was left in iteration {here.iteration}: {LEFT_EARLY}")
-            print(f"{here.launch.worker}: {error}", file=sys.stderr, flush=True)
-            here.channel.send(trouble(error, here.generation, here.iteration, here.phase))
-            here.channel.flush(_FLUSH_S)
-            here.over = True
+            where = f"the loop over hook.steps() was left in iteration {self._context.iteration}"
+            self._early = LeftEarly(f"{where}: {LEFT_EARLY}")
+            late = threading.Timer(_LEFT_S, self._tell_left_early)
+            late.daemon = True
+            late.start()
+
+    def _tell_left_early(self) -> None:
+        """It is gone from its loop for good. (An exception in the loop's body ends the loop as well, before anybody
+        can see it; it is told of as what it is, a moment later.)"""
+        here, error = self._context, self._early
+        if here.over or error is None:
+            return
+        print(f"{here.launch.worker}: {error}", file=sys.stderr, flush=True)
+        here.channel.send(trouble(error, here.generation, here.iteration, here.phase))
+        here.channel.flush(_FLUSH_S)
+        here.over = True
 
     def _finish(self) -> None:
         """The program has ended, with code 0."""
@@ -272,6 +286,8 @@ class Hook:
             return
         if self._context.over:
             raise SystemExit(1)  # it has been told of
+        if self._early is not None:
+            raise self._early
         if not self._stop or self._step is None:
             ran = f"in iteration {self._context.iteration} of {self._context.launch.spec.iterations}"
             raise LeftEarly(f"the program ended {ran if self._step else 'before it trained'}: {LEFT_EARLY}")
