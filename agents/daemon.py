@@ -79,6 +79,7 @@ from agents.state import (
     WorkerSaid,
 )
 from agents.trainer.messages import Exited, Forget, FromForkServer, Hello, Inventory, KeepFailed, Kept
+from agents.trainer.peers import plain, write_schema
 from agents.watch import MarkFiles, Watch
 from agents.worker_sockets import WorkerSockets
 from events.envelope import Envelope
@@ -132,6 +133,8 @@ class Agent:
         self._options = options
         self._run_dir = run_dir
         self._boot = run_dir.next_boot(_wall_clock_us())
+        with contextlib.suppress(OSError):  # then workers take it for an agent of schema 1, and say less
+            write_schema(run_dir.path, self._boot)
         self._namesakes = Namesakes(self._boot, run_dir.previous_boot, options.heartbeat_s)
         self._superseded_by = 0
         config = Config(
@@ -258,9 +261,9 @@ class Agent:
                     self._has_joined.set()
                     self._watch_accelerators()
             case TellWorker(worker=worker, message=to_worker):
-                self._sockets.send(worker, to_worker)
+                self._sockets.send(worker, plain(to_worker))
             case TellForkServer(message=to_fork_server):
-                self._link.send(to_fork_server)
+                self._link.send(plain(to_fork_server))
                 if isinstance(to_fork_server, Forget):
                     self._regions.forgotten(to_fork_server.task)
             case CopyState(task=task, shard=shard, peers=peers):

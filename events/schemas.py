@@ -69,6 +69,7 @@ VALUES: dict[int, dict[str, dict[str, str]]] = {
 }
 
 E = TypeVar("E", bound=Event)
+V = TypeVar("V", bound=msgspec.Struct)
 _SPOKEN = re.compile(r"\bschema([1-9][0-9]{0,5})\b")
 
 
@@ -98,6 +99,11 @@ def lowered(event: E, schema: int) -> E | None:
     if _needs(event) <= schema:
         return event
     return typing.cast(E, _lower(event, schema))
+
+
+def lowered_value(value: V, schema: int) -> V:
+    """Any struct with the events' parts in it as readers of `schema` can read them."""
+    return value if _needs(value) <= schema else typing.cast(V, _lower(value, schema))
 
 
 def beyond_schema(event: Event, schema: int) -> list[str]:

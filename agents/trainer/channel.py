@@ -44,6 +44,8 @@ from agents.trainer.messages import (
     StopWanted,
     ToWorker,
 )
+from agents.trainer.peers import agent_schema, told_to
+from events.schemas import SCHEMA
 from events.vocabulary import Fault
 
 EXIT_NO_AGENT = 69
@@ -75,6 +77,7 @@ class AgentChannel:
         self._quit_at = 0.0
         self._queue: deque[FromWorker] = deque()
         self._repeat: dict[type, FromWorker] = {}
+        self._agent_schema = SCHEMA
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -185,12 +188,14 @@ class AgentChannel:
             ready=self._ready,
         )
         repeated = [self._repeat[kind] for kind in _REPEATED if kind in self._repeat]
+        repeated = [told for message in repeated if (told := told_to(self._agent_schema, message)) is not None]
         unanswered = self._ready and self._generation == 0 and not any(isinstance(m, Ready) for m in self._queue)
         return [hello, *([Ready()] if unanswered else []), *repeated]
 
     def _serve(self, connection: socket.socket) -> None:
         """Carry messages both ways until the connection ends."""
         incoming: Unframer[ToWorker] = Unframer(ToWorker)
+        self._agent_schema = agent_schema(self._launch.agent_socket)
         with self._condition:
             greeting = b"".join(frame(message) for message in self._greeting())
         outgoing = memoryview(greeting)
@@ -228,12 +233,19 @@ class AgentChannel:
             if sent is not None:
                 if self._queue and self._queue[0] is sent:
                     self._queue.popleft()
-                if isinstance(sent, _REPEATED):
-                    self._repeat[type(sent)] = sent
+                self._keep_for_repetition(sent)
                 self._condition.notify_all()
-            if not self._queue:
-                return None, memoryview(b"")
-            return self._queue[0], memoryview(frame(self._queue[0]))
+            while self._queue:
+                told = told_to(self._agent_schema, self._queue[0])
+                if told is not None:
+                    return self._queue[0], memoryview(frame(told))
+                self._keep_for_repetition(self._queue.popleft())  # a younger agent may come yet
+            self._condition.notify_all()
+            return None, memoryview(b"")
+
+    def _keep_for_repetition(self, message: FromWorker) -> None:
+        if isinstance(message, _REPEATED):
+            self._repeat[type(message)] = message
 
     def _receive(self, connection: socket.socket, incoming: Unframer[ToWorker]) -> bool:
         """Take what has arrived; False at the end of the stream."""

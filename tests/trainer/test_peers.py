@@ -1,0 +1,64 @@
+"""Agents, fork servers and workers of different versions on one node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from agents.trainer.channel import AgentChannel
+from agents.trainer.framing import frame
+from agents.trainer.messages import Busy, Inject, Launch, Ready, Trouble
+from agents.trainer.peers import agent_schema, plain, told_to, write_schema
+from events.schemas import FIRST, SCHEMA
+from events.vocabulary import Fault, StoreAddress, TaskSpec
+
+TROUBLE = Trouble(
+    kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost=("t.2",)
+)
+BUSY = Busy(what="evaluation", at_most_us=5)
+
+
+def test_an_agent_says_nothing_that_older_workers_refuse() -> None:
+    inject = Inject(fault=Fault(kind="kill", worker="t.1", spared=True))
+    assert plain(inject) == Inject(fault=Fault(kind="kill", worker="t.1"))
+    assert plain(BUSY) is BUSY
+
+
+def test_a_worker_says_what_its_agent_reads() -> None:
+    assert told_to(FIRST, BUSY) is None
+    assert told_to(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost=())
+    assert told_to(SCHEMA, BUSY) is BUSY and told_to(SCHEMA, TROUBLE) is TROUBLE
+
+
+def test_an_agent_that_says_nothing_of_its_schema_reads_the_first(tmp_path: Path) -> None:
+    at = str(tmp_path / "agent.sock")
+    assert agent_schema(at) == SCHEMA, "no agent has ever been here"
+    (tmp_path / "agent.boot").write_text("7")
+    assert agent_schema(at) == FIRST
+    write_schema(tmp_path, 7)
+    assert agent_schema(at) == SCHEMA
+    (tmp_path / "agent.boot").write_text("8")  # an older agent has come, which writes its boot alone
+    assert agent_schema(at) == FIRST
+    (tmp_path / "agent.schema").write_bytes(b"\xff")
+    assert agent_schema(at) == FIRST
+
+
+def test_a_message_that_the_agent_does_not_know_waits_for_the_next_agent() -> None:
+    store = StoreAddress(host="127.0.0.1", port=1)
+    launch = Launch(
+        worker="t.1", task="t", node="n", address="127.0.0.1", agent_socket="/nowhere", replica=0, shard=0,
+        store=store, spec=TaskSpec(name="t"),
+    )  # fmt: skip
+    channel = AgentChannel(launch, 60)
+    channel._agent_schema = FIRST
+    channel.send(BUSY)
+    channel.send(Ready())
+    message, body = channel._next_outgoing(None)
+    assert message == Ready() and bytes(body) == frame(Ready())
+    assert channel._next_outgoing(message) == (None, memoryview(b""))
+    assert BUSY not in channel._greeting()
+    channel._agent_schema = SCHEMA
+    assert BUSY in channel._greeting()
+    channel._wake_read.close()
+    channel._wake_write.close()
