@@ -13,7 +13,9 @@ MENTION = re.compile(r"\bdocs/[\w./-]+\.(?:md|png)\b")
 
 
 def tracked(*patterns: str) -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:  # an unpacked sdist
+        return [path for pattern in patterns for path in ROOT.rglob(pattern) if ".venv" not in path.parts]
     return [ROOT / name for name in listed.stdout.splitlines()]
 
 
