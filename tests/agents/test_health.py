@@ -1,0 +1,119 @@
+"""Health checks: the core's part, the process, and the self-test, sound and broken on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agents.health import run
+from agents.state import Append, Checked, RunCheck
+from events.vocabulary import CheckNode, CommandApplied, CommandFailed, NodeChecked
+from tests.agents.node import NODE, Node
+from tests.agents.processes import ROOT, environment, has_ended
+
+
+@pytest.fixture
+def node() -> Node:
+    """A node that is up."""
+    node = Node()
+    node.boot()
+    return node
+
+
+def check(number: int) -> CheckNode:
+    return CheckNode(
+        command_id=f"1.1.{NODE}.{number}", node=NODE, epoch=1, argv=("true",), limit_us=9_000_000, reason="XID 48"
+    )
+
+
+def ended(number: int, *, passed: bool = True) -> Checked:
+    return Checked(command_id=f"1.1.{NODE}.{number}", passed=passed, duration_us=7, detail="well")
+
+
+# --- the core -------------------------------------------------------------------------------------
+
+
+def test_a_check_is_run_and_told_and_then_the_command_is_applied(node: Node) -> None:
+    (asked,) = node.command(check(1))
+    assert asked == RunCheck(command_id=f"1.1.{NODE}.1", argv=("true",), limit_s=9.0, reason="XID 48")
+    assert node.command(check(1)) == [], "the same command again, while it runs"
+    told = [action.event for action in node.feed(ended(1)) if isinstance(action, Append)]
+    assert told == [
+        NodeChecked(node=NODE, command_id=f"1.1.{NODE}.1", passed=True, duration_us=7, detail="well"),
+        CommandApplied(node=NODE, command_id=f"1.1.{NODE}.1"),
+    ]
+    (again,) = node.command(check(1))
+    assert isinstance(again, Append) and isinstance(again.event, CommandApplied), "it is not run again"
+    assert node.feed(ended(1)) == []
+
+
+def test_one_check_at_a_time_and_none_by_an_old_command(node: Node) -> None:
+    node.command(check(1))
+    for refused in (node.command(check(2)), node.command(check(3), age_s=3600.0)):
+        (answer,) = refused
+        assert isinstance(answer, Append) and isinstance(answer.event, CommandFailed)
+    node.feed(ended(1))
+    assert isinstance(node.command(check(4))[0], RunCheck)
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+async def test_an_operators_command_is_niced_and_told_why() -> None:
+    script = "import os; print(os.nice(0), os.environ['UNICRON_REASON'])"
+    told = await run((sys.executable, "-c", script), 60.0, {**os.environ, "UNICRON_REASON": "XID 48"})
+    assert told == (True, f"{os.nice(0) + 10} XID 48")
+
+
+async def test_a_command_that_fails_hangs_or_is_not_there_has_not_passed() -> None:
+    assert await run(("/bin/sh", "-c", "echo ill; exit 1"), 60.0, dict(os.environ)) == (False, "ill")
+    assert await run(("/bin/sh", "-c", "exit 9"), 60.0, dict(os.environ)) == (False, "exit code 9: it said nothing")
+    passed, why = await run(("/bin/sh", "-c", "echo on it; exec sleep 600"), 3.0, dict(os.environ))
+    assert not passed and why == "no end within 3 s: on it"
+    passed, why = await run(("/no/such/check",), 60.0, dict(os.environ))
+    assert not passed and "/no/such/check cannot be run" in why
+
+
+async def test_a_check_that_is_cut_off_leaves_no_process(tmp_path: Path) -> None:
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    running = asyncio.create_task(run(("/bin/sh", "-c", f"echo $$ > {fifo}; exec sleep 600"), 600.0, dict(os.environ)))
+    pid = int(await asyncio.to_thread(fifo.read_text))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert has_ended(pid)
+
+
+# --- the self-test --------------------------------------------------------------------------------
+
+
+def self_test(*arguments: str) -> tuple[int, str]:
+    command = (sys.executable, "-m", "agents.self_test", "--slots", "2", "--accelerators", "fake", *arguments)
+    without_gpus = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, cwd=ROOT, env=without_gpus, capture_output=True, text=True, check=False, timeout=120)
+    return ran.returncode, ran.stdout
+
+
+def test_a_sound_node_passes() -> None:
+    code, told = self_test()
+    assert code == 0 and "nothing wrong was found" in told and "a sum over 2 slots by gloo" in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("breakage", "says"),
+    [
+        ("matmul:0", "slot 0: a matrix product in torch.float32 is not the same twice"),
+        ("memory:1", "slot 1: memory of the CPU does not keep its bits"),
+        ("collective:1", "slot 1: a sum over the node's 2 slots by gloo is wrong"),
+        ("silence:1", "gave no answer within 5 s"),
+    ],
+)
+def test_a_broken_one_does_not(breakage: str, says: str) -> None:
+    code, told = self_test("--break", breakage, *(("--limit-s", "5.5") if "silence" in breakage else ()))
+    assert code == 1 and says in told
