@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from agents import core
+from agents.namesakes import WAIT_MAX_S, Namesakes
 from agents.outbox import Outbox
 from agents.state import (
     Action,
@@ -103,6 +104,8 @@ class Agent:
         )
         #: Copies under way, and where to.
         self._copies: dict[tuple[str, int], tuple[MemoryService, ...]] = {}
+        self._names = Namesakes(self.boot, host.disk.previous_boot, host.heartbeat_s)
+        self._stop_hearing = host.beats.listen_to(host.name, host.link, self._hear_beat)
         self._has_inventory = asyncio.Event()
         self._has_joined = asyncio.Event()
         self._beat = 0
@@ -206,6 +209,7 @@ class Agent:
         if not self.alive:
             return
         self.alive = False
+        self._stop_hearing()
         self._serving.cancel()
         self._watch.close()
         for timer in self._timers.values():
@@ -330,11 +334,48 @@ class Agent:
         """Everything that needs the log."""
         await self.log.last_seq()
         self._outbox.schema = self._coordinator_reads()
-        self.feed(LogSeen(identity="the log"))
+        self._look_for_namesakes()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._outbox.run(self.log))
             group.create_task(self._send_beats())
+            await self._alone()
+            self.feed(LogSeen(identity="the log"))
+            group.create_task(self._keep_looking())
+            group.create_task(self._outbox.run(self.log))
             group.create_task(self._take_commands())
+
+    # --- others of its name (agents/namesakes.py) ------------------------------------------------
+
+    def _hear_beat(self, boot: int) -> None:
+        self._names.heard(boot, self.host.loop.time())
+        if self.alive and self._names.newer:
+            self.host.superseded = True
+            if self._fork_server is not None:
+                self._fork_server.die()
+            self.crash()
+
+    def _look_for_namesakes(self) -> None:
+        for boot in (self.host.beats.last_boot.get(self.host.name), self.host.witness.joined.get(self.host.name)):
+            if boot is not None:
+                self._names.stands_in_the_log(boot, self.host.loop.time())
+
+    async def _alone(self) -> None:
+        if self._names.is_older_there(self.host.loop.time()):
+            await self._has_inventory.wait()
+            until_s = self.host.loop.time() + WAIT_MAX_S
+            while self._names.is_older_there(now_s := self.host.loop.time()) and now_s < until_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+    async def _keep_looking(self) -> None:
+        """The real one looks at each new connection; here no end of a connection is announced."""
+        while self.host.is_twin or self.host.twin is not None:
+            if not self.host.link.cut and self.host.server.up:
+                self._look_for_namesakes()
+            if self._names.outrun:
+                await asyncio.sleep(self._names.silence_s)
+                self.host.disk.boot = max(self.host.disk.boot, self._names.outrun)
+                self.crash()
+                return
+            await asyncio.sleep(5.0)
 
     def _coordinator_reads(self) -> int:
         """See events/nats_terms.py; it is heard of within a beat."""

@@ -58,6 +58,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "restart_agent": (2, 0.0, (), 1),
     "change_version": (3, 0.0, (str(FIRST), str(SCHEMA)), 2),
     "agent_away": (1, 20.0, (), 1),
+    "second_agent": (3, 15.0, ("", "leaves", "cut"), 1),
     "crash_fork_server": (3, 0.0, (), 1),
     "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
     "kill_worker": (10, 0.0, ("", "", "computed", "reduced", "agreeing", "committed", "regrouped"), 1),
@@ -214,6 +215,24 @@ def _agent_away(world: World, fault: Fault) -> None:
         if host.agent is not None:
             host.agent.crash()
         _until(world, fault, lambda host=host: back(host))  # type: ignore[misc]
+
+
+def _second_agent(world: World, fault: Fault) -> None:
+    """A second machine joins under the node's name. It stays, or leaves; or the first one is cut off meanwhile."""
+    for host in _hosts(world, fault):
+        if not host.on or host.twin is not None:
+            continue
+        twin = host.start_twin()
+        if fault.how == "cut":
+            host.link.cut = True
+            _until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
+        elif fault.how == "leaves":
+
+            def leave(twin: Host = twin) -> None:
+                if twin.agent is not None and twin.agent.alive:
+                    twin.agent.leave()
+
+            _until(world, fault, leave)
 
 
 def _crash_fork_server(world: World, fault: Fault) -> None:

@@ -33,7 +33,7 @@ class Disk:
         self.memory = Memory()
         self.full = False
         self.was_full = False
-        self.boot = boot
+        self.boot = self.previous_boot = boot
 
     def write(self, memory: Memory) -> None:
         """Replace the agent's memory."""
@@ -44,6 +44,7 @@ class Disk:
 
     def next_boot(self, wall_us: int) -> int:
         """See RunDir.next_boot."""
+        self.previous_boot = self.boot
         self.boot = max(self.boot + 1, wall_us)
         return self.boot
 
@@ -90,6 +91,11 @@ class Host:
         self.has_left = False
         #: When False, an agent that ends stays away until somebody starts it.
         self.supervised = True
+        #: Its agent has ended for a newer one of its name: only a person starts it again.
+        self.superseded = False
+        #: Another machine whose agent has this name too, by a mistake.
+        self.twin: Host | None = None
+        self.is_twin = False
         self.agent: Agent | None = None
         self.fork_server: ForkServer | None = None
         #: Workers whose marks lie in the run directory.
@@ -103,7 +109,8 @@ class Host:
 
     def run_agent(self) -> None:
         """Start the agent, where none lives."""
-        if self.on and self.supervised and not self.has_left and (self.agent is None or not self.agent.alive):
+        wanted = self.supervised and not self.has_left and not self.superseded
+        if self.on and wanted and (self.agent is None or not self.agent.alive):
             self.agent = Agent(self)
 
     def start_fork_server(self) -> None:
@@ -127,6 +134,21 @@ class Host:
         """A process id that was not used before on this node."""
         self._pid += 1
         return self._pid
+
+    def start_twin(self) -> Host:
+        """Another machine, as large and with the same name, joins."""
+        twin = Host(
+            self.name, self.slots, loop=self.loop, drawn=self.drawn, server=self.server, beats=self.beats,
+            training=self.training, witness=self.witness, heartbeat_s=self.heartbeat_s, lease_s=self.lease_s,
+            start_max_age_s=self.start_max_age_s, schema=self.schema,
+        )  # fmt: skip
+        twin.is_twin = True
+        twin._pid, twin._store_port = 10_000, 5_000
+        # What was done under the name is in two memories now.
+        self.disk.was_full = twin.disk.was_full = True
+        self.twin = twin
+        twin.run_agent()
+        return twin
 
     # --- what ends -------------------------------------------------------------------------------
 
@@ -194,6 +216,8 @@ class Host:
 
     def store_serves(self, port: int) -> bool:
         """Its rendezvous store answers at the port."""
+        if self.twin is not None and self.twin.store_serves(port):
+            return True
         return self.on and self.fork_server is not None and self.fork_server.alive and self.fork_server.port == port
 
     def serves_memory_to(self, other: Host) -> bool:

@@ -55,6 +55,7 @@ RULES: dict[str, str] = {
     "states_have_copies": "At rest the newest states of a task lie in the memory of two nodes, where there are two.",
     "memory_is_given_back": "At rest no node keeps states of a task that has ended.",
     "nobody_is_left_over": "At rest the living processes are those that the state knows.",
+    "one_agent_of_a_name": "At rest no second agent lives under a node's name: who started first has ended itself.",
     "nodes_are_seen": "At rest every node that runs is up and takes work.",
 }
 
@@ -308,6 +309,11 @@ def nobody_is_left_over(state: ClusterState, living: Sequence[tuple[str, str, st
     missing = [worker for worker in known if worker not in living]
     parts = [f"{w} lives on {n} unknown" for n, _, w in strays] + [f"{w} on {n} does not live" for n, _, w in missing]
     return "; ".join(sorted(parts))
+
+
+def one_agent_of_a_name(second: Sequence[str]) -> str:
+    """`second`: names under which another machine's agent still lives beside the node's own."""
+    return "; ".join(f"two agents of the name {name} live" for name in second)
 
 
 def nodes_are_seen(state: ClusterState, running: Sequence[str]) -> str:

@@ -118,6 +118,9 @@ class Beats:
         self.seq = 0
         self.listeners: dict[int, tuple[Link, Callable[[Recorded], None]]] = {}
         self._next = 0
+        #: Per node, the boot of its last beat; and agents that listen for others of their name.
+        self.last_boot: dict[str, int] = {}
+        self._namesakes: dict[str, dict[int, tuple[Link, Callable[[int], None]]]] = {}
 
     def take(self, envelope: Envelope) -> None:
         """A beat has reached the server."""
@@ -126,12 +129,26 @@ class Beats:
             beat = Recorded(self.seq, self.wall_us(), envelope)
             for link, tell in list(self.listeners.values()):
                 link.send(lambda tell=tell: tell(beat))  # type: ignore[misc]
+            event = envelope.event
+            if isinstance(event, Heartbeat):
+                self.last_boot[event.node] = event.agent_boot
+                others = self._namesakes.get(event.node, {})
+                # To hear itself changes nothing: one agent of a name costs no message.
+                for other, tell_boot in list(others.values()) if len(others) > 1 else ():
+                    other.send(lambda tell_boot=tell_boot, boot=event.agent_boot: tell_boot(boot))  # type: ignore[misc]
 
     def listen(self, link: Link, tell: Callable[[Recorded], None]) -> int:
         """Hear beats from now on; a number to stop by."""
         self._next += 1
         self.listeners[self._next] = (link, tell)
         return self._next
+
+    def listen_to(self, node: str, link: Link, tell: Callable[[int], None]) -> Callable[[], object]:
+        """Hear the boots in the beats of one name; what ends it."""
+        self._next += 1
+        number = self._next
+        self._namesakes.setdefault(node, {})[number] = (link, tell)
+        return lambda: self._namesakes[node].pop(number, None)
 
 
 class BeatEnd:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from agents import commit_sums, core
 from agents.handling import orders, starting
+from agents.namesakes import Namesakes
 from agents.state import Memory
 from agents.trainer import dealing, regrouping
 from events import vocabulary as v
@@ -238,6 +239,10 @@ def _keep_for_ever() -> None:
     _patch(copies, "drop_state", lambda _: lambda batch, task: None)
 
 
+def _share_a_name() -> None:
+    _patch(Namesakes, "heard", lambda _: lambda names, boot, now_s: None)
+
+
 def _tell_no_peers() -> None:
     _patch(copies, "tell_peers", lambda _: lambda batch, task, serving: None)
 
@@ -416,6 +421,7 @@ MUTANTS: dict[str, Mutant] = {
     "judge_nobody": Mutant("no hang is ever found", _judge_nobody),
     "order_again": Mutant("an ordered fault is commanded again and again", _order_again),
     "keep_for_ever": Mutant("states of ended tasks stay in memory", _keep_for_ever),
+    "share_a_name": Mutant("an agent does not mind a newer one of its name", _share_a_name),
     "tell_no_peers": Mutant("copies of states go where they went before nodes came or left", _tell_no_peers),
     "hurry_a_handover": Mutant("who hands its state over is stopped at once", _hurry_a_handover),
     "readmit_unchecked": Mutant("an isolated node is taken back unchecked", _readmit_unchecked),

@@ -131,11 +131,16 @@ async def _broke_within(world: World, duration_s: float) -> bool:
 def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str]]:
     state = world.witness.state
     yield "coordinators_decide", "; ".join(head.coordinator.fault for head in world.coordinators.living)
+    twins = [host.twin for host in world.hosts.values() if host.twin is not None]
+    yield "one_agent_of_a_name", rules.one_agent_of_a_name([one.name for one in twins if one.agent and one.agent.alive])
     yield "nodes_are_seen", rules.nodes_are_seen(state, [host.name for host in world.hosts.values() if host.on])
     yield "memory_is_given_back", rules.memory_is_given_back(state, _keeping(world))
     yield "incidents_close", rules.incidents_close(state)
     living = [
-        (host.name, process.launch.task, process.worker) for host in world.hosts.values() for process in host.processes
+        (host.name, process.launch.task, process.worker)
+        for host in [*world.hosts.values(), *twins]
+        for process in host.processes
+        if process.alive or not host.is_twin  # nobody looks after a second machine's fork server once it has ended
     ]
     yield "nobody_is_left_over", rules.nobody_is_left_over(state, living)
     yield "decide_is_quiet_at_rest", rules.decide_is_quiet_at_rest(state, world.policy)

@@ -42,6 +42,8 @@ class Witness:
         #: The newest iteration that any replica committed, per task.
         self.committed: dict[str, int] = {}
         self.steps = 0
+        #: Per node, the boot of its last join.
+        self.joined: dict[str, int] = {}
         #: Nodes that a fault names.
         self.touched: set[str] = set()
         self.strikes_max = 1
@@ -91,6 +93,8 @@ class Witness:
         self._ids.add(envelope.event_id)
         if isinstance(event, v.CoordinatorStarted):
             self._term = max(self._term, event.term)
+        if isinstance(event, v.NodeJoined):
+            self.joined[event.node] = event.agent_boot
         self.broke("newest_term_decides", rules.newest_term_decides(self._term, entry))
         self.broke("symptoms_are_no_incidents", rules.symptoms_are_no_incidents(after))
         self.broke("decisions_take_effect", rules.decisions_take_effect(before, entry))

@@ -174,7 +174,8 @@ class World:
 
     def links(self) -> list[Link]:
         """Every way to the log."""
-        return [host.link for host in self.hosts.values()] + self.coordinators.links
+        twins = [host.twin.link for host in self.hosts.values() if host.twin is not None]
+        return [host.link for host in self.hosts.values()] + twins + self.coordinators.links
 
     def heal(self) -> None:
         """Every fault stops: what is off is switched on, what hangs goes on, every network carries."""
@@ -197,6 +198,9 @@ class World:
             host.supervised = True
             host.has_left = False
             host.ill = False
+            if host.twin is not None:
+                host.twin.supervised = False
+                self._tell_apart(host)
             host.power_on()
             host.run_agent()
             if host.agent is not None:
@@ -207,6 +211,13 @@ class World:
                 process.go_on()
                 if process.replica is not None:
                     process.replica.die_at = ""
+
+    def _tell_apart(self, host: Host) -> None:
+        """People find out which machine the name belongs to; where its agent has ended, they start it again."""
+        if host.superseded:
+            host.superseded = False
+            host.run_agent()
+        self.loop.call_later(5.0, self._tell_apart, host)
 
     def close(self) -> None:
         """End every coroutine."""

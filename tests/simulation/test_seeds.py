@@ -33,8 +33,14 @@ def test_every_rule_holds_under_every_seed() -> None:
 
 def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers() -> None:
     """A restarted agent remembers peers from before its disk was full."""
-    report = fuzz(770577, 1, processes=1, only=[4, 6, 7, 9])
-    assert not report.failed, f"{report.failure}\n{report.repeat}"
+    faults = [
+        Fault(kind="power_off", at_s=20.202, for_s=7.567, nodes=("n1",), how="disk_lost", pick=1),
+        Fault(kind="kill_worker", at_s=26.969, nodes=("n2",), how="reduced", pick=2),
+        Fault(kind="disk_full", at_s=29.115, for_s=7.99, nodes=("n2",), pick=4),
+        Fault(kind="restart_agent", at_s=34.64, nodes=("n2",)),
+    ]
+    outcome = simulate(770577, faults)
+    assert not outcome.rule, outcome.story
 
 
 def test_equal_seeds_are_equal_histories() -> None:
