@@ -367,8 +367,9 @@ class Agent:
 
     async def _keep_looking(self) -> None:
         """The real one looks at each new connection; here no end of a connection is announced."""
-        while self.host.is_twin or self.host.twin is not None:
-            if not self.host.link.cut and self.host.server.up:
+        while True:
+            is_shared = self.host.is_twin or self.host.twin is not None
+            if is_shared and not self.host.link.cut and self.host.server.up:
                 self._look_for_namesakes()
             if self._names.outrun:
                 await asyncio.sleep(self._names.silence_s)

@@ -167,7 +167,8 @@ class Witness:
             if other.alive and other.slot == process.slot:
                 story = f"{host.name}: slot {process.slot} is given to {process.worker}; {other.worker} holds it"
                 self.broke("slots_are_held_once", story)
-        living = [p for node in self.training.hosts.values() for p in node.processes if p.alive]
+        others = [node for node in self.training.hosts.values() if not (host.is_twin and node.name == host.name)]
+        living = [p for node in others for p in node.processes if p.alive]
         if any(other.worker == process.worker for other in living):
             self.broke("slots_are_held_once", f"{host.name}: {process.worker} is started while it lives")
         if host.remembers:
