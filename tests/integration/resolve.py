@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from tests.integration.installation import ROOT, must, run
+from tests.integration.installation import ROOT, build, must, run
 
 
 def main() -> int:
@@ -22,16 +22,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="unicron-resolve-") as name:
         directory = Path(name)
         must(sys.executable, "-m", "venv", directory / "env", cwd=directory)
+        _, wheel = build(directory)
         for extra in ("", *extras):
-            failed += not _resolves(directory, extra)
-        failed += not _base_starts(directory)
+            failed += not _resolves(directory, wheel, extra)
+        failed += not _base_starts(directory, wheel)
     return 1 if failed else 0
 
 
-def _resolves(directory: Path, extra: str) -> bool:
+def _resolves(directory: Path, wheel: Path, extra: str) -> bool:
     report = directory / "report.json"
     done = _pip_install(
-        directory, "--dry-run", "--ignore-installed", "--report", report, f"{ROOT}[{extra}]" if extra else ROOT
+        directory, "--dry-run", "--ignore-installed", "--report", report, f"{wheel}[{extra}]" if extra else wheel
     )
     if done.returncode:
         print(f"{extra or 'base'}: {done.stderr.strip()}", file=sys.stderr)
@@ -44,8 +45,8 @@ def _resolves(directory: Path, extra: str) -> bool:
     return True
 
 
-def _base_starts(directory: Path) -> bool:
-    done = _pip_install(directory, ROOT)
+def _base_starts(directory: Path, wheel: Path) -> bool:
+    done = _pip_install(directory, wheel)
     if done.returncode == 0:
         done = run(directory / "env" / "bin" / "unicronctl", "--help", cwd=directory)
     print("base: installed and started" if done.returncode == 0 else f"base: {done.stderr.strip()}", flush=True)
