@@ -35,7 +35,7 @@ RULES: dict[str, str] = {
     "plan_within_healthy_nodes": "A plan seats no worker on a node that was not healthy, and no more than its slots.",
     "commands_can_be_read": "A node is commanded in what its agent reads, and in what the coordinator may write.",
     "cordoned_nodes_get_nobody": "No worker is started on a node that people have cordoned.",
-    "innocents_stay": "No node that nothing has happened to is isolated while its tasks make steps.",
+    "innocents_stay": "No node that nothing has happened to is clearly to blame for broken connections.",
     "unchecked_nodes_stay_out": "A node that is isolated for its hardware works again after a check, or by a person.",
     "handovers_are_awaited": "Who leaves for another layout is not stopped before it has handed over and parked.",
     "ordered_faults_strike_once": "A fault that people have ordered strikes once, whatever is repeated.",
@@ -171,12 +171,12 @@ def cordoned_nodes_get_nobody(known: ClusterState, start: v.StartWorker) -> str:
 
 def innocents_stay(known: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], strikes_max: int) -> str:
     """`known`: the state that it was decided in. `touched`: nodes that a fault names. Of two ends of a link either may
-    be at fault, and where no step is made one is tried: that is no breach unless the blame was called clear."""
+    be at fault, and one may be tried: that is no breach unless the blame was called clear."""
     if isolated.node in touched:
         return ""
     for task in known.tasks.values():
         clear = task.breaks.get(isolated.node, 0) - task.unclear.get(isolated.node, 0) >= strikes_max
-        if clear or (isolated.node in task.breaks and task.stuck < strikes_max):
+        if clear:
             return f"{isolated.node} is isolated, though nothing ever happened to it: {isolated.reason}"
     return ""
 

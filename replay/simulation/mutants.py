@@ -127,17 +127,6 @@ def _blame_the_peers() -> None:
     _patch(blame, "judge", make)
 
 
-def _doubt_nothing() -> None:
-    def make(judge: Any) -> Any:
-        def sure(found: Any, record: Any, quality: Any) -> Any:
-            blamed = judge(found, record, quality).blamed
-            return blame.Verdict(blamed, blamed)
-
-        return sure
-
-    _patch(blame, "judge", make)
-
-
 def _forget_lost_workers() -> None:
     def make(node_lost: Any) -> Any:
         def forgetful(before: Any, event: Any, envelope: Any) -> Any:
@@ -408,7 +397,6 @@ MUTANTS: dict[str, Mutant] = {
     "forget_repetitions": Mutant("the fold takes a repeated event for a new one", _forget_repetitions),
     "skip_the_symptom_merge": Mutant("every symptom is an incident of its own", _skip_the_symptom_merge),
     "blame_the_peers": Mutant("of a broken link the wrong end is given up", _blame_the_peers),
-    "doubt_nothing": Mutant("of two ends of a link one is isolated, though the task makes steps", _doubt_nothing),
     "forget_lost_workers": Mutant("the workers of a lost node are forgotten", _forget_lost_workers),
     "believe_no_stop": Mutant("the answer to a stop changes nothing", _believe_no_stop),
     "fold_by_the_machine": Mutant("the fold reads a clock", _fold_by_the_machine),

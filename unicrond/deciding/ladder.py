@@ -4,7 +4,8 @@ Rules (whose fault a broken connection is: `unicrond/blame.py`)
 -----
 * A node on which members of the task train is not isolated for workers that end there: what works there says that the
   node does. Who is to be started there waits for the next step instead (`waits_for_a_step`).
-* Nor is it isolated for broken connections while the task gets on, unless the blame is clear.
+* Nor is it isolated for broken connections while the task gets on, unless the blame is clear; or of two replicas one
+  can be tried elsewhere, on a node that is free of the task.
 * The last node that a task could run on is not isolated for what may as well be the task's fault.
 * A task that gets on is not failed, whatever ends where.
 """
@@ -137,9 +138,16 @@ def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple
         if times < policy.strikes_max:
             continue
         clear = times - task.unclear.get(node, 0) >= policy.strikes_max
-        if clear or (task.stuck >= policy.strikes_max and len(unclear) < _UNCLEAR_MAX):
+        if clear or (len(unclear) < _UNCLEAR_MAX and (task.stuck >= policy.strikes_max or _can_be_tried(state, task))):
             given_up = f"workers given up for it {_times(times)}"
             yield node, f"groups of {task.name} broke here again and again: {given_up}"
+
+
+def _can_be_tried(state: ClusterState, task: Task) -> bool:
+    """Of two replicas either may be at fault, for ever; another node can show which, and the task keeps its size."""
+    assignment = state.plan.assignments.get(task.name)
+    used = {worker.node for worker in task.workers.values()} | {*task.breaks, *task.ends}
+    return assignment is not None and len(assignment.replicas) == 2 and _others_left(state, used)
 
 
 def _others_left(state: ClusterState, accused: set[str]) -> bool:
