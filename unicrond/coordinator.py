@@ -2,7 +2,7 @@
 
 Rules
 -----
-* Its one effect on the cluster is to append. It never calls an agent.
+* Its one effect on the cluster is to append, an operator's repair command aside. It never calls an agent.
 * Hold: after an append, nothing is decided until the own events have been read back; after a start,
   nothing until everything up to the own CoordinatorStarted has been folded.
 * Solving is not deciding: a plan problem that was foreseen is looked up (foresight.py), any other is solved in a

@@ -65,7 +65,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
     "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
     "report_error": (2, 0.0, ("store_error", "nccl_error", "collective_timeout", "nvlink_error"), 1),
-    "ill_accelerator": (3, 6.0, ("ecc_error", "nvlink_error", "cuda_error", "gpu_broken", ""), 1),
+    "ill_accelerator": (4, 15.0, ("ecc_error", "nvlink_error", "cuda_error", "gpu_broken", ""), 1),
     "order_fault": (
         4,
         3.0,
