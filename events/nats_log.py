@@ -28,7 +28,7 @@ from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
 from events.nats_connection import Connection, Patience, Unanswered
-from events.nats_reader import Stored, read_batches, read_stream
+from events.nats_reader import Stored, message_id_in, read_batches, read_stream
 from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, ApiError, answer, api
 from events.skips import skips_in
 from events.subjects import (
@@ -37,6 +37,7 @@ from events.subjects import (
     EVENT_STREAM,
     SKIP_SUBJECT,
     TERM_SUBJECT,
+    MessageIds,
     entry,
     headers,
     subject,
@@ -56,6 +57,7 @@ BATCH_INCOMPLETE = 10176
 
 class _Message(NamedTuple):
     event_id: str
+    message_id: str
     subject: str
     headers: dict[str, str]
     body: bytes
@@ -67,13 +69,16 @@ class NatsEventLog:
     def __init__(self, connection: Connection, *, give_up_s: float | None = None) -> None:
         self._connection = connection
         self._give_up_s = give_up_s
+        self._ids = MessageIds()
         #: Why an append waits at this moment, in one line; empty where none does.
         self.trouble = ""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
         bodies = encode_batch(envelopes)
         messages = [
-            _Message(envelope.event_id, subject(envelope), headers(envelope), body)
+            _Message(
+                envelope.event_id, (name := self._ids.of(envelope)), subject(envelope), headers(envelope, name), body
+            )
             for envelope, body in zip(envelopes, bodies, strict=True)
         ]
         async with self._bounded():
@@ -86,7 +91,7 @@ class NatsEventLog:
         # stream of several replicas does) would acknowledge the other's claim to us as a repeat of ours.
         marks = headers(envelope)
         del marks["Nats-Msg-Id"]
-        message = _Message(envelope.event_id, TERM_SUBJECT, marks, encode(envelope))
+        message = _Message(envelope.event_id, "", TERM_SUBJECT, marks, encode(envelope))
         async with self._bounded():
             return await self._claim(term, message, envelope)
 
@@ -248,14 +253,14 @@ class NatsEventLog:
         since = datetime.fromisoformat(info["ts"]) - timedelta(seconds=DUPLICATE_WINDOW_S + 60)
         if until_seq == 0 or datetime.fromisoformat(info["state"]["last_ts"]) < since:
             return {}
-        wanted = {message.event_id for message in messages}
+        wanted = {message.message_id: message.event_id for message in messages}
         start = {"deliver_policy": "by_start_time", "opt_start_time": since.isoformat()}
         found: dict[str, int] = {}
         # Unfiltered, so that the last message is sure to come and to end the search.
         async with aclosing(read_stream(self._connection, EVENT_STREAM, start=start, headers_only=True)) as stored:
             async for message in stored:
-                event_id = (message.headers or {}).get("Nats-Msg-Id", "")
-                if event_id in wanted:
+                event_id = wanted.get((message.headers or {}).get("Nats-Msg-Id", ""))
+                if event_id is not None:
                     found.setdefault(event_id, message.seq)
                 if message.seq >= until_seq or len(found) == len(wanted):
                     break
@@ -281,11 +286,14 @@ class NatsBeatLog:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._ids = MessageIds()
 
     async def publish(self, envelope: Envelope) -> None:
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
-        await self._connection.publish_now(subject(envelope), encode(envelope), headers(envelope))
+        await self._connection.publish_now(
+            subject(envelope), encode(envelope), headers(envelope, self._ids.of(envelope))
+        )
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
         # After an interruption from "now" again: by then an old beat would be a false sign of life, and a
@@ -299,12 +307,14 @@ class NatsBeatLog:
         )
         async with aclosing(reading) as messages:
             async for stored in messages:
-                yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+                yield entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body, stored.message_id)
 
 
 def decoded(batch: Sequence[Stored]) -> list[Entry]:
     """What stored messages mean."""
-    return [entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body) for stored in batch]
+    return [
+        entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body, stored.message_id) for stored in batch
+    ]
 
 
 def _expect(term_seq: int) -> dict[str, str]:
@@ -318,4 +328,5 @@ def stored_entry(message: dict[str, Any]) -> Entry:
     """The entry in an answer of STREAM.MSG.GET."""
     at_us = round(datetime.fromisoformat(message["time"]).timestamp() * 1_000_000)
     body = base64.b64decode(message.get("data", ""))
-    return entry(int(message["seq"]), at_us, message["subject"], body)
+    message_id = message_id_in(base64.b64decode(message.get("hdrs", "")))
+    return entry(int(message["seq"]), at_us, message["subject"], body, message_id)

@@ -47,13 +47,14 @@ class _Raw(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A message as the stream holds it. `headers`: only where they alone were asked for."""
+    """A message as the stream holds it. `headers`: only where they alone were asked for. `message_id`: "" for none."""
 
     seq: int
     recorded_at_us: int
     subject: str
     body: bytes
     headers: dict[str, str] | None
+    message_id: str = ""
 
 
 class _Interrupted(Exception):
@@ -166,7 +167,13 @@ class _Consumer:
                         await self._control(message)
                         continue
                     headers = parse_headers(message.headers)[1] if self._with_headers else None
-                    number, stored = _stored(message.reply.decode(), message.subject.decode(), message.body, headers)
+                    number, stored = _stored(
+                        message.reply.decode(),
+                        message.subject.decode(),
+                        message.body,
+                        headers,
+                        message_id_in(message.headers),
+                    )
                     delivered += 1
                     if number != delivered:
                         if batch:
@@ -215,10 +222,19 @@ class _Consumer:
 
 def stored_message(message: Msg) -> Stored:
     """A delivered message as the stream holds it."""
-    return _stored(message.reply, message.subject, message.data, message.headers)[1]
+    message_id = (message.headers or {}).get("Nats-Msg-Id", "")
+    return _stored(message.reply, message.subject, message.data, message.headers, message_id)[1]
 
 
-def _stored(reply: str, subject: str, body: bytes, headers: dict[str, str] | None) -> tuple[int, Stored]:
+def message_id_in(headers: bytes) -> str:
+    """The message id among raw headers, without parsing the others."""
+    _, _, rest = headers.partition(b"\r\nNats-Msg-Id:")
+    return rest.partition(b"\r\n")[0].strip().decode("utf-8", "replace") if rest else ""
+
+
+def _stored(
+    reply: str, subject: str, body: bytes, headers: dict[str, str] | None, message_id: str = ""
+) -> tuple[int, Stored]:
     """The delivery number and the message. A reply subject reads
 
     $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<delivery number>.<time, ns>.<pending>
@@ -227,4 +243,4 @@ def _stored(reply: str, subject: str, body: bytes, headers: dict[str, str] | Non
     tokens = reply.split(".")
     first = 4 if len(tokens) == 9 else 6
     seq, number, at_ns = int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 3])
-    return number, Stored(seq, at_ns // 1000, subject, body, headers)
+    return number, Stored(seq, at_ns // 1000, subject, body, headers, message_id)

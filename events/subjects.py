@@ -15,6 +15,9 @@ them.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+
 from events.codec import BadEvent, read
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.prose import summary
@@ -57,12 +60,29 @@ def subject(envelope: Envelope) -> str:
     return f"{PREFIX}.obs.{envelope.producer}.{kind}"
 
 
-def headers(envelope: Envelope) -> dict[str, str]:
+class MessageIds:
+    """What the server knows messages of one process again by: the event id, and a part that nobody else can guess.
+
+    Else somebody could write a message under an id that is yet to come, and the event itself would be taken for its
+    repetition. The part follows from a secret of this process and the event id, so that those who read one id of a
+    boot do not know the next.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def of(self, envelope: Envelope) -> str:
+        """The message id, the same each time."""
+        event_id = envelope.event_id
+        return f"{event_id}.{hashlib.blake2b(event_id.encode(), key=self._secret, digest_size=12).hexdigest()}"
+
+
+def headers(envelope: Envelope, message_id: str = "") -> dict[str, str]:
     """Plain ASCII headers: the message id, and what a person looks for with the `nats` CLI."""
     event = envelope.event
     spec = getattr(event, "spec", None)
     named = {
-        "Nats-Msg-Id": envelope.event_id,
+        "Nats-Msg-Id": message_id or envelope.event_id,
         "Unicron-Type": type(event).__name__,
         "Unicron-Node": getattr(event, "node", ""),
         "Unicron-Task": getattr(event, "task", "") or (spec.name if spec else ""),
@@ -72,13 +92,18 @@ def headers(envelope: Envelope) -> dict[str, str]:
     return {header: value for header, value in named.items() if value}
 
 
-def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes) -> Entry:
-    """What a stored message means: an event, or a quarantined message with the reason why it is none."""
+def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_id: str = "") -> Entry:
+    """What a stored message means: an event, or a quarantined message with the reason why it is none.
+
+    `message_id`: the one that it was written under, "" where that was none: it begins with the event's own id.
+    """
     try:
         envelope, unknown = read(body)
         expected = subject(envelope)
         if expected != on_subject:
             raise BadEvent(f"{envelope.event_id} belongs on subject {expected}, not on {on_subject}")
+        if message_id and message_id.partition(".")[0] != envelope.event_id:
+            raise BadEvent(f"{envelope.event_id} was written under the id of another message, {message_id!r:.200}")
     except BadEvent as error:
         return Quarantined(seq, recorded_at_us, on_subject, error.reason, len(body))
     return Recorded(seq, recorded_at_us, envelope, body if unknown else b"")

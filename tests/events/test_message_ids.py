@@ -1,0 +1,45 @@
+"""Nobody can take a place in the log from somebody else: message ids cannot be guessed, nor borrowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from events.codec import encode
+from events.envelope import Quarantined
+from events.nats_connection import connect
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import create_streams
+from events.subjects import MessageIds, headers, subject
+from tests.contracts.logs import envelope_of, fact, facts, history
+
+
+def test_ids_differ_by_process_and_message_and_repeat_themselves() -> None:
+    ids, others = MessageIds(), MessageIds()
+    assert ids.of(fact(1)) == ids.of(fact(1)) != others.of(fact(1))
+    assert ids.of(fact(1)).partition(".")[0] == fact(1).event_id
+    assert ids.of(fact(1)).partition(".")[2] != ids.of(fact(2)).partition(".")[2]
+
+
+async def test_a_squatted_id_swallows_nothing_and_is_seen(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "nats")
+    await server.start()
+    try:
+        connection = await connect(server.url, name="test", timeout_s=10)
+        try:
+            await create_streams(connection)
+            log = NatsEventLog(connection)
+            session = await connection.session()
+            # n2 writes something valid of its own under the id of what n1 will say next.
+            squatter = fact(1, "n2")
+            await session.request(subject(squatter), encode(squatter), headers(squatter, fact(2).event_id))
+            assert await log.append(facts(1, 3)) == [2, 3, 4]
+            assert await log.append(facts(1, 3)) == [2, 3, 4], "its own repetitions are known"
+            first, *rest = await history(log)
+            assert isinstance(first, Quarantined)
+            assert "n2-1-1 was written under the id of another message, 'n1-1-2'" in first.reason
+            assert [envelope_of(entry) for entry in rest] == facts(1, 3)
+        finally:
+            await connection.close()
+    finally:
+        await server.kill()
