@@ -46,6 +46,8 @@ from events.vocabulary import CoordinatorStarted, Heartbeat
 
 logger = logging.getLogger(__name__)
 
+#: One secret per process, as each has one boot.
+_IDS = MessageIds()
 WRONG_LAST_SEQUENCE = 10071
 #: The same, of a stream of several replicas: another message of that subject is on its way to them.
 LAST_SEQUENCE_UNDECIDED = 10164
@@ -69,16 +71,13 @@ class NatsEventLog:
     def __init__(self, connection: Connection, *, give_up_s: float | None = None) -> None:
         self._connection = connection
         self._give_up_s = give_up_s
-        self._ids = MessageIds()
         #: Why an append waits at this moment, in one line; empty where none does.
         self.trouble = ""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
         bodies = encode_batch(envelopes)
         messages = [
-            _Message(
-                envelope.event_id, (name := self._ids.of(envelope)), subject(envelope), headers(envelope, name), body
-            )
+            _Message(envelope.event_id, (name := _IDS.of(envelope)), subject(envelope), headers(envelope, name), body)
             for envelope, body in zip(envelopes, bodies, strict=True)
         ]
         async with self._bounded():
@@ -286,14 +285,11 @@ class NatsBeatLog:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._ids = MessageIds()
 
     async def publish(self, envelope: Envelope) -> None:
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
-        await self._connection.publish_now(
-            subject(envelope), encode(envelope), headers(envelope, self._ids.of(envelope))
-        )
+        await self._connection.publish_now(subject(envelope), encode(envelope), headers(envelope, _IDS.of(envelope)))
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
         # After an interruption from "now" again: by then an old beat would be a false sign of life, and a

@@ -25,6 +25,19 @@ from events.vocabulary import NAME_PATTERN, AnyObservation, CoordinatorStarted, 
 KINDS: tuple[type[Any], ...] = tuple(kind for kind in typing.get_args(AnyObservation) if kind is not Heartbeat)
 
 
+#: A node that is no host: who speaks in its name is nobody's agent.
+STRANGER = "stranger"
+
+
+#: A boot that is nobody's.
+NO_BOOT = 2**52 - 1
+
+
+def is_forged(envelope: Envelope) -> bool:
+    """It was drawn here, and not said by a part of the cluster."""
+    return STRANGER in (envelope.producer, getattr(envelope.event, "version", "")) or envelope.boot == NO_BOOT
+
+
 class Edges:
     """Draws. `nodes`, `tasks`, `workers`: names that mean something; strangers are mixed in."""
 
@@ -57,7 +70,7 @@ class Edges:
 
     def claim(self, term: int, boot: int) -> Envelope:
         """A claim that nobody has a right to."""
-        event = CoordinatorStarted(term=term, version="forged")
+        event = CoordinatorStarted(term=term, version=STRANGER)
         return Envelope(producer="coordinator", boot=boot, number=1, term=term, observed_at_us=0, event=event)
 
     def _value(self, info: inspect.Type, name: str) -> Any:

@@ -18,13 +18,21 @@ import msgspec
 
 from agents.state import AcceleratorSaw
 from events import vocabulary as v
+from events.codec import API_PRODUCER
 from events.schemas import FIRST, SCHEMA
+from replay.simulation.edges import KINDS, STRANGER, Edges
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
     from replay.simulation.process import Process
     from replay.simulation.world import World
 
+#: What people may ask for by mistake is not drawn: it may do what it says (cancel the last task, drain every node).
+EDGE_KINDS = tuple(
+    kind
+    for kind in KINDS
+    if kind not in (v.TaskCancelled, v.NodeCordoned, v.InjectionRequested) and kind.__name__ != "StopAsked"
+)
 FAULTY_FROM_S = 4.0
 FAULTY_UNTIL_S = 40.0
 
@@ -54,6 +62,8 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "slow_disk": (4, 8.0, ("0.3", "2.0"), 0),
     "forgetful_log": (2, 15.0, (), 0),
     "garbage": (1, 0.0, (), 0),
+    "edge_events": (3, 0.0, ("1", "5", "20"), 0),
+    "forged_claim": (1, 0.0, ("next", "far"), 0),
     "crash_agent": (6, 0.0, ("", "before", "sent", "acknowledged", "memory", "action0", "action1"), 1),
     "restart_agent": (2, 0.0, (), 1),
     "change_version": (3, 0.0, (str(FIRST), str(SCHEMA)), 2),
@@ -172,6 +182,28 @@ def _forgetful_log(world: World, fault: Fault) -> None:
 
 def _garbage(world: World, fault: Fault) -> None:
     world.server.garble()
+
+
+def _edge_events(world: World, fault: Fault) -> None:
+    """A stranger, and people, say what is valid by its types alone (edges.py), about everybody."""
+    state = world.witness.state
+    workers = [name for task in state.tasks.values() for name in task.workers]
+    # Of nodes only one that is none: what a node says about itself is believed, be it a lie.
+    edges = Edges(world.drawn(f"edges {fault.at_s}"), [STRANGER], [*state.tasks, "t9"], workers)
+    for number in range(1, int(fault.how) + 1):
+        kind = edges.drawn.choice(EDGE_KINDS)
+        boot = edges.drawn.choice((1, 2**52 - 1))
+        envelope = edges.envelope(kind, boot=boot, number=edges.drawn.choice((number, 2**53 - 1)))
+        if envelope is not None and (envelope.producer == STRANGER or (envelope.producer == API_PRODUCER and boot > 1)):
+            world.server.forge(envelope)
+
+
+def _forged_claim(world: World, fault: Fault) -> None:
+    """Somebody claims a term that is nobody's: one far away, or the next under a boot that is none."""
+    next_term = world.witness.state.term + 1
+    edges = Edges(world.drawn(f"claim {fault.at_s}"), [], [])
+    term, boot = (10**9 - 1, 10**9 - 1) if fault.how == "far" else (next_term, 2**52 - 1)
+    world.server.forge(edges.claim(term, boot))
 
 
 # --- nodes ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.run import Outcome
 from replay.simulation.seeds import cores, outcomes
-from unicrond import blame, coordinator, fold, isolation, reconcile, state
+from unicrond import admission, blame, coordinator, fold, isolation, reconcile, state
 from unicrond.deciding import copies, memberships, readmission, staff
 from unicrond.deciding.batch import Batch
 from unicrond.folding import changes, incidents
@@ -109,6 +109,15 @@ def _forget_repetitions() -> None:
 
     _patch(fold, "fold", lambda _: forgetful)
     _patch(coordinator, "fold", lambda _: forgetful)
+
+
+def _fold_what_must_not_be() -> None:
+    _patch(admission, "problem", lambda _: lambda before, event: "")
+    _patch(fold, "newly_broken", lambda _: lambda before, after, event: "")
+
+
+def _believe_any_claim() -> None:
+    _patch(admission, "from_the_future", lambda _: lambda before, envelope: "")
 
 
 def _skip_the_symptom_merge() -> None:
@@ -395,6 +404,8 @@ MUTANTS: dict[str, Mutant] = {
     "skip_the_fence": Mutant("appends carry no fence", _skip_the_fence),
     "rule_in_another_name": Mutant("an old coordinator reads of a newer term and goes on", _rule_in_another_name),
     "forget_repetitions": Mutant("the fold takes a repeated event for a new one", _forget_repetitions),
+    "fold_what_must_not_be": Mutant("the fold takes in what breaks the state", _fold_what_must_not_be),
+    "believe_any_claim": Mutant("a claim of any term counts, under any boot", _believe_any_claim),
     "skip_the_symptom_merge": Mutant("every symptom is an incident of its own", _skip_the_symptom_merge),
     "blame_the_peers": Mutant("of a broken link the wrong end is given up", _blame_the_peers),
     "forget_lost_workers": Mutant("the workers of a lost node are forgotten", _forget_lost_workers),
