@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 EDGE_KINDS = tuple(
     kind
     for kind in KINDS
-    if kind not in (v.TaskCancelled, v.NodeCordoned, v.InjectionRequested) and kind.__name__ != "StopAsked"
+    # A stranger that joins is planned with until it is lost: another fault than a word too many.
+    if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.InjectionRequested)
+    and kind.__name__ != "StopAsked"
 )
 FAULTY_FROM_S = 4.0
 FAULTY_UNTIL_S = 40.0
