@@ -87,7 +87,7 @@ def test_who_ends_together_with_it_is_spared_as_well() -> None:
     cluster = MiniCluster(2)
     for number in range(4):
         cluster.add_host(f"n{number}")
-    cluster.submit("big", max_workers=4, pp=2)
+    cluster.submit("big", min_workers=2, max_workers=4, pp=2)
     cluster.run()
     task = cluster.state.tasks["big"]
     victim = task.workers[order(cluster, "kill", counts=False, rank=0)]
