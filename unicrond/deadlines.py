@@ -1,8 +1,9 @@
 """Which deadlines stand, as data: the shell arms them on its monotonic clock and appends DeadlinePassed.
 
 Ids name their subject so exactly that one which comes late means nothing any more:
-`start:<worker>`, `regroup:<task>#<generation>`, `symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`,
-`check:<node>#<nth>` (after failed attempts `#<nth>.<attempts>`).
+`start:<worker>`, `meet:<task>#<generation>.<nth>`, `regroup:<task>#<generation>` (all leave; in older logs any),
+`symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`, `check:<node>#<nth>` (after failed attempts
+`#<nth>.<attempts>`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
                 standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.iteration_us)
-            if not task.membership.members:
-                length_us *= _LAST_OUT
-            standing[f"regroup:{task.name}#{task.generation}"] = length_us
+            if task.membership.members:
+                busy_us = max(worker.busy_us for worker in task.workers.values())
+                name = f"meet:{task.name}#{task.generation}.{task.meetings}"
+                standing[name] = max(length_us, busy_us)
+            else:
+                standing[f"regroup:{task.name}#{task.generation}"] = length_us * _LAST_OUT
     return standing
 
 

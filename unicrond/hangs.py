@@ -5,10 +5,13 @@ Rules
 * An agent tells of a worker whose iteration lasts longer than three times the usual (HangSuspected), and again while
   that lasts. One late iteration makes all members late: most of them are victims, who wait in a collective.
 * A process that the kernel shows as stopped is a culprit by itself.
-* Else nothing is judged before all members of the generation have been told of. Then
+* A program that is busy for longer than it has declared (hook.busy) is a culprit by itself, too; one that is not late
+  by that is not told of, and whoever waits for it is a victim of nobody.
+* Else, who is told of is compared with the others that are told of; the rest may be silent (an agent is away, a limit
+  is longer). Only in logs older than `HangSuspected.told` nothing is judged before all members have been told of.
     who has not entered the collective that others wait in, and has stood still for a usual iteration -> hangs
     who has not entered it, but moves                                        -> is slow: nothing yet
-    all wait in the same collective                                          -> it is the group: SEV3
+    all wait in a collective, and all are told of                            -> it is the group: SEV3
     nobody waits for anybody                                                 -> hangs, after ALONE_LIMITS of it
 * Who is still on the way into the group has no limit, and is not told of. Where all others have waited in a
   collective for ALONE_LIMITS, it has lost its peers without noticing: it is the group: SEV3.
@@ -47,38 +50,60 @@ def is_stale(task: Task, told: HangSuspected) -> bool:
     if task.committed_generation < told.generation:
         return False
     if told.iteration == task.iteration:
-        return not told.stopped and told.still_us < ALONE_LIMITS * told.limit_us
+        return not told.stopped and not told.busy and told.still_us < ALONE_LIMITS * told.limit_us
     return told.iteration < task.iteration
 
 
-def judge(task: Task) -> Verdict | None:
-    """The verdict on the task's present suspicions; None: not yet, or no hang."""
-    living = {name: told for name, told in task.suspicions.items() if name in task.workers and task.workers[name].alive}
+def judge(task: Task, generation: int = 0) -> Verdict | None:
+    """The verdict on the task's present suspicions of `generation` (0: the newest); None: not yet, or no hang."""
+    generation = generation or task.generation
+    living = {
+        name: told
+        for name, told in task.suspicions.items()
+        if told.generation == generation and name in task.workers and task.workers[name].alive
+    }
     stopped = [told for told in living.values() if told.stopped]
     if stopped:
         return Verdict(_one_per_replica(task, stopped), False, "its process is stopped")
-    members = task.membership.members if task.membership else ()
-    silent = [member.worker for member in members if member.worker not in living]
+    overdue = [told for told in living.values() if told.busy]
+    if overdue:
+        reason = f"it is busy with {overdue[0].busy} for longer than it has declared (hook.busy, at_most_s)"
+        return Verdict(_one_per_replica(task, overdue), False, reason)
+    members = _members(task, generation)
+    silent = [name for name in members if name not in living]
     if not living or not members:
         return None
-    if silent:
-        return _left_waiting(task, silent, list(living.values()))
-    told = [living[member.worker] for member in members]
+    told = list(living.values())
+    #: Agents of today tell of each late worker at its limit: who is late by its own mark needs no other's report.
+    alone_will_do = all(one.told for one in told)
+    if silent and not alone_will_do:
+        return _left_waiting(task, silent, told)
     top = max(one.entered for one in told)
     waiting = [one for one in told if one.waiting and one.entered == top]
-    behind = [one for one in told if one.entered < top]
+    behind = [one for one in told if one.entered < top and not (alone_will_do and one.waiting)]
     if behind and waiting:
         hung = [one for one in behind if one.still_us * _STILL >= one.limit_us]
-        if not hung:
-            return None
-        others = f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}"
-        return Verdict(_one_per_replica(task, hung), False, f"{others} in collective {top}, which it has not entered")
-    if len(waiting) == len(told):
-        return Verdict((), True, f"all {len(told)} members wait in collective {top}")
+        if hung:
+            others = f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}"
+            reason = f"{others} in collective {top}, which it has not entered"
+            return Verdict(_one_per_replica(task, hung), False, reason)
+        return None
+    if silent:
+        return _left_waiting(task, silent, told)
+    if all(one.waiting for one in told):
+        where = f"collective {top}" if len(waiting) == len(told) else "two collectives, one behind the other"
+        return Verdict((), True, f"all {len(told)} members wait in {where}")
     alone = [one for one in told if one.still_us >= ALONE_LIMITS * one.limit_us]
     if len(alone) < len(told):
         return None
     return Verdict(_one_per_replica(task, alone), False, f"it has not moved for {ALONE_LIMITS} times the limit")
+
+
+def _members(task: Task, generation: int) -> list[str]:
+    """Who trains in that generation: the newest membership, or who is still in the group that it is to follow."""
+    if generation == task.generation:
+        return [member.worker for member in task.membership.members] if task.membership else []
+    return [worker.worker for worker in task.workers.values() if worker.generation == generation and worker.alive]
 
 
 def _left_waiting(task: Task, silent: list[str], told: list[HangSuspected]) -> Verdict | None:

@@ -11,7 +11,10 @@ Rules
 * When training has ended, all are given LAST_WRITE_US in addition, and who writes the last state six times what such a
   write took at most, if that is longer (another may be on its way), or `start_us` where none was written: nobody trains
   any more, patience costs little, and storage may stall.
-* Before the usual time is known: ten times the last generation's, or `start_us` where there was none.
+* Before the usual time is known in a generation, the task's is used: what its members knew before, or what came with
+  the state that they took over; longer by as much as a replica has more to compute now, never shorter. While somebody
+  joins, its first iterations are given what a first iteration took in this task at most. Where nothing is known at
+  all, `start_us`.
 * Slow (a degradation): the median of the last RECENT iterations is above SLOW times the lowest median of a whole
   window since the generation began, and by more than three median deviations. Told once; again when it has become
   worse by as much, and after it was over.
@@ -36,7 +39,7 @@ _NOISE = 3
 _CHECKPOINT = 3
 _LAST_WRITE = 6
 LAST_WRITE_US = 30_000_000
-_UNKNOWN = 10
+_WORDS = 4
 
 
 class Baseline:
@@ -48,7 +51,11 @@ class Baseline:
         self._durations: deque[int] = deque(maxlen=WINDOW)
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._seen = 0
-        self._before_us = 0
+        self._before_us = self._before_longest_us = 0
+        self._first_us = 0
+        self._share = 0
+        self._is_first = True
+        self._joins = False
         self._checkpoint_us = 0
         self._best_us = 0.0
         self._noise_us = 0.0
@@ -64,13 +71,39 @@ class Baseline:
         """What a degradation is measured against; 0: not known yet."""
         return int(self._best_us)
 
-    def reset(self) -> None:
-        """The group has changed."""
-        self._before_us = self.usual_us or self._before_us
+    def reset(self, *, share: int = 0, joins: bool = False) -> None:
+        """The group has changed. `share`: micro-batches that a replica has to compute now, 0: as before. `joins`: there
+        are newcomers in it."""
+        if self.usual_us:
+            self._before_us, self._before_longest_us = self.usual_us, max(self._durations)
+        if share and self._share and self._before_us:
+            self._before_us = self._before_us * max(share, self._share) // self._share
+            self._before_longest_us = self._before_longest_us * max(share, self._share) // self._share
+        self._share = share or self._share
+        self._joins = joins
+        self._is_first = self._is_first and not self._before_us
         self._durations.clear()
         self._recent.clear()
         self._seen = 0
         self._best_us = self._noise_us = self._told_us = 0.0
+
+    def words(self) -> list[int]:
+        """What a newcomer inherits: usual and longest time, a first iteration's, microseconds, and the micro-batches of
+        a replica; zeros: nothing is known."""
+        longest_us = max(self._durations, default=0)
+        known = (self.usual_us, longest_us) if self.usual_us else (self._before_us, self._before_longest_us)
+        return [*known, self._first_us, self._share]
+
+    def inherit(self, words: object) -> None:
+        """Take another's `words`, where this one knows nothing; anything else is ignored."""
+        if self.usual_us or self._before_us or not isinstance(words, list) or len(words) != _WORDS:
+            return
+        if not all(type(word) is int and word >= 0 for word in words):
+            return
+        share = self._share
+        self._before_us, self._before_longest_us, self._first_us, self._share = words
+        self._is_first = False
+        self.reset(share=share, joins=True)
 
     def add(self, duration_us: int, *, checkpoint: bool = False) -> None:
         """An iteration of this generation has ended. `checkpoint`: one was written in it."""
@@ -79,6 +112,8 @@ class Baseline:
             return
         self._seen += 1
         if self._seen <= WARM_UP:
+            if self._is_first:
+                self._first_us = max(self._first_us, duration_us)
             return
         self._durations.append(duration_us)
         self._recent.append(duration_us)
@@ -89,7 +124,9 @@ class Baseline:
         if usual_us:
             limit_us = max(HANG * usual_us, 2 * max(self._durations), self._floor_us)
         elif self._before_us:
-            limit_us = max(_UNKNOWN * self._before_us, self._floor_us)
+            limit_us = max(HANG * self._before_us, 2 * self._before_longest_us, self._floor_us)
+            if self._joins and self._seen < WARM_UP:
+                limit_us += self._first_us
         else:
             return self._start_us
         if not checkpoint:

@@ -31,7 +31,7 @@ from agents.trainer.context import Context, Patience
 from agents.trainer.group import Group
 from agents.trainer.ledger import Total
 from agents.trainer.marks import Marker, now_us
-from agents.trainer.messages import CaughtUp, Degraded, Membership, Straggles, Suspected
+from agents.trainer.messages import Busy, CaughtUp, Degraded, Membership, Straggles, Suspected
 from agents.trainer.own_time import OwnTime
 from agents.trainer.spikes import Spikes
 from agents.trainer.stragglers import Finding, Stragglers
@@ -85,21 +85,50 @@ class Detection:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
         self._stragglers = Stragglers()
         self.own_time = OwnTime()
-        self._saving_us = 0
+        self._saving_us = self._busy_us = 0
+        self._busiest_s = 0.0
         self._sightings: list[Sighting] = []
 
     # --- where the iteration stands --------------------------------------------------------------
 
-    def regrouped(self, group: Group) -> None:
-        """The worker is in another group."""
+    def regrouped(self, group: Group, *, share: int = 0, joins: bool = False) -> None:
+        """The worker is in another group. `share`, `joins`: see Baseline.reset."""
         self._mark.moved(group.generation)
         group.mark = self._mark
-        self._baseline.reset()
+        self._baseline.reset(share=share, joins=joins)
         self._recent.clear()
         self._sightings = []
         self._stragglers.regrouped()
         self.own_time.clear()
         self._limit_collectives(group)
+
+    def usual(self) -> list[int]:
+        """What a newcomer is to know of the iterations' times; travels with the state."""
+        return self._baseline.words()
+
+    def inherit(self, words: object) -> None:
+        """What came with the state that was taken over."""
+        self._baseline.inherit(words)
+
+    @contextmanager
+    def busy(self, what: str, at_most_s: float) -> Iterator[None]:
+        """Around what the program declares: no hang within that time, and no plain iteration."""
+        mark, channel = self._mark, self._channel
+        phase, limit_us, began_us, at_most_us = mark.phase, mark.limit_us, now_us(), int(at_most_s * 1e6)
+        self._busiest_s = max(self._busiest_s, at_most_s)
+        channel.send(Busy(what=what, at_most_us=at_most_us))
+        mark.phase = "busy"
+        if limit_us:
+            mark.limit_us = max(limit_us, mark.elapsed_us + at_most_us)
+        try:
+            yield
+        finally:
+            took_us = now_us() - began_us
+            mark.phase = phase
+            if limit_us:
+                mark.limit_us = limit_us + took_us
+            self._busy_us += took_us
+            channel.send(Busy(what="", at_most_us=0))
 
     def begun(self, iteration: int) -> None:
         """An iteration begins, or goes on in another group."""
@@ -133,8 +162,9 @@ class Detection:
     def committed(self, iteration: int, duration_us: int, group: Group) -> None:
         """The iteration is over, after `duration_us`."""
         saved = _SAVING * self._saving_us > duration_us
-        self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
-        self._saving_us = 0
+        if _SAVING * self._busy_us <= duration_us:
+            self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
+        self._saving_us = self._busy_us = 0
         self._limit_collectives(group)
 
     def _is_saving(self, iteration: int) -> bool:
@@ -142,7 +172,8 @@ class Detection:
         return bool(self._interval) and iteration > 1 and (iteration - 1) % self._interval == 0
 
     def _limit_collectives(self, group: Group) -> None:
-        group.limit(min(self._baseline.collective_timeout_us() / 1e6, self._patience.collective_timeout_s))
+        timeout_s = min(self._baseline.collective_timeout_us() / 1e6, self._patience.collective_timeout_s)
+        group.limit(timeout_s + self._busiest_s)
 
     # --- what is told to the others --------------------------------------------------------------
 

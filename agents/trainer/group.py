@@ -41,8 +41,11 @@ from agents.trainer.forming import (
     shut_down,
 )
 from agents.trainer.marks import Marker
+from agents.trainer.messages import Waits
 
 _POLL_CUDA_S = 0.002
+#: Who waits for longer for a group to meet says so: it has answered, and is not the one who hangs.
+WAITS_S = 2.0
 _CLOSE_TIMEOUT_S = 1.0
 _ABORT_TIMEOUT_S = 10.0
 #: Groups with an operation that would not end: destroying them could block, so they live as long as the process.
@@ -80,6 +83,8 @@ class Group:
         self._timeout_s = 0.0
         #: Where it is noted that the worker waits here for its peers.
         self.mark = Marker(None)
+        #: While the group is met in: called once where that takes longer than WAITS_S.
+        self.waits: Callable[[], None] | None = None
 
     @property
     def _nccl(self) -> object | None:
@@ -145,6 +150,8 @@ class Group:
         def settled() -> bool:
             return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
 
+        if self.waits is not None and not self._channel.wait(settled, WAITS_S):
+            self.waits()
         if self._nccl is not None:
             while not self._channel.wait(settled, _POLL_CUDA_S):
                 pass
@@ -312,8 +319,15 @@ def form(
     if place.size == 1:
         return Group(None, {}, generation, place.rank, place.size, channel, place.device)
     attempt = Attempt(place, channel, standby)
+
+    def over() -> bool:
+        return attempt.over or channel.newest(generation) is not None
+
     try:
-        in_time = channel.wait(lambda: attempt.over or channel.newest(generation) is not None, timeout_s)
+        in_time = channel.wait(over, WAITS_S if timeout_s is None else min(WAITS_S, timeout_s))
+        if not in_time:
+            channel.send(Waits(generation=generation))
+            in_time = channel.wait(over, None if timeout_s is None else max(0.0, timeout_s - WAITS_S))
     except BaseException:
         attempt.abandon()
         raise

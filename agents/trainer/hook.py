@@ -73,6 +73,7 @@ _FLUSH_S = 2.0
 #: An exception in the body of the loop has been told of by then.
 _LEFT_S = 1.0
 _PARTING_S = 5.0
+_BUSY_MAX_S = 7 * 86400.0
 NOTHING = Due(False, False)
 Origin = StateSource
 
@@ -245,6 +246,21 @@ class Hook:
             self._stop = reason[:MAX_REASON]
             iteration = max(0, self._ledger.iteration - 1)
             self._context.channel.send(StopWanted(iteration=iteration, reason=self._stop))
+
+    @contextlib.contextmanager
+    def busy(self, what: str, *, at_most_s: float) -> Iterator[None]:
+        """`with hook.busy("evaluation", at_most_s=600):` around what takes long and is no training, inside the loop.
+
+        Nobody is held to hang for it within that time; whoever is busy for longer is, and it is named so. Enter it on
+        every replica, whoever does the work inside: the others then wait for as long. Raises ValueError.
+        """
+        if not what or not 0.0 < at_most_s <= _BUSY_MAX_S:
+            raise ValueError(
+                f"hook.busy({what!r}, at_most_s={at_most_s}): say with what, and for how many seconds at most (above 0,"
+                f" at most {_BUSY_MAX_S:g})"
+            )
+        with self._detection.busy(what[:MAX_REASON], at_most_s):
+            yield
 
     def _goes_on(self) -> bool:
         return self._ledger.iteration <= self._context.launch.spec.iterations and not self._stopped
@@ -518,6 +534,7 @@ class Hook:
         membership, group = self._membership, self._group()
         assert membership is not None
         self._detection.committed(iteration, duration_us, group)
+        self._saving.usual = self._detection.usual()
         self._detection.judge(iteration, total, membership, self._context.launch.shard, group.rank)
 
     def _begin(self, iteration: int) -> None:
@@ -679,7 +696,9 @@ class Hook:
             target = None
             self._membership = seat.membership
             self._stop = self._stop or seat.membership.stop
-            self._detection.regrouped(self._group())
+            replicas = len({member.replica for member in seat.membership.members})
+            share = -(-self._context.launch.spec.micro_batches // replicas)
+            self._detection.regrouped(self._group(), share=share, joins=bool(seat.membership.joiners))
             self._context.channel.forget(seat.membership.generation)
             self._turn, step_first = self._apply(seat.verdict)
             if step_first:
@@ -771,7 +790,8 @@ class Hook:
         source = self._find_state(group) if verdict.fresh else verdict.source
         self._fire("giving")
         if rank == source:
-            tree = {"origin": self._origin, "state": self._state.capture(self._ledger.iteration - 1, self._loss)}
+            state = {**self._state.capture(self._ledger.iteration - 1, self._loss), "usual": self._detection.usual()}
+            tree = {"origin": self._origin, "state": state}
             self._rendezvous.together(lambda: transfer.give(group, tree))
         else:
             keep = rank in verdict.receivers
@@ -855,6 +875,7 @@ class Hook:
         iteration, self._loss = self._state.restore(tree)
         self._trained = True
         self._pace_s = float(tree.get("pace_s", 0.0))
+        self._detection.inherit(tree.get("usual"))
         self._stand_after(iteration)
 
     def _stand_after(self, iteration: int) -> None:
@@ -887,6 +908,7 @@ class Hook:
     def _tell_regrouped(self, seat: Seat, source: Origin) -> None:
         self._boundary_at = self._boundary_at if source == "own" else time.monotonic()
         self._detection.begun(self._ledger.iteration)
+        self._group().waits = None
         self._context.channel.send(
             Regrouped(
                 generation=seat.membership.generation,

@@ -115,6 +115,11 @@ class Marker:
         self._limit_us = limit_us
         self._mark()
 
+    @property
+    def elapsed_us(self) -> int:
+        """Since the iteration began."""
+        return max(0, now_us() - self._boundary_us)
+
     def working(self, micro_batch: int) -> None:
         """The iteration's `micro_batch`-th micro-batch begins here (from 0)."""
         self._micro_batch = micro_batch

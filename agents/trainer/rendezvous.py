@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from agents.trainer.channel import QuitAsked
@@ -27,7 +28,7 @@ from agents.trainer.context import Context
 from agents.trainer.faults import classify_broken
 from agents.trainer.forming import Place, ports_named
 from agents.trainer.group import Broken, Group, Superseded, form
-from agents.trainer.messages import Membership, Trouble
+from agents.trainer.messages import Membership, Trouble, Waits
 from agents.trainer.parts import covers
 from agents.trainer.regrouping import Position, Verdict, judge, span_row, spans_of
 from agents.trainer.standby import Standby
@@ -212,6 +213,7 @@ class Rendezvous:
         self.together(meet)
         group = self.group
         assert group is not None
+        group.waits = partial(self._channel.send, Waits(generation=membership.generation))
         injection.fire("formed", position.iteration, self.generation)
 
         def exchange() -> list[Position]:

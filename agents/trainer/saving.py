@@ -109,6 +109,8 @@ class Saving:
         self._stored = 0
         self._pace_s = 0.0
         self._was_lead = False
+        #: What is known of the iterations' times (baseline.py), for who takes the state over.
+        self.usual: list[int] = []
         #: What writing a state to storage took at most; 0: none was written.
         self.longest_write_s = 0.0
         #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
@@ -174,7 +176,7 @@ class Saving:
     # --- capturing -------------------------------------------------------------------------------
 
     def _tree(self, iteration: int, loss: float) -> dict[str, Any]:
-        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s}
+        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s, "usual": self.usual}
         return tree if self.whole is None else {**tree, "optimizer": self.whole.tree}
 
     def _capture(self, iteration: int, loss: float, generation: int, *, to_storage: bool) -> None:

@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 
 from agents.trainer import corpus
-from tests.integration.live import Live, live_cluster
+from tests.integration.live import Live, live_cluster, members, seats
+from unicrond.inject import inject
 from unicrond.state import ClusterState, Severity, TaskStatus
 
 ENTRY = Path(__file__).with_name("wilful_gpt.py")
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     directory = tmp_path_factory.mktemp("programs")
     corpus.build(directory / "stdlib")
-    async with live_cluster(directory, nodes=2, workers=2) as live:
+    async with live_cluster(directory, nodes=2, workers=2, policy={"worker_start_s": 8.0}, injection=True) as live:
         yield live
 
 
@@ -30,7 +31,7 @@ async def ended(live: Live, name: str, *orders: str, **fields: object) -> Cluste
     """The task, once it has ended and nothing of it is left."""
     await live.submit(
         name, entry=str(ENTRY), args=[str(live.directory), *orders], data=str(live.directory / "stdlib"),
-        iterations=40, checkpoint={"dir": str(live.directory / name), "interval": 0}, **fields,
+        checkpoint={"dir": str(live.directory / name), "interval": 0}, **{"iterations": 40, **fields},
     )  # fmt: skip
     return await live.until(
         f"{name} has ended",
@@ -96,3 +97,65 @@ async def test_a_program_that_says_stop_completes_its_task(live: Live, name: str
     assert not live.events("NodeIsolated", after=before.seq)
     if last:
         assert len([e for e in live.events("StartWorker") if e["spec"]["name"] == name]) == 2, "nobody was replaced"
+
+
+# --- what takes long, and who hangs ---------------------------------------------------------------
+
+
+@in_one_loop
+async def test_a_declared_evaluation_and_a_long_start_are_no_faults(live: Live) -> None:
+    """Twice the least limit of a hang (3 s here), on both replicas; a start longer than the cluster's limit."""
+    before, _ = await live.dev.state()
+    orders = ["12:all:busy=7/60"]
+    state = await ended(live, "patient", *orders, env={"START_S": "9"}, start_timeout_s=60)
+    assert state.tasks["patient"].status is TaskStatus.COMPLETED, state.tasks["patient"].reason
+    assert state.incidents_total == before.incidents_total
+    told = live.events("WorkerBusy", after=before.seq)
+    assert [event["what"] for event in told].count("evaluation") == 2
+
+
+@in_one_loop
+@matrix
+async def test_an_evaluation_of_one_replica_is_waited_for(live: Live) -> None:
+    before, _ = await live.dev.state()
+    state = await ended(live, "alone", "12:lead:busy=12/60")
+    assert state.tasks["alone"].status is TaskStatus.COMPLETED, state.tasks["alone"].reason
+    assert state.incidents_total == before.incidents_total
+
+
+@in_one_loop
+async def test_who_is_busy_for_longer_than_declared_hangs(live: Live) -> None:
+    state = await ended(live, "dawdles", "12:other:busy=600/2", iterations=20)
+    incidents = [incident for incident in state.closed if "dawdles" in incident.generations]
+    assert (
+        incidents[0].kind == "hang" and "busy with evaluation for longer than it has declared" in incidents[0].message
+    )
+
+
+@in_one_loop
+async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_nothing(live: Live) -> None:
+    name = "joined"
+    await live.submit(
+        name, entry=str(ENTRY), args=[str(live.directory), "2:new:hang"], data=str(live.directory / "stdlib"),
+        iterations=1_000_000, checkpoint={"dir": str(live.directory / name), "interval": 0, "memory_interval": 0},
+    )  # fmt: skip
+    state = await live.until("they train", lambda s: name in s.tasks and s.tasks[name].iteration > 60)
+    was = seats(state, name)
+    await inject(live.client).kill(task=name, rank=1)
+    state = await live.until(
+        "the newcomer hung and was replaced",
+        lambda s: (
+            f"{name}.4" in members(s, name)
+            and s.tasks[name].confirmed
+            and not s.incidents
+            and s.tasks[name].iteration > s.tasks[name].formed_after + 5
+        ),
+    )
+    hang = next(i for i in state.closed if i.worker == f"{name}.3")
+    assert hang.kind == "hang" and "which it has not entered" in hang.message
+    assert hang.iterations_lost == 0 and hang.state_from == "", "the others kept their state"
+    survivor = f"{name}.1"
+    assert seats(state, name)[survivor] == was[survivor], "the same process"
+    limits = {e["limit_us"] for e in live.events("HangSuspected") if e["task"] == name}
+    assert max(limits) < 20_000_000, "the limit of the task, not that of the unknown (600 s)"
+    await live.run("unicronctl", "--url", live.dev.url, "cancel", name)

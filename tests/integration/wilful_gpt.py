@@ -3,8 +3,8 @@
     entry: tests/integration/wilful_gpt.py
     args: [DIRECTORY, "ITERATION:WHO:WHAT", ...]
 
-WHO: `all`, `lead`, `other` (all but the lead), or `new` (who was started after the first two). ITERATION: a number; of
-`new`, how many steps after its first. At the end of that iteration, behind the optimizer's step, WHAT happens there:
+WHO: `all`, `lead`, `other` (all but the lead), or `new` (the third that was started). ITERATION: a number; of `new`, how
+many steps after its first. At the end of that iteration, behind the optimizer's step, WHAT happens there:
 
     break       the loop is left
     stop        hook.stop("enough")
@@ -42,7 +42,7 @@ def main() -> None:
     model = pretrain_gpt.build_model(spec)
     optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
     hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text))
-    is_new = int(launch.worker.rpartition(".")[2]) > 2
+    is_new = launch.worker.endswith(".3")
     first = 0
     for step in hook.steps():
         first = first or step.iteration

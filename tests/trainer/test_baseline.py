@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,14 +72,46 @@ def test_a_noisy_machine_makes_itself_patient() -> None:
     assert baseline.limit_us() == HANG * USUAL_US, "one long iteration is forgotten with its window"
 
 
-def test_a_new_generation_begins_anew_but_remembers_the_scale() -> None:
+def test_a_new_generation_goes_on_with_the_limit_of_the_task() -> None:
     baseline = trained([USUAL_US] * 10)
     baseline.reset()
     assert baseline.usual_us == 0
-    assert baseline.limit_us() == 10 * USUAL_US
+    assert baseline.limit_us() == HANG * USUAL_US
     assert baseline.collective_timeout_us() == 30_000_000
     baseline.reset()
-    assert baseline.limit_us() == 10 * USUAL_US, "a second change before anything was learnt forgets nothing"
+    assert baseline.limit_us() == HANG * USUAL_US, "a second change before anything was learnt forgets nothing"
+
+
+def test_a_newcomer_inherits_the_limit_from_its_first_iteration_on() -> None:
+    known = trained([400_000, *[USUAL_US] * 10])
+    newcomer = Baseline(floor_us=FLOOR_US, start_us=START_US)
+    newcomer.reset(share=4, joins=True)
+    newcomer.inherit(known.words())
+    assert newcomer.limit_us() == HANG * USUAL_US + 400_000, "what a first iteration took in this task at most"
+    for _ in range(WARM_UP):
+        newcomer.add(USUAL_US)
+    assert newcomer.limit_us() == HANG * USUAL_US
+    own = trained([2 * USUAL_US] * 10)
+    own.inherit(known.words())
+    assert own.usual_us == 2 * USUAL_US, "who knows better inherits nothing"
+
+
+@pytest.mark.parametrize("words", [None, [], [1, 2], [1, 2, 3, -4], [1, 2, 3, "4"], [0, 0, 0, 0]])
+def test_what_is_no_inheritance_is_none(words: object) -> None:
+    newcomer = Baseline(floor_us=FLOOR_US, start_us=START_US)
+    newcomer.inherit(words)
+    assert newcomer.limit_us() == START_US
+
+
+def test_fewer_replicas_have_more_time_more_have_no_less() -> None:
+    baseline = Baseline(floor_us=FLOOR_US, start_us=START_US)
+    baseline.reset(share=4)
+    for _ in range(10):
+        baseline.add(USUAL_US)
+    baseline.reset(share=6)
+    assert baseline.limit_us() == HANG * USUAL_US * 6 // 4
+    baseline.reset(share=3)
+    assert baseline.limit_us() == HANG * USUAL_US * 6 // 4
 
 
 def test_collectives_time_out_well_above_the_limit_and_far_below_half_an_hour() -> None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.deadlines import deadlines
 from unicrond.hangs import judge
 from unicrond.state import Severity
 
@@ -241,3 +242,111 @@ def test_news_of_statistics_are_folded_from_anybody() -> None:
     )  # fmt: skip
     cluster.say(cluster.hosts["n0"], told)
     assert cluster.state.seq == len(cluster.log)
+
+
+# --- by the reports that are there ----------------------------------------------------------------
+
+
+def test_who_is_late_by_its_own_mark_is_judged_without_the_silent(cluster: MiniCluster) -> None:
+    """The third has joined a moment ago, and its limit may be longer; or its agent is away."""
+    one, culprit, _ = members(cluster)
+    suspect(cluster, one, told=1)
+    assert not cluster.state.incidents
+    suspect(cluster, culprit, phase="backward", entered=8, waiting=False, still_us=800_000, told=1)
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]
+
+
+def test_victims_alone_say_nothing_of_who_is_silent(cluster: MiniCluster) -> None:
+    one, other, _ = members(cluster)
+    for times in (1, 2, 3, 4):
+        suspect(cluster, one, told=times, still_us=LIMIT_US * 2**times)
+        suspect(cluster, other, told=times, still_us=LIMIT_US * 2**times)
+    assert not cluster.state.incidents
+
+
+def test_who_waits_in_an_earlier_collective_is_a_victim_as_well(cluster: MiniCluster) -> None:
+    one, other, third = members(cluster)
+    suspect(cluster, one, told=1)
+    suspect(cluster, other, told=1, entered=8)
+    suspect(cluster, third, told=1)
+    assert [incident.kind for incident in cluster.state.incidents.values()] == ["collective_timeout"]
+
+
+def test_busy_for_longer_than_declared_is_a_hang_and_named_so(cluster: MiniCluster) -> None:
+    culprit = members(cluster)[1]
+    suspect(cluster, culprit, phase="busy", busy="evaluation", iteration=3, waiting=False, told=1)
+    (incident,) = cluster.state.incidents.values()
+    assert (incident.kind, incident.worker) == ("hang", culprit)
+    assert "busy with evaluation for longer than it has declared" in incident.message
+
+
+# --- a group that does not meet -------------------------------------------------------------------
+
+
+def regroup_without_an_answer(cluster: MiniCluster) -> tuple[str, list[str]]:
+    """An urgent membership that one of its members, the first named, does not follow."""
+    victim, silent, other = members(cluster)
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
+    while members(cluster) != [silent, other]:
+        for move in cluster.moves():
+            move()
+    return silent, [other]
+
+
+def pass_meeting(cluster: MiniCluster) -> None:
+    task = cluster.state.tasks["big"]
+    name = f"meet:big#{task.generation}.{task.meetings}"
+    cluster.append(v.DeadlinePassed(deadline_id=name), "coordinator", cluster.state.term)
+
+
+def wait_for_others(cluster: MiniCluster, worker: str) -> None:
+    task = cluster.state.tasks["big"]
+    node = task.workers[worker].node
+    waits = v.WorkerWaits(node=node, task="big", worker=worker, generation=task.generation)
+    cluster.say(cluster.hosts[node], waits)
+
+
+def test_only_who_does_not_answer_is_ended(cluster: MiniCluster) -> None:
+    silent, others = regroup_without_an_answer(cluster)
+    task = cluster.state.tasks["big"]
+    assert not task.confirmed and task.generation == 2
+    for worker in others:
+        wait_for_others(cluster, worker)
+    pass_meeting(cluster)
+    workers = cluster.state.tasks["big"].workers
+    assert not workers[silent].alive and all(workers[name].alive for name in others)
+
+
+def test_who_has_declared_to_be_busy_is_waited_for(cluster: MiniCluster) -> None:
+    silent, others = regroup_without_an_answer(cluster)
+    node = cluster.state.tasks["big"].workers[silent].node
+    busy = v.WorkerBusy(node=node, task="big", worker=silent, what="evaluation", at_most_us=600 * SECOND_US)
+    cluster.say(cluster.hosts[node], busy)
+    for worker in others:
+        wait_for_others(cluster, worker)
+    assert deadlines(cluster.state, cluster.policy)["meet:big#2.0"] == 600 * SECOND_US
+    pass_meeting(cluster)
+    task = cluster.state.tasks["big"]
+    assert all(task.workers[name].alive for name in (silent, *others)) and task.meetings == 1
+    cluster.say(cluster.hosts[node], replace(busy, what="", at_most_us=0))
+    pass_meeting(cluster)
+    assert not cluster.state.tasks["big"].workers[silent].alive
+
+
+def test_where_all_have_answered_all_meet_again(cluster: MiniCluster) -> None:
+    silent, others = regroup_without_an_answer(cluster)
+    for worker in (silent, *others):
+        wait_for_others(cluster, worker)
+    pass_meeting(cluster)
+    task = cluster.state.tasks["big"]
+    assert all(task.workers[name].alive for name in (silent, *others))
+    assert "collective_timeout" in {incident.kind for incident in cluster.state.incidents.values()}
+    cluster.run()
+    cluster.assert_whole()
+    assert {silent, *others} < set(members(cluster))
+
+
+def test_where_nobody_answers_all_are_replaced(cluster: MiniCluster) -> None:
+    silent, others = regroup_without_an_answer(cluster)
+    pass_meeting(cluster)
+    assert not [name for name in (silent, *others) if cluster.state.tasks["big"].workers[name].alive]

@@ -221,7 +221,7 @@ def test_who_hands_over_has_the_time_to_write_everything() -> None:
     while cluster.decide():
         pass
     ((some_leave, usual_us),) = cluster.standing().items()
-    assert cluster.state.tasks["big"].membership.members and some_leave.startswith("regroup:big#")
+    assert cluster.state.tasks["big"].membership.members and some_leave.startswith("meet:big#")
     cluster.run()
     ask(cluster, tp=2)
     while cluster.decide():

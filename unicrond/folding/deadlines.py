@@ -8,8 +8,9 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond import isolation
 from unicrond.folding import incidents, strikes
-from unicrond.folding.changes import with_incident
-from unicrond.state import ClusterState, WorkerStatus
+from unicrond.folding.changes import with_incident, with_task
+from unicrond.folding.incidents import Fact
+from unicrond.state import ClusterState, Task, Worker, WorkerStatus
 
 
 def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Envelope) -> ClusterState:
@@ -30,6 +31,11 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
                 if late or worker in task.leavers:
                     what = f"did not {'join' if late else 'leave for'} generation {generation} in time"
                     state = strikes.give_up(state, name, worker, "hang", what, envelope.observed_at_us)
+    if kind == "meet":
+        name, _, meeting = subject.partition("#")
+        task = state.tasks.get(name)
+        if task is not None and meeting == f"{task.generation}.{task.meetings}":
+            return _not_met(state, task, envelope.observed_at_us)
     if kind == "start":
         for task in state.tasks.values():
             late_starter = task.workers.get(subject)
@@ -37,3 +43,42 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
                 what = "did not become ready in time"
                 return strikes.give_up(state, task.name, late_starter, "start_failed", what, envelope.observed_at_us)
     return state
+
+
+def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterState:
+    """The members of the newest membership have not met in time.
+
+    Only who does not answer is ended: who has said that it waits for the others keeps its state, and so does who has
+    declared to be busy; where all have answered, it is the group, and all meet again. A planned membership is answered
+    at a boundary, and who does not come to it may be held up by another: an urgent one tells who does not answer.
+    """
+    late = [worker for worker in task.workers.values() if worker.alive and _is_late(task, worker)]
+    if not late:
+        return state
+    if any(worker.busy for worker in late):
+        return with_task(state, replace(task, meetings=task.meetings + 1))
+    silent = [worker for worker in late if worker.answered < task.generation]
+    assert task.membership is not None
+    urgent = task.membership.urgent
+    if urgent and silent:
+        for worker in silent:
+            what = f"did not come into generation {task.generation} in time"
+            state = strikes.give_up(state, task.name, worker, "hang", what, observed_at_us)
+        return state
+    how = "all have come, and do not meet" if urgent else "did not come to the boundary in time"
+    fact = Fact(
+        kind="collective_timeout",
+        node=late[0].node,
+        worker=late[0].worker,
+        generations={task.name: task.generation},
+        message=f"generation {task.generation} of {task.name}: {', '.join(worker.worker for worker in late)} {how}"[
+            :1024
+        ],
+        occurred_us=observed_at_us,
+        lost={late[0].worker: ""},
+    )
+    return incidents.blame(with_task(state, replace(task, meetings=task.meetings + 1)), fact)
+
+
+def _is_late(task: Task, worker: Worker) -> bool:
+    return worker in task.leavers or (task.is_member(worker.worker) and worker.generation != task.generation)

@@ -18,10 +18,13 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = known
-    if event.generation != task.generation or not task.is_member(worker.worker) or is_stale(task, event):
+    newest = event.generation == task.generation and task.is_member(worker.worker)
+    # The group that a planned membership is to follow is at work until its boundary.
+    before = bool(event.told) and event.generation in task.in_use and worker.generation == event.generation
+    if not (newest or before) or is_stale(task, event):
         return state
     task = replace(task, suspicions=task.suspicions | {worker.worker: event})
-    verdict = judge(task)
+    verdict = judge(task, event.generation)
     if verdict is None:
         return with_task(state, task)
     state = with_task(state, replace(task, suspicions={}))
@@ -30,7 +33,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
             kind="collective_timeout",
             node=worker.node,
             worker=worker.worker,
-            generations={task.name: task.generation},
+            generations={task.name: event.generation},
             message=verdict.reason,
             occurred_us=envelope.observed_at_us,
             place=f"iteration {event.iteration}, {event.phase}",
