@@ -41,7 +41,7 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.iteration_us)
             if task.membership.members:
-                busy_us = max(worker.busy_us for worker in task.workers.values())
+                busy_us = max((worker.busy_us for worker in task.workers.values()), default=0)
                 name = f"meet:{task.name}#{task.generation}.{task.meetings}"
                 standing[name] = max(length_us, busy_us)
             else:

@@ -3,8 +3,8 @@
     entry: tests/integration/wilful_gpt.py
     args: [DIRECTORY, "ITERATION:WHO:WHAT", ...]
 
-WHO: `all`, `lead`, `other` (all but the lead), or `new` (the third that was started). ITERATION: a number; of `new`, how
-many steps after its first. At the end of that iteration, behind the optimizer's step, WHAT happens there:
+WHO: `all`, `lead`, `other` (all but the lead), or `new` (the third that was started). ITERATION: a number; of `new`,
+how many steps after its first. At the end of that iteration, behind the optimizer's step, WHAT happens there:
 
     break       the loop is left
     stop        hook.stop("enough")
