@@ -74,6 +74,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_fork_server": (3, 0.0, (), 1),
     "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
     "kill_worker": (10, 0.0, ("", "", "computed", "reduced", "agreeing", "committed", "regrouped"), 1),
+    "end_early": (2, 0.0, (), 1),
     "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
     "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
     "report_error": (2, 0.0, ("store_error", "nccl_error", "collective_timeout", "nvlink_error"), 1),
@@ -337,6 +338,12 @@ def _hang_worker(world: World, fault: Fault) -> None:
         process.stuck = not process.hung
         process.for_ever = fault.how == "for_ever"
         _until(world, fault, process.go_on)
+
+
+def _end_early(world: World, fault: Fault) -> None:
+    """The program ends in mid-training, with exit code 0."""
+    for process in _victims(world, fault):
+        process.end(0)
 
 
 def _raise_in_worker(world: World, fault: Fault) -> None:

@@ -30,6 +30,7 @@ from agents.trainer.messages import (
     Saved,
     Taken,
     Trouble,
+    Waits,
 )
 from agents.trainer.regrouping import Position, Verdict
 from agents.trainer.sampling import Sampling
@@ -58,6 +59,8 @@ _POINTS: dict[Moment, Point] = {
 }  # fmt: skip
 _ORDERED_ERRORS: dict[str, ErrorKind] = {"exception": "exception", "oom": "out_of_memory", "nan": "nan_loss"}
 _STATE, _NO_STATE = 1, 0
+#: See agents/trainer/group.py, which would bring torch.
+WAITS_S = 2.0
 
 
 class QuitAsked(Exception):
@@ -647,6 +650,7 @@ class Replica:
     async def _meet(self, membership: Membership, end: End, until_s: float | None) -> None:
         loop, store = self.training.loop, membership.store
         home = self.training.hosts[store.host]
+        since_s, told = loop.time(), False
 
         def superseded() -> bool:
             return bool(self._newest(membership.generation))
@@ -658,6 +662,9 @@ class Replica:
             if not home.store_serves(store.port):
                 raise Broken(f"the store on {store.host} is gone")
             await self._wait(lambda: end.all_keys or superseded(), 0.5)
+            if not end.all_keys and not told and loop.time() >= since_s + WAITS_S:
+                told = True
+                self._say_all(Waits(generation=membership.generation))
             if superseded():
                 raise Superseded
             if until_s is not None and loop.time() >= until_s:
