@@ -121,7 +121,8 @@ class Detection:
         if limit_us:
             mark.limit_us = max(limit_us, mark.elapsed_us + at_most_us)
         try:
-            yield
+            with self.own_time.apart():
+                yield
         finally:
             took_us = now_us() - began_us
             mark.phase = phase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +76,21 @@ def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
     assert (told.straggler, told.straggler_node, told.rank) == (f"t.{3 + shard}", "n1", 2 + shard)
     assert told.factor == pytest.approx(1.25) and (told.compute_us, told.others_us) == (125_000, 100_000)
     assert not told_of(shard, rank=1)
+
+
+def test_who_is_busy_does_not_compute() -> None:
+    """An evaluation in the middle of a micro-batch makes nobody a straggler."""
+    patience = Patience(fault_wait_s=120.0, lease_s=60.0, collective_timeout_s=600.0)
+    context: Any = SimpleNamespace(
+        patience=patience,
+        launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        mark=Marker(None),
+        channel=SimpleNamespace(send=lambda _: None),
+    )
+    detection, evaluation_s = Detection(context, []), 0.05
+    began_s = time.monotonic()
+    detection.own_time.begin()
+    with detection.busy("evaluation", 60.0):
+        time.sleep(evaluation_s)
+    detection.own_time.end(1)
+    assert detection.own_time.taken_us <= (time.monotonic() - began_s - evaluation_s) * 1e6
