@@ -44,13 +44,16 @@ async def test_a_command_that_cannot_be_read_is_told_and_the_next_one_comes(nats
                 if len(taken) == 2:
                     break
     assert taken == [1, 4]
-    assert [(order.command_id, order.event_id) for order in unread] == [("1.1.n1.2", "c-1-2"), ("1.1.n1.3", "c-1-3")]
+    assert [(order.command_id, order.event_id) for order in unread] == [
+        ("1.1.n1.2", "coordinator-1-2"),
+        ("1.1.n1.3", "coordinator-1-3"),
+    ]
     assert all("schema" in order.reason for order in unread)
 
 
 def test_only_a_command_to_this_node_is_answered() -> None:
     body = younger(command(2), urgency=1)
-    assert unread_order(body, "n1", "why") == UnreadOrder("1.1.n1.2", "c-1-2", "why")
+    assert unread_order(body, "n1", "why") == UnreadOrder("1.1.n1.2", "coordinator-1-2", "why")
     assert unread_order(body, "n2", "why") is None
     assert unread_order(younger(command(2), command_id="9.1.n1.2"), "n1", "why") is None
     assert unread_order(younger(command(2), command_id=5), "n1", "why") is None

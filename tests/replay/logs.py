@@ -103,6 +103,10 @@ def eventful(seed: int) -> list[Entry]:
             **told, **straggler, factor=1.25, compute_us=125, others_us=100, since_iteration=1, since_us=1
         ),
     )
+    cluster.say(host, v.WorkerBusy(**about, what="evaluation", at_most_us=60 * SECOND_US))
+    cluster.say(host, v.WorkerBusy(**about, what="", at_most_us=0))
+    cluster.say(host, v.WorkerWaits(**about, generation=told["generation"]))
+    cluster.say(host, v.PeersRemembered(node="n0", task=task, peers=()))
     cluster.say(host, v.StragglerRecovered(**told, **straggler, factor=1.01))
     cluster.say(host, v.CorruptionSuspected(**told, sign="loss", suspect="", value=float("inf"), usual=1.0))
     cluster.say(
@@ -183,6 +187,8 @@ def eventful(seed: int) -> list[Entry]:
     lead = cluster.state.tasks["big"].membership
     assert lead is not None
     first = lead.members[0]
+    stop = v.StopAsked(node=first.node, task="big", worker=first.worker, iteration=iteration, reason="by hand")
+    cluster.say(cluster.hosts[first.node], stop)
     cluster.say(
         cluster.hosts[first.node],
         v.TaskCompleted(

@@ -67,7 +67,7 @@ def test_a_membership_that_not_all_were_told_of_is_replaced_after_its_deadline(s
     cluster.take_over()
     cluster.run()
     assert members(cluster, "big") == survivors and not cluster.state.tasks["big"].confirmed
-    cluster.run(passing=("regroup", "exit"))
+    cluster.run(passing=("meet", "exit"))
     cluster.assert_whole()
     assert not set(survivors) & set(members(cluster, "big"))
     assert [incident.kind for incident in cluster.state.closed] == ["process_exit", "hang"]

@@ -63,7 +63,7 @@ def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> 
             loss=event.loss,
             params_digest=event.params_digest,
             reason=_stopped(task, event.iteration, task.stop)
-            if event.iteration < task.spec.iterations
+            if task.stop and event.iteration < task.spec.iterations
             else f"all {event.iteration} iterations are committed",
         ),
     )
