@@ -139,7 +139,7 @@ async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_n
         name, entry=str(ENTRY), args=[str(live.directory), "2:new:hang"], data=str(live.directory / "stdlib"),
         iterations=1_000_000, checkpoint={"dir": str(live.directory / name), "interval": 0, "memory_interval": 0},
     )  # fmt: skip
-    state = await live.until("they train", lambda s: name in s.tasks and s.tasks[name].iteration > 60)
+    state = await live.until("they train", lambda s: name in s.tasks and s.tasks[name].iteration > 60, may_fail=True)
     was = seats(state, name)
     await inject(live.client).kill(task=name, rank=1)
     state = await live.until(
@@ -150,6 +150,7 @@ async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_n
             and not s.incidents
             and s.tasks[name].iteration > s.tasks[name].formed_after + 5
         ),
+        may_fail=True,  # others before it
     )
     hang = next(i for i in state.closed if i.worker == f"{name}.3")
     assert hang.kind == "hang" and "which it has not entered" in hang.message
