@@ -33,6 +33,7 @@ from agents.state import (
     WorkerConnected,
     WorkerSaid,
 )
+from agents.trainer.marks import Mark
 from agents.trainer.messages import (
     Committed,
     Exited,
@@ -215,11 +216,11 @@ class Node:
         self.processes[worker] = Process(pid=self.next_pid, slot=spawn.slot)
         self.feed(ForkServerSaid(message=Forked(worker=worker, pid=self.next_pid)))
 
-    def die(self, worker: str, status: int, log_tail: str = "boom") -> list[Action]:
+    def die(self, worker: str, status: int, log_tail: str = "boom", mark: Mark | None = None) -> list[Action]:
         process = self.processes.pop(worker)
         exited = Exited(worker=worker, pid=process.pid, status=status)
         self.exits[worker] = exited
-        return self.feed(ForkServerSaid(message=exited, log_tail=log_tail))
+        return self.feed(ForkServerSaid(message=exited, log_tail=log_tail, mark=mark))
 
     def kill_fork_server(self) -> None:
         self.has_fork_server = False

@@ -22,7 +22,9 @@ from agents.state import (
     WorkerConnected,
     WorkerDisconnected,
 )
+from agents.trainer.marks import Mark
 from agents.trainer.messages import (
+    Busy,
     Completed,
     ExitedAck,
     Hello,
@@ -33,6 +35,7 @@ from agents.trainer.messages import (
     Quit,
     Regrouped,
     Saved,
+    StopWanted,
     Trouble,
 )
 from events.schemas import SCHEMA
@@ -42,8 +45,10 @@ from events.vocabulary import (
     ErrorReported,
     NodeJoined,
     NodeLeft,
+    Phase,
     StepCommitted,
     TaskCompleted,
+    WorkerBusy,
     WorkerExited,
     WorkerParked,
     WorkerReady,
@@ -534,6 +539,41 @@ def test_an_exit_before_ready_is_a_failed_start(node: Node) -> None:
     node.fork()
     node.die("a.1", EXIT_1)
     assert node.of(ErrorReported)[0].kind == "start_failed"
+
+
+def mark_in(phase: Phase) -> Mark:
+    return Mark(phase, 1, 5, 0, 0, 0, 0, 0, 0)
+
+
+def test_exit_0_in_mid_training_is_an_error_of_the_program(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.die("a.1", EXIT_0, mark=mark_in("step"))
+    (error,) = node.of(ErrorReported)
+    assert (error.kind, error.iteration, error.phase) == ("left_early", 5, "step")
+    assert "hook.stop(reason)" in error.message
+    assert not node.of(WorkerExited)[0].expected
+
+
+@pytest.mark.parametrize("says", ["done", "stop"])
+def test_exit_0_of_who_is_done_or_has_asked_to_stop_is_expected(node: Node, says: str) -> None:
+    member(node, "a.1", 1)
+    if says == "stop":
+        node.say("a.1", StopWanted(iteration=5, reason="enough"))
+    node.die("a.1", EXIT_0, mark=mark_in("done" if says == "done" else "step"))
+    assert not node.of(ErrorReported)
+    assert node.of(WorkerExited)[0].expected
+
+
+def test_what_is_busy_is_told_once_it_has_lasted(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", Busy(what="evaluation", at_most_us=5_000_000))
+    node.say("a.1", Busy(what="", at_most_us=0))
+    node.fire("busy", "a.1")
+    assert not node.of(WorkerBusy), "it was over at once"
+    node.say("a.1", Busy(what="export", at_most_us=5_000_000))
+    node.fire("busy", "a.1")
+    node.say("a.1", Busy(what="", at_most_us=0))
+    assert [event.what for event in node.of(WorkerBusy)] == ["export", ""]
 
 
 def test_a_cause_that_the_worker_told_is_not_told_again(node: Node) -> None:

@@ -1,0 +1,101 @@
+"""What the log makes of a program that ends early, and of one that says stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from events import vocabulary as v
+from tests.unicrond.cluster import MiniCluster
+from unicrond.state import TaskStatus
+
+
+@pytest.fixture
+def cluster() -> MiniCluster:
+    """One task of two workers, of 100 iterations, that has trained three."""
+    cluster = MiniCluster(3)
+    for number in range(2):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", max_workers=2, iterations=100)
+    cluster.run()
+    cluster.train("big", 3)
+    cluster.run()
+    return cluster
+
+
+def members(cluster: MiniCluster) -> list[str]:
+    membership = cluster.state.tasks["big"].membership
+    assert membership is not None
+    return [member.worker for member in membership.members]
+
+
+def leave_early(cluster: MiniCluster) -> None:
+    """All members' programs end, each with its report."""
+    task = cluster.state.tasks["big"]
+    for name in members(cluster):
+        node = task.workers[name].node
+        told = v.ErrorReported(
+            node=node, task="big", worker=name, kind="left_early", generation=task.generation, iteration=4,
+            phase="step", message="LeftEarly: the loop over hook.steps() was left in iteration 4",
+        )  # fmt: skip
+        cluster.say(cluster.hosts[node], told)
+        cluster.kill_worker(cluster.hosts[node], name)
+    cluster.run()
+
+
+def test_a_program_that_leaves_again_and_again_fails_its_task_and_accuses_no_node(cluster: MiniCluster) -> None:
+    for _ in range(2):
+        leave_early(cluster)
+        assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
+        cluster.train("big", 2)  # a step is no proof that it stays
+        cluster.run()
+    leave_early(cluster)
+    task = cluster.state.tasks["big"]
+    assert task.status is TaskStatus.FAILED
+    assert task.reason.startswith("its program ended 3 times in mid-training, and never said hook.stop(reason)")
+    assert not [e for e in cluster.log if isinstance(e.envelope.event, v.NodeIsolated)]
+
+
+def test_ten_iterations_without_it_are_forgiven(cluster: MiniCluster) -> None:
+    for _ in range(5):
+        leave_early(cluster)
+        cluster.train("big", 12)
+        cluster.run()
+    assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].early == 0
+
+
+def stop(cluster: MiniCluster, worker: str, *, left: bool) -> None:
+    node = cluster.state.tasks["big"].workers[worker].node
+    asked = v.StopAsked(node=node, task="big", worker=worker, iteration=3, reason="enough", left=left)
+    cluster.say(cluster.hosts[node], asked)
+
+
+def test_where_all_have_left_after_one_iteration_the_task_is_complete(cluster: MiniCluster) -> None:
+    one, other = members(cluster)
+    stop(cluster, one, left=True)
+    assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE
+    stop(cluster, other, left=True)
+    task = cluster.state.tasks["big"]
+    assert task.status is TaskStatus.COMPLETED
+    assert task.reason == "stopped by its program after iteration 3 of 100: enough"
+
+
+def test_the_next_membership_says_that_training_is_to_end(cluster: MiniCluster) -> None:
+    one, other = members(cluster)
+    stop(cluster, one, left=True)
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[one].node], one)
+    cluster.run()
+    told = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.SetMembership)]
+    assert told[-1].stop == "enough" and other in members(cluster)
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_the_reason_is_the_programs_whoever_is_told_of_first(cluster: MiniCluster, asked_first: bool) -> None:
+    one, other = members(cluster)
+    node = cluster.state.tasks["big"].workers[one].node
+    if asked_first:
+        stop(cluster, other, left=False)
+    done = v.TaskCompleted(node=node, task="big", worker=one, iteration=4, loss=1.0, params_digest="d")
+    cluster.say(cluster.hosts[node], done)
+    if not asked_first:
+        stop(cluster, other, left=False)
+    assert cluster.state.tasks["big"].reason == "stopped by its program after iteration 4 of 100: enough"
