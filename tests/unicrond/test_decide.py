@@ -90,6 +90,27 @@ def test_a_lost_node_is_one_incident_with_a_new_plan_and_its_return_restores_it(
     assert sum(a.workers for a in cluster.state.plan.assignments.values()) == 4
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_newcomers_do_not_wait_for_a_replica_with_state_that_is_gone(seed: int) -> None:
+    """It falls between the plan that they join and the boundary; the next plan wants just them."""
+    cluster = MiniCluster(seed)
+    cluster.add_host("n0")
+    cluster.add_host("n1")
+    cluster.submit("t", pp=2, min_workers=2, max_workers=4)
+    cluster.run()
+    cluster.train("t")
+    cluster.add_host("n2")
+    cluster.add_host("n3")
+    while cluster.decide():
+        cluster.obey_all()
+    assert len(members(cluster, "t")) == 4 and not cluster.state.tasks["t"].confirmed
+    cluster.kill_host(cluster.hosts["n1"])
+    cluster.lose(cluster.hosts["n1"])
+    cluster.run(passing=())
+    cluster.assert_whole()
+    assert {member.node for member in cluster.state.tasks["t"].membership.members} == {"n2", "n3"}  # type: ignore[union-attr]
+
+
 def test_the_last_replica_starts_again_from_a_checkpoint() -> None:
     cluster = two_tasks(3)
     (victim,) = members(cluster, "small")

@@ -52,7 +52,8 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
         return
     wanted = reconcile.members_of(staff.kept)
     if not with_state:
-        untried = places(wanted) != places(living) or _ripe(batch.state, task)
+        # Who was told of others that are gone since waits for them: what was tried is the membership as it was told.
+        untried = places(wanted) != places(current) or _ripe(batch.state, task)
         if wanted and untried and not staff.missing and not task.leavers:
             source = memory_places.nearest(batch.state, task)
             set_membership(batch, task, wanted, urgent=True, reason=f"nobody has state: start from {source}")
