@@ -4,8 +4,9 @@ Rules
 -----
 * What was told is a set: in which order it came says nothing, nor does who came first.
 * Evidence is a *link*: two nodes, one of which has lost the other. Who notices leaves the group and so ends all its
-  connections: a loss of somebody who has told of other losses, and not of this one, may be the *echo* of that.
-  An echo only decides between explanations that are equal otherwise.
+  connections: a loss of somebody who has told of the break, and not of this loss, may be the *echo* of that. (An agent
+  of an older version tells of a break, and of no loss.) An echo only decides between explanations that are equal
+  otherwise, and where there is nothing but echoes nothing is clear.
 * The best explanation is the fewest nodes that have an end in every link. A node with bad links to all others is one,
   two bad nodes of five are two, a bad switch is its smaller side. More than half of the nodes explain nothing.
 * Of explanations of one size: the nodes that were ends more often, in this break and since the last calm, of links to
@@ -78,15 +79,15 @@ def links(told: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict[L
             if reporter not in nodes or peer not in nodes or nodes[reporter] == nodes[peer]:
                 continue
             one, other = sorted((nodes[reporter], nodes[peer]))
-            heard = told.get(peer, ())
-            weight = ECHO if heard and reporter not in heard else PLAIN
+            weight = ECHO if peer in told and reporter not in told[peer] else PLAIN
             found[one, other] = max(weight, found.get((one, other), 0))
     return found
 
 
 def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> Verdict:
     """The best explanation of these links. `record`: Task.ends; `quality`: of the state of each of their ends."""
-    plain = frozenset(link for link, weight in found.items() if weight == PLAIN) or frozenset(found)
+    certain = frozenset(link for link, weight in found.items() if weight == PLAIN)
+    plain = certain or frozenset(found)
     weights = _weights(found)
     score = {node: record.get(node, 0) + weight for node, weight in weights.items()}
     blamed: list[str] = []
@@ -105,7 +106,7 @@ def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping
         best, *others = sorted(covers, key=goodness)
         blamed += best
         sides = len(best) > 1 and len(part) == len(best) * (len(ends) - len(best))
-        if sides or all(scores[best] >= _CLEARLY * scores[other] for other in others):
+        if certain and (sides or all(scores[best] >= _CLEARLY * scores[other] for other in others)):
             clear += best
     return Verdict(tuple(sorted(blamed)), tuple(sorted(clear)))
 

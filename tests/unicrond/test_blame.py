@@ -161,6 +161,23 @@ def test_the_innocent_are_never_clearly_to_blame(draw: random.Random, count: int
                 record[end] = record.get(end, 0) + weight
 
 
+@given(draws, st.integers(3, 12))
+def test_the_innocent_are_not_clearly_to_blame_where_some_cannot_tell_whom_they_lost(
+    draw: random.Random, count: int
+) -> None:
+    """The agents of an older version tell of the break alone."""
+    guilty, record = draw.randrange(count), dict[str, int]()
+    node = places(count)[names(count)[guilty]]
+    old = {name for name in names(count) if draw.random() < 0.5}
+    for _ in range(8):
+        told = told_of(draw, count, pairs([guilty], count, draw))
+        told = {name: () if name in old else lost for name, lost in told.items()}
+        assert judged(told, count, record).clear in ((), (node,))
+        for link, weight in links(told, places(count)).items():
+            for end in link:
+                record[end] = record.get(end, 0) + weight
+
+
 @pytest.mark.parametrize("told", [{}, {"t.0": ()}, {"t.0": (), "t.1": ()}, {"t.0": ("t.9",)}, {"t.9": ("t.0",)}])
 def test_without_evidence_nobody_is_to_blame(told: dict[str, tuple[str, ...]]) -> None:
     assert judged(told, 3) == Verdict()
