@@ -55,6 +55,21 @@ def test_a_program_that_leaves_again_and_again_fails_its_task_and_accuses_no_nod
     assert not [e for e in cluster.log if isinstance(e.envelope.event, v.NodeIsolated)]
 
 
+def test_a_program_that_leaves_strikes_no_node(cluster: MiniCluster) -> None:
+    """Nothing that ends with it is held against the nodes, and the next blow is: it is of another time."""
+    first = cluster.state.tasks["big"]
+    node = first.workers[members(cluster)[0]].node
+    for _ in range(2):
+        leave_early(cluster)
+        task = cluster.state.tasks["big"]
+        assert not task.strikes and not task.breaks and not task.unclear
+    assert task.early == 2
+    worker = next(name for name in members(cluster) if task.workers[name].node == node)
+    cluster.kill_worker(cluster.hosts[node], worker)
+    cluster.run()
+    assert cluster.state.tasks["big"].strikes == {node: 1}
+
+
 def test_ten_iterations_without_it_are_forgiven(cluster: MiniCluster) -> None:
     for _ in range(5):
         leave_early(cluster)
