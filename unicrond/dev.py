@@ -55,7 +55,7 @@ class Part:
     def __init__(self, name: str, command: list[str], output: Path, env: dict[str, str]) -> None:
         self.name = name
         self.process: asyncio.subprocess.Process | None = None
-        self._command = command
+        self.command = command
         self.output = output
         self.env = env
         self._resting = False
@@ -93,7 +93,7 @@ class Part:
     async def _spawn(self) -> None:
         with self.output.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *self.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("events", "unicrond", "agents", "replay")
 #: The last commit whose readers refuse whatever they do not know.
 OLD = "b5be2fd"
+OLD_COMMANDS = {"unicrond": "unicrond.cli", "unicron-agent": "agents.cli", "unicron-replay": "replay.cli"}
 
 #: An agent that is started again is silent for a moment, longer on a busy machine: no node is to be lost for that.
 HEARTBEAT_S = 4.0
@@ -116,6 +117,11 @@ def has_history() -> bool:
     return shutil.which("git") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
 
+def scripts(tree: Path, version: Version) -> Path:
+    """Where the commands stand that run a version: the environment's start by a module that OLD does not have."""
+    return tree / "bin" if version == "old" else Path(sys.executable).parent
+
+
 def make_tree(version: Version, into: Path) -> Path:
     """Where the version's packages stand."""
     if version == "today":
@@ -127,6 +133,11 @@ def make_tree(version: Version, into: Path) -> Path:
     if version == "old":
         archive = subprocess.run(["git", "-C", str(ROOT), "archive", OLD, *PACKAGES], capture_output=True, check=True)
         subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
+        for name, module in OLD_COMMANDS.items():
+            command = scripts(tree, version) / name
+            command.parent.mkdir(exist_ok=True)
+            command.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
+            command.chmod(0o755)
         return tree
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -151,7 +162,9 @@ class MixedCluster(DevCluster):
 
     def _make(self, name: str, version: Version) -> None:
         part = self.coordinator if name == "coordinator" else self.agents[name]
-        part.env = part.env | {"PYTHONPATH": str(make_tree(version, self.trees))}
+        tree = make_tree(version, self.trees)
+        part.env = part.env | {"PYTHONPATH": str(tree)}
+        part.command[0] = str(scripts(tree, version) / Path(part.command[0]).name)
         self.versions[name] = version
 
     async def change(self, name: str, version: Version) -> None:
@@ -166,7 +179,7 @@ class MixedCluster(DevCluster):
     async def replayed(self, seq: int) -> str:
         """The digest at `seq` that a replay by the coordinator's version finds in the stored log."""
         process = await asyncio.create_subprocess_exec(
-            str(Path(sys.executable).parent / "unicron-replay"),
+            str(Path(self.coordinator.command[0]).parent / "unicron-replay"),
             *("digest", "--at", str(seq), "--nats", self.nats_url, "--json"),
             stdout=asyncio.subprocess.PIPE,
             env=self.coordinator.env,
