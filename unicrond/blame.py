@@ -10,8 +10,8 @@ Rules
 * The best explanation is the fewest nodes that have an end in every link. A node with bad links to all others is one,
   two bad nodes of five are two, a bad switch is its smaller side. More than half of the nodes explain nothing.
 * Of explanations of one size: the nodes that were ends more often, in this break and since the last calm, of links to
-  *different* peers (`Task.ends`); else those without whom the better state trains on (a live one, then the newest that
-  is kept); else those without whom the first by name does.
+  *different* peers (`Task.ends`: no echoes); else those of more echoes in this break; else those without whom the
+  better state trains on (a live one, then the newest that is kept); else those without whom the first by name does.
 * An explanation is *clear* if no other has its size, or none is an end half as often, or the links are those between
   two sides of several nodes: then it is the way between them, and one side has to go on alone.
 * Where nobody knows whom it has lost: two replicas have lost each other; of more there is no evidence, and
@@ -55,7 +55,7 @@ def verdict(task: Task, incident: Incident) -> Verdict:
 def evidence(task: Task, incident: Incident) -> dict[str, int]:
     """What the break adds to `Task.ends`: per node, the links that it is an end of."""
     found = links(reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()})
-    return dict(sorted(_weights(found).items()))
+    return dict(sorted(weights(found).items()))
 
 
 def reports(task: Task, incident: Incident) -> dict[str, tuple[str, ...]]:
@@ -86,10 +86,9 @@ def links(told: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict[L
 
 def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> Verdict:
     """The best explanation of these links. `record`: Task.ends; `quality`: of the state of each of their ends."""
-    certain = frozenset(link for link, weight in found.items() if weight == PLAIN)
-    plain = certain or frozenset(found)
-    weights = _weights(found)
-    score = {node: record.get(node, 0) + weight for node, weight in weights.items()}
+    plain, certain = _plain(found), PLAIN in found.values()
+    echoes = Counter(node for link in found if link not in plain for node in link)
+    score = {node: record.get(node, 0) + weight for node, weight in weights(found).items()}
     blamed: list[str] = []
     clear: list[str] = []
     for part in _parts(plain):
@@ -101,7 +100,8 @@ def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping
 
         def goodness(cover: frozenset[str], ends: list[str] = ends, scores: dict = scores) -> tuple:  # type: ignore[type-arg]
             staying = [node for node in ends if node not in cover]
-            return -scores[cover], [-n for n in max(quality.get(node, (0, 0)) for node in staying)], staying
+            echo = sum(echoes[node] for node in cover)
+            return -scores[cover], -echo, [-n for n in max(quality.get(node, (0, 0)) for node in staying)], staying
 
         best, *others = sorted(covers, key=goodness)
         blamed += best
@@ -116,12 +116,18 @@ def _quality(task: Task, node: str) -> Quality:
     return int(live), max((kept.iteration for kept in task.kept.values() if kept.node == node), default=0)
 
 
-def _weights(found: Mapping[Link, int]) -> Counter[str]:
-    weights: Counter[str] = Counter()
-    for link, weight in found.items():
+def _plain(found: Mapping[Link, int]) -> frozenset[Link]:
+    """The links that are no echo; all, if there are no others."""
+    return frozenset(link for link, weight in found.items() if weight == PLAIN) or frozenset(found)
+
+
+def weights(found: Mapping[Link, int]) -> Counter[str]:
+    """Per node, the links that it is an end of: what is remembered. Echoes are not, where there is anything else."""
+    counted: Counter[str] = Counter()
+    for link in _plain(found):
         for node in link:
-            weights[node] += weight
-    return weights
+            counted[node] += found[link]
+    return counted
 
 
 def _ends(part: frozenset[Link]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import assume, given
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.losses import tell
-from unicrond.blame import Verdict, judge, links, reports, verdict
+from unicrond.blame import Verdict, judge, links, reports, verdict, weights
 from unicrond.state import Incident, Severity
 
 draws = st.integers(0, 2**32).map(random.Random)
@@ -96,17 +97,27 @@ def test_a_single_bad_node_is_found_whatever_the_topology_of_reports(
 def test_who_breaks_one_link_at_a_time_is_found_by_the_record(draw: random.Random, count: int) -> None:
     """Each single break fits two nodes as well; the one that is an end each time stands out after some."""
     guilty = draw.randrange(count)
-    node, record = places(count)[names(count)[guilty]], dict[str, int]()
+    node, record = places(count)[names(count)[guilty]], Counter[str]()
     others = [other for other in range(count) if other != guilty]
     found = Verdict()
     for turn in range(6):
         dead = {frozenset((names(count)[guilty], names(count)[others[turn % len(others)]]))}
         told = told_of(draw, count, dead)
         found = judged(told, count, record)
-        for link, weight in links(told, places(count)).items():
-            for end in link:
-                record[end] = record.get(end, 0) + weight
+        record.update(weights(links(told, places(count))))
     assert found.blamed == (node,)
+
+
+@pytest.mark.parametrize("guilty", range(3))
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_echoes_never_add_up_to_a_fault(guilty: int, whole_first: bool) -> None:
+    """Once both links are told of; once whoever has lost one leaves so soon that the third hears only of that."""
+    workers, nodes = names(3), places(3)
+    one, other = (worker for worker in workers if worker != workers[guilty])
+    whole = {one: (workers[guilty],), other: tuple(sorted((one, workers[guilty])))}
+    half = {one: (workers[guilty],), other: (one,)}
+    first, second = (whole, half) if whole_first else (half, whole)
+    assert judged(second, 3, weights(links(first, nodes))).blamed == (nodes[workers[guilty]],)
 
 
 @given(draws, st.integers(5, 12))
@@ -150,15 +161,13 @@ def test_one_link_alone_is_clear_of_nobody(draw: random.Random, count: int) -> N
 @given(draws, st.integers(3, 12))
 def test_the_innocent_are_never_clearly_to_blame(draw: random.Random, count: int) -> None:
     """Whatever part of its links one node breaks, time after time, nobody else is ever called clearly guilty."""
-    guilty, record = draw.randrange(count), dict[str, int]()
+    guilty, record = draw.randrange(count), Counter[str]()
     node = places(count)[names(count)[guilty]]
     for _ in range(8):
         dead = pairs([guilty], count, draw)
         told = told_of(draw, count, dead)
         assert judged(told, count, record).clear in ((), (node,))
-        for link, weight in links(told, places(count)).items():
-            for end in link:
-                record[end] = record.get(end, 0) + weight
+        record.update(weights(links(told, places(count))))
 
 
 @given(draws, st.integers(3, 12))
