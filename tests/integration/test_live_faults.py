@@ -299,7 +299,8 @@ async def end_all(live: Live) -> ClusterState:
 async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     """A task of two or three; whoever trains on one of its nodes has its connections reset in each reduction. The same
     processes try again; a new process does; then the node is isolated, and the task trains on others. Of two ends that
-    make no step the other may be tried first; of three nobody else is."""
+    make no step the other may be tried first. Of three nobody else is isolated: another may be given up once, where who
+    was slow to tell leaves a single link, and then with doubt."""
     await end_all(live)
     name = f"ladder-{workers}-{which}"
     await submit(live, name, max_workers=workers)
@@ -325,16 +326,24 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     first = told[0]
     assert first["urgent"] and [member["worker"] for member in first["members"]] == list(was)
     assert first["reason"] == "the group broke and all members live", "first the same processes try again"
-    escalated = next(event for event in told if event["type"] == "IncidentEscalated")
-    suspect = escalated["worker"]
-    assert suspect in was and "reattempted in place once" in escalated["reason"]
-    assert workers == 2 or was[suspect][0] == guilty
+    escalated = [event for event in told if event["type"] == "IncidentEscalated"]
+    suspect = escalated[0]["worker"]
+    assert suspect in was and "reattempted in place once" in escalated[0]["reason"]
+    node_of = {worker: node for worker, (node, _) in was.items()}
+    node_of |= {event["worker"]: event["node"] for event in told if event["type"] == "WorkerStarted"}
+    innocent = [event["reason"] for event in escalated if node_of[event["worker"]] != guilty]
+    assert workers == 2 or (len(innocent) <= 1 and all(", as others were" in reason for reason in innocent))
     started = next(event for event in told if event["type"] == "WorkerStarted")
     assert started["node"] == was[suspect][0], "then another takes its place, on the same node"
     assert started["pid"] not in {pid for _, pid in was.values()}
     assert guilty not in {node for node, _ in seats(after, name).values()}, "then the task is elsewhere"
-    reason = next(event for event in told if event["type"] == "NodeIsolated")["reason"]
-    assert reason == f"groups of {name} broke here again and again: workers given up for it 2 times"
+    isolation = next(event for event in told if event["type"] == "NodeIsolated")
+    before = escalated[: sum(event["type"] == "IncidentEscalated" for event in told[: told.index(isolation)])]
+    times = sum(node_of[event["worker"]] == isolation["node"] for event in before)
+    given_up = f"workers given up for it {times} times"
+    assert isolation["reason"] == f"groups of {name} broke here again and again: {given_up}"
+    doubted = sum(", as others were" in event["reason"] for event in before)
+    assert 2 <= times <= 2 + doubted, "and no earlier, nor later than doubt explains"
     await live.until("all nodes are back", lambda s: not any(node.isolated for node in s.nodes.values()))
 
 
