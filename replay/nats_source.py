@@ -69,14 +69,8 @@ class NatsSource:
         seq = after_seq
         async with aclosing(self._batches(after_seq)) as batches:
             while seq < self._last_seq:
-                try:
-                    async with asyncio.timeout(STALL_S):
-                        batch = await anext(batches)
-                except TimeoutError:
-                    raise LogUnavailable(
-                        f"{self._connection.urls}: nothing after entry {seq} of {self._last_seq}"
-                        f" in {STALL_S:g} s; is the server up?"
-                    ) from None
+                async with self._bounded(f"nothing after entry {seq} of {self._last_seq}"):
+                    batch = await anext(batches)
                 seq = batch[-1].seq
                 yield Chunk(batch, seq / self._last_seq)
 
@@ -108,7 +102,8 @@ class NatsSource:
                         yield batch
 
     async def skips(self) -> dict[int, str]:
-        return await self._log.skips()
+        async with self._bounded("no word of the skipped entries"):
+            return await self._log.skips()
 
     async def end_us(self) -> int:
         return self._last_us
@@ -120,7 +115,8 @@ class NatsSource:
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
         try:
-            newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
+            async with self._bounded("no word of the heartbeats"):
+                newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
         except ApiError as error:
             if error.code != STREAM_NOT_FOUND:
                 raise
@@ -131,11 +127,8 @@ class NatsSource:
         stream = read_stream(self._connection, BEAT_STREAM, start={"deliver_policy": "all"})
         async with aclosing(stream) as messages:
             while True:
-                try:
-                    async with asyncio.timeout(STALL_S):
-                        stored = await anext(messages)
-                except TimeoutError:
-                    raise LogUnavailable(f"{self._connection.urls}: no heartbeats for {STALL_S:g} s") from None
+                async with self._bounded("no heartbeats"):
+                    stored = await anext(messages)
                 beat = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
                 if isinstance(beat, Recorded):
                     chunk.append(beat)
@@ -144,6 +137,15 @@ class NatsSource:
                     chunk = []
                 if stored.seq >= newest["last_seq"]:
                     return
+
+    @asynccontextmanager
+    async def _bounded(self, otherwise: str) -> AsyncIterator[None]:
+        """LogUnavailable, which says `otherwise`, after STALL_S: what asks the server asks it for ever."""
+        try:
+            async with asyncio.timeout(STALL_S):
+                yield
+        except TimeoutError:
+            raise LogUnavailable(f"{self._connection.urls}: {otherwise} in {STALL_S:g} s; is the server up?") from None
 
 
 @asynccontextmanager
