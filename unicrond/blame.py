@@ -13,7 +13,8 @@ Rules
   *different* peers (`Task.ends`: no echoes); else those of more echoes in this break; else those without whom the
   better state trains on (a live one, then the newest that is kept); else those without whom the first by name does.
 * An explanation is *clear* if no other has its size, or none is an end half as often, or the links are those between
-  two sides of several nodes: then it is the way between them, and one side has to go on alone.
+  two sides of several nodes: then it is the way between them, and one side has to go on alone. Of several links that
+  one node alone has told of nothing is clear: they may be echoes of others who left and have not told yet.
 * Where nobody knows whom it has lost: two replicas have lost each other; of more there is no evidence, and
   nothing is clear.
 
@@ -48,8 +49,11 @@ class Verdict(NamedTuple):
 
 def verdict(task: Task, incident: Incident) -> Verdict:
     """Whose fault it is that the task's group broke."""
-    found = links(reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()})
-    return judge(found, task.ends, {node: _quality(task, node) for link in found for node in link})
+    told, nodes = reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()}
+    found = links(told, nodes)
+    judged = judge(found, task.ends, {node: _quality(task, node) for link in found for node in link})
+    tellers = {nodes[name] for name, lost in told.items() if lost and name in nodes}
+    return judged if len(found) < 2 or len(tellers) > 1 else judged._replace(clear=())
 
 
 def evidence(task: Task, incident: Incident) -> dict[str, int]:

@@ -79,6 +79,25 @@ def test_a_break_folds_to_one_verdict_whoever_is_quicker(draw: random.Random, on
     assert found[0] == found[1] and found[0].blamed == found[0].clear == (task.workers[workers[1]].node,)
 
 
+def test_the_word_of_one_alone_is_clear_of_nobody() -> None:
+    """The others may have left because of somebody else, and not have told yet."""
+    cluster = MiniCluster(1)
+    for number in range(3):
+        cluster.add_host(f"n{number}")
+    cluster.submit("t", max_workers=3)
+    cluster.run()
+    task = cluster.state.tasks["t"]
+    assert task.membership is not None
+    one, other, third = (member.worker for member in task.membership.members)
+    cluster.report(one, "connection_broken", lost=(other, third))
+    (incident,) = cluster.state.incidents.values()
+    assert verdict(cluster.state.tasks["t"], incident) == Verdict((task.workers[one].node,), ())
+    for worker in (other, third):
+        cluster.report(worker, "connection_broken", lost=(one,))
+    (incident,) = cluster.state.incidents.values()
+    assert verdict(cluster.state.tasks["t"], incident).clear == (task.workers[one].node,)
+
+
 @given(draws, st.integers(3, 12), st.booleans())
 def test_a_single_bad_node_is_found_whatever_the_topology_of_reports(
     draw: random.Random, count: int, all_links: bool
