@@ -21,7 +21,7 @@ from unicrond import fold
 
 ROOT = Path(__file__).parents[2]
 #: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.
-SEEDS = int(os.environ.get("UNICRON_FUZZ_SEEDS", "1000"))
+SEEDS = int(os.environ.get("UNICRON_FUZZ_SEEDS", "250"))
 
 
 @pytest.mark.timeout(600)
