@@ -29,7 +29,7 @@ Workers
 * Exits are acknowledged to the fork server only once the log holds them, so no exit status is ever lost.
 * An exit is *expected* when the worker was told to stop, or ended with code 0 and its mark says that its part of the
   task is done, or it has asked to stop training. A member that ends with code 0 otherwise has left its training loop
-  early: an error of its program. An unexpected one is told with its cause (ErrorReported, unless the worker
+  early: its program has failed. An unexpected one is told with its cause (ErrorReported, unless the worker
   itself has told it) and the end of its log, cause first.
 * What a program declares to be busy with (hook.busy) is told once it has lasted for BUSY_TOLD_AFTER_S.
 * Commits are summed to at most one StepCommitted per task and `commit_interval_s`; the first after a pause is

@@ -11,21 +11,18 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from agents.state import Checked, Input, RunCheck
+from events import bounded_process
 
 logger = logging.getLogger("agents")
 
 _NICENESS = 10
-_OUTPUT_BYTES = 16 * 1024
-_DETAIL_CHARS = 600
 
 
 class Health:
@@ -65,42 +62,12 @@ class Health:
 
 async def run(argv: Sequence[str], limit_s: float, environment: dict[str, str]) -> tuple[bool, str]:
     """Whether the command ended with code 0 in time, and what it said last."""
-    # A shell between: the kernel ends who runs under it when the agent dies, and the command is niced from its start.
+    # `agents.under` stands between: it lowers the priority and asks the kernel to end the command with the agent.
     shelled = (sys.executable, "-m", "agents.under", str(os.getpid()), str(_NICENESS), *argv)
     try:
-        process = await asyncio.create_subprocess_exec(
-            *shelled,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        code, said = await bounded_process.run(shelled, limit_s, environment)
     except (OSError, ValueError) as error:
         return False, f"{argv[0]} cannot be run: {error}"
-    said = bytearray()
-    reading = asyncio.create_task(_keep_last(process.stdout, said), name="output of a health check")
-    try:
-        async with asyncio.timeout(limit_s):
-            code = await process.wait()
-        await asyncio.wait([reading], timeout=1.0)  # who lives on in the background may hold the pipe for ever
-    except TimeoutError:
-        return False, f"no end within {limit_s:g} s: {_line(said)}"
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        reading.cancel()
-        await process.wait()
-    return code == 0, _line(said) if code in (0, 1) and said else f"exit code {code}: {_line(said)}"
-
-
-async def _keep_last(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
-    while stream is not None and (piece := await stream.read(_OUTPUT_BYTES)):
-        kept += piece
-        del kept[:-_OUTPUT_BYTES]
-
-
-def _line(said: bytearray) -> str:
-    """The end of what a process has said, on one line."""
-    text = "".join(char if char.isprintable() else " " for char in said.decode(errors="replace"))
-    return " ".join(text.split())[-_DETAIL_CHARS:] or "it said nothing"
+    if code is None:
+        return False, f"no end within {limit_s:g} s: {said}"
+    return code == 0, said if code in (0, 1) and said != bounded_process.SILENT else f"exit code {code}: {said}"

@@ -12,16 +12,15 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from events import bounded_process
 from events.vocabulary import RepairEnded, Text
 from unicrond.isolation import Repair, repairs_due
 from unicrond.state import ClusterState
@@ -31,8 +30,6 @@ log = logging.getLogger("unicrond")
 #: Whether the node may be checked, and what the command said last.
 Outcome: TypeAlias = tuple[bool, str]
 RUNS_MAX = 8
-_OUTPUT_BYTES = 64 * 1024
-_DETAIL_CHARS = 400
 Argument = Annotated[str, Meta(min_length=1, max_length=1024)]
 Argv = Annotated[tuple[Argument, ...], Meta(max_length=64)]
 Limit = Annotated[float, Meta(ge=1.0, le=86_400.0)]
@@ -103,43 +100,11 @@ def command(argv: tuple[Text, ...], timeout_s: float) -> Callable[[Repair], Awai
             "UNICRON_REASON": repair.reason,
         }
         try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                repair.node,
-                repair.needs,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            code, said = await bounded_process.run((*argv, repair.node, repair.needs), timeout_s, environment)
         except (OSError, ValueError) as error:
             return False, f"{argv[0]} cannot be run: {error}"
-        said = bytearray()
-        reading = asyncio.create_task(_keep_last(process.stdout, said), name="output of a repair")
-        try:
-            async with asyncio.timeout(timeout_s):
-                code = await process.wait()
-            await asyncio.wait([reading], timeout=1.0)  # who lives on in the background may hold the pipe for ever
-        except TimeoutError:
-            return False, f"{argv[0]} did not end within {timeout_s:g} s: {_line(said)}"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            reading.cancel()
-            await process.wait()
-        return code == 0, f"exit code {code}: {_line(said)}"
+        if code is None:
+            return False, f"{argv[0]} did not end within {timeout_s:g} s: {said}"
+        return code == 0, f"exit code {code}: {said}"
 
     return run
-
-
-async def _keep_last(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
-    while stream is not None and (piece := await stream.read(_OUTPUT_BYTES)):
-        kept += piece
-        del kept[:-_OUTPUT_BYTES]
-
-
-def _line(said: bytearray) -> str:
-    """The end of what a process has said, on one line."""
-    text = "".join(char if char.isprintable() else " " for char in said.decode(errors="replace"))
-    return " ".join(text.split())[-_DETAIL_CHARS:] or "it said nothing"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -376,3 +377,22 @@ class MiniCluster:
             assert members == given, f"{task.name}: {members} members, plan gives {given}\n{self.story()}"
             assert not given or task.confirmed, self.story()
         assert not self.state.incidents, f"{self.state.incidents}\n{self.story()}"
+
+
+def trained(workers: int, **spec: Any) -> MiniCluster:
+    """One task "big" of `workers` workers, each on a node of its own, after three iterations."""
+    cluster = MiniCluster(3)
+    for number in range(workers):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", max_workers=workers, **spec)
+    cluster.run()
+    cluster.train("big", 3)
+    cluster.run()
+    return cluster
+
+
+def members(cluster: MiniCluster, task: str = "big") -> list[str]:
+    """The workers of the task's membership, by rank."""
+    membership = cluster.state.tasks[task].membership
+    assert membership is not None
+    return [member.worker for member in membership.members]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from events import vocabulary as v
-from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.stories import random_life
 from unicrond.decide import decide
 from unicrond.fold import fold_all
@@ -23,12 +23,6 @@ def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:
     cluster.train("big")
     cluster.train("small")
     return cluster
-
-
-def members(cluster: MiniCluster, task: str) -> list[str]:
-    membership = cluster.state.tasks[task].membership
-    assert membership is not None
-    return [member.worker for member in membership.members]
 
 
 def test_tasks_get_what_the_plan_says() -> None:

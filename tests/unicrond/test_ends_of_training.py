@@ -5,27 +5,14 @@ from __future__ import annotations
 import pytest
 
 from events import vocabulary as v
-from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.cluster import MiniCluster, members, trained
 from unicrond.state import TaskStatus
 
 
 @pytest.fixture
 def cluster() -> MiniCluster:
     """One task of two workers, of 100 iterations, that has trained three."""
-    cluster = MiniCluster(3)
-    for number in range(2):
-        cluster.add_host(f"n{number}")
-    cluster.submit("big", max_workers=2, iterations=100)
-    cluster.run()
-    cluster.train("big", 3)
-    cluster.run()
-    return cluster
-
-
-def members(cluster: MiniCluster) -> list[str]:
-    membership = cluster.state.tasks["big"].membership
-    assert membership is not None
-    return [member.worker for member in membership.members]
+    return trained(2, iterations=100)
 
 
 def leave_early(cluster: MiniCluster) -> None:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from tests.unicrond.cluster import SECOND_US, MiniCluster
+from tests.unicrond.cluster import SECOND_US, MiniCluster, members, trained
 from unicrond.deadlines import deadlines
 from unicrond.hangs import judge
 from unicrond.state import Severity
@@ -17,20 +17,7 @@ LIMIT_US = 1_000_000
 @pytest.fixture
 def cluster() -> MiniCluster:
     """One task of three workers that has trained three iterations."""
-    cluster = MiniCluster(3)
-    for number in range(3):
-        cluster.add_host(f"n{number}")
-    cluster.submit("big", max_workers=3)
-    cluster.run()
-    cluster.train("big", 3)
-    cluster.run()
-    return cluster
-
-
-def members(cluster: MiniCluster) -> list[str]:
-    membership = cluster.state.tasks["big"].membership
-    assert membership is not None
-    return [member.worker for member in membership.members]
+    return trained(3)
 
 
 def suspicion(cluster: MiniCluster, member: str, **changes: object) -> v.HangSuspected:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from events import vocabulary as v
 from events.prose import summary
-from tests.unicrond.cluster import SECOND_US, MiniCluster
+from tests.unicrond.cluster import SECOND_US, MiniCluster, trained
 from unicrond.cluster_tables import stragglers_table, tasks_table
 from unicrond.folding.stragglers import straggler_observed
 from unicrond.metrics import exposition
@@ -21,14 +21,7 @@ from unicrond.view import render
 @pytest.fixture
 def cluster() -> MiniCluster:
     """One task of three workers that has trained three iterations."""
-    cluster = MiniCluster(3)
-    for number in range(3):
-        cluster.add_host(f"n{number}")
-    cluster.submit("big", max_workers=3)
-    cluster.run()
-    cluster.train("big", 3)
-    cluster.run()
-    return cluster
+    return trained(3)
 
 
 def member(cluster: MiniCluster, rank: int) -> v.Member:
