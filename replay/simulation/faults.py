@@ -76,6 +76,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "kill_worker": (10, 0.0, ("", "", "computed", "reduced", "agreeing", "committed", "regrouped"), 1),
     "end_early": (2, 0.0, (), 1),
     "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
+    "hang_after_join": (3, 15.0, (), 1),
     "raise_in_worker": (2, 0.0, ("exception", "nan_loss", "cuda_error", "ecc_error"), 1),
     "report_error": (2, 0.0, ("store_error", "nccl_error", "collective_timeout", "nvlink_error"), 1),
     "ill_accelerator": (4, 15.0, ("ecc_error", "nvlink_error", "cuda_error", "gpu_broken", ""), 1),
@@ -338,6 +339,16 @@ def _hang_worker(world: World, fault: Fault) -> None:
         process.stuck = not process.hung
         process.for_ever = fault.how == "for_ever"
         _until(world, fault, process.go_on)
+
+
+def _hang_after_join(world: World, fault: Fault) -> None:
+    """A worker is killed; who takes its place, or joins a running task on this node, stands still within its first
+    iterations, for ever."""
+    for node in fault.nodes:
+        world.training.join_hangers[node] = 0.1 * fault.pick
+        _until(world, fault, lambda node=node: world.training.join_hangers.pop(node, None))  # type: ignore[misc]
+    for process in _victims(world, fault):
+        process.end(signal.SIGKILL)
 
 
 def _end_early(world: World, fault: Fault) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from agents import commit_sums, core
-from agents.handling import orders, starting
+from agents.handling import exits, orders, starting
 from agents.namesakes import Namesakes
 from agents.state import Memory
 from agents.trainer import dealing, regrouping
@@ -30,7 +30,7 @@ from replay.simulation.seeds import cores, outcomes
 from unicrond import admission, blame, coordinator, fold, isolation, reconcile, state
 from unicrond.deciding import copies, memberships, readmission, staff
 from unicrond.deciding.batch import Batch
-from unicrond.folding import changes, incidents
+from unicrond.folding import changes, deadlines, incidents, strikes, suspicions
 from unicrond.state import NodeStatus
 
 SEEDS = 1000
@@ -229,6 +229,30 @@ def _judge_nobody() -> None:
     _patch_fold(v.HangSuspected, lambda _: lambda before, event, envelope: before)
 
 
+def _need_all_reports() -> None:
+    def make(judge: Any) -> Any:
+        def patient(task: Any, generation: int = 0) -> Any:
+            members = task.membership.members if task.membership else ()
+            return judge(task, generation) if all(one.worker in task.suspicions for one in members) else None
+
+        return patient
+
+    _patch(suspicions, "judge", make)
+
+
+def _end_all_who_are_late() -> None:
+    def make(_: Any) -> Any:
+        def harsh(before: Any, task: Any, observed_at_us: int) -> Any:
+            for worker in task.workers.values():
+                if worker.alive and deadlines._is_late(task, worker):
+                    before = strikes.give_up(before, task.name, worker, "hang", "is late", observed_at_us)
+            return before
+
+        return harsh
+
+    _patch(deadlines, "_not_met", make)
+
+
 def _order_again() -> None:
     _patch_fold(v.InjectFault, lambda _: lambda before, event, envelope: before)
 
@@ -313,6 +337,10 @@ def _start_again() -> None:
 
 def _forget_the_memory() -> None:
     _patch(core, "resume", lambda resume: lambda config, memory: resume(config, Memory()))
+
+
+def _early_end_is_expected() -> None:
+    _patch(exits, "left_early", lambda _: lambda record, mark: False)
 
 
 def _slots_are_not_counted() -> None:
@@ -418,6 +446,8 @@ MUTANTS: dict[str, Mutant] = {
     "command_in_new_words": Mutant("every node is commanded as if its agent were of today", _command_in_new_words),
     "start_on_cordoned_nodes": Mutant("cordoned nodes get workers", _start_on_cordoned_nodes),
     "judge_nobody": Mutant("no hang is ever found", _judge_nobody),
+    "need_all_reports": Mutant("nobody hangs before all members were told of", _need_all_reports),
+    "end_all_who_are_late": Mutant("who waits for a meeting is ended with who is awaited", _end_all_who_are_late),
     "order_again": Mutant("an ordered fault is commanded again and again", _order_again),
     "keep_for_ever": Mutant("states of ended tasks stay in memory", _keep_for_ever),
     "share_a_name": Mutant("an agent does not mind a newer one of its name", _share_a_name),
@@ -431,6 +461,7 @@ MUTANTS: dict[str, Mutant] = {
     "act_on_a_stale_epoch": Mutant("an agent takes a command of an old epoch for a new one", _act_on_a_stale_epoch),
     "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),
     "forget_the_memory": Mutant("an agent starts without the memory of the one before", _forget_the_memory),
+    "early_end_is_expected": Mutant("exit code 0 in mid-training is as good as the end", _early_end_is_expected),
     "slots_are_not_counted": Mutant("an agent gives every worker the first slot", _slots_are_not_counted),
     "commits_are_summed_twice": Mutant("a sum is continued by whatever comes", _commits_are_summed_twice),
     "commit_without_agreement": Mutant("a replica steps as soon as it has the sums", _commit_without_agreement),

@@ -103,6 +103,10 @@ class Process:
         if number == signal.SIGKILL or not self.hung:
             self.end(number)
 
+    def stand_still(self) -> None:
+        """Its main thread does not move any more."""
+        self.stuck = self.for_ever = True
+
     def go_on(self) -> None:
         """It hung, and does no more."""
         if self.alive and (self.hung or self.stuck) and not self.for_ever:

@@ -40,12 +40,20 @@ class Progress:
             self._boundary_us, self._limit_us, self._changed_us,
         )  # fmt: skip
 
-    def regrouped(self, generation: int) -> None:
-        """It is in another group."""
+    def regrouped(self, generation: int, *, share: int, joins: bool) -> None:
+        """It is in another group. `share`, `joins`: see Baseline.reset."""
         self._generation = generation
         self._entered = self._left = self._limit_us = 0
-        self._baseline.reset()
+        self._baseline.reset(share=share, joins=joins)
         self._changed_us = self._now_us()
+
+    def usual(self) -> list[int]:
+        """What a newcomer is to know of the iterations' times; travels with the state."""
+        return self._baseline.words()
+
+    def inherit(self, words: list[int]) -> None:
+        """What came with the state that was taken over."""
+        self._baseline.inherit(words)
 
     def begun(self, iteration: int) -> None:
         """An iteration begins, or goes on in another group."""

@@ -574,7 +574,8 @@ class Replica:
                 await self._park(left_out.membership)
             target = None
             self._membership, self._verdict = membership, verdict
-            self.progress.regrouped(membership.generation)
+            share = -(-self.spec.micro_batches // len({member.replica for member in membership.members}))
+            self.progress.regrouped(membership.generation, share=share, joins=bool(membership.joiners))
             if self._apply(verdict):
                 self._tell_regrouped(membership, "own")
                 return True
@@ -697,16 +698,19 @@ class Replica:
         assert verdict is not None and end is not None
         if end.rank == verdict.source and verdict.fresh:
             self._find_state()
-        told = [_NO_STATE, 0, 0, 0, 0]
+        told = [_NO_STATE, 0, 0, 0, 0, *self.progress.usual()]
         if end.rank == verdict.source:
             origin = _ORIGINS.index(self._origin if verdict.fresh else "replica")
-            told = [_STATE, self._ledger.iteration - 1, self._params, self._lineage, origin]
+            told = [_STATE, self._ledger.iteration - 1, self._params, self._lineage, origin, *self.progress.usual()]
         told += to_row(self._buckets.final(), self.spec.micro_batches)
         await self._work(self.training.drawn.uniform(0.01, 0.1))
         rows = await self._gather(told)
         if end.rank in verdict.receivers and end.rank != verdict.source:
-            has, iteration, self._params, self._lineage, origin, *final = rows[verdict.source]
+            has, iteration, self._params, self._lineage, origin, *rest = rows[verdict.source]
             assert has == _STATE
+            words = len(self.progress.usual())
+            self.progress.inherit(rest[:words])
+            final = rest[words:]
             hand = list(self._ledger.held)
             self._begin(iteration + 1)
             self._buckets.adopt(from_row(final, self.spec.micro_batches))
@@ -742,6 +746,8 @@ class Replica:
         self.progress.begun(self._ledger.iteration)
         self.training.witness.regrouped(self, membership)
         self._reached("regrouped")
+        if source == "replica":
+            self.training.joined(self)
         self._say_all(
             Regrouped(
                 generation=membership.generation,

@@ -53,6 +53,8 @@ class Training:
         self.reach = Reach()
         #: Nodes whose connections all end at each iteration's start.
         self.link_breakers: set[str] = set()
+        #: Nodes on which the next worker that joins a running task stands still, so many seconds later.
+        self.join_hangers: dict[str, float] = {}
         self.hosts: dict[str, Host] = {}
         self.replicas: list[Replica] = []
         self._shards: dict[tuple[str, int], dict[int, Process]] = {}
@@ -70,6 +72,13 @@ class Training:
             replica = Replica(self, [shards[number] for number in sorted(shards)])
             self.replicas.append(replica)
             replica.start()
+
+    def joined(self, replica: Replica) -> None:
+        """It has taken over the state of a task that runs."""
+        for shard in replica.shards:
+            after_s = self.join_hangers.pop(shard.host.name, None)
+            if after_s is not None:
+                self.loop.call_later(after_s, shard.stand_still)
 
     def group(self, task: str, membership: Membership) -> Group:
         """The group that a membership asks for."""

@@ -190,6 +190,7 @@ class World:
             link.heal()
         self.training.reach.heal()
         self.training.link_breakers.clear()
+        self.training.join_hangers.clear()
         for head in self.coordinators.living:
             head.log.crash_at = ""
         for host in self.hosts.values():
