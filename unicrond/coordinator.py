@@ -366,8 +366,9 @@ class Coordinator:
         if self._repairs is not None:
             self._repairs.look(self.state)
         if self._pending:
-            pending, self._pending = self._pending, []
+            pending = tuple(self._pending)
             await self._append(pending)
+            del self._pending[: len(pending)]  # after the append: what a false claim has fenced goes with our next term
             return
         needed = needed_solves(self.state, self._policy)
         for problem in needed:

@@ -127,3 +127,23 @@ async def test_a_forged_claim_stops_nobody() -> None:
     async with running(log) as coordinator:
         assert coordinator.state.term == 3
         assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refused] == ["$.event.term"] * 2
+
+
+async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> None:
+    """A deadline passes once and a repair ends once: a timer that has fired is not set again."""
+    log = MemoryLog()
+    forged = Envelope(
+        producer="coordinator",
+        boot=7,
+        number=2**53 - 1,
+        term=10**9 - 1,
+        observed_at_us=1,
+        event=v.CoordinatorStarted(term=10**9 - 1, version="forged"),
+    )
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
+        log._fence, log._claim = type(log._fence)(10**9 - 1, log._write(forged)), forged  # nobody has read it yet
+        coordinator._post(v.RepairEnded(node="n1", isolation=1, passed=True, duration_us=1, detail=""))
+        read = await entries_until(log, lambda e: isinstance(e, v.RepairEnded))
+        assert read[-1].envelope.term == 2
