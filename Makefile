@@ -15,13 +15,13 @@ help:
 	@echo "make install  only the environment"
 	@echo "make chaos    20 random SIGKILLs of worker, node, coordinator and nats-server; all must heal"
 	@echo "make endurance  100 faults of every kind, two at once among them, in one run; then nothing may tell of them"
-	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/simulation.md)"
+	@echo "make fuzz     10,000 seeded histories of faults against the real cores (docs/design/simulation.md)"
 	@echo "make mutants  does the fuzzer catch deliberate bugs?"
-	@echo "make evaluation  run every study of docs/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
+	@echo "make evaluation  run every study of docs/results/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
 	@echo "make upgrade  rolling upgrades in mid-training, from an old version and to a newer one, in every order"
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
-	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/gpu.md)"
-	@echo "make bench    benchmarks (docs/benchmarks.md)"
+	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/use/gpu.md)"
+	@echo "make bench    benchmarks (docs/results/benchmarks.md)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make resolve  does pip find a set of versions for the base install and for each extra? (asks the package index)"
@@ -91,7 +91,7 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 	failed=0; \
 	$(BIN)/python -m tests.benchmarks.recovery.measure --peers $(PEERS)/bin || failed=1; \
 	$(BIN)/python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move || failed=1; \
-	$(BIN)/python -m tests.benchmarks.recovery.report --plot docs/plots/recovery.png || failed=1; \
+	$(BIN)/python -m tests.benchmarks.recovery.report --plot docs/results/plots/recovery.png || failed=1; \
 	exit $$failed
 
 resolve: $(STAMP)

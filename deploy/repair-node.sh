@@ -1,5 +1,5 @@
 #!/bin/sh
-# An example of readmission.repair (docs/configuration.md): repair-node.sh NODE NEED. Exit code 0 says: check the node now.
+# An example of readmission.repair (docs/operate/configuration.md): repair-node.sh NODE NEED. Exit code 0 says: check the node now.
 set -eu
 node=$1 need=$2
 case $need in

@@ -211,7 +211,7 @@ class CheckpointSpec(Value, frozen=True, kw_only=True):
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):
-    """One training job as its file describes it (YAML, see docs/task-file.md).
+    """One training job as its file describes it (YAML, see docs/use/task-files.md).
 
     `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
     `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how

@@ -1,4 +1,4 @@
-"""The loop of plain_loop.py, healed by unicrond: a task's `entry` (see docs/hook.md).
+"""The loop of plain_loop.py, healed by unicrond: a task's `entry` (see docs/use/hook.md).
 
 `diff examples/plain_loop.py examples/own_loop.py` shows all that unicrond asks for.
 """

@@ -1,7 +1,7 @@
 """The numbers that a simulation assumes, by name: `--set NAME=VALUE` changes one, the write-up prints them all.
 
 Where a number comes from: *paper* = Unicron (arXiv 2401.00134), as recalled, not re-checked; *assumed* = ours,
-fixed before any result was looked at, and varied in the sensitivity tables of docs/evaluation.md.
+fixed before any result was looked at, and varied in the sensitivity tables of docs/results/evaluation.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`make evaluation`: run every study of docs/evaluation.md again, and write its tables and figures anew.
+"""`make evaluation`: run every study of docs/results/evaluation.md again, and write its tables and figures anew.
 
     python -m replay.evaluation [--only NAME,...] [--seeds N] [--trace FILE]
 
-The prose of docs/evaluation.md is written by hand; what stands between `<!-- begin NAME -->` and
+The prose of docs/results/evaluation.md is written by hand; what stands between `<!-- begin NAME -->` and
 `<!-- end NAME -->` is written here, one study per name. Seeds are 1..N and the defaults of `assumptions.py` hold
 unless a study says otherwise, so two runs of one version differ in nothing but CPU times.
 """
@@ -28,8 +28,8 @@ from replay.traces import INFINITEHBD_ORIGIN, INFINITEHBD_SHA256, TraceError
 from replay.workload import Cluster, TrainingTask, Workload, six, workload
 from unicrond.planning import kernel
 
-DOCUMENT = Path("docs/evaluation.md")
-PLOTS = Path("docs/plots")
+DOCUMENT = Path("docs/results/evaluation.md")
+PLOTS = Path("docs/results/plots")
 GPU = "a800-80g"
 MAIN = ("unicron", "megatron-wait", "megatron-shrink", "hot-spare", "oobleck", "varuna", "bamboo", "ideal")
 PLANS = ("unicron", "unicron-stay", "unicron-equal", "unicron-weighted", "unicron-sized", "ideal")
@@ -306,7 +306,7 @@ def replaced(document: str, name: str, text: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the studies that `argv` names, all without; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m replay.evaluation", description="Redo docs/evaluation.md.")
+    parser = argparse.ArgumentParser(prog="python -m replay.evaluation", description="Redo docs/results/evaluation.md.")
     parser.add_argument("--only", default=",".join(STUDIES), help="studies, with commas (default: all)")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--trace", type=Path, help=f"the real trace's file (default: ${TRACE_FILE_VARIABLE})")

@@ -83,5 +83,6 @@ examples:
   unicron-replay fuzz --first-seed 368 --seeds 1 --faults 0,4 # with two of its faults alone
 
 The coordinator and the agents are the real ones; time, networks, disks and processes are simulated. Exit code 1 if
-a rule is broken: the first failure is shrunk, and told with the command that repeats it (docs/simulation.md).""",
+a rule is broken: the first failure is shrunk and printed with the command that repeats it
+(docs/design/simulation.md).""",
 }

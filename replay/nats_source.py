@@ -33,7 +33,7 @@ from unicrond.state import ClusterState
 CONNECT_TIMEOUT_S = 5.0
 STALL_S = 20.0
 #: With so many entries still to read, a process of its own reads them while we decode and fold. On 2 cores, which the
-#: server shared, it began to pay at 75,000 entries (docs/benchmarks.md, "Replay").
+#: server shared, it began to pay at 75,000 entries (docs/results/benchmarks.md, "Replay").
 APART_FROM = 100_000
 #: So many of them are read here meanwhile: about what is folded until that process has started.
 HEAD = 25_000

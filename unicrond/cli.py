@@ -15,7 +15,7 @@ from unicrond import VERSION
 EXAMPLES = """examples:
   unicrond run --config unicron.yaml          the coordinator on the head node
   unicrond run --nats nats://10.0.0.5:4222    with an existing NATS server or cluster
-  unicrond archive --keep 30d                 the log's older part to files; see docs/retention.md
+  unicrond archive --keep 30d                 the log's older part to files; see docs/operate/retention.md
   unicrond dev                                nats-server, coordinator and 4 agents on this machine
   unicrond demo                               the same, with two tasks, three faults and the story of their healing
 """
@@ -47,7 +47,9 @@ def _parser() -> Parser:
         epilog="example:\n  unicrond run --config /etc/unicron.yaml\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("--config", type=Path, metavar="FILE", help="YAML, see docs/configuration.md (default: defaults)")
+    run.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML (docs/operate/configuration.md); default: defaults"
+    )
     run.add_argument("--nats", metavar="URL", help="an existing NATS server instead of the embedded one")
     run.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
     run.add_argument(
@@ -56,7 +58,7 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="SEQ",
-        help="pass over this entry of the log, from now on and for every reader (docs/recovery.md); repeatable",
+        help="pass over this entry of the log, from now on and for every reader (docs/operate/recovery.md); repeatable",
     )
     run.add_argument("--verbose", action="store_true", help="log committed steps as well")
 

@@ -354,7 +354,9 @@ class Coordinator:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        log.error("NOTHING MORE IS DECIDED: %s; training goes on, faults are not healed; see docs/recovery.md", why)
+        log.error(
+            "NOTHING MORE IS DECIDED: %s; training goes on, faults are not healed (docs/operate/recovery.md)", why
+        )
 
     def _keep_snapshot(self) -> None:
         if self._snapshots is not None and self._mark is not None and self._snapshots.due(self.state.seq):

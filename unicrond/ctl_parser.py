@@ -98,7 +98,7 @@ def _add_submit_and_cancel(commands: Commands) -> None:
     submit = _add(
         commands,
         "submit",
-        "submit the task that a file describes (docs/task-file.md)",
+        "submit the task that a file describes (docs/use/task-files.md)",
         "submit examples/big.yaml",
         "submit - < task.yaml",
     )
@@ -114,7 +114,7 @@ def _add_reshape(commands: Commands) -> None:
     reshape = _add(
         commands,
         "reshape",
-        "another layout or size for a running task; it goes on from where it stands (docs/transition.md)",
+        "another layout or size for a running task; it goes on from where it stands (docs/design/transition.md)",
         "reshape big --tp 2 --pp 1",
         "reshape big --max-workers 4",
     )
@@ -144,7 +144,7 @@ def _add_inject(commands: Commands) -> None:
     inject = _add(
         commands,
         "inject",
-        "order a fault, where the coordinator runs with --allow-injection (docs/detection.md)",
+        "order a fault, where the coordinator runs with --allow-injection (docs/design/detection.md)",
         "inject kill --task big --rank 1 --at-iteration 20 --phase reduce",
         "inject slow --task big --rank 0 --seconds 0.5",
         "inject drop-network --node node3 --seconds 10",

@@ -80,7 +80,7 @@ class StateCollector(Collector):
         yield oldest
 
     def _costs(self, state: ClusterState) -> Metric:
-        text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/planning.md)"
+        text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
         family = GaugeMetricFamily("unicron_work_flop", text, labels=["kind"])
         for name, flop in costs_at(state, state.now_us)._asdict().items():
             family.add_metric([name.removesuffix("_flop")], float(flop))

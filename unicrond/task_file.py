@@ -8,7 +8,7 @@ Rules
 * What concerns several fields, or more than a field's type, is in `task_rules.py`, for every task, whichever way it
   was submitted; here is added that the entry script is there.
 
-Every field is described in docs/task-file.md.
+Every field is described in docs/use/task-files.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
         raise TaskFileError(f"{where}:{error.line}: {error.what}") from None
     data = document.value
     if data is None:
-        raise TaskFileError(f"{where}: is empty; the least is `name: my-task` (see docs/task-file.md)")
+        raise TaskFileError(f"{where}: is empty; the least is `name: my-task` (see docs/use/task-files.md)")
     if isinstance(data, dict):
         _whole_numbers(data.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())

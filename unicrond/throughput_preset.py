@@ -1,4 +1,4 @@
-"""`throughput_model` in a task file: T(x) from the model of Megatron (docs/throughput.md), filled in at submission.
+"""`throughput_model` in a task file: T(x) from the model of Megatron (docs/design/throughput.md).
 
 Rules
 -----

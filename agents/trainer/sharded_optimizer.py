@@ -85,7 +85,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """Adam over `models`, stepping the parts that this replica holds. See the module's rules."""
 
     def __init__(self, config: OptimizerConfig, models: Sequence[torch.nn.Module]) -> None:
-        """Moves the models' parameters into spaces. Raises ValueError for what it cannot do (see docs/task-file.md)."""
+        """Moves the models' parameters into spaces. ValueError for what it cannot do (docs/use/task-files.md)."""
         if config.fp16 or config.loss_scale or config.optimizer != "adam":
             raise ValueError(
                 "optimizer.distributed: Adam without loss scaling only; use fp32 or bf16, or the plain one"

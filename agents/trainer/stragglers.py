@@ -39,7 +39,7 @@ SLOW = 1.05
 OVER = 1.025
 AGAIN = 1.2
 #: Samples looked back upon -> standard errors, and in how many parts. Measured noise has heavier tails than normal
-#: noise, and neighbouring samples share some of it (docs/benchmarks.md).
+#: noise, and neighbouring samples share some of it (docs/results/benchmarks.md).
 SURE = {20: (7.0, 4), 40: (4.5, 2)}
 LONGEST = 40
 #: Of normal noise: from a median distance to a deviation, and from that to the error of a mean of the middle half.

@@ -26,7 +26,7 @@ class Disk:
     """A run directory. `full`: writing the memory fails (the agent goes on, and says so).
 
     `boot`: the boot number used last. A lost directory keeps it here: without it a node whose clock is behind as well
-    would repeat old numbers, and not be heard until its clock has caught up (a known limit, docs/simulation.md).
+    would repeat old numbers, and not be heard until its clock has caught up (a known limit, docs/design/simulation.md).
     """
 
     def __init__(self, boot: int = 0) -> None:

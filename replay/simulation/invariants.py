@@ -24,7 +24,7 @@ from unicrond.policy import Policy
 from unicrond.reconcile import leaving_members
 from unicrond.state import ClusterState, NodeStatus, Severity, Task, TaskStatus, digest
 
-#: Name -> what it says; docs/simulation.md is held to this table by a test.
+#: Name -> what it says; docs/design/simulation.md is held to this table by a test.
 RULES: dict[str, str] = {
     "acknowledged_events_stay": "An event that the log has acknowledged stands in it, at the number it was given.",
     "newest_term_decides": "No decision or command of an older term stands in the log after a newer claim.",

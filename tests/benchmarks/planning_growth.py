@@ -1,6 +1,6 @@
 """How the cost of planning grows with the workers n and the tasks m.
 
-python -m tests.benchmarks.planning_growth [--plot docs/plots/planning_growth.png]
+python -m tests.benchmarks.planning_growth [--plot docs/results/plots/planning_growth.png]
 """
 
 from __future__ import annotations

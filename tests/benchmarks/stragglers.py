@@ -142,7 +142,7 @@ async def measure(chosen: argparse.Namespace, directory: Path) -> None:
 
 
 def report(runs: list[dict[str, Any]]) -> list[str]:
-    """The tables of docs/benchmarks.md."""
+    """The tables of docs/results/benchmarks.md."""
     lines = ["| replicas | slow by | from | found within 50 | iterations until told | factor told | others told of |"]
     lines.append("|---|---|---|---|---|---|---|")
     slow = [run for run in runs if run["how"] != "none"]

@@ -1,4 +1,4 @@
-"""Detection: how long until the log holds a fault, and what watching for it costs. Docs: docs/benchmarks.md."""
+"""Detection: how long until the log holds a fault, and what watching for it costs. Docs: docs/results/benchmarks.md."""
 
 from __future__ import annotations
 

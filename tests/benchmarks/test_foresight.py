@@ -3,7 +3,7 @@
     pytest tests/benchmarks/test_foresight.py
 
 Real states of the real fold, the real Foresight; a tick every millisecond says how late the loop is. The first
-figure holds the loading of the compiled kernel. Numbers and what they mean: docs/benchmarks.md, "Planning".
+figure holds the loading of the compiled kernel. Numbers and what they mean: docs/results/benchmarks.md, "Planning".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pytest tests/benchmarks/test_planning.py
 
-CPU seconds, so that a busy machine does not count. Numbers and what they mean: docs/benchmarks.md,
+CPU seconds, so that a busy machine does not count. Numbers and what they mean: docs/results/benchmarks.md,
 "Planning"; growth over n and m: `python -m tests.benchmarks.planning_growth`.
 """
 

@@ -3,7 +3,7 @@
     pytest tests/benchmarks/test_replay.py
 
 CPU seconds, so that a busy machine does not count; the restart in wall time, replay from NATS in both, since there a
-second process may read. Numbers and what they mean: docs/benchmarks.md, "Replay".
+second process may read. Numbers and what they mean: docs/results/benchmarks.md, "Replay".
 """
 
 from __future__ import annotations

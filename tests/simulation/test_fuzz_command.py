@@ -13,7 +13,7 @@ from replay.simulation.invariants import RULES
 from replay.simulation.run import Outcome, history, simulate
 from tests.replay.command import unicron_replay
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "simulation.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "simulation.md"
 
 
 def test_clean_seeds_exit_0_and_say_what_was_played() -> None:

@@ -1,4 +1,4 @@
-"""docs/detection.md and docs/configuration.md say what the code does."""
+"""docs/design/detection.md and docs/operate/configuration.md say what the code does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from unicrond.severity import RESPONSE, SEVERITY
 from unicrond.strict_yaml import parse
 
 DOCS = Path(__file__).parents[2] / "docs"
-DETECTION = (DOCS / "detection.md").read_text()
-CONFIGURATION = (DOCS / "configuration.md").read_text()
+DETECTION = (DOCS / "design" / "detection.md").read_text()
+CONFIGURATION = (DOCS / "operate" / "configuration.md").read_text()
 
 
 def rows(columns: int) -> list[tuple[str, ...]]:

@@ -50,7 +50,7 @@ def test_examples_are_valid(path: Path) -> None:
 
 
 def test_the_annotated_example_of_the_documentation_names_every_field(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "task-file.md").read_text()
+    text = (ROOT / "docs" / "use" / "task-files.md").read_text()
     example = text.partition("```yaml\n")[2].partition("```")[0]
     spec = loads(example, directory=tmp_path)
     named = parse(example).value
@@ -62,7 +62,7 @@ def test_the_annotated_example_of_the_documentation_names_every_field(tmp_path: 
     ):
         assert set(part) == set(kind.__struct_fields__), kind
         for field in kind.__struct_fields__:
-            assert f"`{field}`" in text, f"docs/task-file.md does not describe {field}"
+            assert f"`{field}`" in text, f"docs/use/task-files.md does not describe {field}"
     assert spec.name == "pretrain-small"
 
 

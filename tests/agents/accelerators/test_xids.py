@@ -12,7 +12,7 @@ from agents.accelerators.readings import XidSeen
 from agents.accelerators.xids import XIDS, is_known, xid
 from unicrond.severity import SEVERITY
 
-DETECTION = (Path(__file__).parents[3] / "docs" / "detection.md").read_text()
+DETECTION = (Path(__file__).parents[3] / "docs" / "design" / "detection.md").read_text()
 #: code -> severity of a single one, where the driver says nothing more: None, it is told and nothing follows.
 EXPECTED: dict[int, int | None] = {
     **dict.fromkeys((13, 31, 8, 11, 32, 39, 40, 41, 69, 94), 2),
