@@ -13,9 +13,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import nats
 import psutil
 import pytest
 
+from events.codec import encode
+from events.envelope import Envelope
+from events.subjects import subject
+from events.vocabulary import CoordinatorStarted
 from unicrond.dev import free_port
 
 UNICROND = str(Path(sys.executable).parent / "unicrond")
@@ -30,9 +35,9 @@ def config(directory: Path, extra: str = "") -> Path:
 
 
 @asynccontextmanager
-async def daemon(path: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def daemon(path: Path, *options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     process = await asyncio.create_subprocess_exec(
-        UNICROND, "run", "--config", str(path), stderr=asyncio.subprocess.PIPE
+        UNICROND, "run", "--config", str(path), *options, stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     url = ""
@@ -137,3 +142,74 @@ def test_a_bad_nats_address_is_refused_at_once() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "unicrond: without --config: nats.url: 'garbage' is no NATS URL; write nats://HOST:PORT\n"
+
+
+def ctl(url: str, *arguments: str) -> str:
+    return subprocess.run(
+        [str(Path(UNICROND).with_name("unicronctl")), "--url", url, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
+def replayed_digest(directory: Path, seq: int) -> str:
+    return subprocess.run(
+        [
+            str(Path(UNICROND).with_name("unicron-replay")),
+            "digest",
+            "--state-dir",
+            str(directory / "state"),
+            "--at",
+            str(seq),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
+async def test_skip_undoes_an_entry_for_this_coordinator_the_next_and_replay(tmp_path: Path) -> None:
+    path, task = config(tmp_path), tmp_path / "a.yaml"
+    task.write_text("name: a\n")
+    async with daemon(path) as (process, url):
+        await asyncio.to_thread(ctl, url, "submit", str(task))
+        await asyncio.to_thread(ctl, url, "cancel", "a")
+        events = [json.loads(line) for line in (await asyncio.to_thread(ctl, url, "--json", "events")).splitlines()]
+        (cancelled,) = [event["seq"] for event in events if event["type"] == "TaskCancelled"]
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+    for arguments in (["--skip", str(cancelled)], []):
+        async with daemon(path, *arguments) as (process, url):
+            state = await asyncio.to_thread(get, f"{url}/v1/state")
+            assert state["state"]["tasks"]["a"]["status"] == "active"  # type: ignore[index]
+            assert str(state["digest"]) in await asyncio.to_thread(replayed_digest, tmp_path, state["state"]["seq"])  # type: ignore[index]
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+    async with daemon(path) as (_, url):
+        pass  # ends the NATS server
+
+
+async def test_a_claim_that_somebody_forges_on_the_server_is_an_alarm_and_no_more(tmp_path: Path) -> None:
+    forged = Envelope(
+        producer="coordinator",
+        boot=10**6,
+        number=1,
+        term=10**6,
+        observed_at_us=1,
+        event=CoordinatorStarted(term=10**6, version="forged"),
+    )
+    path = config(tmp_path)
+    port = path.read_text().split("nats: {port: ")[1].split("}")[0]
+    async with daemon(path) as (_, url):
+        connected = await nats.connect(f"nats://127.0.0.1:{port}")
+        await connected.jetstream().publish(subject(forged), encode(forged))
+        await connected.close()
+        task = tmp_path / "a.yaml"
+        task.write_text("name: a\n")
+        await asyncio.to_thread(ctl, url, "submit", str(task))
+        health = await asyncio.to_thread(get, f"{url}/healthz")
+        assert health["status"] == "live" and health["term"] == 2
+        assert "CoordinatorStarted" in await asyncio.to_thread(ctl, url, "status")
