@@ -144,7 +144,7 @@ def _add_inject(commands: Commands) -> None:
     inject = _add(
         commands,
         "inject",
-        "order a fault, where the coordinator runs with --allow-injection (docs/design/detection.md)",
+        "order a fault, where the coordinator runs with --allow-injection (docs/operate/faults.md)",
         "inject kill --task big --rank 1 --at-iteration 20 --phase reduce",
         "inject slow --task big --rank 0 --seconds 0.5",
         "inject drop-network --node node3 --seconds 10",

@@ -1,4 +1,4 @@
-"""What NVIDIA's XID codes mean here: one table (docs/design/detection.md, "Accelerators", is compared with it).
+"""What NVIDIA's XID codes mean here: one table (docs/operate/faults.md, "Accelerators", is compared with it).
 
 Rules
 -----

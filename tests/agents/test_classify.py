@@ -75,7 +75,7 @@ def test_a_heartbeat_can_be_told(tmp_path: Path) -> None:
 
 
 def test_every_cause_and_every_row_of_the_table_of_exceptions_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "design" / "detection.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "operate" / "faults.md").read_text()
     for cause in get_args(ExitCause):
         assert cause == "unknown" or f"| {cause} |" in text
     table = text[text.index("| row | kind |") :].split("\n\n")[0]

@@ -12,7 +12,7 @@ from agents.accelerators.readings import XidSeen
 from agents.accelerators.xids import XIDS, is_known, xid
 from unicrond.severity import SEVERITY
 
-DETECTION = (Path(__file__).parents[3] / "docs" / "design" / "detection.md").read_text()
+FAULTS = (Path(__file__).parents[3] / "docs" / "operate" / "faults.md").read_text()
 #: code -> severity of a single one, where the driver says nothing more: None, it is told and nothing follows.
 EXPECTED: dict[int, int | None] = {
     **dict.fromkeys((13, 31, 8, 11, 32, 39, 40, 41, 69, 94), 2),
@@ -43,7 +43,7 @@ def test_an_unknown_code_restarts_one_process_and_is_named() -> None:
 
 
 def test_the_document_has_the_very_table() -> None:
-    section = DETECTION.partition("## Accelerators")[2].partition("\n## ")[0]
+    section = FAULTS.partition("## Accelerators")[2].partition("\n## ")[0]
     told = re.findall(r"^\| ([\d, ]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
     table = [
         (", ".join(map(str, row.codes)), row.meaning, row.advice, _response(row.kind, row.recurring)) for row in XIDS

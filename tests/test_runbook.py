@@ -1,0 +1,70 @@
+"""docs/operate/runbook.md: what it quotes is said by the code, and what the code complains of is in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+from events.vocabulary import ErrorKind
+from unicrond import isolation
+from unicrond.state import NodeStatus
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "operate" / "runbook.md").read_text()
+#: The first cell of every row of a table.
+SYMPTOMS = re.findall(r"^\| ((?!---)[^|]+) \|", TEXT, re.MULTILINE)
+QUOTED = [quote for symptom in SYMPTOMS for quote in re.findall(r'"([^"]+)"', symptom)]
+#: What a daemon says when it cannot do something, beside what it raises.
+COMPLAINTS = {"log.error", "log.critical", "logger.error", "logger.critical", "Fatal", "BadRunDir"}
+
+
+@cache
+def trees() -> list[ast.Module]:
+    paths = [path for package in ("agents", "events", "replay", "unicrond") for path in (ROOT / package).rglob("*.py")]
+    return [ast.parse(path.read_text()) for path in paths]
+
+
+def words(node: ast.AST) -> str:
+    """The fixed parts of a message, what is put in left out."""
+    texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return " ... ".join(texts)
+
+
+def complaints() -> Iterator[str]:
+    for tree in trees():
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in COMPLAINTS:
+                yield words(call.args[0])
+
+
+def test_what_it_quotes_is_said_by_the_code() -> None:
+    said = "\n".join(words(tree) for tree in trees())
+    unknown = [quote for quote in QUOTED if quote not in said]
+    assert not unknown, "these sentences have changed: change docs/operate/runbook.md with them"
+
+
+def test_what_a_daemon_complains_of_is_in_it() -> None:
+    missing = [text for text in complaints() if len(text) > 8 and not any(quote in text for quote in QUOTED)]
+    assert not missing, "say in docs/operate/runbook.md what these mean and what to do"
+
+
+def test_every_kind_of_error_is_in_it() -> None:
+    section = TEXT.partition("## Incidents by kind")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)))
+    assert [kind for kind in get_args(ErrorKind) if kind not in named] == []
+
+
+def test_every_state_of_a_node_is_in_it() -> None:
+    section = TEXT.partition("## Nodes")[2].partition("\n## ")[0]
+    assert [status for status in NodeStatus if f"`{status.value}`" not in section] == []
+    assert [text for text in isolation._WAITS.values() if text.partition(":")[0] not in section] == []
+
+
+def test_its_metrics_are_exported() -> None:
+    exported = {name for tree in trees() for name in re.findall(r"unicron_[a-z_]+", words(tree))}
+    named = set(re.findall(r"`(unicron_[a-z_]+)`", TEXT))
+    assert named and {name.removesuffix("_total") for name in named} <= exported
