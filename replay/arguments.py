@@ -67,10 +67,10 @@ def bare_command(commands: Any, name: str, run: str, what: str) -> argparse.Argu
 def add_login(parser: argparse.ArgumentParser) -> None:
     """How to log in to NATS."""
     login = parser.add_argument_group("login to NATS")
-    login.add_argument("--user", metavar="NAME")
+    login.add_argument("--user", metavar="NAME", help="NATS user, with --password-file")
     login.add_argument("--password-file", metavar="PATH", type=existing_file, help="holds the password alone")
     login.add_argument("--creds", metavar="PATH", type=existing_file, help="a NATS credentials file")
-    login.add_argument("--nkey-seed", metavar="PATH", type=existing_file)
+    login.add_argument("--nkey-seed", metavar="PATH", type=existing_file, help="holds a NATS nkey seed")
     login.add_argument("--tls-ca", metavar="PATH", type=existing_file, help="CA certificate; turns TLS on")
 
 

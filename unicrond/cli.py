@@ -90,7 +90,8 @@ def _parser() -> Parser:
         small.add_argument("--dir", type=Path, metavar="DIR", help="state, logs, checkpoints (default: a new one)")
         small.add_argument("--keep", action="store_true", help="keep the new directory")
         small.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
-        small.add_argument("--api-port", type=_port, default=7470 if name == "dev" else 0, metavar="PORT")
+        port = 7470 if name == "dev" else 0
+        small.add_argument("--api-port", type=_port, default=port, metavar="PORT", help="of the HTTP API; 0: any")
         if name == "demo":
             small.add_argument("--iterations", type=_count, default=0, metavar="N", help="of each task (default: fit)")
     return parser

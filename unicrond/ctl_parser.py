@@ -114,7 +114,7 @@ def _add_reshape(commands: Commands) -> None:
     reshape = _add(
         commands,
         "reshape",
-        "another layout or size for a running task; it goes on from where it stands (docs/design/transition.md)",
+        "another layout or size for a running task; it goes on from where it stands (docs/use/reshape.md)",
         "reshape big --tp 2 --pp 1",
         "reshape big --max-workers 4",
     )
