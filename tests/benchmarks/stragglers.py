@@ -143,7 +143,7 @@ async def measure(chosen: argparse.Namespace, directory: Path) -> None:
 
 def report(runs: list[dict[str, Any]]) -> list[str]:
     """The tables of docs/results/benchmarks.md."""
-    lines = ["| replicas | slow by | from | found within 50 | iterations until told | factor told | others told of |"]
+    lines = ["| replicas | slow by | from | found within 50 | iterations until reported | factor | others reported |"]
     lines.append("|---|---|---|---|---|---|---|")
     slow = [run for run in runs if run["how"] != "none"]
     for key in dict.fromkeys((run["replicas"], run["percent"], run["how"], run["when"]) for run in slow):

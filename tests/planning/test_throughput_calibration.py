@@ -18,7 +18,7 @@ from unicrond.planning.calibration import (
 )
 from unicrond.planning.presets import STACKS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "throughput.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "results" / "calibration.md"
 IN_SAMPLE, LEFT_OUT = 0.10, 0.10
 
 

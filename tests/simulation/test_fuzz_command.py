@@ -10,10 +10,12 @@ import pytest
 from replay.simulation.faults import _EFFECTS
 from replay.simulation.fuzz import Report, _page
 from replay.simulation.invariants import RULES
+from replay.simulation.mutants import MUTANTS
 from replay.simulation.run import Outcome, history, simulate
 from tests.replay.command import unicron_replay
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "simulation.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "design" / "simulation.md"
 
 
 def test_clean_seeds_exit_0_and_say_what_was_played() -> None:
@@ -80,6 +82,11 @@ def test_the_document_names_every_rule_and_every_fault() -> None:
     text = DOCUMENT.read_text()
     assert not [name for name in RULES if f"`{name}`" not in text]
     assert not [kind for kind in _EFFECTS if f"`{kind}`" not in text]
+
+
+def test_the_results_have_a_row_for_every_mutant() -> None:
+    table = (DOCS / "results" / "fuzzing.md").read_text()
+    assert [name for name in MUTANTS if f"\n| `{name}` | " not in table] == []
 
 
 def test_without_faults_nothing_is_broken_and_every_task_trains() -> None:

@@ -328,7 +328,7 @@ def _minimise(function: Callable[[float], float], low: float, high: float) -> fl
 
 
 def report() -> str:
-    """The calibration as a Markdown table: docs/design/throughput.md holds it, and a test compares."""
+    """The calibration as a Markdown table: docs/results/calibration.md holds it, and a test compares."""
     lines = [
         "| stack | run | GPUs | measured s | model s | error % | left out % |",
         "|---|---|---:|---:|---:|---:|---:|",

@@ -25,7 +25,7 @@ T(x) is the best feasible layout with tp * pp * dp == x exactly; x with none has
 be monotone: a caller who may leave GPUs idle takes the running maximum himself.
 
 What does not live here: the fitted efficiencies (`presets.py`, fitted by `calibration.py`), and
-measured iteration times. Sources and errors: docs/design/throughput.md. Pure: no clock, no I/O.
+measured iteration times. Sources and errors: docs/results/calibration.md. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
