@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery stragglers resolve lint clean help
+.PHONY: install test demo man matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery stragglers resolve lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -25,6 +25,7 @@ help:
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make resolve  does pip find a set of versions for the base install and for each extra? (asks the package index)"
+	@echo "make man      manual pages of the four commands, in build/man"
 	@echo "make lint     ruff, mypy, import-linter"
 
 install: $(STAMP)
@@ -93,6 +94,13 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 	$(BIN)/python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move || failed=1; \
 	$(BIN)/python -m tests.benchmarks.recovery.report --plot docs/results/plots/recovery.png || failed=1; \
 	exit $$failed
+
+MAN = $(BIN)/argparse-manpage --function parser --manual-title "unicrond manual" --project-name unicrond
+man: $(STAMP)
+	$(MAN) --module unicrond.cli --prog unicrond --output build/man/unicrond.1
+	$(MAN) --module unicrond.ctl_parser --prog unicronctl --output build/man/unicronctl.1
+	$(MAN) --module agents.cli --prog unicron-agent --output build/man/unicron-agent.1
+	$(MAN) --module replay.cli --prog unicron-replay --output build/man/unicron-replay.1
 
 resolve: $(STAMP)
 	$(BIN)/python -m tests.integration.resolve

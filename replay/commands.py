@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
+from events.command_line import UsageError
 from replay.export import Export
 from replay.opening import (
     PROGRAM,
-    UsageError,
     as_json,
     open_source,
     require_place,

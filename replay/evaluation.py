@@ -21,9 +21,10 @@ from statistics import fmean
 import msgspec
 
 from replay import evaluation_plots as plots
+from replay.arguments import TRACE_FILE_VARIABLE
 from replay.assumptions import DEFAULTS, Assumptions
 from replay.comparison import HEADERS, Comparison, Row, cells, compare
-from replay.simulate_cli import TRACE_FILE_VARIABLE, RunsBar
+from replay.simulate_cli import RunsBar
 from replay.traces import INFINITEHBD_ORIGIN, INFINITEHBD_SHA256, TraceError
 from replay.workload import Cluster, TrainingTask, Workload, six, workload
 from unicrond.planning import kernel

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from replay.opening import as_json, file_source, login_of, say
+from events.command_line import login_of
+from replay.opening import as_json, file_source, say
 from replay.progress import with_bar
 
 

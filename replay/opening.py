@@ -7,24 +7,18 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from events.command_line import UsageError, login_of
 from replay.point import AtSeq, AtTime, BeforeEnd, Point
 from replay.progress import with_bar
 from replay.replayer import EMPTY, replay
 from replay.source import FileSource, Source, read
 from unicrond.state import ClusterState
 
-if TYPE_CHECKING:
-    from events.nats_connection import Login
-
 PROGRAM = "unicron-replay"
-
-
-class UsageError(Exception):
-    """An option that cannot be used; names it and the fix."""
 
 
 @asynccontextmanager
@@ -41,16 +35,6 @@ async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
     archive = _archive(options)
     async with open_nats(urls, login_of(options), archive=archive) as source:
         yield source
-
-
-def login_of(options: argparse.Namespace) -> Login:
-    """How to log in to NATS."""
-    from events.nats_connection import Login
-
-    password = options.password_file.read_text().strip() if options.password_file else None
-    return Login(
-        user=options.user, password=password, creds=options.creds, nkey_seed=options.nkey_seed, tls_ca=options.tls_ca
-    )
 
 
 def file_source(path: Path) -> FileSource:

@@ -1,26 +1,25 @@
 """`unicron-replay simulate`: run policies through a failure trace in virtual time, and compare what they deliver.
 
-    unicron-replay simulate --cluster a800-80g:16x8 --tasks six --trace trace-b --policy unicron,megatron-wait
-
-Exit codes: 0 done; 2 a bad argument (one line on stderr that names it and the fix); 130 interrupted.
+unicron-replay simulate --cluster a800-80g:16x8 --tasks six --trace trace-b --policy unicron,megatron-wait
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from events.command_line import UsageError
+from replay.arguments import TRACE_FILE_VARIABLE
 from replay.assumptions import DEFAULTS, Assumptions, assume
 from replay.comparison import HEADERS, Comparison, as_json, cells, compare
 from replay.simulator import POLICIES, check_policy
@@ -28,35 +27,26 @@ from replay.traces import INFINITEHBD_ORIGIN, POISSON, TRACE_A, TRACE_B
 from replay.workload import parse_cluster, parse_tasks, workload
 from unicrond.planning import kernel
 from unicrond.planning.presets import GPUS, MODELS
+from unicrond.planning.throughput_cli import require_matplotlib
 
 PROGRAM = "unicron-replay simulate"
-#: Where the real trace lies, if `--trace` does not say so.
-TRACE_FILE_VARIABLE = "UNICRON_TRACE_FILE"
-DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare,oobleck,varuna,bamboo"
-SEEDS_MAX = 10_000
 #: From this size on the compiled kernel pays for its start.
 _NODES_FOR_COMPILED = 64
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command with `argv` (without the programs' names); the exit code."""
+async def simulate_command(options: argparse.Namespace) -> None:
+    """Play the policies and print what they deliver."""
+    if options.parameters:
+        _print_parameters(DEFAULTS)
+        return
+    gc.enable()  # it may run for hours
     try:
-        options = _parser().parse_args(argv)
-        if options.parameters:
-            _print_parameters(DEFAULTS)
-            return 0
         made = _run(options)
         print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
         if options.plot is not None:  # last: what was computed for long is told, wherever it can be drawn to
             _plot(made, options.plot)
     except ValueError as problem:  # TraceError, WorkloadError, PolicyError are ValueErrors
-        print(f"{PROGRAM}: {problem}", file=sys.stderr)
-        return 2
-    except SystemExit as finished:  # --help
-        return int(finished.code or 0)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        raise UsageError(str(problem)) from None
 
 
 def _run(options: argparse.Namespace) -> Comparison:
@@ -66,10 +56,8 @@ def _run(options: argparse.Namespace) -> Comparison:
         raise ValueError(f"--policy: none given; choose from {', '.join(POLICIES)}")
     for name in policies:
         check_policy(name, cluster.nodes)
-    if not 1 <= options.seeds <= SEEDS_MAX:
-        raise ValueError(f"--seeds {options.seeds}: give 1 to {SEEDS_MAX}")
     if options.plot is not None:
-        _require_matplotlib()
+        require_matplotlib()
         if options.plot.is_dir():
             raise ValueError(f"--plot: {options.plot} is a directory; name a file in it")
     assumptions = assume(dict(_setting(text) for text in options.set))
@@ -127,17 +115,8 @@ class RunsBar(AbstractContextManager["RunsBar"]):
         self._progress.update(self._task, description=what, completed=done, total=total)
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message.removeprefix('argument ')}; see {PROGRAM} --help")
-
-
-def _epilog() -> str:
+def epilog() -> str:
+    """Examples, and every trace, policy, model and GPU there is."""
     drawn = {"trace-a": TRACE_A, "trace-b": TRACE_B, "poisson": POISSON}
     settings = "\n".join(
         f"  {name}:{key}={default:g}   {meaning}"
@@ -156,31 +135,6 @@ traces (a FILE is in InfiniteHBD's format, {INFINITEHBD_ORIGIN}):
 policies: {", ".join(POLICIES)}; hot-spare:N keeps N nodes
 models (in a file of --tasks: a YAML list of name, model, weight, min_nodes, max_nodes, layout): {", ".join(MODELS)}
 GPUs:     {", ".join(GPUS)}"""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=PROGRAM,
-        description="Policies against failures in virtual time. Unicron's is the coordinator's own core.",
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--cluster", default="a800-80g:16x8", help="GPU:NODESxGPUS (default: %(default)s)")
-    parser.add_argument("--tasks", default="six", help="six, six*N, or a YAML file (default: %(default)s)")
-    parser.add_argument("--trace", help=f"see below (default: the file that {TRACE_FILE_VARIABLE} names)")
-    parser.add_argument("--policy", default=DEFAULT_POLICIES, help="names with commas (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many draws of the trace (default: 1)")
-    parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="seeds S, S + 1, ... (default: 1)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="change an assumption; can be repeated"
-    )
-    parser.add_argument("--parameters", action="store_true", help="list the assumptions and stop")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--plot", type=Path, metavar="OUT.png", help="draw the WAF lost over time, first seed (matplotlib)"
-    )
-    return parser
 
 
 # --- output --------------------------------------------------------------------------------------
@@ -223,13 +177,6 @@ def _print(made: Comparison) -> None:
             )
 
 
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--plot: matplotlib is missing; install it with: pip install 'unicrond[plot]'") from None
-
-
 def _plot(made: Comparison, path: Path) -> None:
     from replay.evaluation_plots import loss_over_time
 
@@ -237,7 +184,3 @@ def _plot(made: Comparison, path: Path) -> None:
         loss_over_time(made, path)
     except (OSError, ValueError) as problem:
         raise ValueError(f"--plot: cannot write {path}: {problem}") from problem
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

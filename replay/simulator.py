@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from events.guess import guess
 from replay.assumptions import DEFAULTS, Assumptions
 from replay.core_driver import CoreDriver, CoreWork
 from replay.meter import Costs
@@ -30,7 +31,6 @@ from replay.policies.varuna import Varuna
 from replay.traces import Trace
 from replay.workload import Workload
 from replay.world import Policy, World
-from unicrond.faults import guess
 from unicrond.planning.presets import MODELS
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from contextlib import aclosing
 
-from replay.opening import UsageError, as_json, open_source, say
+from events.command_line import UsageError
+from replay.opening import as_json, open_source, say
 from replay.progress import with_bar
 from replay.source import read
 from replay.story import Index, NoSuchSubject, Story

@@ -7,7 +7,8 @@ import shutil
 from contextlib import aclosing
 from pathlib import Path
 
-from replay.opening import UsageError, as_json, open_source, require_place, require_reached, resolve, say
+from events.command_line import UsageError
+from replay.opening import as_json, open_source, require_place, require_reached, resolve, say
 from replay.progress import with_bar
 from replay.source import read
 from replay.timeline import Timeline

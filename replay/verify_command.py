@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from events.command_line import UsageError
 from events.envelope import Recorded
-from replay.opening import UsageError, as_json, open_source, say
+from replay.opening import as_json, open_source, say
 from replay.progress import with_bar
 from replay.source import Source, read
 from replay.verify import Divergence, Findings, Verifier, bases

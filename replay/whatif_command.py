@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
+from events.command_line import UsageError
 from events.envelope import Recorded
 from events.prose import summary
 from events.vocabulary import AnyEvent, CoordinatorStarted, PlanAdopted
-from replay.opening import UsageError, as_json, open_source, require_reached, resolve, say
+from replay.opening import as_json, open_source, require_reached, resolve, say
 from replay.progress import with_bar
 from replay.replayer import EMPTY, replay
 from replay.report import when

@@ -17,9 +17,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from events.guess import guess
 from events.vocabulary import Name
 from unicrond import strict_yaml
-from unicrond.faults import faults, guess
+from unicrond.faults import faults
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.solver import solve

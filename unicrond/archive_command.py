@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 from pathlib import Path
+from typing import NamedTuple
 
 from events.archive import CannotTrim, archive, trim
 from events.log import LogError
@@ -12,9 +11,22 @@ from events.nats_connection import connect
 from events.nats_server import EmbeddedServer
 from unicrond.config import Config, login
 
-_SPAN = re.compile(r"([0-9]{1,6})(h|d)")
-_UNITS_S = {"h": 3600.0, "d": 86400.0}
 CONNECT_TIMEOUT_S = 5.0
+
+
+class Done(NamedTuple):
+    """The archive holds entries 1 to `last_seq`, `copied` of them new; `removed`: from NATS, None: not asked for."""
+
+    directory: str
+    last_seq: int
+    copied: int
+    removed: int | None = None
+
+    def __str__(self) -> str:
+        if not self.last_seq:
+            return "no log yet"
+        told = f"{self.directory}: entries 1 to {self.last_seq}, {self.copied} of them new"
+        return told if self.removed is None else f"{told}; {self.removed} removed from NATS"
 
 
 def archive_directory(config: Config) -> Path:
@@ -22,30 +34,20 @@ def archive_directory(config: Config) -> Path:
     return Path(config.state_dir) / "archive"
 
 
-def keep_argument(text: str) -> float:
-    """A span like 12h or 30d, in seconds."""
-    span = _SPAN.fullmatch(text)
-    if span is None or not int(span[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no span; give one like 12h or 30d")
-    return int(span[1]) * _UNITS_S[span[2]]
-
-
-async def run(config: Config, keep_s: float | None) -> str:
-    """Archive, and trim what is older than `keep_s` (None: nothing). What was done, in one line. LogError."""
+async def run(config: Config, keep_s: float | None) -> Done:
+    """Archive, and trim what is older than `keep_s` (None: nothing). Raises LogError, OSError."""
     directory = archive_directory(config)
     url = config.nats.url or await _embedded_url(config)
     connection = await connect(url, name="unicrond-archive", login=login(config.nats), timeout_s=CONNECT_TIMEOUT_S)
     try:
         held = await archive(connection, directory)
-        told = (
-            f"{directory}: entries 1 to {held.last_seq}, {held.copied} of them new" if held.last_seq else "no log yet"
-        )
+        done = Done(str(directory), held.last_seq, held.copied)
         if keep_s is None or not held.last_seq:
-            return told
+            return done
         try:
-            return f"{told}; {await trim(connection, directory, keep_s)} removed from NATS"
+            return done._replace(removed=await trim(connection, directory, keep_s))
         except CannotTrim as error:
-            raise LogError(f"{told}; nothing removed: {error}") from None
+            raise LogError(f"{done}; nothing removed: {error}") from None
     finally:
         await connection.close()
 

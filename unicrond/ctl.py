@@ -5,7 +5,7 @@ Rules
 * Exit codes: 0 done, 1 the operation failed or no coordinator answers (one line says what to check),
   2 bad usage (one line names the field and the fix), 130 interrupted.
 * `events decode` is called once per message by the nats CLI: it is found before anything is imported.
-* `plan solve` and `throughput` have parsers of their own and need no coordinator.
+* `plan solve` and `throughput` need no coordinator.
 """
 
 from __future__ import annotations
@@ -21,39 +21,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         from events.decode import main as decode
 
         return decode(arguments[2:])
-    try:
-        if arguments[:2] == ["plan", "solve"]:
-            return _planning("solve_cli", arguments[2:])
-        if arguments[:1] == ["throughput"]:
-            return _planning("throughput_cli", arguments[1:])
-        from unicrond.ctl_parser import parser
+    from events.command_line import run
+    from unicrond.client import ApiError
 
-        command_line = parser()
-        options = command_line.parse_args(arguments)
-        if options.command == "throughput" or getattr(options, "plan_command", "") == "solve":
-            command_line.error(f"{arguments[0]}: flags of this command stand after it")
-        from unicrond.ctl_commands import run
-
-        return run(options)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        _silence_stdout()
-        return 0  # whoever read us has seen enough
+    return run("unicronctl", lambda: _run(arguments), ApiError)
 
 
-def _planning(module: str, arguments: list[str]) -> int:
-    """Hand over to a command of the planner, which brings numpy with it."""
-    import importlib
+def _run(arguments: Sequence[str]) -> int:
+    from unicrond.ctl_parser import parser
 
-    return int(importlib.import_module(f"unicrond.planning.{module}").main(arguments))
+    options = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if options.command == "throughput":
+        from unicrond.planning.throughput_cli import run as throughput
 
+        return throughput(options)
+    if getattr(options, "plan_command", "") == "solve":
+        from unicrond.planning.solve_cli import run as solve
 
-def _silence_stdout() -> None:
-    """Or the interpreter complains when it flushes at exit."""
-    import os
+        solve(options)
+        return 0
+    from unicrond.ctl_commands import COMMANDS
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    COMMANDS[options.command](options)
+    return 0
 
 
 if __name__ == "__main__":

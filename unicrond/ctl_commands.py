@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from events.command_line import UsageError
+from events.guess import guess
 from events.vocabulary import AnyEvent
 from unicrond.client import DEFAULT_URL, ApiError, Client, Refused, Unreachable
 from unicrond.cluster_tables import (
@@ -27,7 +29,6 @@ from unicrond.cluster_tables import (
     tasks_table,
 )
 from unicrond.event_lines import EventLine
-from unicrond.faults import guess
 from unicrond.state import ClusterState, TaskStatus
 from unicrond.tables import Table, show
 from unicrond.work import achieved_waf
@@ -41,51 +42,28 @@ RETRY_S = 0.5
 LOG_POLL_S = 0.5
 
 
-class BadUsage(Exception):
-    """One line that names the field and the fix."""
-
-
-def run(options: argparse.Namespace) -> int:
-    """Carry out the command; the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        COMMANDS[options.command](options)
-        sys.stdout.flush()
-    except BadUsage as error:
-        return _complain(error, 2)
-    except ApiError as error:
-        return _complain(error, 1)
-    return 0
-
-
-def _complain(error: Exception, code: int) -> int:
-    print(f"unicronctl: {error}", file=sys.stderr)
-    return code
-
-
 def client_of(options: argparse.Namespace) -> Client:
-    """The client that the flags ask for. Raises BadUsage."""
+    """The client that the flags ask for. Raises UsageError."""
     url, source = options.url, "--url"
     if url is None:
         url, source = os.environ.get("UNICRON_URL") or DEFAULT_URL, "UNICRON_URL"
     try:
         return Client(url, _token(options.token_file))
     except ValueError as error:
-        raise BadUsage(f"{source}: {error}") from None
+        raise UsageError(f"{source}: {error}") from None
 
 
-def _token(path: str | None) -> str:
+def _token(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
+        token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise BadUsage(f"--token-file: {path}: {error.strerror}; give a file that holds the token") from None
+        raise UsageError(f"--token-file: {path}: {error.strerror}; give a file that holds the token") from None
     except UnicodeDecodeError:
         token = ""
     if not token or not token.isprintable():
-        raise BadUsage(f"--token-file: {path}: does not hold one line of plain text; give the API's token file")
+        raise UsageError(f"--token-file: {path}: does not hold one line of plain text; give the API's token file")
     return token
 
 
@@ -206,9 +184,9 @@ def submit(options: argparse.Namespace) -> None:
     try:
         spec = loads(sys.stdin.read(), where="stdin") if options.file == "-" else load(Path(options.file))
     except TaskFileError as error:
-        raise BadUsage(str(error)) from None
+        raise UsageError(str(error)) from None
     except UnicodeDecodeError:
-        raise BadUsage("stdin: is not UTF-8 text; give a YAML file") from None
+        raise UsageError("stdin: is not UTF-8 text; give a YAML file") from None
     if options.check:
         _say(options, {"task": spec.name, "ok": True}, f"{options.file}: task {spec.name} is well described")
         return
@@ -277,7 +255,7 @@ def events(options: argparse.Namespace) -> None:
     known = [kind.__name__ for kind in get_args(AnyEvent)] + ["Quarantined"]
     for name in options.type:
         if name not in known:
-            raise BadUsage(f"--type: no event type {name!r}; {guess(name, known)}")
+            raise UsageError(f"--type: no event type {name!r}; {guess(name, known)}")
 
     def tell(event: EventLine) -> None:
         if options.type and event.type not in options.type:

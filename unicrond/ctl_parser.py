@@ -1,19 +1,20 @@
-"""Every command and flag of `unicronctl` that talks to a coordinator. What it imports is paid for at each call."""
+"""Every command and flag of `unicronctl`. What it imports is paid for at each call."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
-import sys
-from typing import NoReturn, TypeAlias, get_args
+from pathlib import Path
+from typing import get_args
 
+from events import command_line
+from events.command_line import EXIT_CODES, Commands, Epilog, Parser, add_command, whole
 from events.vocabulary import FaultKind, FaultPhase
 from unicrond import VERSION
 
 PROG = "unicronctl"
-
-_DESCRIPTION = "See and steer a training cluster that unicrond coordinates."
+#: More than any cluster this is for, and small enough to answer at once.
+GPUS_MAX = 131072
+COUNTS_MAX = 4096
 
 _EPILOG = f"""\
 without a coordinator:
@@ -28,33 +29,34 @@ examples:
   {PROG} --url http://head:7470 --token-file token tasks --json
 
 The coordinator is at --url, else $UNICRON_URL, else http://127.0.0.1:7470.
+{EXIT_CODES}
+"""
+
+_SOLVE_EPILOG = """The file holds {"n": workers after the event, "D_run": number, "D_trans": number, "tasks": [
+{"weight": w, "x": workers before, "faulty": bool, "min": int, "floor": int?, "cap": int?, "T": [T(0), T(1), ...] or
+{"8": T(8), ...}}]}; entries of T that are missing are 0. Further, if wanted: "churn" beside "D_trans"
+(what moving a healthy task costs on top), "unit" (workers come in multiples of it) and "name" per task.
+
+example:
+  $ cat problem.json
+  {"n": 3, "D_run": 1000, "D_trans": 10, "tasks": [
+    {"weight": 2, "x": 2, "faulty": true, "min": 1, "floor": 1, "cap": 3, "T": [0, 10, 19, 27]},
+    {"weight": 1, "x": 2, "faulty": false, "min": 1, "floor": 1, "T": {"1": 10, "2": 20}}]}
+  $ unicronctl plan solve problem.json --json
+  {"objective": 47420.0, "plan": [2, 1], "reason": "3 of 3 workers in use, WAF 48 FLOP/s: ..."}
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Bad usage is one line and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """argparse calls this for everything that it does not accept."""
-        print(f"{self.prog}: {_plainer(message)}; see {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
-
-
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-
-
 def parser() -> Parser:
-    """All commands that talk to a coordinator, and the names of those that do not (ctl.py)."""
+    """All commands; `events decode` alone is found before (ctl.py)."""
     root = Parser(
         prog=PROG,
-        description=_DESCRIPTION,
+        description="See and steer a training cluster that unicrond coordinates.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[_common(None)],
-        allow_abbrev=False,
+        version=VERSION,
     )
-    root.add_argument("--version", action="version", version=VERSION)
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    commands = root.commands()
     _add(commands, "status", "the cluster at a glance: coordinator, plan, nodes, tasks, incidents", "status")
     _add(commands, "nodes", "the nodes, and what runs on them", "nodes", "nodes --json")
     _add(commands, "tasks", "the tasks and their progress", "tasks")
@@ -66,7 +68,7 @@ def parser() -> Parser:
     _add_events(commands)
     _add(commands, "watch", "the live view: nodes, tasks, plan, incidents, last events", "watch")
     _add_plan(commands)
-    _add(commands, "throughput", "what the throughput model says", "throughput --model gpt3-7b --gpu a100-80g --gpus 8")
+    _add_throughput(commands)
     return root
 
 
@@ -74,24 +76,16 @@ def _common(default: object) -> Parser:
     """Flags that may stand before the command and after it; there they must not undo what stood before."""
     flags = Parser(add_help=False)
     flags.add_argument("--url", default=default, metavar="URL", help="the coordinator's API")
-    flags.add_argument("--token-file", default=default, metavar="FILE", help="file with the API's bearer token")
+    flags.add_argument("--token-file", type=Path, default=default, metavar="FILE", help="holds the API's bearer token")
     flags.add_argument(
         "--json", action="store_true", default=default or False, help="JSON instead of text (events: JSON lines)"
     )
     return flags
 
 
-def _add(commands: Commands, name: str, text: str, *examples: str) -> Parser:
-    shown = "".join(f"\n  {PROG} {example}" for example in examples)
-    return commands.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"example:{shown}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[_common(argparse.SUPPRESS)],
-        allow_abbrev=False,
-    )
+def _add(commands: Commands, name: str, text: str, *shown: str, epilog: Epilog = None) -> Parser:
+    epilog = epilog or command_line.examples(*(f"{PROG} {example}" for example in shown))
+    return add_command(commands, name, text, epilog, parents=[_common(argparse.SUPPRESS)])
 
 
 def _add_submit_and_cancel(commands: Commands) -> None:
@@ -125,7 +119,7 @@ def _add_reshape(commands: Commands) -> None:
         ("--min-workers", "default: the present one, in whole replicas"),
         ("--max-workers", "default: the present one, in whole replicas"),
     ):
-        reshape.add_argument(flag, type=_positive, metavar="N", help=text)
+        reshape.add_argument(flag, type=whole(1), metavar="N", help=text)
     reshape.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
 
 
@@ -152,13 +146,15 @@ def _add_inject(commands: Commands) -> None:
     kinds = [kind.replace("_", "-") for kind in get_args(FaultKind)]
     inject.add_argument("kind", metavar="KIND", choices=kinds, help=", ".join(kinds))
     inject.add_argument("--task", metavar="TASK", help="a worker of this task")
-    inject.add_argument("--rank", type=_count, metavar="R", help="its rank (default: 0, or the first on --node)")
+    inject.add_argument("--rank", type=whole(), metavar="R", help="its rank (default: 0, or the first on --node)")
     inject.add_argument("--node", metavar="NODE", help="this node, or with --task the worker there")
-    inject.add_argument("--at-iteration", type=_count, default=0, metavar="N", help="in iteration N (default: at once)")
+    inject.add_argument(
+        "--at-iteration", type=whole(), default=0, metavar="N", help="in iteration N (default: at once)"
+    )
     phases = [phase for phase in get_args(FaultPhase) if phase]
     inject.add_argument("--phase", choices=phases, default="", metavar="P", help=", ".join(phases))
     inject.add_argument("--seconds", type=float, default=0.0, metavar="S", help="how slow; or how long (drop-network)")
-    inject.add_argument("--xid", type=_count, default=0, metavar="CODE", help="the code that an xid fault reports")
+    inject.add_argument("--xid", type=whole(), default=0, metavar="CODE", help="the code that an xid fault reports")
     inject.add_argument(
         "--counts", action="store_true", help="hold it against node and task (strikes, as if unordered)"
     )
@@ -167,10 +163,10 @@ def _add_inject(commands: Commands) -> None:
 def _add_logs(commands: Commands) -> None:
     logs = _add(commands, "logs", "what a worker of a task wrote", "logs big", "logs big --rank 1 -f")
     logs.add_argument("task", metavar="TASK")
-    logs.add_argument("--rank", type=_count, metavar="R", help="the worker's rank (default: 0)")
+    logs.add_argument("--rank", type=whole(), metavar="R", help="the worker's rank (default: 0)")
     logs.add_argument(
         "--tail-bytes",
-        type=_positive,
+        type=whole(1),
         metavar="N",
         default=8192,
         help="begin so many bytes before the end (8192, at most 65536)",
@@ -182,7 +178,7 @@ def _add_events(commands: Commands) -> None:
     events = _add(
         commands, "events", "the event log, as sentences", "events --after 100", "events -f --type PlanAdopted"
     )
-    events.add_argument("--after", type=_count, default=0, metavar="SEQ", help="begin after this sequence number (0)")
+    events.add_argument("--after", type=whole(), default=0, metavar="SEQ", help="begin after this sequence number (0)")
     events.add_argument("-f", "--follow", action="store_true", help="go on with what is yet to happen")
     events.add_argument(
         "--type", action="append", default=[], metavar="T", help="only this type of event; may be given again"
@@ -191,9 +187,7 @@ def _add_events(commands: Commands) -> None:
 
 def _add_plan(commands: Commands) -> None:
     plan = _add(commands, "plan", "the plan: adopted, foreseen, or of another cluster", "plan show", "plan table")
-    plans = plan.add_subparsers(
-        dest="plan_command", required=True, metavar="show|table|whatif|solve", parser_class=Parser
-    )
+    plans = plan.commands("plan_command")
     _add(plans, "show", "who has what, what it is worth, why, how it was come by, what all has cost", "plan show")
     _add(
         plans,
@@ -210,8 +204,8 @@ def _add_plan(commands: Commands) -> None:
         "plan whatif --add-nodes 4 --slots 8 --task big:weight=3",
     )
     whatif.add_argument("--lose", action="append", default=[], metavar="NODE", help="without this node; repeatable")
-    whatif.add_argument("--add-nodes", type=_count, default=0, metavar="N", help="with N nodes more")
-    whatif.add_argument("--slots", type=_count, default=0, metavar="N", help="workers on each (default: as most have)")
+    whatif.add_argument("--add-nodes", type=whole(), default=0, metavar="N", help="with N nodes more")
+    whatif.add_argument("--slots", type=whole(), default=0, metavar="N", help="workers on each (default: as most have)")
     whatif.add_argument(
         "--task",
         action="append",
@@ -219,26 +213,63 @@ def _add_plan(commands: Commands) -> None:
         metavar="NAME:FIELD=N",
         help="a task with another weight, min_workers or max_workers; repeatable",
     )
-    _add(plans, "solve", "solve a plan problem exactly, without a coordinator", "plan solve PROBLEM.json --json")
+    solve = _add(plans, "solve", "solve a plan problem exactly, without a coordinator", epilog=_SOLVE_EPILOG)
+    solve.add_argument("problem", metavar="PROBLEM.json", help="the problem's file, - for standard input")
 
 
-def _plainer(message: str) -> str:
-    """argparse's words, with a guess where a command was misspelt."""
-    choice = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)$", message)
-    if choice is None:
-        return message.removeprefix("argument ")
-    known = re.findall(r"[\w-]+", choice[3])
-    close = difflib.get_close_matches(choice[2], known, n=1)
-    return f"no command {choice[2]!r}; " + (f"did you mean {close[0]}?" if close else f"use {', '.join(known)}")
+def _add_throughput(commands: Commands) -> None:
+    what = "the achieved model FLOP/s of a GPT on so many GPUs, in its best 3D-parallel layout"
+    throughput = _add(commands, "throughput", what, epilog=_presets)
+    throughput.add_argument("--model", help="preset, see below (required)")
+    throughput.add_argument("--gpu", help="preset, see below (required)")
+    throughput.add_argument(
+        "--gpus",
+        type=gpu_counts,
+        metavar="N|A..B|A..B..STEP",
+        help="GPU counts, comma-separated: one, doubling from A to B, or in steps (required)",
+    )
+    for flag, text in (
+        ("--tp", "tensor parallel degree (default: the best)"),
+        ("--pp", "pipeline parallel degree (default: the best)"),
+        ("--micro-batch", "sequences per micro-batch (default: the best)"),
+        ("--batch", "sequences per iteration (default: the model's)"),
+        ("--seq", "tokens per sequence (default: the model's)"),
+    ):
+        throughput.add_argument(flag, type=whole(1, 10**12), metavar="N", help=text)
+    throughput.add_argument("--stack", help="software stack it was calibrated on (default: the GPU's usual one)")
+    throughput.add_argument("--even", action="store_true", help="refuse batches that do not divide among the replicas")
+    throughput.add_argument("--plot", type=Path, metavar="OUT.png", help="draw throughput over GPUs (needs matplotlib)")
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give 0 or more")
-    return int(text)
+def _presets() -> str:
+    from unicrond.planning.presets import GPUS, MODELS, STACKS
+
+    shown = command_line.examples(
+        f"{PROG} throughput --model gpt3-7b --gpu a100-80g --gpus 8..512",
+        f"{PROG} throughput --model llama3-70b --gpu h100-80g --gpus 64..128..8 --tp 8 --json",
+    )
+    return f"{shown}\n\nmodels:  {', '.join(MODELS)}\nGPUs:    {', '.join(GPUS)}\nstacks:  {', '.join(STACKS)}"
 
 
-def _positive(text: str) -> int:
-    if not _count(text):
-        raise argparse.ArgumentTypeError("0 is none; give 1 or more")
-    return int(text)
+def gpu_counts(text: str) -> list[int]:
+    """`8`, `8..512` (doubling, 512 included) or `8..512..8` (steps), comma-separated; ascending, no repeats.
+
+    Raises ValueError, which names the fix.
+    """
+    counts: set[int] = set()
+    for part in text.split(","):
+        numbers = [whole(1, 10**12)(count) for count in part.split("..")]
+        if len(numbers) > 3:
+            raise ValueError(f"{part!r} is not N, A..B or A..B..STEP; for example 8..512")
+        low, high = numbers[0], numbers[1] if len(numbers) > 1 else numbers[0]
+        if high < low:
+            raise ValueError(f"{part!r} runs downwards; write {high}..{low}")
+        if high > GPUS_MAX:
+            raise ValueError(f"{high} is more than {GPUS_MAX}; ask for fewer GPUs")
+        if len(numbers) == 3:
+            counts.update(range(low, high + 1, numbers[2]))
+        else:
+            counts.update({high, *(low << doubled for doubled in range(high.bit_length()) if low << doubled < high)})
+    if len(counts) > COUNTS_MAX:
+        raise ValueError(f"{len(counts)} counts are more than {COUNTS_MAX}; use a larger step")
+    return sorted(counts)

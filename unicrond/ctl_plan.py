@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from events.command_line import UsageError
 from unicrond.client import Refused
 from unicrond.cluster_tables import costs_table, plan_table, planned_waf, si
-from unicrond.ctl_commands import BadUsage, client_of, print_json
+from unicrond.ctl_commands import client_of, print_json
 from unicrond.tables import Table, show
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def plan_whatif(options: argparse.Namespace) -> None:
         body = client.plan_whatif(changes)
     except Refused as refusal:
         if refusal.status == 400:
-            raise BadUsage(f"--{refusal}") from None
+            raise UsageError(f"--{refusal}") from None
         raise
     if options.json:
         print_json(body)
@@ -121,9 +122,9 @@ def _task_changes(given: list[str]) -> dict[str, dict[str, float]]:
         name, colon, setting = text.partition(":")
         field, equals, number = setting.partition("=")
         if not (name and colon and equals and field in ("weight", "min_workers", "max_workers")):
-            raise BadUsage(f"--task: {text!r}; give NAME:weight=3, or min_workers, max_workers")
+            raise UsageError(f"--task: {text!r}; give NAME:weight=3, or min_workers, max_workers")
         if not _NUMBER.fullmatch(number):
-            raise BadUsage(f"--task: {text!r}: {number!r} is no number; give one like 3 or 0.5")
+            raise UsageError(f"--task: {text!r}: {number!r} is no number; give one like 3 or 0.5")
         value: float = float(number)
         changes.setdefault(name, {})[field] = int(value) if value.is_integer() and field != "weight" else value
     return changes

@@ -6,13 +6,13 @@ only the first, a guess for a misspelt name, and plain words.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from events.guess import guess
 from events.vocabulary import NAME_PATTERN
 
 if TYPE_CHECKING:
@@ -33,12 +33,6 @@ class Fault(NamedTuple):
 def dotted(place: Place) -> str:
     """("model", "layers") -> "model.layers"; list indices in brackets."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-
-
-def guess(word: str, known: list[str]) -> str:
-    """ "did you mean X?", or the list to choose from."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
 
 
 def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from events.guess import guess
 from events.vocabulary import TaskSpec
-from unicrond.faults import Fault, faults, guess
+from unicrond.faults import Fault, faults
 from unicrond.work import iteration_flop
 
 FIELD = "throughput_model"

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from events.guess import guess
 from events.vocabulary import Name, PlanAdopted, StoreAddress
 from unicrond.deciding.plans import FLOPS_MAX, planned
-from unicrond.faults import guess
 from unicrond.plan_problems import active_tasks, healthy_problem_of, problem_of
 from unicrond.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished, TaskLaunched, WorkerLost
 from unicrond.planning.solver import solve

@@ -42,7 +42,7 @@ def test_what_is_kept_of_workers_logs(run_dir: Path) -> None:
         (("--heartbeat-s", "0"), ("--heartbeat-s", "seconds")),
         (("--lease-s", "nan"), ("--lease-s", "seconds")),
         (("--logs-days", "-1"), ("--logs-days", "days")),
-        (("--creds", "/no/such/file"), ("--creds", "no file")),
+        (("--creds", "/no/such/file"), ("--creds", "is not a file")),
         (("--run-dir", "/" + "x" * 120), ("--run-dir", "too long")),
         (("--colour", "red"), ("--colour",)),
     ],

@@ -12,6 +12,8 @@ import pytest
 
 from tests.planning.clusters import random_problem
 from tests.planning.oracle import brute_force
+from unicrond.ctl import main
+from unicrond.ctl_parser import _SOLVE_EPILOG
 from unicrond.planning import solve_cli
 from unicrond.planning.problem import Problem
 
@@ -22,7 +24,7 @@ GOOD = '{"n": 3, "D_run": 10, "D_trans": 1, "tasks": [' + TASK + "]}"
 def solve_file(tmp_path: Path, text: str, *flags: str) -> int:
     path = tmp_path / "problem.json"
     path.write_text(text)
-    return solve_cli.main([str(path), *flags])
+    return main(["plan", "solve", str(path), *flags])
 
 
 def as_json(problem: Problem) -> str:
@@ -47,7 +49,7 @@ def as_json(problem: Problem) -> str:
 
 def test_answers_as_the_help_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = r"\n  \$ unicronctl plan solve problem.json --json\n"
-    shown = re.search(rf"\$ cat problem.json\n(.*){command}(.*)", solve_cli.EXAMPLE, re.S)
+    shown = re.search(rf"\$ cat problem.json\n(.*){command}(.*)", _SOLVE_EPILOG, re.S)
     assert shown
     assert solve_file(tmp_path, shown[1], "--json") == 0
     answer = json.loads(capsys.readouterr().out)
@@ -111,12 +113,10 @@ def test_one_line_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert solve_cli.main(["no-such.json"]) == 2
-    assert capsys.readouterr().err == "plan solve: no-such.json: No such file or directory; give a readable JSON file\n"
+    assert main(["plan", "solve", "no-such.json"]) == 2
+    assert capsys.readouterr().err == "unicronctl: no-such.json: No such file or directory; give a readable JSON file\n"
 
 
 def test_a_bad_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        solve_cli.main(["--fast"])
-    assert ended.value.code == 2
+    assert main(["plan", "solve", "--fast"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from unicrond.ctl import main as unicronctl
+from unicrond.ctl_parser import gpu_counts
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.throughput import Estimate, best, job
-from unicrond.planning.throughput_cli import gpu_counts, main
+
+
+def main(arguments: list[str]) -> int:
+    return unicronctl(["throughput", *arguments])
+
 
 SEVEN = ["--model", "gpt3-7b", "--gpu", "a100-80g"]
 
@@ -34,7 +39,7 @@ def test_counts(text: str, counts: list[int]) -> None:
     "text", ["", "0", "8..", "-8", "8..4", "1..2..3..4", "8..9..0", "1e3", "999999999", "1..99999..1"]
 )
 def test_bad_counts(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
+    with pytest.raises(ValueError):
         gpu_counts(text)
 
 
@@ -58,7 +63,7 @@ def test_bad_arguments_are_one_line(arguments: list[str], says: str, capsys: pyt
     assert main(arguments) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert streams.err.startswith("unicronctl throughput: ")
+    assert streams.err.startswith("unicronctl: ")
     assert streams.err.count("\n") == 1
     assert says in streams.err
 

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from replay.arguments import TRACE_FILE_VARIABLE
 from replay.cli import main as replay_main
 from replay.evaluation import DOCUMENT, STUDIES, replaced
-from replay.simulate_cli import TRACE_FILE_VARIABLE, main
 from replay.workload import Cluster, TrainingTask, WorkloadError, parse_cluster, parse_tasks, six, workload
+
+
+def main(arguments: list[str]) -> int:
+    return replay_main(["simulate", *arguments])
+
 
 TASKS = """
 - {name: small, model: gpt3-1.3b, weight: 2}
@@ -88,8 +93,8 @@ def test_help_and_parameters_name_everything(capsys: pytest.CaptureFixture[str])
         ("--trace trace-b --set regroup_s=-1", "give seconds"),
         ("--trace trace-b --set oobleck_ratio=2", "give a ratio"),
         ("--trace trace-b --set regroup_s", "give NAME=VALUE"),
-        ("--trace trace-b --seeds 0", "give 1 to"),
-        ("--trace trace-b --seeds two", "--seeds: invalid int"),
+        ("--trace trace-b --seeds 0", "--seeds: '0' is not a whole number of 1 to 10000"),
+        ("--trace trace-b --seeds two", "--seeds: 'two' is not a whole number"),
         ("--trace trace-b --what", "unrecognized arguments: --what"),
     ],
 )

@@ -1,23 +1,18 @@
-"""`unicronctl plan solve PROBLEM.json [--json]`: one plan problem in, one plan out.
-
-The file holds `{"n": workers after the event, "D_run": number, "D_trans": number, "tasks": [{"weight": w,
-"x": workers before, "faulty": bool, "min": int, "floor": int?, "cap": int?, "T": [T(0), T(1), ...] or
-{"8": T(8), ...}}]}`; entries of T that are missing are 0. Further, if wanted: "churn" beside "D_trans"
-(what moving a healthy task costs on top), "unit" (workers come in multiples of it) and "name" per task.
-"""
+"""`unicronctl plan solve`: one plan problem in, one plan out; `ctl_parser` describes the file."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from events.command_line import UsageError
 from unicrond.planning.exact import solve_precisely
 from unicrond.planning.problem import Curve, Problem, ProblemError, TaskProblem
 from unicrond.planning.solver import Solution
@@ -25,15 +20,6 @@ from unicrond.planning.solver import Solution
 _Workers: TypeAlias = Annotated[int, Meta(ge=0, lt=10**15)]
 _Number: TypeAlias = int | float
 _COUNT = re.compile(r"0|[1-9][0-9]{0,14}")
-
-EXAMPLE = """example:
-  $ cat problem.json
-  {"n": 3, "D_run": 1000, "D_trans": 10, "tasks": [
-    {"weight": 2, "x": 2, "faulty": true, "min": 1, "floor": 1, "cap": 3, "T": [0, 10, 19, 27]},
-    {"weight": 1, "x": 2, "faulty": false, "min": 1, "floor": 1, "T": {"1": 10, "2": 20}}]}
-  $ unicronctl plan solve problem.json --json
-  {"objective": 47420.0, "plan": [2, 1], "reason": "3 of 3 workers in use, WAF 48 FLOP/s: ..."}
-"""
 
 
 class _Task(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,42 +95,20 @@ def _field_first(message: str) -> str:
     return f"{field or 'the file'}: {said}"
 
 
-class _Parser(argparse.ArgumentParser):
-    """A bad flag is told in one line, too."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"plan solve: {message}; see --help\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0, or 2 with one line on stderr."""
-    parser = _Parser(
-        prog="unicronctl plan solve",
-        description="Solve one plan problem exactly. " + __doc__.partition("\n\n")[2].replace("`", ""),
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("problem", metavar="PROBLEM.json", help="the problem's file, - for standard input")
-    parser.add_argument("--json", action="store_true", help="JSON on one line (the default unless on a terminal)")
-    options = parser.parse_args(argv)
+def run(options: Namespace) -> None:
+    """Solve the problem that the command line names. Raises UsageError."""
     try:
         text = sys.stdin.buffer.read() if options.problem == "-" else Path(options.problem).read_bytes()
         solution = solve_precisely(read_problem(text))
     except ProblemError as error:
-        return _refuse(f"{options.problem}: {error}")
+        raise UsageError(f"{options.problem}: {' '.join(str(error).split())}") from None
     except OSError as error:
-        return _refuse(f"{options.problem}: {error.strerror}; give a readable JSON file")
+        raise UsageError(f"{options.problem}: {error.strerror}; give a readable JSON file") from None
     if options.json or not sys.stdout.isatty():
         answer = {"objective": solution.objective, "plan": list(solution.workers), "reason": solution.reason}
         print(json.dumps(answer))
     else:
         _print_table(solution)
-    return 0
-
-
-def _refuse(line: str) -> int:
-    print(f"plan solve: {' '.join(line.split())}", file=sys.stderr)
-    return 2
 
 
 def _print_table(solution: Solution) -> None:
@@ -158,7 +122,3 @@ def _print_table(solution: Solution) -> None:
     console = Console()
     console.print(table)
     console.print(solution.reason, markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

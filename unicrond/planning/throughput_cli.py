@@ -8,63 +8,38 @@ on stderr that names it and the fix).
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
+from events.command_line import UsageError
 from unicrond.planning.presets import GIB, GPUS, MODELS, STACKS
 from unicrond.planning.throughput import Estimate, Infeasible, Job, best, job
 
 Answer: TypeAlias = Estimate | Infeasible
 
-#: More than any cluster this is for, and small enough to answer at once.
-GPUS_MAX = 131072
-COUNTS_MAX = 4096
-
 #: Both tables fit into 80 columns.
 LAYOUT_HEADERS = ("GPUs", "PFLOP/s", "TFLOP/GPU", "MFU %", "tp x pp x dp", "batches", "chunks", "recompute")
 PARTS_HEADERS = ("GPUs", "seconds", "compute", "tp", "transfer", "bubble", "dp", "optimizer", "GiB")
 
-EPILOG = f"""\
-example:
-  unicronctl throughput --model gpt3-7b --gpu a100-80g --gpus 8..512
-  unicronctl throughput --model llama3-70b --gpu h100-80g --gpus 64..128..8 --tp 8 --json
 
-models:  {", ".join(MODELS)}
-GPUs:    {", ".join(GPUS)}
-stacks:  {", ".join(STACKS)}
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command with `argv` (without the program's name); returns the exit code."""
+def run(options: Namespace) -> int:
+    """Answer what the flags ask (`ctl_parser`); the exit code. Raises UsageError."""
     try:
-        options = _parser().parse_args(argv)
         question = _job(options)
         if options.plot is not None:
-            _require_matplotlib()
+            require_matplotlib()
         answers = [best(question, gpus) for gpus in options.gpus]
         if options.plot is not None:
             _plot(question, answers, options.plot)
     except ValueError as problem:
-        print(f"unicronctl throughput: {problem}", file=sys.stderr)
-        return 2
-    except SystemExit as finished:  # --help
-        return int(finished.code or 0)
+        raise UsageError(str(problem)) from None
     if options.json:
         print(json.dumps(as_json(question, answers), indent=2))
     else:
@@ -101,76 +76,7 @@ def _row_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="unicronctl throughput",
-        description="Achieved model FLOP/s of a GPT on so many GPUs, in the best 3D-parallel layout.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", help="preset, see below (required)")
-    parser.add_argument("--gpu", help="preset, see below (required)")
-    parser.add_argument(
-        "--gpus",
-        type=gpu_counts,
-        metavar="N|A..B|A..B..STEP",
-        help="GPU counts, comma-separated: one, doubling from A to B, or in steps (required)",
-    )
-    parser.add_argument("--tp", type=_whole, help="tensor parallel degree (default: the best)")
-    parser.add_argument("--pp", type=_whole, help="pipeline parallel degree (default: the best)")
-    parser.add_argument("--micro-batch", type=_whole, help="sequences per micro-batch (default: the best)")
-    parser.add_argument("--batch", type=_whole, help="sequences per iteration (default: the model's)")
-    parser.add_argument("--seq", type=_whole, help="tokens per sequence (default: the model's)")
-    parser.add_argument("--stack", help="software stack it was calibrated on (default: the GPU's usual one)")
-    parser.add_argument("--even", action="store_true", help="refuse batches that do not divide among the replicas")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw throughput over GPUs (needs matplotlib)")
-    return parser
-
-
-def gpu_counts(text: str) -> list[int]:
-    """`8`, `8..512` (doubling, 512 included) or `8..512..8` (steps), comma-separated; ascending, no repeats.
-
-    Raises argparse.ArgumentTypeError, which names the fix.
-    """
-    counts: set[int] = set()
-    for part in text.split(","):
-        numbers = [_whole(number) for number in part.split("..")]
-        if len(numbers) > 3:
-            raise argparse.ArgumentTypeError(f"{part!r} is not N, A..B or A..B..STEP; for example 8..512")
-        low, high = numbers[0], numbers[1] if len(numbers) > 1 else numbers[0]
-        if high < low:
-            raise argparse.ArgumentTypeError(f"{part!r} runs downwards; write {high}..{low}")
-        if high > GPUS_MAX:
-            raise argparse.ArgumentTypeError(f"{high} is more than {GPUS_MAX}; ask for fewer GPUs")
-        if len(numbers) == 3:
-            counts.update(range(low, high + 1, numbers[2]))
-        else:
-            counts.update(_doubling(low, high))
-    if len(counts) > COUNTS_MAX:
-        raise argparse.ArgumentTypeError(f"{len(counts)} counts are more than {COUNTS_MAX}; use a larger step")
-    return sorted(counts)
-
-
-def _doubling(low: int, high: int) -> list[int]:
-    counts = []
-    while low < high:
-        counts.append(low)
-        low *= 2
-    return [*counts, high]
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 12 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _job(options: argparse.Namespace) -> Job:
+def _job(options: Namespace) -> Job:
     for name, presets in (("model", MODELS), ("gpu", GPUS), ("stack", STACKS)):
         value = getattr(options, name)
         if value is None and name != "stack":
@@ -250,7 +156,7 @@ def _parts_cells(answer: Estimate) -> list[str]:
     return [f"{answer.gpus}", f"{seconds:.3f}", *shares, f"{answer.memory_bytes / GIB:.0f}"]
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -282,7 +188,3 @@ def _plot(question: Job, answers: Sequence[Answer], path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as problem:
         raise ValueError(f"--plot: cannot write {path}: {problem}") from problem
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""The command line that the four commands share: one parser, the types of its arguments, one way to end.
+
+Rules
+-----
+* Bad usage is one line on stderr that names the flag and the fix, and exit code 2.
+* `--help` of each command ends with examples; `--version` and `--print-completion` belong to a program's root.
+* A type of an argument raises ValueError, and its message is what people read.
+* An epilog may be a function: what needs another package, such as a list of policies, is loaded when it is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from events.guess import guess
+
+if TYPE_CHECKING:
+    from events.nats_connection import Login
+
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted"
+#: The most that still fits what JSON and the log hold.
+MOST = 10**15 - 1
+#: How a shell completes the name of a file, in shtab's words.
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+
+Epilog: TypeAlias = str | Callable[[], str] | None
+
+
+class UsageError(Exception):
+    """An argument that cannot be used; one line that names it and the fix."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line, examples as they were written, and the flags that every program has."""
+
+    def __init__(self, *, version: str = "", **more: Any) -> None:
+        """`version`: only for the root of a program."""
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **more)
+        if version:
+            self.add_argument("--version", action="version", version=version)
+            shells = {
+                "choices": ("bash", "zsh", "tcsh"),
+                "help": "print a script that completes this command, and stop",
+            }
+            self.add_argument("--print-completion", action=_PrintCompletion, **shells)
+
+    _epilog: Epilog = None
+
+    @property
+    def epilog(self) -> str | None:
+        """The examples."""
+        return self._epilog() if callable(self._epilog) else self._epilog
+
+    @epilog.setter
+    def epilog(self, text: Epilog) -> None:
+        self._epilog = text
+
+    def commands(self, dest: str = "command", metavar: str = "COMMAND") -> Commands:
+        """The commands of this one, to which `add_command` adds."""
+        return self.add_subparsers(dest=dest, required=True, metavar=metavar, parser_class=Parser)
+
+    def add_argument(self, *names: Any, **more: Any) -> argparse.Action:
+        """As argparse's; shells complete the name of a file."""
+        action = super().add_argument(*names, **more)
+        if more.get("type") in (Path, existing_file):
+            action.complete = _FILES  # type: ignore[attr-defined]  # for shtab
+        return action
+
+    def error(self, message: str) -> NoReturn:
+        """argparse calls this for everything that it does not accept."""
+        fail(self.prog.partition(" ")[0], f"{_plainer(message)}; see {self.prog} --help")
+        raise SystemExit(2)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return self._registry_get("type", action.type, action.type)(arg_string)
+        except ValueError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, value: Any, flag: str | None = None) -> None:
+        try:
+            import shtab
+        except ModuleNotFoundError:
+            parser.error(f"{flag}: needs shtab; pip install shtab")
+        print(shtab.complete(parser, shell=value))
+        parser.exit()
+
+
+def add_command(commands: Commands, name: str, what: str, epilog: Epilog, **more: Any) -> Parser:
+    """A command. `what` it does: a sentence without its capital letter and its full stop."""
+    made = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", **more)
+    made.epilog = epilog
+    return made
+
+
+def add_login(parser: Parser) -> None:
+    """How to log in to NATS; `login_of` reads it."""
+    login = parser.add_argument_group("login to NATS")
+    login.add_argument("--user", metavar="NAME", help="with --password-file")
+    for flag, what in (
+        ("--password-file", "holds the password alone"),
+        ("--creds", "a NATS credentials file"),
+        ("--nkey-seed", "an nkey seed file"),
+        ("--tls-ca", "CA certificate of the server; turns TLS on"),
+    ):
+        login.add_argument(flag, metavar="FILE", type=existing_file, help=what)
+
+
+def login_of(options: argparse.Namespace) -> Login:
+    """The login that the flags ask for. Raises UsageError."""
+    from events.nats_connection import Login
+
+    if options.creds and options.nkey_seed:
+        raise UsageError("--nkey-seed: give either --creds or --nkey-seed, not both")
+    if bool(options.user) != bool(options.password_file):
+        raise UsageError("--user: give --user and --password-file together")
+    password = options.password_file.read_text().strip() if options.password_file else None
+    return Login(
+        user=options.user, password=password, creds=options.creds, nkey_seed=options.nkey_seed, tls_ca=options.tls_ca
+    )
+
+
+def examples(*lines: str) -> str:
+    """An epilog of examples."""
+    return "\n  ".join(("examples:" if len(lines) > 1 else "example:", *lines))
+
+
+def run(program: str, work: Callable[[], int | None], *failures: type[Exception]) -> int:
+    """Do the work of a program; its exit code. `failures` end it with exit code 1 and their one line."""
+    try:
+        code = work() or 0
+        sys.stdout.flush()
+    except UsageError as error:
+        return fail(program, error, 2)
+    except failures as error:
+        return fail(program, error)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as ended:  # --help and bad usage
+        return int(ended.code or 0)
+    return code
+
+
+def fail(program: str, error: object, code: int = 1) -> int:
+    """Say in one line what is wrong; the exit code."""
+    print(f"{program}: {error}", file=sys.stderr)
+    return code
+
+
+# --- types of arguments --------------------------------------------------------------------------
+
+
+def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
+    """A whole number within bounds, both included."""
+    bounds = f"{least} to {most}" if most < MOST else f"{least} or more"
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
+            raise ValueError(f"{text[:40]!r} is not a whole number of {bounds}")
+        return int(text)
+
+    return read
+
+
+def number(least: float, most: float, unit: str) -> Callable[[str], float]:
+    """A number within bounds, both included; `unit` is for the message alone."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            raise ValueError(f"{text!r} is not within {least:g} to {most:g} {unit}")
+        return value
+
+    return read
+
+
+def existing_file(text: str) -> Path:
+    """A file that is there."""
+    if not Path(text).is_file():
+        raise ValueError(f"{text!r} is not a file; create it or fix the path")
+    return Path(text)
+
+
+def _plainer(message: str) -> str:
+    """argparse's words, with a guess where a name was misspelt."""
+    choice = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+    if choice is None:
+        return message.removeprefix("argument ")
+    what = "no command" if choice[1] == "COMMAND" else f"{choice[1]}: unknown"
+    known = re.findall(r"[\w-]+", choice[3])
+    return f"{what} {choice[2]!r}; {guess(choice[2], known)}"

@@ -1,0 +1,12 @@
+"""What a misspelt name was meant to be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+
+def guess(word: str, known: Sequence[str]) -> str:
+    """ "did you mean X?", or the list to choose from."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
