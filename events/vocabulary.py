@@ -144,6 +144,37 @@ class Observation(Event, frozen=True, kw_only=True):
     """A fact that somebody saw. The fold never raises on one."""
 
 
+class WorkerObservation(Observation, frozen=True, kw_only=True):
+    """What was seen of a worker, told by its node's agent."""
+
+    node: Name
+    task: Name
+    worker: WorkerId
+
+
+class PlacedObservation(WorkerObservation, frozen=True, kw_only=True):
+    """What was seen of a worker at an iteration of its group.
+
+    Bounds: `generation` < 10**9; `iteration` <= 10**12.
+    """
+
+    generation: Serial
+    iteration: Iteration
+
+
+class StragglerSeen(PlacedObservation, frozen=True, kw_only=True):
+    """`worker` tells of another one of its group, `straggler`, at place `rank` of the membership. `factor`: how many
+    times as long it takes as the others.
+
+    Bounds: `rank` 0..131072.
+    """
+
+    straggler: WorkerId
+    straggler_node: Name
+    rank: Workers
+    factor: Factor
+
+
 class Request(Observation, frozen=True, kw_only=True):
     """What a person asks for; its producer is the API, whatever node it names."""
 
@@ -355,70 +386,47 @@ class NodeLeft(Observation, frozen=True, kw_only=True):
     reason: Text
 
 
-class WorkerStarted(Observation, frozen=True, kw_only=True):
+class WorkerStarted(WorkerObservation, frozen=True, kw_only=True):
     """The fork server has a process for the worker.
 
     Bounds: `pid` < 2**31, >= 1.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     pid: Pid
 
 
-class WorkerReady(Observation, frozen=True, kw_only=True):
+class WorkerReady(WorkerObservation, frozen=True, kw_only=True):
     """The worker has built its model and waits for a membership."""
 
-    node: Name
-    task: Name
-    worker: WorkerId
 
-
-class WorkerRegrouped(Observation, frozen=True, kw_only=True):
+class WorkerRegrouped(PlacedObservation, frozen=True, kw_only=True):
     """The worker is a member of `generation`'s group and goes on at `iteration` (the next to commit).
 
     `dealt`: micro-batches of lost replicas that fell to this worker in that iteration.
     `duration_us`: from receiving the membership to being in the group.
     `source`: where its state came from.
 
-    Bounds: `generation` < 10**9; `iteration` <= 10**12; `dealt` < 2**31; `duration_us` <= 366 days.
+    Bounds: `dealt` < 2**31; `duration_us` <= 366 days.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
-    generation: Serial
-    iteration: Iteration
     dealt: Small
     duration_us: Duration
     source: StateSource
 
 
-class WorkerParked(Observation, frozen=True, kw_only=True):
+class WorkerParked(PlacedObservation, frozen=True, kw_only=True):
     """The worker left its group at an iteration boundary for a membership without it, and waits for its end.
 
     `iteration`: the last one it committed.
-
-    Bounds: `generation` < 10**9; `iteration` <= 10**12.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
-    generation: Serial
-    iteration: Iteration
 
-
-class WorkerExited(Observation, frozen=True, kw_only=True):
+class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     """A worker's process ended. Exactly one of `exit_code` and `signal` is set.
 
     Bounds: `exit_code` < 2**31, >= -2147483648; `signal` 1..127.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     exit_code: ExitCode | None
     signal: Signal | None
     expected: bool
@@ -426,7 +434,7 @@ class WorkerExited(Observation, frozen=True, kw_only=True):
     cause: ExitCause = always("unknown")
 
 
-class ErrorReported(Observation, frozen=True, kw_only=True):
+class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     """An error seen inside or around a worker that still lives or is about to die.
 
     `generation`: the newest that the worker had joined; a report that is older than its worker is void. `peer`: the
@@ -436,9 +444,6 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
     Bounds: `generation` < 10**9; `iteration` <= 10**12.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     kind: ErrorKind
     generation: Serial
     iteration: Iteration
@@ -449,7 +454,7 @@ class ErrorReported(Observation, frozen=True, kw_only=True):
     lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
 
 
-class StepCommitted(Observation, frozen=True, kw_only=True):
+class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     """Iterations first..last were committed by all replicas of `generation`.
 
     `samples_digest`: sum mod 2**61 of sample_hash(iteration, sample) over every sample used.
@@ -461,9 +466,6 @@ class StepCommitted(Observation, frozen=True, kw_only=True):
     `duration_us` <= 366 days; `micro_batches_by_rank`, `redone` < 2**31.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     generation: Serial
     first: FirstIteration
     last: FirstIteration
@@ -475,51 +477,39 @@ class StepCommitted(Observation, frozen=True, kw_only=True):
     redone: Small = always(0)
 
 
-class CheckpointSaved(Observation, frozen=True, kw_only=True):
+class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
     """State after `iteration` is durable at `path`.
 
     Bounds: `iteration` <= 10**12; `size_bytes` < 2**53; `duration_us` <= 366 days.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     iteration: Iteration
     path: Text
     size_bytes: Count
     duration_us: Duration
 
 
-class TaskCompleted(Observation, frozen=True, kw_only=True):
+class TaskCompleted(WorkerObservation, frozen=True, kw_only=True):
     """The last iteration is committed; `params_digest` identifies the final parameters.
 
     Bounds: `iteration` <= 10**12.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     iteration: Iteration
     loss: float
     params_digest: Text
 
 
-class HangSuspected(Observation, frozen=True, kw_only=True):
+class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     """A worker's iteration lasts longer than `limit_us`, more than three times the usual; told by its own agent.
 
     From the worker's phase mark (agents/trainer/marks.py): `entered` counts the collectives across replicas that it
     has entered in `generation`, `waiting`: it has not left the last of them. `still_us`: for how long the mark has
     not changed. `stopped`: the kernel shows the process as stopped.
 
-    Bounds: `generation` < 10**9; `iteration` <= 10**12; `micro_batch`, `told` < 2**31; `entered` < 2**53;
-    `still_us`, `limit_us` <= 366 days.
+    Bounds: `micro_batch`, `told` < 2**31; `entered` < 2**53; `still_us`, `limit_us` <= 366 days.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
-    generation: Serial
-    iteration: Iteration
     phase: Phase
     micro_batch: Small
     entered: Count
@@ -533,7 +523,7 @@ class HangSuspected(Observation, frozen=True, kw_only=True):
     told: Small = 0
 
 
-class WorkerBusy(Observation, frozen=True, kw_only=True):
+class WorkerBusy(WorkerObservation, frozen=True, kw_only=True):
     """The worker's program is busy with what it has declared, for `at_most_us` (hook.busy): no hang before that.
 
     `what` "": it is over. Told only of what lasts for a while.
@@ -541,26 +531,20 @@ class WorkerBusy(Observation, frozen=True, kw_only=True):
     Bounds: `at_most_us` <= 366 days.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     what: Text
     at_most_us: Duration
 
 
-class WorkerWaits(Observation, frozen=True, kw_only=True):
+class WorkerWaits(WorkerObservation, frozen=True, kw_only=True):
     """The worker has answered to the membership of `generation`, and has waited for a while for the others.
 
     Bounds: `generation` < 10**9.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     generation: Serial
 
 
-class StopAsked(Observation, frozen=True, kw_only=True):
+class StopAsked(WorkerObservation, frozen=True, kw_only=True):
     """The program wants its training to end before the last iteration (hook.stop), and says why.
 
     `left`: it has left the training loop after `iteration`, which it has committed; its state is saved.
@@ -568,29 +552,20 @@ class StopAsked(Observation, frozen=True, kw_only=True):
     Bounds: `iteration` <= 10**12.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     iteration: Iteration
     reason: Text
     left: bool = False
 
 
-class DegradationObserved(Observation, frozen=True, kw_only=True):
+class DegradationObserved(PlacedObservation, frozen=True, kw_only=True):
     """The task's iterations have taken more than 1.1 times the usual for a while. Told by the lead's agent.
 
     `slowest`: the worker whose computing, waits excluded, takes longest per micro-batch; "" where none stands out.
     `compute_us`: its time per micro-batch, `others_us`: the median of the other replicas' (0: there are none).
 
-    Bounds: `generation` < 10**9; `iteration` <= 10**12; `iteration_us`, `usual_us`, `compute_us`, `others_us` <=
-    366 days.
+    Bounds: `iteration_us`, `usual_us`, `compute_us`, `others_us` <= 366 days.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
-    generation: Serial
-    iteration: Iteration
     iteration_us: Duration
     usual_us: Duration
     slowest: WorkerOrNone
@@ -598,7 +573,7 @@ class DegradationObserved(Observation, frozen=True, kw_only=True):
     others_us: Duration
 
 
-class StragglerObserved(Observation, frozen=True, kw_only=True):
+class StragglerObserved(StragglerSeen, frozen=True, kw_only=True):
     """A replica has been slower than the others at the same work, for at least some seconds; told once by the first
     replica's worker of its shard, and again when its `factor` has changed.
 
@@ -606,56 +581,26 @@ class StragglerObserved(Observation, frozen=True, kw_only=True):
     over the median of the other replicas' in the same iterations; `compute_us` and `others_us`: what that is. Since
     about the beginning of `since_iteration`, `since_us` by the teller's clock.
 
-    Bounds: `generation` < 10**9; `iteration`, `since_iteration` <= 10**12; `rank` 0..131072; `compute_us`,
-    `others_us` <= 366 days; `since_us` < 2**62.
+    Bounds: `compute_us`, `others_us` <= 366 days; `since_iteration` <= 10**12; `since_us` < 2**62.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
-    generation: Serial
-    iteration: Iteration
-    straggler: WorkerId
-    straggler_node: Name
-    rank: Workers
-    factor: Factor
     compute_us: Duration
     others_us: Duration
     since_iteration: Iteration
     since_us: Micros
 
 
-class StragglerRecovered(Observation, frozen=True, kw_only=True):
-    """It is as quick as the other replicas again; `factor`: what is left.
-
-    Bounds: `generation` < 10**9; `iteration` <= 10**12; `rank` 0..131072.
-    """
-
-    node: Name
-    task: Name
-    worker: WorkerId
-    generation: Serial
-    iteration: Iteration
-    straggler: WorkerId
-    straggler_node: Name
-    rank: Workers
-    factor: Factor
+class StragglerRecovered(StragglerSeen, frozen=True, kw_only=True):
+    """It is as quick as the other replicas again; `factor`: what is left."""
 
 
-class CorruptionSuspected(Observation, frozen=True, kw_only=True):
+class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
     """Numbers that no sound replica should have; `worker` tells it, `suspect` has them ("": one cannot tell who).
 
     `sign` "checksum": its parameters differ from those of the majority; else its share of the iteration has a loss or
     a gradient norm far off the usual, `value` instead of about `usual`.
-
-    Bounds: `generation` < 10**9; `iteration` <= 10**12.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
-    generation: Serial
-    iteration: Iteration
     sign: CorruptionSign
     suspect: WorkerOrNone
     value: float
@@ -726,7 +671,7 @@ class PeersRemembered(Observation, frozen=True, kw_only=True):
     peers: tuple[Name, ...]
 
 
-class StateTaken(Observation, frozen=True, kw_only=True):
+class StateTaken(WorkerObservation, frozen=True, kw_only=True):
     """The worker has the state after `iteration`, of `size_bytes`, from `source` within `duration_us`.
 
     `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
@@ -737,9 +682,6 @@ class StateTaken(Observation, frozen=True, kw_only=True):
     366 days; `saved_us` < 2**62.
     """
 
-    node: Name
-    task: Name
-    worker: WorkerId
     generation: Serial
     source: StateSource
     iteration: Iteration

@@ -48,6 +48,22 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     that lacks it may be at the other end (a fork server and its workers outlive their agent)."""
 
 
+class Placed(Message, frozen=True, kw_only=True):
+    """What happened at an iteration of a group."""
+
+    generation: Count
+    iteration: Count
+
+
+class Slower(Placed, frozen=True, kw_only=True):
+    """See events.vocabulary.StragglerSeen."""
+
+    straggler: WorkerId
+    straggler_node: Name
+    rank: Count
+    factor: Factor
+
+
 # --- worker -> agent -----------------------------------------------------------------------------
 
 
@@ -65,25 +81,20 @@ class Ready(Message, frozen=True, kw_only=True):
     """The model is built (and the replica's own group is up): waiting for a membership."""
 
 
-class Regrouped(Message, frozen=True, kw_only=True):
+class Regrouped(Placed, frozen=True, kw_only=True):
     """See events.vocabulary.WorkerRegrouped."""
 
-    generation: Count
-    iteration: Count
     dealt: Count
     duration_us: Count
     source: StateSource
 
 
-class Parked(Message, frozen=True, kw_only=True):
+class Parked(Placed, frozen=True, kw_only=True):
     """Left the group at an iteration boundary for a membership without this worker; waits for Quit.
 
     Where no present member stays in the new membership, the lead saves before it parks: to storage, or where the
     membership says `handover`, to the nodes' memory.
     """
-
-    generation: Count
-    iteration: Count
 
 
 class Committed(Message, frozen=True, kw_only=True):
@@ -116,11 +127,9 @@ class Trouble(Message, frozen=True, kw_only=True):
     lost: tuple[WorkerId, ...] = ()
 
 
-class Degraded(Message, frozen=True, kw_only=True):
+class Degraded(Placed, frozen=True, kw_only=True):
     """See events.vocabulary.DegradationObserved; sent by the lead alone."""
 
-    generation: Count
-    iteration: Count
     iteration_us: Count
     usual_us: Count
     slowest: WorkerOrNone
@@ -128,37 +137,22 @@ class Degraded(Message, frozen=True, kw_only=True):
     others_us: Count
 
 
-class Straggles(Message, frozen=True, kw_only=True):
+class Straggles(Slower, frozen=True, kw_only=True):
     """See events.vocabulary.StragglerObserved; sent by the first replica's worker of each shard."""
 
-    generation: Count
-    iteration: Count
-    straggler: WorkerId
-    straggler_node: Name
-    rank: Count
-    factor: Factor
     compute_us: Count
     others_us: Count
     since_iteration: Count
     since_us: Count
 
 
-class CaughtUp(Message, frozen=True, kw_only=True):
+class CaughtUp(Slower, frozen=True, kw_only=True):
     """See events.vocabulary.StragglerRecovered."""
 
-    generation: Count
-    iteration: Count
-    straggler: WorkerId
-    straggler_node: Name
-    rank: Count
-    factor: Factor
 
-
-class Suspected(Message, frozen=True, kw_only=True):
+class Suspected(Placed, frozen=True, kw_only=True):
     """See events.vocabulary.CorruptionSuspected."""
 
-    generation: Count
-    iteration: Count
     sign: CorruptionSign
     suspect: WorkerOrNone
     value: float

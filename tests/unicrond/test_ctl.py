@@ -205,7 +205,7 @@ async def test_reshape(served: Served) -> None:
     assert "already; ask for others" in one_line(await ctl("reshape", "big", url=served.url), 1)
     assert "tp: 64 workers" in one_line(await ctl("reshape", "big", "--tp", "64", url=served.url), 1)
     assert "task: nobody is not active" in one_line(await ctl("reshape", "nobody", "--tp", "2", url=served.url), 1)
-    assert "--tp: 0 is none; give 1 or more" in one_line(await ctl("reshape", "big", "--tp", "0"), 2)
+    assert "--tp: '0' is not a whole number of 1 or more" in one_line(await ctl("reshape", "big", "--tp", "0"), 2)
 
 
 async def test_a_token_is_given_in_a_file(tmp_path: Path) -> None:
