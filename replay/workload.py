@@ -24,7 +24,7 @@ from unicrond.faults import faults
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.solver import solve
-from unicrond.planning.throughput import table
+from unicrond.planning.throughput import job, table
 
 GPUS_MAX = 16384
 
@@ -128,9 +128,9 @@ def _unit(task: TrainingTask, cluster: Cluster) -> int:
 @lru_cache(maxsize=256)
 def _table(model: str, gpu: str, gpus: int, layout: str) -> dict[int, int]:
     if layout == "best":
-        return table(MODELS[model], GPUS[gpu], gpus)
+        return table(job(MODELS[model], GPUS[gpu]), gpus)
     tp, pp = map(int, layout.split("x"))
-    return table(MODELS[model], GPUS[gpu], gpus, tp=tp, pp=pp)
+    return table(job(MODELS[model], GPUS[gpu], tp=tp, pp=pp), gpus)
 
 
 def _curve(task: TrainingTask, cluster: Cluster) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
 def fill(spec: TaskSpec, preset: Preset) -> tuple[TaskSpec, list[Fault]]:
     """The task with the table that its preset stands for; or what keeps it from having one."""
     from unicrond.planning.presets import GPUS, MODELS, STACKS
-    from unicrond.planning.throughput import table
+    from unicrond.planning.throughput import job, table
 
     known = MODELS[preset.model]
     expected, told = known.flops_per_sequence(spec.model.seq) * spec.global_batch, iteration_flop(spec)
@@ -69,10 +69,9 @@ def fill(spec: TaskSpec, preset: Preset) -> tuple[TaskSpec, list[Fault]]:
         text = f"an iteration of this model is {told:.3g} FLOP, of {preset.model} {expected:.3g}; leave model out"
         return spec, [Fault(("model",), text)]
     try:
-        points = table(
+        question = job(
             known,
             GPUS[preset.gpu],
-            spec.max_workers,
             stack=STACKS[preset.stack] if preset.stack else None,
             batch=spec.global_batch,
             seq=spec.model.seq,
@@ -80,6 +79,7 @@ def fill(spec: TaskSpec, preset: Preset) -> tuple[TaskSpec, list[Fault]]:
             pp=spec.pp,
             micro_batch=spec.micro_batch,
         )
+        points = table(question, spec.max_workers)
     except ValueError as error:
         return spec, [Fault((FIELD,), str(error))]
     if not points:

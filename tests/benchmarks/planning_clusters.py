@@ -7,7 +7,7 @@ from functools import lru_cache
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.problem import Curve, TaskProblem
 from unicrond.planning.situation import NodeLoad, Situation
-from unicrond.planning.throughput import table
+from unicrond.planning.throughput import job, table
 
 SLOTS = 8
 SIZES = ("gpt3-1.3b", "gpt3-7b", "gpt3-13b", "gpt3-70b", "gpt3-175b")
@@ -18,7 +18,7 @@ HOUR_US = 3600 * 10**6
 @lru_cache
 def curve(model: str, batch: int | None, workers: int, unit: int) -> Curve:
     """T(x) in FLOP/s for x up to `workers`, multiples of `unit` only."""
-    points = table(MODELS[model], GPUS["a800-80g"], workers, batch=batch)
+    points = table(job(MODELS[model], GPUS["a800-80g"], batch=batch), workers)
     return Curve({x: flops for x, flops in points.items() if x % unit == 0})
 
 

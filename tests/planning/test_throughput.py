@@ -273,7 +273,7 @@ def test_search_is_exhaustive(stack: str) -> None:
 
 @pytest.mark.parametrize(("name", "gpu", "most"), [("gpt3-7b", "a800-80g", 64), ("llama3-70b", "h100-80g", 96)])
 def test_table_is_best_for_every_count(name: str, gpu: str, most: int) -> None:
-    flops = table(MODELS[name], GPUS[gpu], most)
+    flops = table(job(MODELS[name], GPUS[gpu]), most)
     question = job(MODELS[name], GPUS[gpu])
     for count in range(1, most + 1):
         answer = best(question, count)
@@ -282,10 +282,10 @@ def test_table_is_best_for_every_count(name: str, gpu: str, most: int) -> None:
 
 
 def test_table_respects_what_the_task_fixes() -> None:
-    flops = table(MODELS["gpt3-7b"], A100, 128, tp=4, pp=2, micro_batch=2)
+    flops = table(job(MODELS["gpt3-7b"], A100, tp=4, pp=2, micro_batch=2), 128)
     assert flops
     assert all(count % 8 == 0 for count in flops)
-    free = table(MODELS["gpt3-7b"], A100, 128)
+    free = table(job(MODELS["gpt3-7b"], A100), 128)
     assert all(flops[count] <= free[count] for count in flops)
 
 

@@ -85,7 +85,7 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
             ["--task", "big:color=3"],
             "unicronctl: --task: 'big:color=3'; give NAME:weight=3",
         ),
-        (["--add-nodes", "x"], "unicronctl plan whatif: --add-nodes: 'x' is not a whole number of 0 or more"),
+        (["--add-nodes", "x"], "unicronctl: --add-nodes: 'x' is not a whole number of 0 or more"),
     ],
 )
 async def test_a_wrong_question_gets_one_line_and_exit_code_2(served: Served, words: list[str], told: str) -> None:

@@ -22,7 +22,7 @@ from events.vocabulary import (
     TaskSpec,
 )
 from unicrond.planning.presets import GPUS, MODELS
-from unicrond.planning.throughput import table
+from unicrond.planning.throughput import job, table
 from unicrond.strict_yaml import BadYaml, parse
 from unicrond.task_file import TaskFileError, load, loads, problems
 from unicrond.task_rules import SPEC_BYTES_MAX
@@ -229,7 +229,7 @@ SEVEN_B = "name: a\nmin_workers: 8\nmax_workers: 64\ntp: 4\nmicro_batch: 1\n"
 
 def test_a_preset_fills_in_the_table_and_what_the_task_leaves_out() -> None:
     spec = loads(SEVEN_B + "throughput_model: {model: gpt3-7b, gpu: a100-80g}\n")
-    expected = table(MODELS["gpt3-7b"], GPUS["a100-80g"], 64, tp=4, pp=1, micro_batch=1)
+    expected = table(job(MODELS["gpt3-7b"], GPUS["a100-80g"], tp=4, pp=1, micro_batch=1), 64)
     assert spec.throughput == {str(workers): flops for workers, flops in expected.items()} != {}
     assert all(int(workers) % 4 == 0 for workers in spec.throughput)
     assert (spec.model.layers, spec.model.hidden, spec.global_batch) == (32, 4096, 1024)

@@ -49,13 +49,8 @@ class Row:
             self.model,
             GPUS[self.gpu],
             stack=STACKS[self.stack],
-            batch=self.batch,
-            tp=self.tp,
-            pp=self.pp,
-            micro_batch=self.micro_batch,
-            chunks=self.chunks,
-            recompute=self.recompute,
             uneven=False,
+            **{name: getattr(self, name) for name in ("batch", "tp", "pp", "micro_batch", "chunks", "recompute")},
         )
 
     @property

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -86,37 +86,14 @@ class Job:
         return self.batch * self.model.flops_per_sequence(self.seq)
 
 
-def job(
-    model: Model,
-    gpu: Gpu,
-    *,
-    stack: Stack | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    micro_batch: int | None = None,
-    chunks: int | None = None,
-    recompute: str | None = None,
-    uneven: bool = True,
-) -> Job:
-    """A `Job` with the model's own batch and sequence length and the GPU's usual stack as defaults.
+def job(model: Model, gpu: Gpu, **given: Any) -> Job:
+    """A `Job` of `given` fields; what is None has the model's batch and sequence length and the GPU's usual stack.
 
     Raises ValueError, naming the field and the fix, for values that no layout could satisfy.
     """
-    question = Job(
-        model,
-        gpu,
-        stack or STACKS[gpu.stack],
-        model.batch if batch is None else batch,
-        model.seq if seq is None else seq,
-        tp,
-        pp,
-        micro_batch,
-        chunks,
-        recompute,
-        uneven,
-    )
+    usual: dict[str, Any] = {"stack": STACKS[gpu.stack], "batch": model.batch, "seq": model.seq}
+    question = Job(model, gpu, **usual | {name: value for name, value in given.items() if value is not None})
+    tp, pp, micro_batch, recompute = question.tp, question.pp, question.micro_batch, question.recompute
     for name in ("batch", "seq", "tp", "pp", "micro_batch", "chunks"):
         value = getattr(question, name)
         if value is not None and value < 1:
@@ -530,8 +507,8 @@ def _why_none(job: Job, gpus: int, divided: bool, least_bytes: float) -> str:
     return f"needs {least_bytes / GIB:.0f} GiB per GPU at least, {job.gpu.name} has {usable:.0f} GiB to use"
 
 
-def best_table(job: Job, max_workers: int) -> dict[int, int]:
-    """T(x) for every feasible x up to `max_workers`: GPUs -> achieved model FLOP/s, whole numbers.
+def table(job: Job, max_workers: int) -> dict[int, int]:
+    """T(x) for the planner, for every feasible x up to `max_workers`: GPUs -> achieved model FLOP/s, whole numbers.
 
     The same answers as `best`, layout by layout instead of GPU count by GPU count; x that no layout
     fits exactly is missing (the planner reads 0).
@@ -549,27 +526,6 @@ def best_table(job: Job, max_workers: int) -> dict[int, int]:
         fastest_s[dp * replica] = np.minimum(fastest_s[dp * replica], total_s)
     flops = job.flops_per_iteration
     return {int(x): round(flops / float(fastest_s[x])) for x in np.flatnonzero(np.isfinite(fastest_s))}
-
-
-def table(
-    model: Model,
-    gpu: Gpu,
-    max_workers: int,
-    *,
-    stack: Stack | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    micro_batch: int | None = None,
-    uneven: bool = True,
-) -> dict[int, int]:
-    """T(x) for the planner: workers (GPUs) -> achieved model FLOP/s, for every feasible x <= max_workers.
-
-    A task that fixes its tp, pp or micro-batch passes them. Raises ValueError as `job` does.
-    """
-    question = job(model, gpu, stack=stack, batch=batch, seq=seq, tp=tp, pp=pp, micro_batch=micro_batch, uneven=uneven)
-    return best_table(question, max_workers)
 
 
 def with_efficiencies(job: Job, gemm_efficiency: float, nic_efficiency: float) -> Job:
