@@ -1,7 +1,4 @@
-"""The node agent's shell: clocks, sockets, signals and NATS around the pure core (core.py).
-
-Everything that happens becomes an input to `core.handle` in one place, `feed`; everything the core asks for is
-done in one place, `_do`. Both run in the event loop and never wait, so inputs are handled one after another.
+"""The node agent's shell: clocks, sockets, signals and NATS behind the ports of shell.py.
 
 Ends
 ----
@@ -24,11 +21,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import assert_never
 
 import msgspec
 
-from agents import core, host
+from agents import host
 from agents.accelerators.diagnosis import Finding
 from agents.accelerators.driver import Choice
 from agents.accelerators.watch import AcceleratorWatch, open_driver
@@ -47,50 +43,40 @@ from agents.node_faults import NodeFaults
 from agents.outbox import Outbox
 from agents.rotated_log import tail
 from agents.run_dir import BadRunDir, RunDir
+from agents.shell import Shell
 from agents.state import (
     AcceleratorSaw,
     Action,
     Append,
-    Appended,
-    ArmTimer,
-    Commanded,
     Config,
     CopyState,
-    Disconnect,
-    Finish,
     ForkServerDied,
-    ForkServerSaid,
     HandOver,
+    Held,
     Input,
     Leave,
     LogSeen,
     Memory,
     RunCheck,
-    Stalled,
     StateHeld,
     StrikeNode,
     Struck,
-    TellForkServer,
-    TellWorker,
-    TimerFired,
     Unreadable,
-    WorkerConnected,
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import Exited, Forget, FromForkServer, Hello, Inventory, KeepFailed, Kept
+from agents.trainer.messages import Forget, FromForkServer, Inventory, KeepFailed, Kept, ToForkServer, ToWorker
 from agents.trainer.peers import plain, write_schema
-from agents.watch import MarkFiles, Watch
+from agents.watch import MarkFiles
 from agents.worker_sockets import WorkerSockets
-from events.envelope import Envelope
 from events.logs_request import logs_subject
 from events.nats_commands import NatsCommandFeed, UnreadOrder
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_terms import Terms
 from events.prose import summary
-from events.schemas import SCHEMA, lowered, spoken_schema, told_version
-from events.vocabulary import Command, CoordinatorStarted, Heartbeat, MemoryService, Name, NodeJoined, WorkerId
+from events.schemas import SCHEMA, spoken_schema, told_version
+from events.vocabulary import CoordinatorStarted, MemoryService, Name, NodeJoined, WorkerId
 
 logger = logging.getLogger("agents")
 
@@ -125,7 +111,7 @@ class Options:
     fork_server_arguments: tuple[str, ...] = ()
 
 
-class Agent:
+class Agent(Shell):
     """One node's agent. `run` it once."""
 
     def __init__(self, options: Options, run_dir: RunDir) -> None:
@@ -146,11 +132,11 @@ class Agent:
             agent_socket=str(run_dir.agent_socket),
             logs=str(run_dir.logs),
         )
-        self._state = core.resume(config, self._recall())
-        self._outbox = Outbox(options.node, self._boot, _wall_clock_us)
+        outbox = Outbox(options.node, self._boot, _wall_clock_us)
+        super().__init__(config, self._recall(), outbox, MarkFiles(run_dir.marks))
         self._sockets = WorkerSockets(
             run_dir.agent_socket,
-            on_connected=self._worker_connected,
+            on_connected=self.worker_connected,
             on_message=lambda worker, message: self.feed(WorkerSaid(worker=worker, message=message)),
             on_disconnected=lambda worker: self.feed(WorkerDisconnected(worker=worker)),
         )
@@ -162,7 +148,7 @@ class Agent:
                 *("--memory-max-bytes", str(self._memory_bytes() // (2 * options.slots))),
                 *options.fork_server_arguments,
             ],
-            on_message=self._fork_server_said,
+            on_message=self.fork_server_said,
             on_death=self._fork_server_died,
         )
         # Each slot's own state, and as many copies of others'.
@@ -171,23 +157,13 @@ class Agent:
         port, token = run_dir.exchange()
         self._exchange_port, self._token = port, token
         self._memory_server = MemoryServer(self._regions, token, lambda held: self.feed(StateHeld(held=held)))
-        self._watch = Watch(
-            MarkFiles(run_dir.marks),
-            on_late=lambda worker, mark, still_us, stopped, times: self.feed(
-                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped, times=times)
-            ),
-        )
         self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
         self._accelerators: AcceleratorWatch | None = None
         self._node_faults = NodeFaults(self._link.kill, self._report_xid)
         self._health = Health(options.node, options.slots, options.accelerators, self.feed)
-        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
-        self._has_inventory = asyncio.Event()
-        self._has_joined = asyncio.Event()
         self._over = asyncio.Event()
         self._is_left = False
         self._failed = False
-        self._beat = 0
 
     async def run(self) -> int:
         """Work until a signal or until the node has left; the exit code."""
@@ -224,96 +200,73 @@ class Agent:
             await self._sockets.close()
             self._memory_server.close()
             await self._copies.close()
-            self._watch.close()
+            self.close()
             await self._health.close()
-            for timer in self._timers.values():
-                timer.cancel()
             loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)
         return EXIT_SUPERSEDED if self._superseded_by else 1 if self._failed else 0
 
-    # --- the one way in and the one way out ------------------------------------------------------
+    # --- the ports of the shell ------------------------------------------------------------------
 
-    def feed(self, given: Input) -> None:
-        """Let the core handle one input, write down what the next agent must know, do what the core asks for."""
-        if self._superseded_by:
-            return
-        before = self._state.memory
+    def now_us(self) -> int:
+        return _wall_clock_us()
+
+    def remember(self, memory: Memory) -> None:
         try:
-            self._state, actions = core.handle(self._state, given)
-        except Exception:
-            logger.critical("the core failed on %r: the agent ends, its workers stay", given, exc_info=True)
-            self._failed = True
-            self._over.set()
-            return
-        if self._state.memory is not before:
-            self._remember(self._state.memory)
-        for action in actions:
-            self._do(action)
+            self._run_dir.remember(memory)
+        except OSError as error:
+            logger.error("cannot write the agent's memory (%s): if this agent dies now, the next knows less", error)
 
-    def _do(self, action: Action) -> None:
-        match action:
-            case Append(event=event, caused_by=caused_by, confirm=confirm):
-                logger.info("%s", summary(event))  # type: ignore[arg-type]  # every Observation is one of AnyEvent
-                on_durable = (lambda: self.feed(Appended(event=event))) if confirm else None
-                self._outbox.put(event, caused_by=caused_by, on_durable=on_durable)
-                if isinstance(event, NodeJoined):
-                    self._has_joined.set()
-                    self._watch_accelerators()
-            case TellWorker(worker=worker, message=to_worker):
-                self._sockets.send(worker, plain(to_worker))
-            case TellForkServer(message=to_fork_server):
-                self._link.send(plain(to_fork_server))
-                if isinstance(to_fork_server, Forget):
-                    self._regions.forgotten(to_fork_server.task)
-            case CopyState(task=task, shard=shard, peers=peers):
-                self._copies.copy(task, shard, peers)
-            case ArmTimer(name=name, key=key, after_s=after_s):
-                if running := self._timers.pop((name, key), None):
-                    running.cancel()
-                fired = TimerFired(name=name, key=key)
-                self._timers[name, key] = asyncio.get_running_loop().call_later(after_s, self._fire, fired)
-            case StrikeNode(fault=fault, command_id=command_id):
-                self.feed(Struck(command_id=command_id, reason=self._node_faults.strike(fault)))
-            case RunCheck():
-                self._health.check(action)
-            case Disconnect(worker=worker, why=why):
-                logger.error("%s: connection refused, %s", worker, why)
-                self._sockets.disconnect(worker)
-            case Finish():
-                self._is_left = True
-                self._over.set()
-            case _ as never:
-                assert_never(never)
+    def core_failed(self, given: Input) -> None:
+        logger.critical("the core failed on %r: the agent ends, its workers stay", given, exc_info=True)
+        self._failed = True
+        self._over.set()
 
-    def _fire(self, fired: TimerFired) -> None:
-        self._timers.pop((fired.name, fired.key), None)
-        self.feed(fired)
+    def do(self, action: Action) -> None:
+        if isinstance(action, Append):
+            logger.info("%s", summary(action.event))  # type: ignore[arg-type]  # every Observation is one of AnyEvent
+        super().do(action)
+        if isinstance(action, Append) and isinstance(action.event, NodeJoined):
+            self._watch_accelerators()
 
-    def _worker_connected(self, hello: Hello) -> None:
-        self.feed(WorkerConnected(hello=hello))
-        if hello.worker in self._state.memory.workers:
-            self._watch.follow(hello.worker, hello.pid)
+    def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
+        self._sockets.send(worker, plain(message))
 
-    def _fork_server_said(self, message: FromForkServer) -> None:
-        log_tail, mark = "", None
+    def tell_fork_server(self, message: ToForkServer) -> None:
+        self._link.send(plain(message))
+        if isinstance(message, Forget):
+            self._regions.forgotten(message.task)
+
+    def copy(self, order: CopyState) -> None:
+        self._copies.copy(order.task, order.shard, order.peers)
+
+    def strike(self, order: StrikeNode) -> None:
+        self.feed(Struck(command_id=order.command_id, reason=self._node_faults.strike(order.fault)))
+
+    def check(self, order: RunCheck) -> None:
+        self._health.check(order)
+
+    def disconnect(self, worker: WorkerId, why: str) -> None:
+        logger.error("%s: connection refused, %s", worker, why)
+        self._sockets.disconnect(worker)
+
+    def finish(self) -> None:
+        self._is_left = True
+        self._over.set()
+
+    def log_tail(self, worker: WorkerId) -> str:
+        path = worker_log(self._run_dir.logs, worker.rpartition(".")[0], worker)
+        return tail(path, LOG_TAIL_BYTES).decode(errors="replace")
+
+    def held_states(self) -> list[Held]:
+        return self._regions.found(self._options.node)
+
+    def fork_server_said(self, message: FromForkServer) -> None:
         if isinstance(message, Inventory):
             self._regions.held_by(self._link.pid, message.kept)
         elif isinstance(message, Kept | KeepFailed):
             self._regions.said(message)
-        elif isinstance(message, Exited):
-            mark = self._watch.drop(message.worker)
-            task = message.worker.rpartition(".")[0]
-            path = worker_log(self._run_dir.logs, task, message.worker)
-            log_tail = tail(path, LOG_TAIL_BYTES).decode(errors="replace")
-        self.feed(ForkServerSaid(message=message, log_tail=log_tail, mark=mark))
-        if isinstance(message, Inventory):
-            for entry in message.workers:  # who stands still says no hello to a new agent
-                self._watch.follow(entry.worker, entry.pid)
-            for held in self._regions.found(self._options.node):
-                self.feed(StateHeld(held=held))
-        if self._state.store_port:
-            self._has_inventory.set()
+        super().fork_server_said(message)
 
     def _fork_server_died(self) -> None:
         self._regions.held_by(0, ())
@@ -338,8 +291,8 @@ class Agent:
         service = MemoryService(
             node=options.node, host=options.address, port=self._memory_server.port, token=self._token
         )
-        config = msgspec.structs.replace(self._state.config, memory=service)
-        self._state = msgspec.structs.replace(self._state, config=config)
+        config = msgspec.structs.replace(self.state.config, memory=service)
+        self.state = msgspec.structs.replace(self.state, config=config)
 
     # --- accelerators ----------------------------------------------------------------------------
 
@@ -349,7 +302,7 @@ class Agent:
             self._accelerators = AcceleratorWatch(self._accelerator_driver, self._workers_by_slot, self._found)
 
     def _workers_by_slot(self) -> dict[int, WorkerId]:
-        return {record.slot: worker for worker, record in self._state.memory.workers.items() if not record.foreign}
+        return {record.slot: worker for worker, record in self.state.memory.workers.items() if not record.foreign}
 
     def _found(self, accelerator: str, worker: str, finding: Finding) -> None:
         self.feed(
@@ -379,17 +332,11 @@ class Agent:
             logger.error("%s; the fork server's inventory says what there is", error)
             return Memory()
 
-    def _remember(self, memory: Memory) -> None:
-        try:
-            self._run_dir.remember(memory)
-        except OSError as error:
-            logger.error("cannot write the agent's memory (%s): if this agent dies now, the next knows less", error)
-
     async def _prune_logs(self) -> None:
         """Once it is known who lives, and now and then."""
-        await self._has_inventory.wait()
+        await self.has_inventory.wait()
         while True:
-            living = frozenset(self._state.memory.workers)
+            living = frozenset(self.state.memory.workers)
             await asyncio.to_thread(prune_logs, self._options, self._run_dir, living)
             await asyncio.sleep(_PRUNE_EVERY_S)
 
@@ -407,10 +354,10 @@ class Agent:
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch.run())
                 group.create_task(self._send_beats(connection))
-                await watch.alone(self._has_inventory)
+                await watch.alone(self.has_inventory)
                 self.feed(LogSeen(identity=identity))
                 group.create_task(terms.follow())
-                group.create_task(self._outbox.run(NatsEventLog(connection)))
+                group.create_task(self.outbox.run(NatsEventLog(connection)))
                 group.create_task(self._take_commands(connection))
                 group.create_task(self._serve_logs(connection))
         finally:
@@ -418,50 +365,34 @@ class Agent:
 
     def _coordinator_started(self, event: CoordinatorStarted) -> None:
         schema = min(SCHEMA, spoken_schema(event.version))
-        if schema != self._outbox.schema:
+        if schema != self.outbox.schema:
             logger.info("the coordinator of term %d reads schema %d", event.term, schema)
-            self._outbox.schema = schema
+            self.outbox.schema = schema
 
     async def _send_beats(self, connection: Connection) -> None:
         beats = NatsBeatLog(connection)
-        await self._has_inventory.wait()  # before that the node can do nothing
+        await self.has_inventory.wait()  # before that the node can do nothing
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
-            self._beat += 1
-            kept_back, kept_back_us = self._outbox.kept_back(time.monotonic())
-            beat = Heartbeat(
-                node=self._options.node,
-                agent_boot=self._boot,
-                beat=self._beat,
-                workers=len(self._state.memory.workers),
+            kept_back, kept_back_us = self.outbox.kept_back(time.monotonic())
+            envelope = self.beat(
                 load_milli=host.load_milli(),
                 memory_free_bytes=host.memory_free_bytes(),
                 kept_back=kept_back,
                 kept_back_us=kept_back_us,
-            )
-            envelope = Envelope(
-                producer=self._options.node,
-                boot=self._boot,
-                number=self._beat,
-                observed_at_us=_wall_clock_us(),
-                event=lowered(beat, self._outbox.schema) or beat,
             )
             await beats.publish(envelope)
             due_s = max(due_s + self._options.heartbeat_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
 
     async def _take_commands(self, connection: Connection) -> None:
-        await self._has_joined.wait()
+        await self.has_joined.wait()
         feed = NatsCommandFeed(connection, self._options.node, on_unread=self._cannot_read)
         async with aclosing(feed.read()) as commands:
             async for recorded in commands:
-                envelope = recorded.envelope
-                if not isinstance(envelope.event, Command):
-                    continue
-                logger.info("%s: %s", envelope.event_id, summary(envelope.event))
-                age_s = max(0.0, (_wall_clock_us() - recorded.recorded_at_us) / 1e6)
-                self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+                logger.info("%s: %s", recorded.envelope.event_id, summary(recorded.envelope.event))
+                self.commanded(recorded)
 
     def _cannot_read(self, order: UnreadOrder) -> None:
         self.feed(Unreadable(command_id=order.command_id, cause=order.event_id, reason=order.reason))
@@ -481,7 +412,7 @@ class Agent:
     def _superseded(self, boot: int) -> None:
         if self._superseded_by:
             return
-        self._superseded_by = boot
+        self._superseded_by, self.closed = boot, True
         logger.critical(
             "a newer agent of the name %s is at work (boot %d, this one has %d): this one ends. "
             "Two nodes with one name? Give this one another (--node) before it is started again",
@@ -511,7 +442,7 @@ class Agent:
         self._over.set()
 
     def _interrupted(self) -> None:
-        if self._state.phase == "leaving":
+        if self.state.phase == "leaving":
             logger.warning("SIGINT again: not waiting for the workers")
             self._is_left = True
             self._over.set()
@@ -527,8 +458,8 @@ class Agent:
                 return
             await self._retire(linking)
             return
-        if not await self._outbox.drained(_DRAIN_TIMEOUT_S):
-            logger.error("%d observations did not reach the log in time and are lost", len(self._outbox))
+        if not await self.outbox.drained(_DRAIN_TIMEOUT_S):
+            logger.error("%d observations did not reach the log in time and are lost", len(self.outbox))
         if self._is_left:
             await self._retire(linking)
 

@@ -166,7 +166,7 @@ def fail(program: str, error: object, code: int = 1) -> int:
 
 def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:
     """A whole number within bounds, both included."""
-    bounds = f"{least} to {most}" if most < MOST else f"{least} or more"
+    bounds = f"{least} or more" if most == MOST else f"{least} to {most}"
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):

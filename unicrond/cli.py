@@ -82,16 +82,12 @@ def parser() -> Parser:
         small.add_argument("--keep", action="store_true", help="keep the new directory")
         small.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
         port = 7470 if name == "dev" else 0
-<<<<<<< HEAD
-        small.add_argument("--api-port", type=_port, default=port, metavar="PORT", help="of the HTTP API; 0: any")
-        if name == "demo":
-            small.add_argument("--iterations", type=_count, default=0, metavar="N", help="of each task (default: fit)")
-    return parser
-=======
-        small.add_argument("--api-port", type=whole(0, 65535), default=port, metavar="PORT", help="0: any free one")
+        small.add_argument(
+            "--api-port", type=whole(0, 65535), default=port, metavar="PORT", help="of the HTTP API; 0: any"
+        )
+    # Only the demo ends.
     small.add_argument("--iterations", type=whole(1), default=0, metavar="N", help="of each task (default: fit)")
     return root
->>>>>>> 12401a8 (One command line for the four commands: parser, types, completion, manual pages)
 
 
 def _span(text: str) -> float:

@@ -1,54 +1,38 @@
-"""The agent's shell in virtual time: the real core (agents/core.py) and the real outbox, on modelled lines.
+"""The agent in virtual time: the real core, shell (agents/shell.py) and outbox, on modelled lines.
 
-Rules (those of agents/daemon.py)
----------------------------------
-* Every input goes through `feed`; the memory is written before the actions are done.
-* It may be killed anywhere: before the memory is written, after it, between two actions, around an append.
+It may be killed anywhere: before the memory is written, after it, between two actions, around an append.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from agents import core
 from agents.namesakes import WAIT_MAX_S, Namesakes
 from agents.outbox import Outbox
+from agents.shell import Shell
 from agents.state import (
     Action,
-    Append,
-    Appended,
-    ArmTimer,
     Checked,
-    Commanded,
     Config,
     CopyState,
-    Disconnect,
-    Finish,
     ForkServerDied,
-    ForkServerSaid,
     HandOver,
+    Held,
     Input,
     Leave,
     LogSeen,
+    Memory,
     RunCheck,
-    Stalled,
-    StateHeld,
     StrikeNode,
     Struck,
-    TellForkServer,
-    TellWorker,
-    TimerFired,
-    WorkerConnected,
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import Exited, FromForkServer, FromWorker, Hello, Inventory, ToForkServer, ToWorker
-from agents.watch import Watch
-from events.envelope import Envelope
+from agents.trainer.messages import FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
 from events.schemas import FIRST, schema_of, spoken_schema, told_version
-from events.vocabulary import Command, Fault, Heartbeat, MemoryService, NodeJoined
+from events.vocabulary import Command, MemoryService
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint
 from replay.simulation.network import Pipe
 from replay.simulation.process import Process
@@ -59,12 +43,11 @@ if TYPE_CHECKING:
     from replay.simulation.host import Host
 
 
-class Agent:
+class Agent(Shell):
     """One life of a node's agent."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.alive = True
         self.boot = host.disk.next_boot(host.clock.wall_us())
         self.schema = host.schema
         config = Config(
@@ -88,102 +71,88 @@ class Agent:
         #: Feeds until it is killed: before its memory is written, or after so many of the actions of that turn.
         self.crash_before_memory = False
         self.crash_after_actions = -1
-        self.state = core.resume(config, host.disk.memory)
+        outbox = Outbox(host.name, self.boot, host.clock.wall_us)
+        super().__init__(config, host.disk.memory, outbox, HostSigns(host))
         self.log = Endpoint(host.server, host.link, host.witness.acknowledged)
         self.log.crash = self.crash
-        self._outbox = Outbox(host.name, self.boot, host.clock.wall_us)
-        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._workers: dict[str, tuple[Process, Pipe[FromWorker], Pipe[ToWorker]]] = {}
         self._fork_server: ForkServer | None = None
         self._lines: tuple[Pipe[ToForkServer], Pipe[FromForkServer]] | None = None
-        self._watch = Watch(
-            HostSigns(host),
-            lambda worker, mark, still_us, stopped, times: self.feed(
-                Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped, times=times)
-            ),
-        )
         #: Copies under way, and where to.
         self._copies: dict[tuple[str, int], tuple[MemoryService, ...]] = {}
         self._names = Namesakes(self.boot, host.disk.previous_boot, host.heartbeat_s)
         self._stop_hearing = host.beats.listen_to(host.name, host.link, self._hear_beat)
-        self._has_inventory = asyncio.Event()
-        self._has_joined = asyncio.Event()
-        self._beat = 0
         self._serving = host.loop.create_task(self._serve_log())
         host.loop.call_later(host.drawn.uniform(0.05, 0.3), self._connect)
 
-    # --- the one way in and the one way out ------------------------------------------------------
+    # --- the ports of the shell ------------------------------------------------------------------
 
-    def feed(self, given: Input) -> None:
-        """Let the core handle one input, write down what the next agent must know, do what the core asks for."""
-        if not self.alive:
-            return
-        before = self.state
-        self.state, actions = core.handle(before, given)
-        if self.crash_before_memory and self.state.memory is not before.memory:
+    @property
+    def alive(self) -> bool:
+        """It has not been killed, and has not ended."""
+        return not self.closed
+
+    def now_us(self) -> int:
+        return self.host.clock.wall_us()
+
+    def remember(self, memory: Memory) -> None:
+        if self.crash_before_memory:
             self.crash_before_memory = False
             self.crash()
-            return
-        if self.state.memory is not before.memory:
-            self.host.disk.write(self.state.memory)
-        self.host.witness.agent_acts(self.host, given, actions)
-        self._do_all(actions)
+        else:
+            self.host.disk.write(memory)
 
-    def _do_all(self, actions: Sequence[Action]) -> None:
-        for done, action in enumerate(actions):
-            if self.crash_after_actions == done:
-                self.crash_after_actions = -1
-                self.crash()
-            if not self.alive:
-                return
-            self._do(action)
+    def core_failed(self, given: Input) -> None:
+        raise  # loud: a simulation ends with it
 
-    def _do(self, action: Action) -> None:
-        match action:
-            case Append(event=event, caused_by=caused_by, confirm=confirm):
-                on_durable = (lambda: self.feed(Appended(event=event))) if confirm else None
-                self._outbox.put(event, caused_by=caused_by, on_durable=on_durable)
-                if isinstance(event, NodeJoined):
-                    self._has_joined.set()
-            case TellWorker(worker=worker, message=to_worker):
-                if worker in self._workers:
-                    self._workers[worker][2].send(to_worker)
-            case TellForkServer(message=to_fork_server):
-                if self._lines is not None and self._has_inventory.is_set():
-                    self._lines[0].send(to_fork_server)
-            case ArmTimer(name=name, key=key, after_s=after_s):
-                if running := self._timers.pop((name, key), None):
-                    running.cancel()
-                fired = TimerFired(name=name, key=key)
-                self._timers[name, key] = self.host.loop.call_later(after_s, self._fire, fired)
-            case CopyState(task=task, shard=shard, peers=peers):
-                if (task, shard) not in self._copies:
-                    self.host.loop.call_later(self.host.drawn.uniform(0.01, 0.3), self._copy, task, shard)
-                self._copies[task, shard] = peers
-            case StrikeNode(fault=fault, command_id=command_id):
-                self._strike(fault, command_id)
-            case RunCheck(command_id=command_id):
-                self.host.loop.call_later(self.host.check_s, self._checked, command_id)
-            case Disconnect(worker=worker):
-                self._drop_worker(worker)
-            case Finish():
-                self.host.loop.create_task(self._finish())
-            case _:
-                # Loud: whatever comes up in a simulation needs its part of the model.
-                raise NotImplementedError(f"the simulated agent has no part for {type(action).__name__}")
+    def acting(self, given: Input, actions: Sequence[Action]) -> Sequence[Action]:
+        if self.alive:
+            self.host.witness.agent_acts(self.host, given, actions)
+        return actions
 
-    def _strike(self, fault: Fault, command_id: str) -> None:
+    def may_act(self, number: int) -> bool:
+        if self.crash_after_actions == number:
+            self.crash_after_actions = -1
+            self.crash()
+        return self.alive
+
+    def tell_worker(self, worker: str, message: ToWorker) -> None:
+        if worker in self._workers:
+            self._workers[worker][2].send(message)
+
+    def tell_fork_server(self, message: ToForkServer) -> None:
+        if self._lines is not None and self.has_inventory.is_set():
+            self._lines[0].send(message)
+
+    def copy(self, order: CopyState) -> None:
+        key = (order.task, order.shard)
+        if key not in self._copies:
+            self.host.loop.call_later(self.host.drawn.uniform(0.01, 0.3), self._copy, *key)
+        self._copies[key] = order.peers
+
+    def strike(self, order: StrikeNode) -> None:
         """See agents/node_faults.py."""
-        if fault.kind == "kill":
-            if self._fork_server is not None:
-                self._fork_server.die()
+        reason = "no accelerator is watched here"
+        if order.fault.kind == "kill":
+            self._end_fork_server()
             self.crash()
             return
-        reason = "no accelerator is watched here"
-        if fault.kind == "drop_network":
-            self.host.drop_network(fault.seconds)
+        if order.fault.kind == "drop_network":
+            self.host.drop_network(order.fault.seconds)
             reason = ""
-        self.feed(Struck(command_id=command_id, reason=reason))
+        self.feed(Struck(command_id=order.command_id, reason=reason))
+
+    def check(self, order: RunCheck) -> None:
+        self.host.loop.call_later(self.host.check_s, self._checked, order.command_id)
+
+    def disconnect(self, worker: str, why: str) -> None:
+        self._drop_worker(worker)
+
+    def finish(self) -> None:
+        self.host.loop.create_task(self._finish())
+
+    def held_states(self) -> Iterable[Held]:
+        return self._fork_server.memory.held() if self._fork_server is not None else ()
 
     def _checked(self, command_id: str) -> None:
         """See agents/health.py."""
@@ -198,22 +167,16 @@ class Agent:
         if kept:
             any(self.host.training.push(self.host, peer, task, shard, kept[0]) for peer in peers)
 
-    def _fire(self, fired: TimerFired) -> None:
-        self._timers.pop((fired.name, fired.key), None)
-        self.feed(fired)
-
     # --- ends ------------------------------------------------------------------------------------
 
     def crash(self) -> None:
         """SIGKILL."""
         if not self.alive:
             return
-        self.alive = False
+        self.closed = True
         self._stop_hearing()
         self._serving.cancel()
-        self._watch.close()
-        for timer in self._timers.values():
-            timer.cancel()
+        self.close()
         for process, outgoing, incoming in list(self._workers.values()):
             outgoing.close()
             incoming.close()
@@ -224,7 +187,7 @@ class Agent:
     async def hand_over(self) -> None:
         """SIGTERM: close the sums, send what the outbox holds, go."""
         self.feed(HandOver())
-        await self._outbox.drained(2.0)
+        await self.outbox.drained(2.0)
         self.crash()
 
     def leave(self) -> None:
@@ -233,10 +196,13 @@ class Agent:
         self.feed(Leave(reason="a person asked for it"))
 
     async def _finish(self) -> None:
-        await self._outbox.drained(5.0)
+        await self.outbox.drained(5.0)
+        self._end_fork_server()
+        self.crash()
+
+    def _end_fork_server(self) -> None:
         if self._fork_server is not None:
             self._fork_server.die()
-        self.crash()
 
     # --- the fork server -------------------------------------------------------------------------
 
@@ -251,22 +217,10 @@ class Agent:
             return
         loop, drawn = self.host.loop, self.host.drawn
         to_server: Pipe[ToForkServer] = Pipe(loop, drawn, server.obey)
-        to_agent: Pipe[FromForkServer] = Pipe(loop, drawn, self._fork_server_said)
+        to_agent: Pipe[FromForkServer] = Pipe(loop, drawn, self.fork_server_said)
         self._fork_server, self._lines = server, (to_server, to_agent)
-        self._has_inventory.clear()
+        self.has_inventory.clear()
         server.connect(to_agent)
-
-    def _fork_server_said(self, message: FromForkServer) -> None:
-        if isinstance(message, Inventory):
-            self._has_inventory.set()
-        mark = self._watch.drop(message.worker) if isinstance(message, Exited) else None
-        self.feed(ForkServerSaid(message=message, mark=mark))
-        if isinstance(message, Inventory) and self.alive:
-            for entry in message.workers:
-                self._watch.follow(entry.worker, entry.pid)
-        if isinstance(message, Inventory) and self._fork_server is not None:
-            for held in list(self._fork_server.memory.held()):
-                self.feed(StateHeld(held=held))
 
     def lose_fork_server(self, *, has_died: bool) -> None:
         """The line broke; or the process has ended."""
@@ -282,7 +236,7 @@ class Agent:
                 pipe.close()
             self._fork_server.lose_agent(self._lines[1])
             self._lines = None
-            self._has_inventory.clear()
+            self.has_inventory.clear()
 
     # --- workers ---------------------------------------------------------------------------------
 
@@ -292,9 +246,7 @@ class Agent:
 
         def take(message: FromWorker) -> None:
             if isinstance(message, Hello):
-                self.feed(WorkerConnected(hello=message))
-                if self.alive and worker in self.state.memory.workers:
-                    self._watch.follow(worker, process.pid)
+                self.worker_connected(message)
             else:
                 self.feed(WorkerSaid(worker=worker, message=message))
 
@@ -333,14 +285,14 @@ class Agent:
     async def _serve_log(self) -> None:
         """Everything that needs the log."""
         await self.log.last_seq()
-        self._outbox.schema = self._coordinator_reads()
+        self.outbox.schema = self._coordinator_reads()
         self._look_for_namesakes()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send_beats())
             await self._alone()
             self.feed(LogSeen(identity="the log"))
             group.create_task(self._keep_looking())
-            group.create_task(self._outbox.run(self.log))
+            group.create_task(self.outbox.run(self.log))
             group.create_task(self._take_commands())
 
     # --- others of its name (agents/namesakes.py) ------------------------------------------------
@@ -349,8 +301,7 @@ class Agent:
         self._names.heard(boot, self.host.loop.time())
         if self.alive and self._names.newer:
             self.host.superseded = True
-            if self._fork_server is not None:
-                self._fork_server.die()
+            self._end_fork_server()
             self.crash()
 
     def _look_for_namesakes(self) -> None:
@@ -360,7 +311,7 @@ class Agent:
 
     async def _alone(self) -> None:
         if self._names.is_older_there(self.host.loop.time()):
-            await self._has_inventory.wait()
+            await self.has_inventory.wait()
             until_s = self.host.loop.time() + WAIT_MAX_S
             while self._names.is_older_there(now_s := self.host.loop.time()) and now_s < until_s:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
@@ -385,32 +336,19 @@ class Agent:
 
     async def _send_beats(self) -> None:
         beats = BeatEnd(self.host.beats, self.host.link)
-        await self._has_inventory.wait()
+        await self.has_inventory.wait()
         while True:
-            self._beat += 1
-            beat = Heartbeat(
-                node=self.host.name,
-                agent_boot=self.boot,
-                beat=self._beat,
-                workers=len(self.state.memory.workers),
-                load_milli=0,
-                memory_free_bytes=0,
-            )
-            at_us = self.host.clock.wall_us()
-            await beats.publish(
-                Envelope(producer=self.host.name, boot=self.boot, number=self._beat, observed_at_us=at_us, event=beat)
-            )
-            self._outbox.schema = self._coordinator_reads()
+            await beats.publish(self.beat(load_milli=0, memory_free_bytes=0))
+            self.outbox.schema = self._coordinator_reads()
             await asyncio.sleep(self.host.heartbeat_s)
 
     async def _take_commands(self) -> None:
-        await self._has_joined.wait()
+        await self.has_joined.wait()
         async for recorded in CommandEnd(self.host.server, self.host.link, self.host.name).read():
-            envelope = recorded.envelope
-            assert isinstance(envelope.event, Command)
-            if schema_of(envelope.event) > self.schema:
+            event = recorded.envelope.event
+            assert isinstance(event, Command)
+            if schema_of(event) > self.schema:
                 continue  # an agent of schema 1 skips what it cannot read, in silence
-            age_s = max(0.0, (self.host.clock.wall_us() - recorded.recorded_at_us) / 1e6)
-            self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+            self.commanded(recorded)
             if not self.alive:  # the command is not acknowledged: the next agent gets it again
                 return

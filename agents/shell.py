@@ -1,0 +1,229 @@
+"""What surrounds the agent's pure core on every machine, the real one and the simulated one.
+
+Rules
+-----
+* Everything that happens becomes an input to `core.handle` in one place, `feed`; everything that the core asks for is
+  done in one place, `do`. Both run in the event loop and never wait, so inputs are handled one after another.
+* What the next agent must know is written down before anything is done.
+* The lines to the outside are ports: the abstract methods. `daemon.py` has sockets, files and NATS behind them, the
+  simulator models of these, which it kills at every point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, assert_never
+
+from agents import core
+from agents.outbox import Outbox
+from agents.state import (
+    Action,
+    Append,
+    Appended,
+    ArmTimer,
+    Commanded,
+    Config,
+    CopyState,
+    Disconnect,
+    Finish,
+    ForkServerSaid,
+    Held,
+    Input,
+    Memory,
+    RunCheck,
+    Stalled,
+    StateHeld,
+    StrikeNode,
+    TellForkServer,
+    TellWorker,
+    TimerFired,
+    WorkerConnected,
+)
+from agents.trainer.marks import Mark
+from agents.trainer.messages import Exited, FromForkServer, Hello, Inventory, ToForkServer, ToWorker
+from agents.watch import Signs, Watch
+from events.envelope import Envelope, Recorded
+from events.schemas import lowered
+from events.vocabulary import Command, Heartbeat, NodeJoined, WorkerId
+
+
+class Shell(ABC):
+    """One agent around its core. `memory`: what the agent before it has written down."""
+
+    def __init__(self, config: Config, memory: Memory, outbox: Outbox, signs: Signs) -> None:
+        self.state = core.resume(config, memory)
+        self.outbox = outbox
+        self.watch = Watch(signs, self._late)
+        #: Nothing goes in or out any more.
+        self.closed = False
+        self.has_inventory = asyncio.Event()
+        self.has_joined = asyncio.Event()
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._beat = 0
+
+    # --- ports -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def now_us(self) -> int:
+        """The wall clock."""
+
+    @abstractmethod
+    def remember(self, memory: Memory) -> None:
+        """Write down what the next agent must know."""
+
+    @abstractmethod
+    def core_failed(self, given: Input) -> None:
+        """Called while the core's exception is handled."""
+
+    @abstractmethod
+    def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
+        """Send it, where the worker is connected."""
+
+    @abstractmethod
+    def tell_fork_server(self, message: ToForkServer) -> None:
+        """Send it, where there is a fork server."""
+
+    @abstractmethod
+    def copy(self, order: CopyState) -> None:
+        """Copy a state to a peer."""
+
+    @abstractmethod
+    def strike(self, order: StrikeNode) -> None:
+        """Let an ordered fault happen, and feed Struck."""
+
+    @abstractmethod
+    def check(self, order: RunCheck) -> None:
+        """Check the node's health, and feed Checked."""
+
+    @abstractmethod
+    def disconnect(self, worker: WorkerId, why: str) -> None:
+        """Close a worker's connection."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The node has left."""
+
+    @abstractmethod
+    def held_states(self) -> Iterable[Held]:
+        """What the node's memory holds when a fork server greets."""
+
+    def log_tail(self, worker: WorkerId) -> str:
+        """The end of a worker's log."""
+        return ""
+
+    def acting(self, given: Input, actions: Sequence[Action]) -> Sequence[Action]:
+        """What the core asks for is about to be done: the actions that shall be."""
+        return actions
+
+    def may_act(self, number: int) -> bool:
+        """Whether the action of that number, from 0, is still to be done."""
+        return not self.closed
+
+    # --- the one way in and the one way out ------------------------------------------------------
+
+    def feed(self, given: Input) -> None:
+        """Let the core handle one input, write down what the next agent must know, do what the core asks for."""
+        if self.closed:
+            return
+        before = self.state.memory
+        try:
+            self.state, actions = core.handle(self.state, given)
+        except Exception:
+            self.core_failed(given)
+            return
+        if self.state.memory is not before:
+            self.remember(self.state.memory)
+        for number, action in enumerate(self.acting(given, actions)):
+            if not self.may_act(number):
+                return
+            self.do(action)
+
+    def do(self, action: Action) -> None:
+        """Do what the core asks for."""
+        match action:
+            case Append(event=event, caused_by=caused_by, confirm=confirm):
+                on_durable = (lambda: self.feed(Appended(event=event))) if confirm else None
+                self.outbox.put(event, caused_by=caused_by, on_durable=on_durable)
+                if isinstance(event, NodeJoined):
+                    self.has_joined.set()
+            case TellWorker(worker=worker, message=to_worker):
+                self.tell_worker(worker, to_worker)
+            case TellForkServer(message=to_fork_server):
+                self.tell_fork_server(to_fork_server)
+            case CopyState():
+                self.copy(action)
+            case ArmTimer(name=name, key=key, after_s=after_s):
+                if running := self._timers.pop((name, key), None):
+                    running.cancel()
+                fired = TimerFired(name=name, key=key)
+                self._timers[name, key] = asyncio.get_running_loop().call_later(after_s, self._fire, fired)
+            case StrikeNode():
+                self.strike(action)
+            case RunCheck():
+                self.check(action)
+            case Disconnect(worker=worker, why=why):
+                self.disconnect(worker, why)
+            case Finish():
+                self.finish()
+            case _ as never:
+                assert_never(never)
+
+    def close(self) -> None:
+        """No timer fires and no mark is looked at any more."""
+        self.watch.close()
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _fire(self, fired: TimerFired) -> None:
+        self._timers.pop((fired.name, fired.key), None)
+        self.feed(fired)
+
+    def _late(self, worker: WorkerId, mark: Mark, still_us: int, stopped: bool, times: int) -> None:
+        self.feed(Stalled(worker=worker, mark=mark, still_us=still_us, stopped=stopped, times=times))
+
+    # --- what is heard ---------------------------------------------------------------------------
+
+    def worker_connected(self, hello: Hello) -> None:
+        """A worker has said who it is."""
+        self.feed(WorkerConnected(hello=hello))
+        if hello.worker in self.state.memory.workers and not self.closed:
+            self.watch.follow(hello.worker, hello.pid)
+
+    def fork_server_said(self, message: FromForkServer) -> None:
+        """A message of the fork server; an inventory is followed by what it holds."""
+        log_tail, mark = "", None
+        if isinstance(message, Inventory):
+            self.has_inventory.set()
+        elif isinstance(message, Exited):
+            log_tail, mark = self.log_tail(message.worker), self.watch.drop(message.worker)
+        self.feed(ForkServerSaid(message=message, log_tail=log_tail, mark=mark))
+        if isinstance(message, Inventory) and not self.closed:
+            for entry in message.workers:  # one that stands still says no hello to a new agent
+                self.watch.follow(entry.worker, entry.pid)
+            for held in list(self.held_states()):
+                self.feed(StateHeld(held=held))
+
+    def commanded(self, recorded: Recorded) -> None:
+        """An entry of the node's commands."""
+        envelope = recorded.envelope
+        if isinstance(envelope.event, Command):
+            age_s = max(0.0, (self.now_us() - recorded.recorded_at_us) / 1e6)
+            self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+
+    # --- what is told now and then ---------------------------------------------------------------
+
+    def beat(self, **load: Any) -> Envelope:
+        """The next heartbeat. `load`: further fields of Heartbeat."""
+        self._beat += 1
+        config = self.state.config
+        workers = len(self.state.memory.workers)
+        beat = Heartbeat(node=config.node, agent_boot=config.agent_boot, beat=self._beat, workers=workers, **load)
+        return Envelope(
+            producer=config.node,
+            boot=config.agent_boot,
+            number=self._beat,
+            observed_at_us=self.now_us(),
+            event=lowered(beat, self.outbox.schema) or beat,
+        )
