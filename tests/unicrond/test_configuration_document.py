@@ -71,7 +71,7 @@ def test_the_agent_has_these_flags_with_these_defaults(monkeypatch: pytest.Monke
     flags = {
         action.option_strings[-1]: action.default
         for action in built[0]._actions
-        if action.help is not argparse.SUPPRESS and not {"--help", "--version"} & set(action.option_strings)
+        if action.help is not argparse.SUPPRESS and not {"--help", "--version", "--print-completion"} & set(action.option_strings)
     }
     assert settings("agent").keys() == flags.keys()
     assert {name: default for name, default in settings("agent").items() if default} == {
