@@ -23,6 +23,7 @@ TEXT = (ROOT / "docs" / "operate" / "configuration.md").read_text()
 ROW = re.compile(r"^\| `([^`]+)` \| (\w+) \| (?:`([^`]*)` )?\| (\S.*) \|$", re.MULTILINE)
 #: Names that look like variables, and are what the log and its snapshots are called.
 NO_VARIABLES = {EVENT_STREAM, BEAT_STREAM, BUCKET}
+NO_SETTINGS = {"--help", "--version", "--print-completion"}
 VARIABLE = re.compile(r"UNICRON_[A-Z]+(?:_[A-Z]+)*")
 #: Functions of the code that read the variable their first argument names.
 READERS = {"_seconds", "_bytes", "_count"}
@@ -71,7 +72,7 @@ def test_the_agent_has_these_flags_with_these_defaults(monkeypatch: pytest.Monke
     flags = {
         action.option_strings[-1]: action.default
         for action in built[0]._actions
-        if action.help is not argparse.SUPPRESS and not {"--help", "--version", "--print-completion"} & set(action.option_strings)
+        if action.help is not argparse.SUPPRESS and not NO_SETTINGS & set(action.option_strings)
     }
     assert settings("agent").keys() == flags.keys()
     assert {name: default for name, default in settings("agent").items() if default} == {
