@@ -2,13 +2,44 @@
 
 No thread, no process group, no CUDA context comes of it (a test says so), and no parallel operation of torch runs:
 its thread pools are made at the first one, in the child.
+
+Megatron decorates its fused kernels with `torch.compile`, and that alone imports torch's compilers, half of the whole
+import. On a node without GPUs they are imported when such a kernel is first called.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from agents.gpus import visible_gpus
+
+_compile = torch.compile
+
+
+def _compile_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """`torch.compile` as a decorator, with or without options."""
+    if function is None:
+        return functools.partial(_compile_when_called, **options)
+    compiled = functools.cache(lambda: _compile(function, **options))
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return compiled()(*arguments, **named)
+
+    return call
+
 
 with warnings.catch_warnings():  # Megatron tells every process that Transformer Engine and Apex are not there
     warnings.simplefilter("ignore")
-    import agents.trainer.pretrain_gpt
-    import agents.trainer.worker  # noqa: F401
+    if not visible_gpus():
+        torch.compile = _compile_when_called
+    try:
+        import agents.trainer.pretrain_gpt
+        import agents.trainer.worker  # noqa: F401
+    finally:
+        torch.compile = _compile
