@@ -17,8 +17,9 @@ def outcomes(seeds: Sequence[int], processes: int, mutant: str = "") -> Iterator
     """In no certain order. `mutant`: a deliberate bug (mutants.py) that every process carries."""
     # Spawned, not forked: the caller may have threads, and nothing of it shall be in the simulation.
     context = multiprocessing.get_context("spawn")
+    at_once = 1 if mutant else _CHUNK  # whoever looks for a bug stops at the first seed that shows it
     with context.Pool(processes, _prepare, (mutant,)) as pool:
-        yield from pool.imap_unordered(simulate, seeds, chunksize=_CHUNK)
+        yield from pool.imap_unordered(simulate, seeds, chunksize=at_once)
 
 
 def cores() -> int:

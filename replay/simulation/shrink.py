@@ -9,14 +9,15 @@ from replay.simulation.run import Outcome, simulate
 
 def shrink(failed: Outcome, tell: Callable[[Outcome], None] = lambda _: None) -> Outcome:
     """The last failing outcome of the same rule; none of its faults can be left out alone. `tell`: of each step."""
-    smallest, at = failed, len(failed.faults) - 1
-    while at >= 0:
-        fewer = simulate(failed.seed, smallest.faults[:at] + smallest.faults[at + 1 :])
-        if fewer.rule == failed.rule:
-            smallest = fewer
-            tell(smallest)
+    smallest, shrunk = failed, True
+    while shrunk:  # once a fault is left out, others may be needed no longer
+        shrunk = False
         # Later faults go first: what comes early decides more of what follows.
-        at = min(at - 1, len(smallest.faults) - 1)
+        for at in reversed(range(len(smallest.faults))):
+            fewer = simulate(failed.seed, smallest.faults[:at] + smallest.faults[at + 1 :])
+            if fewer.rule == failed.rule:
+                smallest, shrunk = fewer, True
+                tell(smallest)
     return smallest
 
 

@@ -22,15 +22,19 @@ from unicrond import fold
 ROOT = Path(__file__).parents[2]
 #: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.
 SEEDS = int(os.environ.get("UNICRON_FUZZ_SEEDS", "250"))
+#: Seeds of one test: two of pytest's processes share the tests.
+AT_ONCE = 25
 
 
 @pytest.mark.timeout(600)
-def test_every_rule_holds_under_every_seed() -> None:
-    report = fuzz(0, SEEDS, processes=2)
+@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
+def test_every_rule_holds_under_every_seed(first: int) -> None:
+    seeds = min(AT_ONCE, SEEDS - first)
+    report = fuzz(first, seeds, processes=1)
     assert not report.failed, f"{report.failure}\n{report.repeat}"
-    assert report.seeds == SEEDS
-    assert report.steps > 50 * SEEDS, "nothing is trained: the simulation shows nothing"
-    assert report.incidents > SEEDS, "nothing goes wrong: the simulation shows nothing"
+    assert report.seeds == seeds
+    assert report.steps > 50 * seeds, "nothing is trained: the simulation shows nothing"
+    assert report.incidents > seeds, "nothing goes wrong: the simulation shows nothing"
 
 
 def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +91,11 @@ def forgetting_lost_workers() -> Iterator[None]:
 @pytest.mark.usefixtures("forgetting_lost_workers")
 @pytest.mark.timeout(300)
 def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
-    failed = next(outcome for outcome in map(simulate, range(1000)) if outcome.rule)
+    """From seed 133 on: it fails with five faults, and each fault costs a simulation."""
+    failed = next(outcome for outcome in map(simulate, range(133, 1000)) if outcome.rule)
+    assert len(failed.faults) > 2
     smallest = shrink(failed)
-    assert smallest.rule == failed.rule and len(smallest.faults) <= len(failed.faults)
+    assert smallest.rule == failed.rule and len(smallest.faults) < len(failed.faults)
     for place in range(len(smallest.faults)):
         fewer: list[Fault] = [fault for number, fault in enumerate(smallest.faults) if number != place]
         assert simulate(failed.seed, fewer).rule != failed.rule, "a fault is left that is not needed"
@@ -108,5 +114,5 @@ def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
     ],
 )
 def test_a_deliberate_bug_is_caught_by_the_rule_that_it_breaks(mutant: str, rule: str) -> None:
-    outcome, _ = caught(mutant, range(200), processes=2)
+    outcome, _ = caught(mutant, range(200), processes=1)
     assert outcome is not None and outcome.rule == rule
