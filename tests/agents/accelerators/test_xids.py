@@ -53,5 +53,5 @@ def test_the_document_has_the_very_table() -> None:
 
 def _response(kind: str | None, recurring: bool) -> str:
     if kind is None:
-        return "told"
+        return "reported only"
     return f"`{kind}`, {SEVERITY[kind].name}" + ("; SEV1 when it recurs" if recurring else "")
