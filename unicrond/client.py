@@ -1,11 +1,17 @@
-"""A synchronous client of the HTTP API, on the standard library alone: quick to import, no proxy in between."""
+"""The client of the HTTP API, on the standard library alone: quick to import, no proxy in between.
+
+Its calls block. In an event loop they run in threads; `follow` does so for the events.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -17,13 +23,14 @@ from unicrond.tables import clean
 
 DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
+RETRY_S = 0.5
 
 
 class ApiError(Exception):
     """One line for people."""
 
 
-class Unreachable(ApiError):
+class Unreachable(ApiError, ConnectionError):
     """Nobody answers, or not as a coordinator does; it may pass."""
 
 
@@ -72,6 +79,11 @@ class Client:
             raise Unreachable(
                 f"{self.url} answers with a state that is not understood ({error}); is it another version of unicrond?"
             ) from None
+
+    def state(self) -> tuple[ClusterState, str]:
+        """The folded state and its digest."""
+        snapshot = self.snapshot()
+        return snapshot.state, str(snapshot.body.get("digest"))
 
     def submit(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Submit a task; {"task", "seq"}."""
@@ -171,6 +183,29 @@ class Client:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         check = "check that `unicrond run` is up there, or give --url or UNICRON_URL"
         return Unreachable(f"no coordinator at {self.url} ({clean(why)}); {check}")
+
+
+async def follow(client: Client, after: int = 0) -> AsyncIterator[EventLine]:
+    """Every event after sequence number `after`, then each as it comes, across restarts of the coordinator."""
+    import asyncio  # `unicronctl` alone pays for it where it waits for something
+
+    loop, came = asyncio.get_running_loop(), asyncio.Queue[EventLine]()
+
+    def read() -> None:
+        last = after
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            while True:
+                with contextlib.suppress(ApiError):  # ask again, from after the last event that came well
+                    for event in client.events(last, follow=True):
+                        loop.call_soon_threadsafe(came.put_nowait, event)
+                        last = event.seq
+                if loop.is_closed():
+                    return
+                time.sleep(RETRY_S)
+
+    threading.Thread(target=read, name="events", daemon=True).start()
+    while True:
+        yield await came.get()
 
 
 def _error_text(body: bytes, status: int) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from events.command_line import UsageError
 from events.guess import guess
 from events.vocabulary import AnyEvent
-from unicrond.client import DEFAULT_URL, ApiError, Client, Refused, Unreachable
+from unicrond.client import DEFAULT_URL, RETRY_S, ApiError, Client, Refused, Unreachable, follow
 from unicrond.cluster_tables import (
     incidents_table,
     node_status,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 #: How long a follower bears a coordinator that is away, and how often it asks anew.
 AWAY_MAX_S = 60.0
-RETRY_S = 0.5
 LOG_POLL_S = 0.5
 
 
@@ -352,17 +351,13 @@ def watch(options: argparse.Namespace) -> None:
     from unicrond import view
 
     client = client_of(options)
-    client.health()  # nobody there: say so now
+    client.health()  # say now that nothing answers
 
     async def get_state() -> tuple[ClusterState, str]:
-        try:
-            snapshot = await asyncio.to_thread(client.snapshot)
-        except ApiError as error:
-            raise ConnectionError(str(error)) from None
-        return snapshot.state, str(snapshot.body.get("digest"))
+        return await asyncio.to_thread(client.state)
 
     async def until_interrupted() -> None:
-        await view.watch(get_state, asyncio.Event(), view.follow(client.url, client.token))
+        await view.watch(get_state, asyncio.Event(), follow(client))
 
     asyncio.run(until_interrupted())
 

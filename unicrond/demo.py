@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
+from unicrond.client import ApiError, follow
 from unicrond.dev import DevCluster, small_cluster, start_small
 from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, TaskStatus
-from unicrond.view import follow, incident_table, watch
+from unicrond.view import incident_table, watch
 from unicrond.work import achieved_waf, delivered_flop
 
 TASKS = {"big": 2.0, "small": 1.0}
@@ -88,7 +88,7 @@ class Story:
         deadline = time.monotonic() + HEAL_TIMEOUT_S
         state = ClusterState()
         while time.monotonic() < deadline:
-            with contextlib.suppress(aiohttp.ClientError, OSError):
+            with contextlib.suppress(ApiError):
                 state, _ = await self.cluster.state()
                 failed = [task for task in state.tasks.values() if task.status is TaskStatus.FAILED]
                 if failed:
@@ -185,7 +185,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
         ) as cluster:
             story = Story(cluster, directory, arguments.iterations)
             stop = asyncio.Event()
-            view = asyncio.create_task(watch(cluster.state, stop, follow(cluster.url)))
+            view = asyncio.create_task(watch(cluster.state, stop, follow(cluster.client)))
             try:
                 state = await story.run()
             finally:

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import shutil
@@ -28,11 +27,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import msgspec
 import psutil
 import yaml
 
+from unicrond.client import ApiError, Client, follow
 from unicrond.state import ClusterState
 
 log = logging.getLogger("unicrond.dev")
@@ -166,11 +164,10 @@ class DevCluster:
             )
             for name in self.node_names
         }
-        self._session: aiohttp.ClientSession | None = None
+        self.client = Client(self.url)
 
     async def start(self) -> None:
         """Start everything; returns when the coordinator is live and every node has joined."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
         await self.coordinator.start()
         await self._until_live()
         await asyncio.gather(*(agent.start() for agent in self.agents.values()))
@@ -180,27 +177,14 @@ class DevCluster:
         await asyncio.gather(*(agent.stop() for agent in self.agents.values()))
         await self.coordinator.stop()
         await asyncio.to_thread(self._end_leftovers)
-        if self._session is not None:
-            await self._session.close()
 
     async def state(self) -> tuple[ClusterState, str]:
-        """The coordinator's state and its digest. Raises aiohttp.ClientError, OSError while it is away."""
-        body = await self.get("/v1/state")
-        return msgspec.convert(body["state"], ClusterState), body["digest"]
-
-    async def get(self, path: str) -> Any:
-        """GET, as JSON."""
-        assert self._session is not None
-        async with self._session.get(self.url + path) as response:
-            response.raise_for_status()
-            return await response.json()
+        """The coordinator's state and its digest. Raises ApiError while it is away."""
+        return await asyncio.to_thread(self.client.state)
 
     async def submit(self, spec: dict[str, Any]) -> None:
-        """Submit a task. Raises RuntimeError with the API's one line."""
-        assert self._session is not None
-        async with self._session.post(f"{self.url}/v1/tasks", data=json.dumps(spec)) as response:
-            if response.status != 201:
-                raise RuntimeError((await response.json())["error"])
+        """Submit a task. Raises ApiError."""
+        await asyncio.to_thread(self.client.submit, spec)
 
     def processes_of(self, node: str) -> list[psutil.Process]:
         """Agent, fork server, store and workers of a node, parents first."""
@@ -234,8 +218,8 @@ class DevCluster:
             process = self.coordinator.process
             if process is not None and process.returncode is not None:
                 raise DevError(f"the coordinator ended at once: {last_line(self.coordinator.output)}")
-            with contextlib.suppress(aiohttp.ClientError, OSError):
-                if (await self.get("/healthz"))["status"] == "live":
+            with contextlib.suppress(ApiError):
+                if (await asyncio.to_thread(self.client.health))["status"] == "live":
                     return
             if time.monotonic() > deadline:
                 raise DevError(f"the coordinator is not live after {timeout_s:g} s; see {self.coordinator.output}")
@@ -347,7 +331,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 async def _main(arguments: argparse.Namespace, directory: Path) -> int:
-    from unicrond.view import follow, watch
+    from unicrond.view import watch
 
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -361,5 +345,5 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     ) as cluster:
         print(f"API {cluster.url}   NATS {cluster.nats_url}   files {directory}")
         print(f"submit a task:  UNICRON_URL={cluster.url} unicronctl submit examples/big.yaml   (Ctrl-C ends all)")
-        await watch(cluster.state, stop, follow(cluster.url))
+        await watch(cluster.state, stop, follow(cluster.client))
     return 0

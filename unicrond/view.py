@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TextIO, TypeAlias
 
-import aiohttp
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from unicrond.client import ApiError
 from unicrond.cluster_tables import (
     NODES_SHOWN,
     incidents_table,
@@ -34,42 +34,18 @@ from unicrond.cluster_tables import (
     stragglers_table,
     task_workers,
 )
-from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
+from unicrond.event_lines import EventLine
 from unicrond.state import ClusterState, Task, TaskStatus
 from unicrond.tables import STYLES, clean, console, for_terminal, interactive, show
 from unicrond.work import achieved_waf
 
-#: Gives the state and its digest; raises aiohttp.ClientError or OSError while the coordinator is away.
+#: Gives the state and its digest; raises ApiError while the coordinator is away.
 GetState: TypeAlias = Callable[[], Awaitable[tuple[ClusterState, str]]]
 
 REFRESH_S = 0.25
 PROGRESS_S = 10.0
-RETRY_S = 0.5
 EVENTS_SHOWN = 8
 INCIDENTS_SHOWN = 4
-_AWAY = (aiohttp.ClientError, OSError)
-
-
-async def follow(url: str, token: str = "", after: int = 0) -> AsyncIterator[EventLine]:
-    """Every event after sequence number `after`, then each as it comes, for ever; bears restarts of the coordinator.
-
-    `url` and `token`: the HTTP API's.
-    """
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-        while True:
-            parser = EventStreamParser()
-            try:
-                query = {"after": str(after), "follow": "1"}
-                async with session.get(f"{url}/v1/events", params=query, raise_for_status=True) as response:
-                    async for chunk in response.content.iter_any():
-                        for event in parser.feed(chunk):
-                            after = event.seq
-                            yield event
-            except (*_AWAY, BadEventStream):
-                pass  # ask again, from after the last event that came well
-            await asyncio.sleep(RETRY_S)
 
 
 async def watch(
@@ -79,7 +55,7 @@ async def watch(
     *,
     stream: TextIO | None = None,
 ) -> None:
-    """Show the cluster on `stream` (default: stdout) until `stop` is set. `events`: see `follow`."""
+    """Show the cluster on `stream` (default: stdout) until `stop` is set. `events`: see client.follow."""
     stream = stream or sys.stdout
     lines: deque[EventLine] = deque(maxlen=EVENTS_SHOWN)
     tell = lines.append if interactive(stream) else _teller(stream)
@@ -117,7 +93,7 @@ async def _draw(get_state: GetState, stop: asyncio.Event, lines: Sequence[EventL
             try:
                 state, _ = await get_state()
                 seen_s = time.monotonic()
-            except _AWAY:
+            except (ApiError, OSError):
                 pass  # the view says for how long it has heard nothing
             live.update(render(state, time.time_ns() // 1000, tuple(lines), time.monotonic() - seen_s), refresh=True)
             await _wait(stop, REFRESH_S)
@@ -204,7 +180,7 @@ async def _print_progress(get_state: GetState, stop: asyncio.Event, stream: Text
         await _wait(stop, PROGRESS_S)
         try:
             state, _ = await get_state()
-        except _AWAY:
+        except (ApiError, OSError):
             continue
         for task in state.tasks.values():
             if task.iteration != said.get(task.name, 0):

@@ -11,9 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from unicrond.client import Client
+from unicrond.client import ApiError, Client
 from unicrond.dev import DevCluster, small_cluster
 from unicrond.state import ClusterState, TaskStatus
 
@@ -54,7 +52,7 @@ class Live:
         """The first state in which `holds`; the API is asked again and again, as a person would."""
         deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()
         while time.monotonic() < deadline:
-            with contextlib.suppress(aiohttp.ClientError, OSError):
+            with contextlib.suppress(ApiError):
                 state, _ = await self.dev.state()
                 if holds(state):
                     return state

@@ -10,11 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.replay.command import unicron_replay
-from unicrond.client import Client
+from unicrond.client import ApiError, Client
 from unicrond.ctl import main as unicronctl
 from unicrond.dev import DevCluster, small_cluster
 from unicrond.state import ClusterState, Task, TaskStatus
@@ -31,7 +30,7 @@ TASK = {
 async def until(dev: DevCluster, what: str, holds: Callable[[Task], object], name: str = "big") -> ClusterState:
     deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()
     while time.monotonic() < deadline:
-        with contextlib.suppress(aiohttp.ClientError, OSError):
+        with contextlib.suppress(ApiError):
             state, _ = await dev.state()
             task = state.tasks.get(name)  # the API answers a submission before it is folded
             assert task is None or (task.status is TaskStatus.ACTIVE and not state.incidents_total), state.closed

@@ -16,11 +16,12 @@ from events.envelope import Envelope
 from events.vocabulary import NodeLeft
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
+from unicrond.client import Client, follow
 from unicrond.cluster_tables import incidents_table, milliseconds, nodes_table, si
 from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.state import ClusterState, TaskStatus
 from unicrond.tables import Table, clean, plain
-from unicrond.view import follow, incident_table, render, watch
+from unicrond.view import incident_table, render, watch
 
 
 class Terminal(io.StringIO):
@@ -170,7 +171,7 @@ async def test_plain_lines_tell_what_is_noteworthy(healed: MiniCluster) -> None:
 async def test_the_stream_is_followed_across_a_restart(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         last = await served.log.last_seq()
-        events = follow(served.url, after=last - 2)
+        events = follow(Client(served.url), after=last - 2)
         seen = [await anext(events), await anext(events)]
         await served.stop()
         await served.start()
