@@ -1,4 +1,4 @@
-"""The log in a directory of segment files (`segments.py`), and the export of any log to one.
+"""The log in a directory of segment files (`segments.py`).
 
 Rules
 -----
@@ -12,25 +12,21 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from events.codec import decode
-from events.envelope import Entry, Envelope, Recorded
-from events.log import EventLog, Fence, Fenced, LogDamaged, LogError, LogUnavailable, claimed_term, encode_batch
+from events.envelope import Entry
+from events.log import LocalLog, LogDamaged, LogError, LogUnavailable
 from events.memory_log import wall_clock_us
 from events.segments import batch_frame, cut_torn_tail, read_segment, segment_name, segment_paths, segment_start
 from events.skips import skips_in_files
-from events.vocabulary import CoordinatorStarted
 
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 1024 * 1024
-EXPORT_BATCH = 1000
 #: Who holds it writes to the directory.
 LOCK = "lock"
 
@@ -131,19 +127,14 @@ class SegmentWriter:
             raise LogDamaged(f"{self._directory}: a failed write cannot be taken back: {error}") from error
 
 
-class FileLog:
+class FileLog(LocalLog):
     """An EventLog in a directory. Opening it reads it through once (ids, terms, wholeness)."""
 
     def __init__(
         self, directory: Path, *, clock: Callable[[], int] = wall_clock_us, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        self._clock = clock
+        super().__init__(clock)
         self._directory = directory
-        self._last_seq = 0
-        self._seq_by_id: dict[str, int] = {}
-        self._fence = Fence(0, 0)
-        self._claim: Envelope | None = None
-        self._grown = asyncio.Event()
         self._writer = SegmentWriter(directory, segment_bytes=segment_bytes)
         try:
             self._writer.repair()
@@ -154,28 +145,6 @@ class FileLog:
         except BaseException:
             self._writer.close()
             raise
-
-    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
-        bodies = encode_batch(envelopes)
-        fresh = [
-            decode(body)
-            for envelope, body in zip(envelopes, bodies, strict=True)
-            if envelope.event_id not in self._seq_by_id
-        ]
-        if fresh:
-            if fence is not None and fence != self._fence:
-                raise Fenced(f"term {fence.term} was replaced by term {self._fence.term}")
-            self._write(fresh)
-        return [self._seq_by_id[envelope.event_id] for envelope in envelopes]
-
-    async def claim_term(self, envelope: Envelope) -> Fence:
-        term = claimed_term(envelope)
-        if envelope == self._claim:
-            return self._fence
-        if term <= self._fence.term and self._fence.seq > envelope.based_on:
-            raise Fenced(f"term {term} is not above term {self._fence.term}")
-        self._write([envelope])
-        return self._fence
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
         seq = after_seq
@@ -200,60 +169,21 @@ class FileLog:
     async def skips(self) -> dict[int, str]:
         return skips_in_files(self._writer.segments)
 
-    async def last_seq(self) -> int:
-        return self._last_seq
-
     async def close(self) -> None:
         self._writer.close()
 
-    def _write(self, envelopes: Sequence[Envelope]) -> None:
-        now_us = self._clock()
-        entries = [Recorded(self._last_seq + 1 + i, now_us, envelope) for i, envelope in enumerate(envelopes)]
+    def _store(self, entries: Sequence[Entry]) -> None:
         self._writer.write(entries)
-        for entry in entries:
-            self._take_in(entry)
-        self._grown.set()
-        self._grown = asyncio.Event()
 
     def _take_in(self, entry: Entry) -> None:
-        if entry.seq != self._last_seq + 1:
-            raise LogDamaged(f"{self._directory}: entry {entry.seq} follows entry {self._last_seq}")
-        self._last_seq = entry.seq
-        if isinstance(entry, Recorded):
-            self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
-            event = entry.envelope.event
-            if isinstance(event, CoordinatorStarted):
-                self._fence, self._claim = Fence(event.term, entry.seq), entry.envelope
+        try:
+            super()._take_in(entry)
+        except LogDamaged as error:
+            raise LogDamaged(f"{self._directory}: {error}") from None
 
     def _segment_of(self, seq: int) -> int:
         """Which segment holds `seq`, or will hold it."""
         return max((number for number, path in enumerate(self._writer.segments) if int(path.stem) <= seq), default=0)
-
-
-async def export_log(log: EventLog, directory: Path, *, until_seq: int | None = None) -> int:
-    """Copy a log's history (to `until_seq`, by default all of it) with its numbers and times; the last number.
-
-    `directory` must be new or empty (FileExistsError).
-    """
-    _require_empty(directory)
-    last = await log.last_seq()
-    until = last if until_seq is None else min(until_seq, last)
-    writer = SegmentWriter(directory)
-    try:
-        waiting: list[Entry] = []
-        async for entry in log.read(until_seq=until):
-            waiting.append(entry)
-            if len(waiting) == EXPORT_BATCH or entry.seq == until:
-                writer.write(waiting, sync=False)
-                waiting = []
-    finally:
-        writer.close()
-    return until
-
-
-def _require_empty(directory: Path) -> None:
-    if directory.exists() and any(directory.iterdir()):
-        raise FileExistsError(f"{directory}: is not empty; export to a new directory")
 
 
 def _write_all(file: int, data: bytes) -> None:

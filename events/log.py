@@ -17,10 +17,12 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from events.codec import BadEvent, encode
+from events.codec import BadEvent, decode, encode
 from events.envelope import Entry, Envelope, Recorded
 from events.vocabulary import CoordinatorStarted, Heartbeat
 
@@ -137,3 +139,66 @@ def claimed_term(envelope: Envelope) -> int:
         raise BadEvent(f"$.event: claim_term needs a CoordinatorStarted, got {type(envelope.event).__name__}")
     encode(envelope)
     return envelope.event.term
+
+
+class LocalLog(ABC):
+    """What every EventLog without a server does: it numbers what it takes, and knows the ids and the newest claim."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        """`clock`: the receive time in microseconds since the epoch."""
+        self._clock = clock
+        self._last_seq = 0
+        self._seq_by_id: dict[str, int] = {}
+        self._fence = Fence(0, 0)
+        self._claim: Envelope | None = None
+        self._grown = asyncio.Event()
+
+    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        """See EventLog."""
+        bodies = encode_batch(envelopes)
+        # Decoded anew, so that readers see exactly what a log on the wire would give them.
+        known = self._seq_by_id
+        fresh = [decode(body) for one, body in zip(envelopes, bodies, strict=True) if one.event_id not in known]
+        if fresh and fence is not None and fence != self._fence:
+            raise Fenced(f"term {fence.term} was replaced by term {self._fence.term}")
+        if fresh:
+            self._write(fresh)
+        return [known[envelope.event_id] for envelope in envelopes]
+
+    async def claim_term(self, envelope: Envelope) -> Fence:
+        """See EventLog."""
+        term = claimed_term(envelope)
+        if envelope != self._claim:
+            if term <= self._fence.term and self._fence.seq > envelope.based_on:
+                raise Fenced(f"term {term} is not above term {self._fence.term}")
+            self._write([envelope])
+        return self._fence
+
+    async def last_seq(self) -> int:
+        """See EventLog."""
+        return self._last_seq
+
+    @abstractmethod
+    def _store(self, entries: Sequence[Entry]) -> None:
+        """Keep the entries, all or none."""
+
+    def _write(self, envelopes: Sequence[Envelope]) -> None:
+        now_us = self._clock()
+        self._keep([Recorded(seq, now_us, envelope) for seq, envelope in enumerate(envelopes, self._last_seq + 1)])
+
+    def _keep(self, entries: Sequence[Entry]) -> None:
+        self._store(entries)
+        for entry in entries:
+            self._take_in(entry)
+        self._grown.set()  # wakes all who wait at the end; the next ones wait on a fresh event
+        self._grown = asyncio.Event()
+
+    def _take_in(self, entry: Entry) -> None:
+        """An entry that is kept. LogDamaged where it is not the next one."""
+        if entry.seq != self._last_seq + 1:
+            raise LogDamaged(f"entry {entry.seq} follows entry {self._last_seq}")
+        self._last_seq = entry.seq
+        if isinstance(entry, Recorded):
+            self._seq_by_id.setdefault(entry.envelope.event_id, entry.seq)
+            if isinstance(entry.envelope.event, CoordinatorStarted):
+                self._fence, self._claim = Fence(entry.envelope.event.term, entry.seq), entry.envelope

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from events.codec import decode, encode
+from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.log import Fence, Fenced, claimed_term, encode_batch
+from events.log import LocalLog
 from events.skips import skips_in
 from events.vocabulary import Command, Heartbeat
 
@@ -18,37 +18,12 @@ def wall_clock_us() -> int:
     return time.time_ns() // 1000
 
 
-class MemoryLog:
-    """An EventLog. `clock`: the receive time in microseconds; a simulator passes its own."""
+class MemoryLog(LocalLog):
+    """An EventLog."""
 
     def __init__(self, clock: Callable[[], int] = wall_clock_us) -> None:
-        self._clock = clock
+        super().__init__(clock)
         self._entries: list[Entry] = []
-        self._seq_by_id: dict[str, int] = {}
-        self._fence = Fence(0, 0)
-        self._claim: Envelope | None = None
-        self._grown = asyncio.Event()
-
-    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
-        bodies = encode_batch(envelopes)
-        fresh = [body for envelope, body in zip(envelopes, bodies, strict=True) if not self._knows(envelope)]
-        if fresh and fence is not None and fence != self._fence:
-            raise Fenced(f"term {fence.term} was replaced by term {self._fence.term}")
-        for body in fresh:
-            # Decoded anew, so that readers see exactly what a log on the wire would give them.
-            self._write(decode(body))
-        self._announce()
-        return [self._seq_by_id[envelope.event_id] for envelope in envelopes]
-
-    async def claim_term(self, envelope: Envelope) -> Fence:
-        term = claimed_term(envelope)
-        if envelope == self._claim:
-            return self._fence
-        if term <= self._fence.term and self._fence.seq > envelope.based_on:
-            raise Fenced(f"term {term} is not above term {self._fence.term}")
-        self._fence, self._claim = Fence(term, self._write(envelope)), envelope
-        self._announce()
-        return self._fence
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
         seq = after_seq
@@ -62,25 +37,11 @@ class MemoryLog:
     async def skips(self) -> dict[int, str]:
         return skips_in(self._entries)
 
-    async def last_seq(self) -> int:
-        return len(self._entries)
-
     async def close(self) -> None:
         """Nothing to release."""
 
-    def _knows(self, envelope: Envelope) -> bool:
-        return envelope.event_id in self._seq_by_id
-
-    def _write(self, envelope: Envelope) -> int:
-        seq = len(self._entries) + 1
-        self._entries.append(Recorded(seq, self._clock(), envelope))
-        self._seq_by_id[envelope.event_id] = seq
-        return seq
-
-    def _announce(self) -> None:
-        """Wake all who wait at the tail; the next ones wait on a fresh event."""
-        self._grown.set()
-        self._grown = asyncio.Event()
+    def _store(self, entries: Sequence[Entry]) -> None:
+        self._entries += entries
 
 
 class MemoryBeatLog:

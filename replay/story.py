@@ -134,7 +134,6 @@ class Story:
         self._lines: list[str] = []
         self._steps: dict[str, _Steps] = {}
         self._told_basis = (0, 0)
-        self._epoch_is_ours = False
         life = index.incidents.get(subject.name) if subject.kind == "incident" else None
         self._life = life
 

@@ -56,18 +56,15 @@ class Part:
         self.command = command
         self.output = output
         self.env = env
-        self._resting = False
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start it, and again whenever it ends."""
-        self._resting = False
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.name}")
 
     async def rest(self) -> None:
         """Stop keeping it; the process itself is left as it is."""
-        self._resting = True
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +18,18 @@ from unicrond.isolation import phase
 from unicrond.liveness import KeptBack
 from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.work import achieved_waf, delivered_flop
+
+TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
+    "unicron_task_iteration": ("Last committed iteration", lambda task: task.iteration),
+    "unicron_task_loss": ("Loss of the last committed iteration", lambda task: task.loss or 0.0),
+    "unicron_task_iteration_seconds": ("Duration of an iteration", lambda task: task.iteration_us / 1e6),
+    "unicron_task_generation": ("Generation of the membership", lambda task: task.generation),
+    "unicron_task_members": (
+        "Workers in the membership",
+        lambda task: len(task.membership.members) if task.membership else 0,
+    ),
+    "unicron_task_delivered_flop": ("Weighted FLOP committed", delivered_flop),
+}
 
 
 class StateCollector(Collector):
@@ -46,87 +60,42 @@ class StateCollector(Collector):
         yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.healthy_waf)
         yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
         yield _gauge("unicron_log_takes_appends", "1, or 0 where the log takes nothing", float(not self._trouble()))
-        yield from self._kept()
-        yield self._costs(state)
+        kept = self._kept_back().items()
+        text = "Observations that a node cannot append"
+        yield _labelled("unicron_kept_back", text, "node", ((node, one.entries) for node, one in kept))
+        text = "Age of the oldest of them"
+        yield _labelled("unicron_kept_back_seconds", text, "node", ((node, one.oldest_us / 1e6) for node, one in kept))
+        text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
+        costs = costs_at(state, state.now_us)._asdict().items()
+        yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
         yield _counter("unicron_quarantined", "Messages in the log that are no valid events", state.quarantined)
-        yield self._refused()
+        text = "Messages that are no valid events, of those whom the cluster knows: facts or orders are missing"
+        refused = ((producer, one.count) for producer, one in self._alarms.refused.items())
+        yield _labelled("unicron_quarantined_known", text, "producer", refused, CounterMetricFamily)
         yield _counter("unicron_duplicates", "Events delivered again and ignored", state.duplicates)
         yield _counter("unicron_inert_decisions", "Decisions of an old term, ignored", state.inert)
         yield _counter("unicron_incidents", "Incidents ever opened", state.incidents_total)
         yield _gauge("unicron_incidents_open", "Incidents not yet healed", len(state.incidents))
-        yield _by("unicron_nodes", "Nodes by status", "status", NodeStatus, [n.status for n in state.nodes.values()])
-        yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [t.status for t in state.tasks.values()])
-        statuses = [w.status for t in state.tasks.values() for w in t.workers.values()]
+        nodes, tasks = state.nodes.values(), state.tasks.values()
+        yield _by("unicron_nodes", "Nodes by status", "status", NodeStatus, [node.status for node in nodes])
+        yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [task.status for task in tasks])
+        statuses = [worker.status for task in tasks for worker in task.workers.values()]
         yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
-        yield from self._isolated(state)
-        yield from self._tasks(state)
-        yield self._stragglers(state)
-        yield from self._last_incident(state)
-
-    def _refused(self) -> Metric:
-        text = "Messages that are no valid events, of those whom the cluster knows: facts or orders are missing"
-        family = CounterMetricFamily("unicron_quarantined_known", text, labels=["producer"])
-        for producer, refused in self._alarms.refused.items():
-            family.add_metric([producer], refused.count)
-        return family
-
-    def _kept(self) -> Iterator[Metric]:
-        entries = GaugeMetricFamily("unicron_kept_back", "Observations that a node cannot append", labels=["node"])
-        oldest = GaugeMetricFamily("unicron_kept_back_seconds", "Age of the oldest of them", labels=["node"])
-        for node, kept in self._kept_back().items():
-            entries.add_metric([node], kept.entries)
-            oldest.add_metric([node], kept.oldest_us / 1e6)
-        yield entries
-        yield oldest
-
-    def _costs(self, state: ClusterState) -> Metric:
-        text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
-        family = GaugeMetricFamily("unicron_work_flop", text, labels=["kind"])
-        for name, flop in costs_at(state, state.now_us)._asdict().items():
-            family.add_metric([name.removesuffix("_flop")], float(flop))
-        return family
-
-    def _isolated(self, state: ClusterState) -> Iterator[Metric]:
-        """What isolated nodes wait for, and how often that came to nothing."""
-        waits = GaugeMetricFamily("unicron_node_isolated", "Isolated nodes, by phase", labels=["node", "phase"])
-        failed = GaugeMetricFamily("unicron_node_failed_checks", "Checks and repairs without success", labels=["node"])
-        for node in state.nodes.values():
-            if node.isolated:
-                waits.add_metric([node.name, phase(state, node).value], 1.0)
-                failed.add_metric([node.name], float(node.isolation.attempts if node.isolation else 0))
-        yield waits
-        yield failed
-
-    def _tasks(self, state: ClusterState) -> Iterator[Metric]:
-        families: dict[str, tuple[str, Callable[[Task], float]]] = {
-            "unicron_task_iteration": ("Last committed iteration", lambda t: t.iteration),
-            "unicron_task_loss": ("Loss of the last committed iteration", lambda t: t.loss or 0.0),
-            "unicron_task_iteration_seconds": ("Duration of an iteration", lambda t: t.iteration_us / 1e6),
-            "unicron_task_generation": ("Generation of the membership", lambda t: t.generation),
-            "unicron_task_members": (
-                "Workers in the membership",
-                lambda t: len(t.membership.members) if t.membership else 0,
-            ),
-            "unicron_task_waf_flops": (
-                "Achieved weighted FLOP/s since the first step",
-                lambda t: achieved_waf(t, state.now_us),
-            ),
-            "unicron_task_delivered_flop": ("Weighted FLOP committed", delivered_flop),
-        }
-        for name, (text, value) in families.items():
-            family = GaugeMetricFamily(name, text, labels=["task"])
-            for task in state.tasks.values():
-                family.add_metric([task.name], float(value(task)))
-            yield family
-
-    def _stragglers(self, state: ClusterState) -> Metric:
+        isolated = [node for node in nodes if node.isolated]
+        waits = ((node.name, phase(state, node).value, 1) for node in isolated)
+        yield _labelled("unicron_node_isolated", "Isolated nodes, by phase", "node phase", waits)
+        failed = ((node.name, node.isolation.attempts if node.isolation else 0) for node in isolated)
+        yield _labelled("unicron_node_failed_checks", "Checks and repairs without success", "node", failed)
+        for name, (text, value) in TASK_GAUGES.items():
+            yield _labelled(name, text, "task", ((task.name, value(task)) for task in tasks))
+        text = "Achieved weighted FLOP/s since the first step"
+        achieved = ((task.name, achieved_waf(task, state.now_us)) for task in tasks)
+        yield _labelled("unicron_task_waf_flops", text, "task", achieved)
         text = "How many times as long as the other replicas a straggler takes per micro-batch; none: nobody straggles"
-        family = GaugeMetricFamily("unicron_straggler_factor", text, labels=["task", "worker", "rank", "node"])
-        for rank, one in stragglers(state):
-            family.add_metric([one.worker.rpartition(".")[0], one.worker, str(rank), one.node], one.factor)
-        return family
-
-    def _last_incident(self, state: ClusterState) -> Iterator[Metric]:
+        slow = (
+            (one.worker.rpartition(".")[0], one.worker, rank, one.node, one.factor) for rank, one in stragglers(state)
+        )
+        yield _labelled("unicron_straggler_factor", text, "task worker rank node", slow)
         if state.closed:
             last = state.closed[-1]
             yield _gauge("unicron_last_detection_seconds", "Detection time, last incident", last.detection_us / 1e6)
@@ -155,9 +124,20 @@ def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(name, text, value=value)
 
 
-def _by(name: str, text: str, label: str, kinds: type, values: Iterable[str]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=[label])
+def _by(name: str, text: str, label: str, kinds: type[StrEnum], values: Iterable[str]) -> Metric:
     counts = Counter(values)
-    for kind in kinds:  # type: ignore[attr-defined]
-        family.add_metric([kind.value], counts[kind])
+    return _labelled(name, text, label, ((kind.value, counts[kind]) for kind in kinds))
+
+
+def _labelled(
+    name: str,
+    text: str,
+    labels: str,
+    rows: Iterable[tuple[Any, ...]],
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    """A family of `labels`, named with blanks between; in each row their values come first, then the number."""
+    family = kind(name, text, labels=labels.split())
+    for *values, number in rows:
+        family.add_metric([str(value) for value in values], float(number))
     return family

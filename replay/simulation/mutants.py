@@ -77,25 +77,14 @@ def _skip_the_fence() -> None:
 
 
 def _rule_in_another_name() -> None:
-    def make(_: Any) -> Any:
-        async def deaf(self: Any) -> None:
-            while True:
-                entry = await self._inbox.get()
-                while True:
-                    if entry is not None:
-                        self._fold(entry)
-                    if self._inbox.empty():
-                        break
-                    entry = self._inbox.get_nowait()
-                if self.state.seq >= self._hold_seq:
-                    if not self.live.is_set():
-                        self.liveness.grace(self._clock.monotonic_us())
-                        self.live.set()
-                    await self._step()
+    def make(require_sound_state: Any) -> Any:
+        def deaf(self: Any) -> None:
+            require_sound_state(self)
+            self._fence = self._fence._replace(term=max(self._fence.term, self.state.term))
 
         return deaf
 
-    _patch(coordinator.Coordinator, "_coordinate", make)
+    _patch(coordinator.Coordinator, "_require_sound_state", make)
 
 
 # --- the fold ------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from events.envelope import Quarantined, Recorded
-from events.file_log import FileLog, SegmentWriter, export_log
+from events.file_log import FileLog, SegmentWriter
 from events.log import Fence, Fenced, LogDamaged, LogError, LogUnavailable
-from events.memory_log import MemoryLog
 from events.segments import TornTail, read_entries, read_segment, segment_paths
 from tests.contracts.logs import command, fact, facts, history, started
 
@@ -189,22 +188,6 @@ async def test_a_first_batch_that_fails_in_a_new_segment(tmp_path: Path, monkeyp
     assert [entry.seq for entry in await history(log)] == [1, 2, 3]
     await log.close()
     assert [entry.seq for entry in read_entries(tmp_path)] == [1, 2, 3]
-
-
-async def test_export_keeps_numbers_times_and_quarantine(tmp_path: Path) -> None:
-    source = MemoryLog(clock=iter(range(100, 10_000)).__next__)
-    await source.append(facts(1, 1500 // 2))
-    source._entries.append(Quarantined(751, 900, "unicron.v1.obs.n1.NodeLeft", "no event", 12))
-    await source.append(facts(752, 1500))
-    assert await export_log(source, tmp_path / "export") == 1500
-    copied = list(read_entries(tmp_path / "export"))
-    assert copied == await history(source)
-    [segment] = segment_paths(tmp_path / "export")
-    assert list(read_entries(segment)) == copied, "a single file reads as well"
-    with pytest.raises(FileExistsError, match="export to a new directory"):
-        await export_log(source, tmp_path / "export")
-    assert await export_log(source, tmp_path / "part", until_seq=1001) == 1001
-    assert list(read_entries(tmp_path / "part")) == copied[:1001]
 
 
 def test_a_writer_knows_nothing_of_ids(tmp_path: Path) -> None:

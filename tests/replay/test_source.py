@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from events.envelope import Entry, Recorded
-from events.file_log import FileLog, export_log
+from events.file_log import FileLog
 from events.log import LogDamaged, LogError, LogUnavailable
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
@@ -63,7 +63,8 @@ async def test_segments_of_a_file_log_and_its_export_give_the_same_digest(tmp_pa
     cluster = troubled(4)
     log = FileLog(tmp_path / "live", segment_bytes=10_000)
     await fill(log, cluster.log)
-    await export_log(log, tmp_path / "exported")
+    with Export(tmp_path / "exported") as export:
+        export.write([entry async for entry in log.read(until_seq=await log.last_seq())])
     await log.close()
     assert len(list((tmp_path / "live").glob("*.log"))) > 2
     live = await entries_of(FileSource(tmp_path / "live"))

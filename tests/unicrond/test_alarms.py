@@ -72,8 +72,7 @@ def test_alarms_are_no_part_of_the_state() -> None:
 async def write(served: Served, entry: Entry) -> None:
     """As if somebody had published what is no valid event."""
     log = served.log
-    log._entries.append(entry)
-    log._announce()
+    log._keep([entry])
     while (await asyncio.wait_for(served.coordinator.folded.get(), 10)).seq < entry.seq:
         pass
 

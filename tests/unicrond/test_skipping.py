@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from events import vocabulary as v
-from events.file_log import export_log
 from events.memory_log import MemoryBeatLog, MemoryLog
+from replay.export import Export
 from replay.opening import fold_to
 from replay.point import AtSeq
 from replay.source import FileSource
@@ -62,7 +62,8 @@ async def test_every_reader_passes_it_over(tmp_path: Path) -> None:
     assert len(await log.skips()) == 1
 
     # A replay of an export agrees, at the end and before the skip was ever asked for.
-    await export_log(log, tmp_path / "log")
+    with Export(tmp_path / "log") as export:
+        export.write([entry async for entry in log.read(until_seq=await log.last_seq())])
     source = FileSource(tmp_path / "log")
     end = await fold_to(source, AtSeq(again.state.seq))
     assert digest(end) == digest(again.state)

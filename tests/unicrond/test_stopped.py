@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from events import vocabulary as v
-from events.envelope import Envelope
+from events.envelope import Envelope, Recorded
 from events.memory_log import MemoryLog
 from events.vocabulary import AnyEvent
 from tests.unicrond.coordinators import running
@@ -116,14 +116,13 @@ async def test_a_forged_claim_stops_nobody() -> None:
         for term, boot in ((10**9 - 1, 10**9 - 1), (10**9 - 2, 2**52 - 1))
     ]
     async with running(log) as coordinator:
-        log._fence, log._claim = type(log._fence)(10**9 - 1, log._write(forged[0])), forged[0]  # past claim_term
-        log._announce()
+        log._write([forged[0]])  # past claim_term
         await log.append([observation(joined(), 1)])
         await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api"))
         read = await entries_until(log, lambda e: isinstance(e, v.StartWorker))
         assert read[-1].envelope.term == 2, "it has claimed the next term, and decides"
         assert not coordinator.fault
-    log._fence = type(log._fence)(10**9 - 2, log._write(forged[1]))
+    log._write([forged[1]])
     async with running(log) as coordinator:
         assert coordinator.state.term == 3
         assert [refusal.reason.split(":")[0] for refusal in coordinator.state.refused] == ["$.event.term"] * 2
@@ -143,7 +142,9 @@ async def test_what_a_forged_claim_fences_is_written_under_the_next_term() -> No
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
         await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
-        log._fence, log._claim = type(log._fence)(10**9 - 1, log._write(forged)), forged  # nobody has read it yet
+        unread = Recorded(log._last_seq + 1, 1, forged)
+        log._store([unread])
+        log._take_in(unread)  # readers are not woken
         coordinator._post(v.RepairEnded(node="n1", isolation=1, passed=True, duration_us=1, detail=""))
         read = await entries_until(log, lambda e: isinstance(e, v.RepairEnded))
         assert read[-1].envelope.term == 2
