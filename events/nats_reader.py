@@ -61,20 +61,9 @@ class _Interrupted(Exception):
     """This consumer has nothing more to give; why."""
 
 
-async def read_stream(
-    connection: Connection,
-    stream: str,
-    *,
-    start: dict[str, Any],
-    filter_subjects: Sequence[str] = (),
-    headers_only: bool = False,
-    resume: bool = True,
-) -> AsyncGenerator[Stored, None]:
-    """Messages of `stream` in order, for ever: `read_batches`, one by one."""
-    batches = read_batches(
-        connection, stream, start=start, filter_subjects=filter_subjects, headers_only=headers_only, resume=resume
-    )
-    async with aclosing(batches):
+async def read_stream(connection: Connection, stream: str, **how: Any) -> AsyncGenerator[Stored, None]:
+    """Messages of `stream` in order, for ever: `read_batches`, one by one; `how`: its other arguments."""
+    async with aclosing(read_batches(connection, stream, **how)) as batches:
         async for batch in batches:
             for stored in batch:
                 yield stored

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -242,26 +243,20 @@ class Detection:
         workers = [member.worker for member in membership.members]
         rank = workers.index(finding.worker)
         straggler = membership.members[rank]
+        seen: dict[str, Any] = {
+            "generation": membership.generation,
+            "iteration": iteration,
+            "straggler": straggler.worker,
+            "straggler_node": straggler.node,
+            "rank": rank,
+            "factor": finding.factor,
+        }
         if finding.over:
-            self._channel.send(
-                CaughtUp(
-                    generation=membership.generation,
-                    iteration=iteration,
-                    straggler=straggler.worker,
-                    straggler_node=straggler.node,
-                    rank=rank,
-                    factor=finding.factor,
-                )
-            )
+            self._channel.send(CaughtUp(**seen))
             return
         self._channel.send(
             Straggles(
-                generation=membership.generation,
-                iteration=iteration,
-                straggler=straggler.worker,
-                straggler_node=straggler.node,
-                rank=rank,
-                factor=finding.factor,
+                **seen,
                 compute_us=finding.own_us,
                 others_us=finding.others_us,
                 since_iteration=finding.since_iteration,
