@@ -80,6 +80,11 @@ def test_documents_that_the_code_names_exist() -> None:
     assert not dead
 
 
+def test_every_document_is_in_the_list() -> None:
+    listed = {(ROOT / "docs" / target).resolve() for target in LINK.findall((ROOT / "docs" / "README.md").read_text())}
+    assert [str(path) for path in DOCUMENTS if path.parent.parent == ROOT / "docs" and path not in listed] == []
+
+
 def spans(document: Path) -> list[str]:
     """What stands in `backquotes`, on one line each."""
     return [" ".join(span.split()) for span in SPAN.findall(FENCED.sub("", document.read_text()))]
