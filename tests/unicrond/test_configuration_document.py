@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from agents import cli
+from agents.trainer.context import Patience
 from events.subjects import BEAT_STREAM, EVENT_STREAM
 from unicrond.config import Config
 from unicrond.nats_snapshots import BUCKET
@@ -78,6 +79,18 @@ def test_the_agent_has_these_flags_with_these_defaults(monkeypatch: pytest.Monke
     assert {name: default for name, default in settings("agent").items() if default} == {
         name: str(default) for name, default in flags.items() if default is not None
     }
+
+
+def test_a_worker_has_these_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    documented = {
+        name: default for name, default in settings("worker").items() if name.startswith("UNICRON_") and default
+    }
+    for name in documented:
+        monkeypatch.delenv(name, raising=False)
+    built_in = Patience.from_environment()
+    for name, default in documented.items():
+        monkeypatch.setenv(name, default)
+    assert Patience.from_environment() == built_in and len(documented) == len(Patience.__slots__)
 
 
 def variables_of_the_code() -> set[str]:
