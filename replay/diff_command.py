@@ -10,7 +10,8 @@ from replay.difference import differences, lines
 from replay.opening import as_json, file_source, fold_to, open_source, say
 from replay.report import when
 from replay.source import Source, entries_of
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
 from unicrond.tables import clean
 
 

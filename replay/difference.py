@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from unicrond.state import ClusterState, to_json
+from unicrond.state import ClusterState
+from unicrond.state_bytes import to_json
 
 _ABSENT = object()
 

@@ -8,7 +8,8 @@ from events.envelope import Entry, Quarantined
 from events.prose import summary
 from replay.point import format_time
 from unicrond.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table
-from unicrond.state import ClusterState, digest, to_json
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest, to_json
 from unicrond.tables import clean, plain
 
 CLOSED_SHOWN = 10

@@ -307,9 +307,9 @@ class Story:
         if kind == "task":
             task = final.tasks[name]
             own = [life for life in self._index.incidents.values() if name in life.incident.generations]
-            why = f" ({clean(task.reason)})" if task.reason else ""
+            why = f" ({clean(task.ending.reason)})" if task.ending.reason else ""
             return [
-                f"At the end it is {task.status.value}{why} at iteration {task.iteration}, generation"
+                f"At the end it is {task.status.value}{why} at iteration {task.progress.iteration}, generation"
                 f" {task.generation}, {_after(own)}."
             ]
         node = final.nodes[name]

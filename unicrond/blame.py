@@ -10,7 +10,7 @@ Rules
 * The best explanation is the fewest nodes that have an end in every link. A node with bad links to all others is one,
   two bad nodes of five are two, a bad switch is its smaller side. More than half of the nodes explain nothing.
 * Of explanations of one size: the nodes that were ends more often, in this break and since the last calm, of links to
-  *different* peers (`Task.ends`: no echoes); else those of more echoes in this break; else those without whom the
+  *different* peers (`Troubles.ends`: no echoes); else those of more echoes in this break; else those without whom the
   better state trains on (a live one, then the newest that is kept); else those without whom the first by name does.
 * An explanation is *clear* if no other has its size, or none is an end half as often, or the links are those between
   two sides of several nodes: then it is the way between them, and one side has to go on alone. Of several links that
@@ -51,13 +51,13 @@ def verdict(task: Task, incident: Incident) -> Verdict:
     """Whose fault it is that the task's group broke."""
     told, nodes = reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()}
     found = links(told, nodes)
-    judged = judge(found, task.ends, {node: _quality(task, node) for link in found for node in link})
+    judged = judge(found, task.troubles.ends, {node: _quality(task, node) for link in found for node in link})
     tellers = {nodes[name] for name, lost in told.items() if lost and name in nodes}
     return judged if len(found) < 2 or len(tellers) > 1 else judged._replace(clear=())
 
 
 def evidence(task: Task, incident: Incident) -> dict[str, int]:
-    """What the break adds to `Task.ends`: per node, the links that it is an end of."""
+    """What the break adds to `Troubles.ends`: per node, the links that it is an end of."""
     found = links(reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()})
     return dict(sorted(weights(found).items()))
 
@@ -89,7 +89,7 @@ def links(told: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict[L
 
 
 def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> Verdict:
-    """The best explanation of these links. `record`: Task.ends; `quality`: of the state of each of their ends."""
+    """The best explanation of these links. `record`: Troubles.ends; `quality`: of the state of each of their ends."""
     plain, certain = _plain(found), PLAIN in found.values()
     echoes = Counter(node for link in found if link not in plain for node in link)
     score = {node: record.get(node, 0) + weight for node, weight in weights(found).items()}
@@ -117,7 +117,7 @@ def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping
 
 def _quality(task: Task, node: str) -> Quality:
     live = any(worker.node == node and worker.status is WorkerStatus.MEMBER for worker in task.workers.values())
-    return int(live), max((kept.iteration for kept in task.kept.values() if kept.node == node), default=0)
+    return int(live), max((kept.iteration for kept in task.copies.kept.values() if kept.node == node), default=0)
 
 
 def _plain(found: Mapping[Link, int]) -> frozenset[Link]:

@@ -19,6 +19,7 @@ import msgspec
 
 from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
 from unicrond.state import ClusterState
+from unicrond.state_bytes import from_json
 from unicrond.tables import clean
 
 DEFAULT_URL = "http://127.0.0.1:7470"
@@ -74,7 +75,7 @@ class Client:
         """The folded state."""
         body = self._object("GET", "/v1/state")
         try:
-            return Snapshot(body, msgspec.convert(body.get("state"), ClusterState, strict=True))
+            return Snapshot(body, from_json(body.get("state")))
         except msgspec.ValidationError as error:
             raise Unreachable(
                 f"{self.url} answers with a state that is not understood ({error}); is it another version of unicrond?"

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from unicrond.isolation import waits_for
 from unicrond.reconcile import occupied
 from unicrond.severity import RESPONSE
-from unicrond.state import ClusterState, Incident, Node, NodeStatus, Straggler, Task, TaskStatus, WorkerStatus
+from unicrond.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.tables import Table
+from unicrond.task_parts import Straggler
 from unicrond.work import LINEAR_FLOPS, achieved_waf
 
 #: Rows of a live view before it says "and N more".
@@ -116,11 +117,11 @@ def tasks_table(state: ClusterState) -> Table:
             task.status.value,
             f"{task.spec.weight:g}",
             task_workers(task),
-            f"{task.iteration}/{task.spec.iterations}",
-            loss(task.loss),
-            milliseconds(task.iteration_us) if task.iteration_us else "-",
+            f"{task.progress.iteration}/{task.spec.iterations}",
+            loss(task.progress.loss),
+            milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
             si(achieved_waf(task, state.now_us), "FLOP/s"),
-            task.reason.partition("\n")[0] or _reshaping(task) or _slow(task) or "-",
+            task.ending.reason.partition("\n")[0] or _reshaping(task) or _slow(task) or "-",
         )
         for task in state.tasks.values()
     ]
@@ -152,23 +153,24 @@ def stragglers(state: ClusterState) -> list[tuple[int, Straggler]]:
     """Of all active tasks, each with its rank."""
     found = []
     for task in state.tasks.values():
-        if task.stragglers and task.membership is not None and task.status is TaskStatus.ACTIVE:
+        if task.group.stragglers and task.membership is not None and task.status is TaskStatus.ACTIVE:
             ranks = {member.worker: rank for rank, member in enumerate(task.membership.members)}
-            found += [(ranks[name], one) for name, one in task.stragglers.items() if name in ranks]
+            found += [(ranks[name], one) for name, one in task.group.stragglers.items() if name in ranks]
     return found
 
 
 def _slow(task: Task) -> str:
     """The slowest of its stragglers, in a few words."""
-    if not task.stragglers or task.status is not TaskStatus.ACTIVE:
+    if not task.group.stragglers or task.status is not TaskStatus.ACTIVE:
         return ""
-    slowest = max(task.stragglers.values(), key=lambda one: one.factor)
-    others = f", {len(task.stragglers) - 1} more" if len(task.stragglers) > 1 else ""
+    slowest = max(task.group.stragglers.values(), key=lambda one: one.factor)
+    others = f", {len(task.group.stragglers) - 1} more" if len(task.group.stragglers) > 1 else ""
     return f"{slowest.worker} on {slowest.node} takes {slowest.factor:.2f} times as long as the others{others}"
 
 
 def _reshaping(task: Task) -> str:
-    return f"is to have tp {task.reshape.tp}, pp {task.reshape.pp}" if task.reshape else ""
+    asked = task.reshaping.reshape
+    return f"is to have tp {asked.tp}, pp {asked.pp}" if asked else ""
 
 
 def plan_table(state: ClusterState) -> Table:

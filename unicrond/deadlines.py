@@ -39,10 +39,10 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
                 length_s = task.spec.start_timeout_s or policy.worker_start_s
                 standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
         if task.membership is not None and (task.leavers or not task.confirmed):
-            length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.iteration_us)
+            length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.pace.iteration_us)
             if task.membership.members:
                 busy_us = max((worker.busy_us for worker in task.workers.values()), default=0)
-                name = f"meet:{task.name}#{task.generation}.{task.meetings}"
+                name = f"meet:{task.name}#{task.generation}.{task.group.meetings}"
                 standing[name] = max(length_us, busy_us)
             else:
                 standing[f"regroup:{task.name}#{task.generation}"] = length_us * _LAST_OUT

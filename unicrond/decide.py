@@ -69,8 +69,8 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
             batch.add(plan)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(state, task)]
     for task in unsettled:
-        if task.status is TaskStatus.ACTIVE and task.reshape is not None:
-            memberships.reshape(batch, task, task.reshape)
+        if task.status is TaskStatus.ACTIVE and task.reshaping.reshape is not None:
+            memberships.reshape(batch, task, task.reshaping.reshape)
         elif task.status is TaskStatus.ACTIVE:
             memberships.regroup(batch, task, fresh)
             if fresh:

@@ -76,9 +76,10 @@ class Story:
         self._fault(f"node {node} comes back", count=False)
         await self.cluster.bring_back(node)
         state = await self.until(f"{node} is used again", lambda s: whole(s, 4))
-        reached = {name: task.iteration for name, task in state.tasks.items()}
+        reached = {name: task.progress.iteration for name, task in state.tasks.items()}
         state = await self.until(
-            "both tasks go on", lambda s: all(s.tasks[name].iteration >= at + 10 for name, at in reached.items())
+            "both tasks go on",
+            lambda s: all(s.tasks[name].progress.iteration >= at + 10 for name, at in reached.items()),
         )
         state, self.digest = await self.cluster.state()
         return state
@@ -92,7 +93,7 @@ class Story:
                 state, _ = await self.cluster.state()
                 failed = [task for task in state.tasks.values() if task.status is TaskStatus.FAILED]
                 if failed:
-                    raise NotHealed(f"task {failed[0].name} failed: {failed[0].reason}")
+                    raise NotHealed(f"task {failed[0].name} failed: {failed[0].ending.reason}")
                 if holds(state):
                     return state
             await asyncio.sleep(0.05)
@@ -108,9 +109,9 @@ class Story:
     async def _in_mid_iteration(self, task: str) -> None:
         """Half an iteration after a commit was seen."""
         state, _ = await self.cluster.state()
-        seen = state.tasks[task].iteration
-        state = await self.until("another step", lambda s: s.tasks[task].iteration > seen)
-        await asyncio.sleep(state.tasks[task].iteration_us / 2e6)
+        seen = state.tasks[task].progress.iteration
+        state = await self.until("another step", lambda s: s.tasks[task].progress.iteration > seen)
+        await asyncio.sleep(state.tasks[task].pace.iteration_us / 2e6)
 
     def _fault(self, what: str, *, count: bool = True) -> None:
         print(f">>> {what}", flush=True)
@@ -145,13 +146,14 @@ def _where_things_stand(state: ClusterState) -> str:
         workers = ", ".join(f"{w.worker} {w.status} on {w.node}" for w in task.workers.values())
         given = state.plan.assignments[task.name].workers if task.name in state.plan.assignments else 0
         told.append(
-            f"task {task.name} at iteration {task.iteration} is given {given} workers and has: {workers or 'none'}"
+            f"task {task.name} at iteration {task.progress.iteration} is given {given} workers"
+            f" and has: {workers or 'none'}"
         )
     return "; ".join(told)
 
 
 def _trained(state: ClusterState, iterations: int) -> bool:
-    return all(task.iteration >= iterations for task in state.tasks.values())
+    return all(task.progress.iteration >= iterations for task in state.tasks.values())
 
 
 def whole(state: ClusterState, workers: int) -> bool:
@@ -226,16 +228,16 @@ def _tell(story: Story, state: ClusterState, replayed: str, took_s: float) -> in
         print(f"training again {_since(fault, incident.resumed_us)} after it")
     print()
     for task in state.tasks.values():
-        first, last = task.first_loss or 0.0, task.loss or 0.0
+        first, last = task.progress.first_loss or 0.0, task.progress.loss or 0.0
         print(
-            f"  {task.name}: iteration {task.iteration}, loss {first:.3f} -> {last:.3f}, "
+            f"  {task.name}: iteration {task.progress.iteration}, loss {first:.3f} -> {last:.3f}, "
             f"{delivered_flop(task):.3e} weighted FLOP, WAF {achieved_waf(task, state.now_us):.3e} FLOP/s"
         )
     print(f"  total WAF: {sum(achieved_waf(task, state.now_us) for task in state.tasks.values()):.3e} FLOP/s")
     same = replayed == story.digest
     print(f"  digest of the daemon at sequence {state.seq}: {story.digest}")
     print(f"  digest of a replay of the stored log:    {replayed or 'none'} ({'equal' if same else 'NOT EQUAL'})")
-    learned = all((task.loss or 9e9) < (task.first_loss or 0.0) for task in state.tasks.values())
+    learned = all((task.progress.loss or 9e9) < (task.progress.first_loss or 0.0) for task in state.tasks.values())
     healed = not state.incidents and len(state.closed) == len(story.faults) and same and learned
     print(f"{'all healed' if healed else 'NOT all healed'}, in {took_s:.0f} s")
     return 0 if healed else 1

@@ -42,13 +42,13 @@ def corrections(state: ClusterState) -> list[ThroughputCorrected]:
 
 
 def _correction(task: Task, linear: int) -> ThroughputCorrected | None:
-    if len(task.timings) < REPORTS_MIN or task.membership is None or not task.confirmed or task.leavers:
+    if len(task.pace.timings) < REPORTS_MIN or task.membership is None or not task.confirmed or task.leavers:
         return None
     workers = len(task.membership.members)
-    iteration_us = median_low(task.timings)
+    iteration_us = median_low(task.pace.timings)
     flops = min(iteration_flop(task.spec) * _SECOND_US // iteration_us, _FLOPS_MAX)
     believed = int(throughput(task, linear)(workers))
-    has_scale = bool(task.measured or task.spec.throughput)
+    has_scale = bool(task.pace.measured or task.spec.throughput)
     if not flops or not believed or (has_scale and 20 * abs(flops - believed) <= believed):
         return None
     return ThroughputCorrected(
@@ -56,7 +56,7 @@ def _correction(task: Task, linear: int) -> ThroughputCorrected | None:
         workers=workers,
         flops=flops,
         iteration_us=iteration_us,
-        reports=len(task.timings),
+        reports=len(task.pace.timings),
         reason=f"an iteration takes {iteration_us / 1e6:.4g} s, not {_expected_s(task, believed):.4g} s",
     )
 

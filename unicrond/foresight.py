@@ -76,7 +76,8 @@ class Foresight:
         """The cluster is at rest in this state: foresee from here, if anything has changed."""
         if not is_fresh(state) or not state.plan.epoch:
             return
-        learnt = tuple((task.name, tuple(task.measured.items()), task.transition_us) for task in active_tasks(state))
+        paces = [(task.name, task.pace) for task in active_tasks(state)]
+        learnt = tuple((name, tuple(pace.measured.items()), pace.transition_us) for name, pace in paces)
         seen = (state.plan.epoch, basis(state), state.worker_mtbf_us, learnt)
         if seen != self._seen:
             self._seen, self._state = seen, state

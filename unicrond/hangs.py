@@ -47,11 +47,11 @@ class Verdict(NamedTuple):
 
 def is_stale(task: Task, told: HangSuspected) -> bool:
     """It tells of an iteration that its worker has left. A group that has committed nothing yet may have gone back."""
-    if task.committed_generation < told.generation:
+    if task.progress.committed_generation < told.generation:
         return False
-    if told.iteration == task.iteration:
+    if told.iteration == task.progress.iteration:
         return not told.stopped and not told.busy and told.still_us < ALONE_LIMITS * told.limit_us
-    return told.iteration < task.iteration
+    return told.iteration < task.progress.iteration
 
 
 def judge(task: Task, generation: int = 0) -> Verdict | None:
@@ -59,7 +59,7 @@ def judge(task: Task, generation: int = 0) -> Verdict | None:
     generation = generation or task.generation
     living = {
         name: told
-        for name, told in task.suspicions.items()
+        for name, told in task.group.suspicions.items()
         if told.generation == generation and name in task.workers and task.workers[name].alive
     }
     stopped = [told for told in living.values() if told.stopped]

@@ -68,7 +68,7 @@ def _task_story(task: Task, was: Task | None) -> str:
     is_new = task.membership is not None and (was is None or was.membership is not task.membership)
     if is_new and task.membership and len(task.member_names) != len(task.membership.members):
         return f"{task.name}: a worker is a member twice"
-    return f"{task.name}: best iteration is behind" if task.iteration > task.best_iteration else ""
+    return f"{task.name}: best iteration is behind" if task.progress.iteration > task.progress.best_iteration else ""
 
 
 def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker]:

@@ -115,7 +115,7 @@ def begun(state: ClusterState, node: Node) -> Isolation | None:
     blamed = (i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost")
     if any(incident.node == node.name for incident in blamed):
         return Isolation(cause="hardware")
-    if any(node.name in task.strikes or node.name in task.breaks for task in state.tasks.values()):
+    if any(task.troubles.names(node.name) for task in state.tasks.values()):
         return Isolation(cause="strikes")
     return Isolation()
 

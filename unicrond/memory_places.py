@@ -13,7 +13,8 @@ from functools import lru_cache
 from heapq import nlargest
 
 from events import vocabulary as v
-from unicrond.state import ClusterState, KeptState, Node, NodeStatus, Task
+from unicrond.state import ClusterState, Node, NodeStatus, Task
+from unicrond.task_parts import KeptState
 
 #: Candidates for copies, in this order. One holds; the others stand in when it is lost, or is the captor itself.
 COPIES = 3
@@ -50,19 +51,19 @@ def peers(state: ClusterState, task: Task) -> tuple[v.MemoryService, ...]:
     keepers = [state.nodes.get(kept.node) for kept in newest_first(task)]
     known = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
     # All shards must be within reach, where they are to be put together anew.
-    most = max([PEERS_MAX, *(COPIES + kept.shards for kept in task.kept.values())])
+    most = max([PEERS_MAX, *(COPIES + kept.shards for kept in task.copies.kept.values())])
     return tuple(dict.fromkeys([*targets(serving(state), task.name), *known]))[:most]
 
 
 def peers_are_stale(serving: Serving, task: Task) -> bool:
     """Nodes have come or gone, and those that hold the task's state would copy it to the wrong place."""
     wanted = targets(serving, task.name)
-    return task.peers[: len(wanted)] != wanted
+    return task.copies.peers[: len(wanted)] != wanted
 
 
 def newest_first(task: Task) -> list[KeptState]:
     """What is kept of the task in memory, by iteration."""
-    return sorted(task.kept.values(), key=lambda kept: kept.iteration, reverse=True)
+    return sorted(task.copies.kept.values(), key=lambda kept: kept.iteration, reverse=True)
 
 
 def nearest(state: ClusterState, task: Task) -> str:
@@ -76,17 +77,17 @@ def nearest(state: ClusterState, task: Task) -> str:
     if whole:
         kept_now = max(whole, key=lambda shards: min(kept.iteration for kept in shards))
         iteration = min(kept.iteration for kept in kept_now)
-        if iteration >= task.checkpoint_iteration:
+        if iteration >= task.progress.checkpoint_iteration:
             nodes = dict.fromkeys(kept.node for kept in kept_now)
             return f"the memory of {' or '.join(nodes)} (iteration {iteration} or later)"
-    if task.checkpoint_iteration:
-        return f"the checkpoint of iteration {task.checkpoint_iteration}, if it is valid"
-    return "the newest checkpoint, or the seed" if task.best_iteration else "the seed"
+    if task.progress.checkpoint_iteration:
+        return f"the checkpoint of iteration {task.progress.checkpoint_iteration}, if it is valid"
+    return "the newest checkpoint, or the seed" if task.progress.best_iteration else "the seed"
 
 
 def to_drop(state: ClusterState, task: Task) -> list[Node]:
     """Nodes that still keep something of a task that has ended, and can hear so."""
-    names = dict.fromkeys(kept.node for kept in task.kept.values())
+    names = dict.fromkeys(kept.node for kept in task.copies.kept.values())
     return [node for name in names if (node := state.nodes.get(name)) and node.status is NodeStatus.UP]
 
 

@@ -20,9 +20,9 @@ from unicrond.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerSta
 from unicrond.work import achieved_waf, delivered_flop
 
 TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
-    "unicron_task_iteration": ("Last committed iteration", lambda task: task.iteration),
-    "unicron_task_loss": ("Loss of the last committed iteration", lambda task: task.loss or 0.0),
-    "unicron_task_iteration_seconds": ("Duration of an iteration", lambda task: task.iteration_us / 1e6),
+    "unicron_task_iteration": ("Last committed iteration", lambda task: task.progress.iteration),
+    "unicron_task_loss": ("Loss of the last committed iteration", lambda task: task.progress.loss or 0.0),
+    "unicron_task_iteration_seconds": ("Duration of an iteration", lambda task: task.pace.iteration_us / 1e6),
     "unicron_task_generation": ("Generation of the membership", lambda task: task.generation),
     "unicron_task_members": (
         "Workers in the membership",

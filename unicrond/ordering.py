@@ -119,9 +119,10 @@ def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:
         place = f" of rank {order.rank}" if order.rank is not None else ""
         place += f" on {order.node}" if order.node else ""
         raise Refused(404, f"rank: task {task.name} has no member{place}; it has {len(members)}")
-    if order.at_iteration and order.at_iteration <= task.iteration:
+    if order.at_iteration and order.at_iteration <= task.progress.iteration:
         raise Refused(
             409,
-            f"at_iteration: {order.at_iteration} is past, {task.name} has committed {task.iteration}; give a later one",
+            f"at_iteration: {order.at_iteration} is past, {task.name} has committed {task.progress.iteration};"
+            " give a later one",
         )
     return found[0].node, found[0].worker

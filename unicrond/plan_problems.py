@@ -158,5 +158,5 @@ def _task_problem(
         floor=task.spec.min_workers if fits else 0,
         unit=task.spec.replica_workers,
         throughput=throughput(task, linear),
-        d_transition_us=None if at_rest or not task.transition_us else task.transition_us,
+        d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
     )

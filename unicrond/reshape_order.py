@@ -46,7 +46,7 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
     problem = reshape_problem(state, task, asked)
     if problem:
         raise Refused(400, problem)
-    if changes_nothing(spec, asked) and task.reshape is None:
+    if changes_nothing(spec, asked) and task.reshaping.reshape is None:
         raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; ask for others")
     return asked
 

@@ -52,5 +52,5 @@ class Needed:
                 raise SkipRefused(f"--skip: without {named}, generation {generation} of task {name} would not be known")
         for name, number in self._workers.items():
             task = state.tasks.get(name)
-            if task is None or task.next_worker <= number:
+            if task is None or task.numbers.next_worker <= number:
                 raise SkipRefused(f"--skip: without {named}, worker {name}.{number} would not be known")

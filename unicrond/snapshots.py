@@ -23,8 +23,10 @@ import msgspec
 
 from events.envelope import Entry, Quarantined
 from events.log import EventLog, LogError
+from unicrond import state_bytes
 from unicrond.code_identity import fingerprint
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
 
 log = logging.getLogger("unicrond")
 
@@ -72,7 +74,7 @@ def mark_of(entry: Entry) -> Mark:
 
 def encode_snapshot(state: ClusterState, mark: Mark, skips: Collection[int] = ()) -> bytes:
     """The bytes of a snapshot. `skips`: the entries that were passed over."""
-    body = msgspec.msgpack.encode(state)
+    body = state_bytes.encode(state)
     skipped = _up_to(mark.seq, skips)
     return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), _checksum(body), body, skipped))
 
@@ -92,7 +94,7 @@ def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterSt
     if snapshot.checksum != _checksum(snapshot.state):
         raise BadSnapshot("its checksum is wrong")
     try:
-        state = msgspec.msgpack.decode(snapshot.state, type=ClusterState)
+        state = state_bytes.decode(snapshot.state)
     except msgspec.MsgspecError as error:
         raise BadSnapshot(f"its state does not fit: {error}") from None
     if digest(state) != snapshot.digest or state.seq != snapshot.mark.seq:

@@ -9,9 +9,8 @@ Rules
 
 from __future__ import annotations
 
-import hashlib
 from enum import IntEnum, StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -19,16 +18,15 @@ from events.fields import always
 from events.vocabulary import (
     Fault,
     FaultKind,
-    HangSuspected,
     Member,
     MemoryService,
     RepairNeed,
-    ReshapeRequested,
     StoreAddress,
     TaskAssignment,
     TaskSpec,
 )
 from unicrond.ledger import Ledger
+from unicrond.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles
 
 
 class Severity(IntEnum):
@@ -172,56 +170,10 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decided_us: int
 
 
-class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a node has last told of the task's state in its memory (see events.vocabulary.StateKept)."""
-
-    node: str
-    shard: int
-    iteration: int
-    generation: int
-    origin: str
-    size_bytes: int
-    shards: int = always(0)
-
-
-class Straggler(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A member that takes `factor` times as long as the other replicas (see events.vocabulary.StragglerObserved)."""
-
-    worker: str
-    node: str
-    factor: float
-    compute_us: int
-    others_us: int
-    since_iteration: int
-    since_us: int
-
-
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A training job.
+    """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
 
-    `iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
-    `strikes`: per node, blows to the task there since it last committed a step there. Workers that end
-    together are one blow; a worker that was started after it makes the next.
-    `stuck`: blows anywhere since the task last committed a new iteration.
-    `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
-    `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
-    `ends`: per node, of how many broken links it was an end, since the task last was calm there with others (in units
-    of blame.py); `breaks`: how often a worker there was given up for that; `unclear`: how often of these another was as
-    likely at fault. `formed_after`: the iteration at which the newest membership was decided.
-    `peers`: where copies of its state go, as its nodes were told last.
-    `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
-    `suspicions`: per member, the last that was told of its standing still in the present generation (hangs.py).
-    `stragglers`: members that are slower than the other replicas, by worker.
-    `timings`: microseconds per iteration by the last TIMINGS_MAX reports of the present generation, its first
-    WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were measured (waf.py).
-    `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
-    `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
-    `stop`: why its program wants it to end before its last iteration; `left`: who has left the training loop for that,
-    and after which iteration. `early`: how often its program has ended in mid-training without a word (`left_early`),
-    since it last was calm; workers of numbers below `early_below` belong to the last time.
-    `meetings`: deadlines for a meeting that have passed and ended nobody.
-    `reshape`: the layout that it is asked to have (reshaping.py); `reshaped_us`: when it last got another; then
-    `submitted_seq` is the number of that event, since when it is what it is.
+    `submitted_seq`: the event since which it is what it is: its submission, or its last reshaping.
     """
 
     spec: TaskSpec
@@ -230,43 +182,14 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     submitted_us: int
     workers: dict[str, Worker] = always({})
     membership: Membership | None = always(None)
-    next_worker: int = always(1)
-    next_replica: int = always(0)
-    iteration: int = always(0)
-    best_iteration: int = always(0)
-    committed_generation: int = always(0)
-    loss: float | None = always(None)
-    first_loss: float | None = always(None)
-    first_commit_us: int = always(0)
-    last_commit_us: int = always(0)
-    iteration_us: int = always(0)
-    checkpoint_iteration: int = always(0)
-    strikes: dict[str, int] = always({})
-    stuck: int = always(0)
-    struck_below: dict[str, int] = always({})
-    reattempts: int = always(0)
-    ends: dict[str, int] = always({})
-    breaks: dict[str, int] = always({})
-    formed_after: int = always(0)
-    suspicions: dict[str, HangSuspected] = always({})
-    timings: tuple[int, ...] = always(())
-    warm: int = always(0)
-    measured: dict[str, int] = always({})
-    transition_us: int = always(0)
-    reshape: ReshapeRequested | None = always(None)
-    reshaped_us: int = always(0)
-    peers: tuple[MemoryService, ...] = always(())
-    kept: dict[str, KeptState] = always({})
-    params_digest: str = always("")
-    reason: str = always("")
-    unclear: dict[str, int] = {}
-    unread: int = 0
-    stragglers: dict[str, Straggler] = {}
-    stop: str = ""
-    left: dict[str, int] = {}
-    early: int = 0
-    early_below: int = 0
-    meetings: int = 0
+    numbers: Numbers = Numbers()
+    progress: Progress = Progress()
+    pace: Pace = Pace()
+    group: Group = Group()
+    troubles: Troubles = Troubles()
+    copies: Copies = Copies()
+    reshaping: Reshaping = Reshaping()
+    ending: Ending = Ending()
 
     @property
     def name(self) -> str:
@@ -439,25 +362,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 #: How many closed incidents the state remembers; the log has them all.
 CLOSED_INCIDENTS_MAX = 200
-#: How many timings of a task's iterations it remembers, and how many of a group's first it leaves out.
-TIMINGS_MAX = 15
-WARM_UP = 2
-#: Iterations of one generation after which a broken connection before it is forgotten.
-CALM_ITERATIONS = 10
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
 UNREAD_MAX = 3
 #: How many refused events it remembers.
 REFUSED_MAX = 16
 #: How many returns of a node it remembers.
 RETURNS_MAX = 16
-
-
-def digest(state: ClusterState) -> str:
-    """16 bytes of BLAKE2b, in hex, over the state's canonical msgpack: equal states, equal digests."""
-    encoded = msgspec.msgpack.encode(state, order="deterministic")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
-
-
-def to_json(state: ClusterState) -> Any:
-    """The state as plain JSON types."""
-    return msgspec.to_builtins(state)

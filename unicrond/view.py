@@ -139,15 +139,15 @@ def _tasks(state: ClusterState) -> RichTable:
     for task in state.tasks.values():
         status = task.status.value
         active = task.status is TaskStatus.ACTIVE
-        bar = ProgressBar(total=task.spec.iterations, completed=task.iteration, width=10)
+        bar = ProgressBar(total=task.spec.iterations, completed=task.progress.iteration, width=10)
         table.add_row(
             task.name,
             f"{task.spec.weight:g}",
             task_workers(task),
             bar if active else Text(status, style=STYLES.get(status, "")),
-            f"{task.iteration}/{task.spec.iterations}",
-            loss(task.loss),
-            milliseconds(task.iteration_us) if task.iteration_us else "-",
+            f"{task.progress.iteration}/{task.spec.iterations}",
+            loss(task.progress.loss),
+            milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
             si(achieved_waf(task, state.now_us), "FLOP/s"),
         )
     return table
@@ -183,8 +183,8 @@ async def _print_progress(get_state: GetState, stop: asyncio.Event, stream: Text
         except (ApiError, OSError):
             continue
         for task in state.tasks.values():
-            if task.iteration != said.get(task.name, 0):
-                said[task.name] = task.iteration
+            if task.progress.iteration != said.get(task.name, 0):
+                said[task.name] = task.progress.iteration
                 print(progress_line(task, state.now_us), file=stream, flush=True)
 
 
@@ -192,8 +192,9 @@ def progress_line(task: Task, now_us: int) -> str:
     """How a task stands, on one line. `now_us`: the log's clock."""
     clock = time.strftime("%H:%M:%S", time.localtime(now_us / 1e6))
     return (
-        f"{clock}  task {task.name} at iteration {task.iteration} of {task.spec.iterations}, loss {loss(task.loss)},"
-        f" {task_workers(task)} workers, {milliseconds(task.iteration_us)} ms/iteration"
+        f"{clock}  task {task.name} at iteration {task.progress.iteration} of {task.spec.iterations},"
+        f" loss {loss(task.progress.loss)},"
+        f" {task_workers(task)} workers, {milliseconds(task.pace.iteration_us)} ms/iteration"
     )
 
 

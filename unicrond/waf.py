@@ -36,9 +36,9 @@ def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
 
 def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
     """T(0..max_workers) as far as it is known today, FLOP/s."""
-    if not task.measured:
+    if not task.pace.measured:
         return modelled(task.spec, linear)
-    measured = tuple(sorted((int(workers), flops) for workers, flops in task.measured.items()))
+    measured = tuple(sorted((int(workers), flops) for workers, flops in task.pace.measured.items()))
     return _corrected(modelled(task.spec), measured)
 
 
@@ -57,10 +57,10 @@ def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
 
 def _per_worker(task: Task) -> int:
     """FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is known."""
-    if not task.measured:
+    if not task.pace.measured:
         return _facts(task.spec).per_worker
-    workers = max(int(workers) for workers in task.measured)
-    return task.measured[str(workers)] // workers
+    workers = max(int(workers) for workers in task.pace.measured)
+    return task.pace.measured[str(workers)] // workers
 
 
 # --- kept, because they are asked for at every event ----------------------------------------------

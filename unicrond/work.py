@@ -22,12 +22,12 @@ def iteration_flop(spec: TaskSpec) -> int:
 
 def delivered_flop(task: Task) -> int:
     """Weighted model FLOP that the task has committed (iterations rolled back count once)."""
-    return int(task.spec.weight * iteration_flop(task.spec) * task.iteration)
+    return int(task.spec.weight * iteration_flop(task.spec) * task.progress.iteration)
 
 
 def achieved_waf(task: Task, now_us: int) -> int:
     """Weighted FLOP/s that the task has achieved since its first step was committed."""
-    elapsed_us = now_us - task.first_commit_us
-    if not task.first_commit_us or elapsed_us <= 0:
+    elapsed_us = now_us - task.progress.first_commit_us
+    if not task.progress.first_commit_us or elapsed_us <= 0:
         return 0
     return delivered_flop(task) * 1_000_000 // elapsed_us

@@ -22,7 +22,8 @@ from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution, solve
 from unicrond.policy import Policy
 from unicrond.reconcile import leaving_members
-from unicrond.state import ClusterState, NodeStatus, Severity, Task, TaskStatus, digest
+from unicrond.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
+from unicrond.state_bytes import digest
 
 #: Name -> what it says; docs/design/simulation.md is held to this table by a test.
 RULES: dict[str, str] = {
@@ -108,8 +109,8 @@ def decisions_take_effect(before: ClusterState, entry: Entry) -> str:
                 return f"{where} of {name} has generation {generation} after {task.generation if task else 'nothing'}"
         case v.StartWorker(worker=worker, spec=spec):
             task = before.tasks.get(spec.name)
-            if task is not None and int(worker.rpartition(".")[2]) < task.next_worker:
-                return f"{where} starts {worker}, though {task.next_worker} is the next free number"
+            if task is not None and int(worker.rpartition(".")[2]) < task.numbers.next_worker:
+                return f"{where} starts {worker}, though {task.numbers.next_worker} is the next free number"
         case v.TransitionCompleted(incident=incident) if incident not in before.incidents:
             return f"{where} closes {incident}, which is not open"
     return ""
@@ -175,7 +176,7 @@ def innocents_stay(known: ClusterState, isolated: v.NodeIsolated, touched: Colle
     if isolated.node in touched:
         return ""
     for task in known.tasks.values():
-        clear = task.breaks.get(isolated.node, 0) - task.unclear.get(isolated.node, 0) >= strikes_max
+        clear = task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear.get(isolated.node, 0) >= strikes_max
         if clear:
             return f"{isolated.node} is isolated, though nothing ever happened to it: {isolated.reason}"
     return ""
@@ -196,7 +197,7 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
 def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:
     """`known`: the state that the stop was decided in."""
     task = known.tasks.get(stop.task)
-    if task is None or task.status is not TaskStatus.ACTIVE or task.reshape is None:
+    if task is None or task.status is not TaskStatus.ACTIVE or task.reshaping.reshape is None:
         return ""
     whole = [member.worker for member in leaving_members(task)]
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""

@@ -175,10 +175,11 @@ def _command_in_new_words() -> None:
 
 def _double_start() -> None:
     def make(staff: Any) -> Any:
-        def twice(batch: Any, task: Any) -> None:
-            staff(batch, task)
+        def twice(batch: Any, task: Any, policy: Any) -> None:
+            staff(batch, task, policy)
             batch.occupied.clear()
-            staff(batch, replace(task, next_worker=task.next_worker + 8))
+            numbers = replace(task.numbers, next_worker=task.numbers.next_worker + 8)
+            staff(batch, replace(task, numbers=numbers), policy)
 
         return twice
 
@@ -222,7 +223,7 @@ def _need_all_reports() -> None:
     def make(judge: Any) -> Any:
         def patient(task: Any, generation: int = 0) -> Any:
             members = task.membership.members if task.membership else ()
-            return judge(task, generation) if all(one.worker in task.suspicions for one in members) else None
+            return judge(task, generation) if all(one.worker in task.group.suspicions for one in members) else None
 
         return patient
 

@@ -99,7 +99,7 @@ async def worker_faults(rounds: int, directory: Path) -> tuple[dict[str, list[fl
                 ("hang", signal.SIGSTOP),
             ):
                 state = await cluster.training(incidents, beyond=12 if kind == "hang" else 2)
-                iterations.append(state.tasks[TASK].iteration_us / 1e6)
+                iterations.append(state.tasks[TASK].pace.iteration_us / 1e6)
                 victim = members(state)[number % 3]
                 await asyncio.sleep(0.03 * (number % 13))  # anywhere in an iteration
                 at_us = now_us()

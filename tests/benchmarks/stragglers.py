@@ -65,9 +65,9 @@ async def reached(live: Live, name: str, iteration: int, until_s: float = float(
     while True:
         state, _ = await live.dev.state()
         task = state.tasks.get(name)
-        if task is not None and (task.iteration >= iteration or time.monotonic() > until_s):
+        if task is not None and (task.progress.iteration >= iteration or time.monotonic() > until_s):
             return state
-        assert task is None or task.status is TaskStatus.ACTIVE, task.reason
+        assert task is None or task.status is TaskStatus.ACTIVE, task.ending.reason
         await asyncio.sleep(_LOOK_AGAIN_S)
 
 
@@ -90,7 +90,7 @@ async def slow_run(live: Live, number: int, how: str, percent: int, when: str, m
         "since": right[0]["since_iteration"] - first if right else None,
         "wrong": len([event for event in seen if event not in right]),
         "iterations": first + PROMPT,
-        "iteration_ms": state.tasks[name].iteration_us / 1000,
+        "iteration_ms": state.tasks[name].pace.iteration_us / 1000,
         "load": os.getloadavg()[0],
     }
     await ended(live, name)
@@ -116,8 +116,8 @@ async def calm_run(live: Live, number: int, seconds: float, micro_batches: int) 
         "how": "none",
         "replicas": live.workers,
         "seconds": took_s,
-        "iterations": state.tasks[name].iteration,
-        "iteration_ms": took_s * 1000 / max(1, state.tasks[name].iteration),
+        "iterations": state.tasks[name].progress.iteration,
+        "iteration_ms": took_s * 1000 / max(1, state.tasks[name].progress.iteration),
         "alarms": [(event["iteration"], event["rank"], event["factor"]) for event in alarms],
         "load": os.getloadavg()[0],
     }

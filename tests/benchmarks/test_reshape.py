@@ -35,7 +35,7 @@ FIRST = ("MembershipDecided", "StartWorker")
 async def one_reshape(cluster: DevCluster, tp: int) -> dict[str, float]:
     """Milliseconds by stage."""
     state = await trains(cluster, 3 - tp)
-    state = await trains(cluster, 3 - tp, beyond=state.tasks["solo"].iteration + 20)
+    state = await trains(cluster, 3 - tp, beyond=state.tasks["solo"].progress.iteration + 20)
     await asyncio.to_thread(Client(cluster.url).reshape, "solo", {"tp": tp, "max_workers": tp, "min_workers": tp})
     await trains(cluster, tp)
     seen: dict[str, int] = {}
@@ -54,14 +54,14 @@ async def trains(cluster: DevCluster, tp: int, beyond: int = 0) -> ClusterState:
     while True:
         state, _ = await cluster.state()
         task = state.tasks.get("solo")
-        if task is not None and _has(task, tp) and task.iteration > beyond:
+        if task is not None and _has(task, tp) and task.progress.iteration > beyond:
             return state
         await asyncio.sleep(0.02)
 
 
 def _has(task: Task, tp: int) -> bool:
-    trains_now = bool(task.workers) and task.confirmed and task.committed_generation == task.generation
-    return trains_now and task.spec.tp == tp and task.reshape is None
+    trains_now = bool(task.workers) and task.confirmed and task.progress.committed_generation == task.generation
+    return trains_now and task.spec.tp == tp and task.reshaping.reshape is None
 
 
 async def measure(repetitions: int, directory: Path) -> dict[str, list[float]]:

@@ -54,7 +54,13 @@ async def one_restart(cluster: DevCluster) -> dict[str, float]:
     while True:
         state, _ = await cluster.state()
         task = state.tasks.get("solo")
-        if task and task.kept and task.confirmed and task.iteration > task.checkpoint_iteration + 20 and task.workers:
+        if (
+            task
+            and task.copies.kept
+            and task.confirmed
+            and task.progress.iteration > task.progress.checkpoint_iteration + 20
+            and task.workers
+        ):
             break
         await asyncio.sleep(0.05)
     await asyncio.sleep(1.5)  # steady training

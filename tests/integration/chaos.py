@@ -54,7 +54,7 @@ class Chaos(Story):
         what = await getattr(self, "_kill_" + kind.replace("-", "_"))(state)
         print(f"{kind}: {what}", end=" ", flush=True)
         await self.until("the coordinator has seen the fault", lambda s: self._seen(kind, state, s))
-        await self.healed_and_training({name: task.best_iteration for name, task in state.tasks.items()})
+        await self.healed_and_training({name: task.progress.best_iteration for name, task in state.tasks.items()})
         self.healing_s.append((kind, time.monotonic() - started))
         print(f"-> whole and training after {self.healing_s[-1][1]:.1f} s", flush=True)
 
@@ -70,7 +70,7 @@ class Chaos(Story):
             lambda s: (
                 whole(s, len(self.cluster.node_names))
                 and not s.incidents
-                and all(task.iteration > reached.get(task.name, 0) for task in s.tasks.values())
+                and all(task.progress.iteration > reached.get(task.name, 0) for task in s.tasks.values())
             ),
         )
 

@@ -151,10 +151,10 @@ class Endurance(Chaos):
     async def newest_checkpoints(self) -> dict[str, int]:
         """End both tasks, each with a checkpoint written after the last fault; task -> iteration of its newest."""
         state, _ = await self.cluster.state()
-        before = {name: task.checkpoint_iteration for name, task in state.tasks.items()}
+        before = {name: task.progress.checkpoint_iteration for name, task in state.tasks.items()}
         await self.until(
             "both tasks have written a checkpoint since",
-            lambda s: all(s.tasks[name].checkpoint_iteration > at for name, at in before.items()),
+            lambda s: all(s.tasks[name].progress.checkpoint_iteration > at for name, at in before.items()),
         )
         for name in TASKS:
             await asyncio.to_thread(inject(self.cluster).client.cancel, name, "the last fault is over")
@@ -175,7 +175,9 @@ class Endurance(Chaos):
         await self.cluster.submit(spec)
         deadline = time.monotonic() + REFERENCE_TIMEOUT_S
         while (task := (await self.cluster.state())[0].tasks[REFERENCE]).status is not TaskStatus.COMPLETED:
-            assert time.monotonic() < deadline, f"the run without faults is at iteration {task.iteration} of {last}"
+            assert time.monotonic() < deadline, (
+                f"the run without faults is at iteration {task.progress.iteration} of {last}"
+            )
             await asyncio.sleep(0.5)
         for name, iteration in reached.items():
             ours = contents(self.checkpoints(name), name, iteration)

@@ -259,14 +259,16 @@ async def scenario(how: str, kind: str, directory: Path) -> list[dict[str, Any]]
                 "model": {"layers": 1, "hidden": 32, "seq": 32},
             }
         )
-        state = await hosts.until(lambda s: len(members(s)) == 3 and s.tasks["t"].iteration > 5)
+        state = await hosts.until(lambda s: len(members(s)) == 3 and s.tasks["t"].progress.iteration > 5)
         await net.cut(kind)
-        reached = state.tasks["t"].iteration
-        await hosts.until(lambda s: sorted(members(s)) == ["n1", "n2"] and s.tasks["t"].iteration > reached + 1)
+        reached = state.tasks["t"].progress.iteration
+        await hosts.until(
+            lambda s: sorted(members(s)) == ["n1", "n2"] and s.tasks["t"].progress.iteration > reached + 1
+        )
         await net.mend(kind)
         state = await hosts.until(lambda s: sorted(members(s)) == ["n1", "n2", "n3"] and not s.incidents)
-        reached = state.tasks["t"].iteration
-        await hosts.until(lambda s: s.tasks["t"].iteration > reached + 5)
+        reached = state.tasks["t"].progress.iteration
+        await hosts.until(lambda s: s.tasks["t"].progress.iteration > reached + 5)
         return await hosts.events()
 
 

@@ -79,17 +79,20 @@ async def scenario(case: Case, directory: Path) -> Found:
             }
         )
         state = await hosts.until(
-            lambda s: len(members(s)) == case.nodes and s.tasks["t"].iteration > BREAK_FROM, TIMEOUT_S
+            lambda s: len(members(s)) == case.nodes and s.tasks["t"].progress.iteration > BREAK_FROM, TIMEOUT_S
         )
-        began_at, first = state.now_us, state.tasks["t"].iteration
+        began_at, first = state.now_us, state.tasks["t"].progress.iteration
         breakers = [breaker(case, net, hosts, directory, node) for node in case.bad]
         for part in breakers:
             await part.start()
         try:
             state = await hosts.until(lambda s: over(s, case), TIMEOUT_S)
-            reached = state.tasks["t"].iteration
+            reached = state.tasks["t"].progress.iteration
             state = await hosts.until(
-                lambda s: s.tasks["t"].status is not TaskStatus.ACTIVE or s.tasks["t"].iteration > reached + GO_ON_FOR,
+                lambda s: (
+                    s.tasks["t"].status is not TaskStatus.ACTIVE
+                    or s.tasks["t"].progress.iteration > reached + GO_ON_FOR
+                ),
                 TIMEOUT_S,
             )
         finally:
@@ -102,7 +105,7 @@ async def scenario(case: Case, directory: Path) -> Found:
     incidents = {event["incident"] for event in said if event["type"] == "TransitionCompleted" and event["seq"] <= last}
     return Found(
         isolated=list(dict.fromkeys(event["node"] for event in isolated)),
-        failed=state.tasks["t"].reason if state.tasks["t"].status is TaskStatus.FAILED else "",
+        failed=state.tasks["t"].ending.reason if state.tasks["t"].status is TaskStatus.FAILED else "",
         breaks=len(incidents) + 1,
         iterations=reached - first,
         took_s=round((state.now_us - began_at) / 1e6, 1),

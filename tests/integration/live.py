@@ -56,7 +56,7 @@ class Live:
                 state, _ = await self.dev.state()
                 if holds(state):
                     return state
-                failed = [task.reason for task in state.tasks.values() if task.status is TaskStatus.FAILED]
+                failed = [task.ending.reason for task in state.tasks.values() if task.status is TaskStatus.FAILED]
                 assert may_fail or not failed, failed
             await asyncio.sleep(_LOOK_AGAIN_S)
         told = [f"{i.id} {i.kind} {i.worker}: {i.message}" for i in (*state.closed, *state.incidents.values())]
@@ -71,11 +71,11 @@ class Live:
             found = state.tasks.get(task)
             if found is None or not found.confirmed or state.incidents or len(state.closed) < (incidents or 0):
                 return False
-            if len(members(state, task)) != self.workers or found.committed_generation != found.generation:
+            if len(members(state, task)) != self.workers or found.progress.committed_generation != found.generation:
                 return False
-            first.append(found.iteration)
+            first.append(found.progress.iteration)
             rested = not any(node.isolated for node in state.nodes.values())
-            return rested and found.iteration > first[0] + beyond
+            return rested and found.progress.iteration > first[0] + beyond
 
         state = await self.until(f"{self.workers} members train, {incidents} incidents are closed", holds)
         told = [f"{one.kind} {one.worker or one.node}: {one.message}" for one in state.closed[incidents or 0 :]]

@@ -268,13 +268,13 @@ async def test_a_slow_worker_is_named_and_left_alone(live: Live) -> None:
     await live.run("unicronctl", "--url", live.dev.url, *arguments)
     named = lambda: {event["slowest"] for event in live.events("DegradationObserved", after=before.seq)}  # noqa: E731
     await live.until("the slow worker is named", lambda _: worker in named())
-    state = await live.until("it is a straggler", lambda s: list(s.tasks[TASK].stragglers) == [worker])
+    state = await live.until("it is a straggler", lambda s: list(s.tasks[TASK].group.stragglers) == [worker])
     shown = await live.run("unicronctl", "--url", live.dev.url, "status")
     assert "straggler" in shown and worker in shown
     assert state.incidents_total == before.incidents_total and members(state) == members(before)
     await inject(live.client).kill(task=TASK, rank=RANK)
     after = await live.training(incidents=live.incidents + 1)
-    assert worker not in after.tasks[TASK].stragglers
+    assert worker not in after.tasks[TASK].group.stragglers
 
 
 # --- tasks of their own ---------------------------------------------------------------------------
@@ -306,7 +306,7 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     await submit(live, name, max_workers=workers)
     pair = await live.until(
         "all train",
-        lambda s: name in s.tasks and s.tasks[name].confirmed and s.tasks[name].iteration > 30,
+        lambda s: name in s.tasks and s.tasks[name].confirmed and s.tasks[name].progress.iteration > 30,
     )
     was = seats(pair, name)
     assert len(was) == workers
@@ -363,7 +363,7 @@ async def test_a_store_that_dies_while_a_group_meets_there_is_a_store_error(live
     kill_store(live, membership.members[0].node, membership.store.port)
     state = await live.until("that is an incident", lambda s: len(s.closed) + len(s.incidents) > live.incidents)
     os.kill(state.tasks["other"].workers["other.2"].pid, signal.SIGCONT)
-    state = await live.until("they train", lambda s: s.tasks["other"].iteration > 10 and not s.incidents)
+    state = await live.until("they train", lambda s: s.tasks["other"].progress.iteration > 10 and not s.incidents)
     incident = state.closed[-1]
     assert (incident.kind, incident.severity, incident.response) == ("store_error", SEV3, RESPONSE[SEV3])
     assert members(state, "other") == ["other.1", "other.2"] and state.tasks["other"].generation == 2
@@ -395,7 +395,7 @@ async def test_who_hangs_while_the_last_state_is_written_is_found(live: Live) ->
     state = await is_complete(live, "last")
     (incident,) = [incident for incident in state.closed if incident.worker.startswith("last.")]
     assert (incident.kind, incident.worker, incident.severity) == ("hang", "last.1", SEV2)
-    assert "which it has not entered" in incident.message and state.tasks["last"].iteration == 12
+    assert "which it has not entered" in incident.message and state.tasks["last"].progress.iteration == 12
 
 
 @in_one_loop
@@ -405,7 +405,7 @@ async def test_a_group_that_breaks_before_the_last_state_is_written_meets_again(
     checkpoint = {"dir": str(live.directory / "parts"), "interval": 5}
     optimizer = {"decay_iterations": 1000, "distributed": True}
     await submit(live, "parts", max_workers=3, iterations=100, checkpoint=checkpoint, optimizer=optimizer)
-    await live.until("they train", lambda s: "parts" in s.tasks and s.tasks["parts"].iteration > 5)
+    await live.until("they train", lambda s: "parts" in s.tasks and s.tasks["parts"].progress.iteration > 5)
     order(orders(live), "parts.2", "part")
     state = await is_complete(live, "parts")
     (incident,) = [incident for incident in state.closed if "parts" in incident.generations]
@@ -425,7 +425,7 @@ async def is_complete(live: Live, name: str) -> ClusterState:
 async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Live) -> None:
     await end_all(live)
     await submit(live, "poisoned", max_workers=2)
-    await live.until("it trains", lambda s: "poisoned" in s.tasks and s.tasks["poisoned"].iteration > 5)
+    await live.until("it trains", lambda s: "poisoned" in s.tasks and s.tasks["poisoned"].progress.iteration > 5)
     for node in live.dev.node_names:
         order(orders(live), node, "raise", "a poisoned sample")
     state = await live.until(
@@ -433,7 +433,7 @@ async def test_what_fails_wherever_it_runs_ends_the_task_and_says_where(live: Li
     )
     for node in live.dev.node_names:
         (orders(live) / node).unlink()
-    reason = state.tasks["poisoned"].reason
+    reason = state.tasks["poisoned"].ending.reason
     assert "RuntimeError: a poisoned sample" in reason
     # Of two that fail at once in one group the second is told of with the first, and what is left of it is its exit.
     assert re.search(r"exception \(rank \d, iteration \d+, forward\)|process_exit: worker poisoned", reason)

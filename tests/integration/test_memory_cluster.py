@@ -46,14 +46,14 @@ async def events(cluster: DevCluster, kind: str) -> list[dict[str, Any]]:
 def copied(state: ClusterState, above: int = 0) -> bool:
     """Two nodes that are up keep the state, one as a copy of the other's."""
     task = state.tasks.get("solo")
-    kept = [k for k in task.kept.values() if k.iteration > above] if task else []
+    kept = [k for k in task.copies.kept.values() if k.iteration > above] if task else []
     up = {k.node for k in kept if state.nodes[k.node].status is NodeStatus.UP}
     return len(up) >= 2 and any(k.origin != k.node for k in kept)
 
 
 def trains(state: ClusterState, workers: int, above: int) -> bool:
     task = state.tasks.get("solo")
-    return task is not None and len(task.workers) == workers and task.iteration > above
+    return task is not None and len(task.workers) == workers and task.progress.iteration > above
 
 
 def healed(state: ClusterState, incidents: int) -> bool:
@@ -89,16 +89,16 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         state = await until(
             cluster,
             "the next agent says what it keeps",
-            lambda s: any(k.node == worker.node for k in s.tasks["solo"].kept.values()),
+            lambda s: any(k.node == worker.node for k in s.tasks["solo"].copies.kept.values()),
         )
 
         # 3. The node: from the copy.
         state = await until(cluster, "the new state is copied", lambda s: copied(s, taken[-1]["iteration"]))
-        before = state.tasks["solo"].iteration
+        before = state.tasks["solo"].progress.iteration
         (worker,) = state.tasks["solo"].workers.values()
         await cluster.kill_node(worker.node)
         state = await until(
-            cluster, "another node trains on", lambda s: healed(s, 2) and s.tasks["solo"].iteration > before
+            cluster, "another node trains on", lambda s: healed(s, 2) and s.tasks["solo"].progress.iteration > before
         )
         membership = state.tasks["solo"].membership
         assert membership is not None
@@ -115,7 +115,7 @@ async def test_process_agent_and_node_are_lost_and_the_state_is_not(tmp_path: Pa
         await until(
             cluster,
             "nobody who can hear it keeps anything of it",
-            lambda s: all(kept.node == worker.node for kept in s.tasks["solo"].kept.values()),
+            lambda s: all(kept.node == worker.node for kept in s.tasks["solo"].copies.kept.values()),
         )
         for node in set(cluster.node_names) - {worker.node}:
             await no_memory(cluster, node)
@@ -132,10 +132,12 @@ async def test_a_worker_and_a_node_are_lost_with_their_parts_of_the_state(tmp_pa
         worker = next(iter(state.tasks["solo"].workers.values()))
         os.kill(worker.pid, signal.SIGKILL)
         state = await until(cluster, "the worker is replaced", lambda s: healed(s, 1) and trains(s, 3, 20))
-        before = state.tasks["solo"].iteration
-        await until(cluster, "it goes on", lambda s: s.tasks["solo"].iteration > before + 20)
+        before = state.tasks["solo"].progress.iteration
+        await until(cluster, "it goes on", lambda s: s.tasks["solo"].progress.iteration > before + 20)
         await cluster.kill_node(state.tasks["solo"].membership.members[0].node)  # type: ignore[union-attr]
-        state = await until(cluster, "two go on", lambda s: healed(s, 2) and s.tasks["solo"].iteration > before + 40)
+        state = await until(
+            cluster, "two go on", lambda s: healed(s, 2) and s.tasks["solo"].progress.iteration > before + 40
+        )
         assert {event["source"] for event in await events(cluster, "StateTaken")} <= {"init", "replica"}
         assert all(not incident.iterations_lost for incident in state.closed)
 

@@ -99,7 +99,7 @@ class Head:
 
     async def trains_on(self, since: ClusterState | None = None) -> ClusterState:
         """All nodes are up, and the task, on both, is well past where it was."""
-        reached = since.tasks["big"].iteration if since else 0
+        reached = since.tasks["big"].progress.iteration if since else 0
         return await self.until(
             "both nodes train",
             lambda s: (
@@ -108,7 +108,7 @@ class Head:
                 and s.tasks["big"].confirmed
                 and s.tasks["big"].membership is not None
                 and len(s.tasks["big"].membership.members) == len(NODES)
-                and s.tasks["big"].iteration > reached + 3
+                and s.tasks["big"].progress.iteration > reached + 3
             ),
         )
 
@@ -148,7 +148,7 @@ async def test_servers_die_and_leaders_change_and_nobody_is_lost(tmp_path: Path)
         )
         told, _ = await replayed.communicate()
         assert replayed.returncode == 0
-        assert json.loads(told)["state"]["tasks"]["big"]["iteration"] >= state.tasks["big"].iteration
+        assert json.loads(told)["state"]["tasks"]["big"]["iteration"] >= state.tasks["big"].progress.iteration
         await connection.close()
 
 

@@ -62,8 +62,8 @@ async def test_a_program_that_ends_early_fails_with_the_reason(live: Live, name:
     state = await ended(live, name, *orders)
     task = state.tasks[name]
     assert task.status is TaskStatus.FAILED
-    assert "its program ended 3 times in mid-training, and never said hook.stop(reason)" in task.reason
-    assert says in task.reason and "let hook.steps() run to its end" in task.reason
+    assert "its program ended 3 times in mid-training, and never said hook.stop(reason)" in task.ending.reason
+    assert says in task.ending.reason and "let hook.steps() run to its end" in task.ending.reason
     incidents = [incident for incident in state.closed if name in incident.generations]
     # Of two that leave at once the second may be told of with the first, and what is left of it is its exit.
     kinds = {one.kind for one in incidents}
@@ -87,10 +87,10 @@ async def test_a_program_that_says_stop_completes_its_task(live: Live, name: str
     before, _ = await live.dev.state()
     state = await ended(live, name, order)
     task = state.tasks[name]
-    assert task.status is TaskStatus.COMPLETED, task.reason
-    assert task.reason == f"stopped by its program after iteration {task.iteration} of 40: enough"
-    assert task.iteration == last if last else task.iteration >= 6
-    assert task.checkpoint_iteration == task.iteration, "its state is saved"
+    assert task.status is TaskStatus.COMPLETED, task.ending.reason
+    assert task.ending.reason == f"stopped by its program after iteration {task.progress.iteration} of 40: enough"
+    assert task.progress.iteration == last if last else task.progress.iteration >= 6
+    assert task.progress.checkpoint_iteration == task.progress.iteration, "its state is saved"
     assert not [i for i in state.closed if name in i.generations and i.severity is not Severity.SEV3]
     ends = {path.stem for path in live.directory.glob(f"{name}.*.end")}
     assert ends >= {f"{name}.1", f"{name}.2"}, "the program goes on behind its loop"
@@ -108,7 +108,7 @@ async def test_a_declared_evaluation_and_a_long_start_are_no_faults(live: Live) 
     before, _ = await live.dev.state()
     orders = ["12:all:busy=7/60"]
     state = await ended(live, "patient", *orders, env={"START_S": "9"}, start_timeout_s=60)
-    assert state.tasks["patient"].status is TaskStatus.COMPLETED, state.tasks["patient"].reason
+    assert state.tasks["patient"].status is TaskStatus.COMPLETED, state.tasks["patient"].ending.reason
     assert state.incidents_total == before.incidents_total
     told = live.events("WorkerBusy", after=before.seq)
     assert [event["what"] for event in told].count("evaluation") == 2
@@ -119,7 +119,7 @@ async def test_a_declared_evaluation_and_a_long_start_are_no_faults(live: Live) 
 async def test_an_evaluation_of_one_replica_is_waited_for(live: Live) -> None:
     before, _ = await live.dev.state()
     state = await ended(live, "alone", "12:lead:busy=12/60")
-    assert state.tasks["alone"].status is TaskStatus.COMPLETED, state.tasks["alone"].reason
+    assert state.tasks["alone"].status is TaskStatus.COMPLETED, state.tasks["alone"].ending.reason
     assert state.incidents_total == before.incidents_total
 
 
@@ -139,7 +139,9 @@ async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_n
         name, entry=str(ENTRY), args=[str(live.directory), "2:new:hang"], data=str(live.directory / "stdlib"),
         iterations=1_000_000, checkpoint={"dir": str(live.directory / name), "interval": 0, "memory_interval": 0},
     )  # fmt: skip
-    state = await live.until("they train", lambda s: name in s.tasks and s.tasks[name].iteration > 60, may_fail=True)
+    state = await live.until(
+        "they train", lambda s: name in s.tasks and s.tasks[name].progress.iteration > 60, may_fail=True
+    )
     was = seats(state, name)
     await inject(live.client).kill(task=name, rank=1)
     state = await live.until(
@@ -148,7 +150,7 @@ async def test_a_hang_right_after_a_join_is_found_at_once_and_costs_the_others_n
             f"{name}.4" in members(s, name)
             and s.tasks[name].confirmed
             and not s.incidents
-            and s.tasks[name].iteration > s.tasks[name].formed_after + 5
+            and s.tasks[name].progress.iteration > s.tasks[name].group.formed_after + 5
         ),
         may_fail=True,  # others before it
     )

@@ -43,8 +43,13 @@ async def until(dev: DevCluster, what: str, holds: Callable[[Task], object], nam
 def trains(task: Task, form: tuple[int, int, int], beyond: int) -> bool:
     """With that tp, pp and number of workers, past iteration `beyond`."""
     members = task.membership.members if task.membership else ()
-    as_asked = (task.spec.tp, task.spec.pp, len(members)) == form and task.reshape is None
-    return as_asked and task.confirmed and task.committed_generation == task.generation and task.iteration > beyond
+    as_asked = (task.spec.tp, task.spec.pp, len(members)) == form and task.reshaping.reshape is None
+    return (
+        as_asked
+        and task.confirmed
+        and task.progress.committed_generation == task.generation
+        and task.progress.iteration > beyond
+    )
 
 
 def told(client: Client, kind: str) -> list[dict[str, Any]]:
@@ -91,14 +96,14 @@ async def test_a_task_changes_its_form_again_and_again(tmp_path: Path) -> None:
         await until(dev, "four replicas train", lambda task: trains(task, (1, 1, 4), 10))
         await reshape(dev, "--tp", "2")
         state = await until(dev, "tp 2", lambda task: trains(task, (2, 1, 4), 15))
-        at = state.tasks["big"].iteration
+        at = state.tasks["big"].progress.iteration
         await reshape(dev, "--tp", "1", "--pp", "2", "--reason", "one GPU is small")
         state = await until(dev, "pp 2", lambda task: trains(task, (1, 2, 4), at + 5))
-        stay, at = state.tasks["big"].membership, state.tasks["big"].iteration
+        stay, at = state.tasks["big"].membership, state.tasks["big"].progress.iteration
         assert stay is not None
         await reshape(dev, "--max-workers", "2")
         state = await until(dev, "one replica of the two", lambda task: trains(task, (1, 2, 2), at + 5))
-        left, at = state.tasks["big"].membership, state.tasks["big"].iteration
+        left, at = state.tasks["big"].membership, state.tasks["big"].progress.iteration
         assert left is not None and {m.worker for m in left.members} < {m.worker for m in stay.members}
         await reshape(dev, "--max-workers", "4")
         state = await until(dev, "two replicas", lambda task: trains(task, (1, 2, 4), at + 5))
@@ -106,13 +111,13 @@ async def test_a_task_changes_its_form_again_and_again(tmp_path: Path) -> None:
         assert again is not None and {m.worker for m in left.members} < {m.worker for m in again.members}
 
         # Another task is worth more: half of the workers move to it, and come back when it ends.
-        at = state.tasks["big"].iteration
+        at = state.tasks["big"].progress.iteration
         await dev.submit({**TASK, "name": "other", "weight": 9, "max_workers": 2, "env": env})
         state = await until(dev, "big makes room", lambda task: trains(task, (1, 2, 2), at + 5))
         left = state.tasks["big"].membership
         assert left is not None and {m.worker for m in left.members} < {m.worker for m in again.members}
-        await until(dev, "other trains", lambda task: task.iteration > 5 and len(task.workers) == 2, "other")
-        at = state.tasks["big"].iteration
+        await until(dev, "other trains", lambda task: task.progress.iteration > 5 and len(task.workers) == 2, "other")
+        at = state.tasks["big"].progress.iteration
         assert await asyncio.to_thread(unicronctl, ["--url", dev.url, "cancel", "other"]) == 0
         state = await until(dev, "big has all again", lambda task: trains(task, (1, 2, 4), at + 5))
         again = state.tasks["big"].membership

@@ -15,7 +15,8 @@ from events.segments import read_entries
 from replay.point import AtSeq
 from replay.replayer import replay
 from tests.replay.logs import eventful, write_log
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
 
 LOG = Path(__file__).parents[1] / "golden" / "log_v1.bin"
 EXPECTED = LOG.with_suffix(".json")
@@ -30,7 +31,7 @@ def facts(state: ClusterState) -> dict[str, Any]:
         "term": state.term,
         "nodes": {node.name: [node.status, node.isolated, node.slots] for node in state.nodes.values()},
         "tasks": {
-            task.name: [task.status, task.iteration, task.generation, sorted(task.workers)]
+            task.name: [task.status, task.progress.iteration, task.generation, sorted(task.workers)]
             for task in state.tasks.values()
         },
         "plan": [state.plan.epoch, {a.task: a.workers for a in state.plan.assignments.values()}, state.plan.waf],

@@ -29,7 +29,7 @@ from replay.selection import tasks_of
 from replay.source import FileSource
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import eventful, fill, troubled, write_log
-from unicrond.state import digest, to_json
+from unicrond.state_bytes import digest, to_json
 
 
 @pytest.fixture(scope="module")

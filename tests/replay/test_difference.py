@@ -12,7 +12,7 @@ from replay.point import AtSeq
 from replay.replayer import EMPTY, replay
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, troubled, write_log
-from unicrond.state import digest
+from unicrond.state_bytes import digest
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -18,7 +18,7 @@ from replay.replayer import replay
 from replay.source import FileSource, entries_of
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, write_log
-from unicrond.state import digest
+from unicrond.state_bytes import digest
 
 
 async def read_all(source: FileSource) -> list[Entry]:
@@ -69,8 +69,8 @@ async def test_a_server_keeps_numbers_producers_and_repetitions_but_not_times(
         was.inert,
         was.quarantined,
     )
-    assert {name: task.iteration for name, task in now.tasks.items()} == {
-        name: task.iteration for name, task in was.tasks.items()
+    assert {name: task.progress.iteration for name, task in now.tasks.items()} == {
+        name: task.progress.iteration for name, task in was.tasks.items()
     }
 
 

@@ -15,7 +15,8 @@ from replay.point import AtSeq, AtTime, BeforeEnd, format_time, parse_point
 from replay.replayer import EMPTY, replay
 from tests.replay.logs import eventful, troubled
 from unicrond.fold import fold
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
 
 seeds = st.integers(0, 7)
 

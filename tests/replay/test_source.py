@@ -24,7 +24,7 @@ from replay.point import AtSeq, AtTime, Point
 from replay.replayer import replay
 from replay.source import FileSource, Source, read
 from tests.replay.logs import eventful, fill, troubled, write_log
-from unicrond.state import digest
+from unicrond.state_bytes import digest
 
 
 async def entries_of(source: Source, *, after: Point | None = None, until: Point | None = None) -> list[Entry]:

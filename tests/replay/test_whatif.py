@@ -15,7 +15,9 @@ from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import MiniCluster
 from unicrond.invariants import check
 from unicrond.policy import Policy
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
+from unicrond.task_parts import Pace
 
 
 def two_tasks() -> ClusterState:
@@ -75,7 +77,7 @@ def test_both_plans_are_worth_what_the_changed_settings_say() -> None:
 def test_a_plan_is_worth_what_it_says() -> None:
     """One task is measured, of the other nothing is known: one of its workers is worth what one of the first's is."""
     state = two_tasks()
-    big = msgspec.structs.replace(state.tasks["big"], measured={"3": 9 * 10**9})
+    big = msgspec.structs.replace(state.tasks["big"], pace=Pace(measured={"3": 9 * 10**9}))
     without, _ = what_if(msgspec.structs.replace(state, tasks=state.tasks | {"big": big}), Policy(), Changes())
     assert sum(waf_of(without.state, without.plan).values()) == without.plan.waf > 9 * 10**9
 

@@ -18,7 +18,7 @@ from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.alarms import STANDS_US, Alarms, written_by
 from unicrond.fold import fold
-from unicrond.state import digest
+from unicrond.state_bytes import digest
 
 NOW_US = 1_700_000_000_000_000
 

@@ -19,7 +19,8 @@ from events.envelope import Recorded
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.config import Config
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
 
 
 @asynccontextmanager
@@ -64,7 +65,7 @@ async def test_submit_and_cancel(tmp_path: Path) -> None:
         async with http.post("/v1/tasks/new/cancel", json={"reason": "a slip"}) as response:
             assert response.status == 202
         await served.until(v.TaskCancelled)
-        assert served.coordinator.state.tasks["new"].reason == "a slip"
+        assert served.coordinator.state.tasks["new"].ending.reason == "a slip"
         async with http.post("/v1/tasks/new/cancel") as response:
             await refused(response, 404, "new", "not active")
 
@@ -173,7 +174,7 @@ def with_nan() -> MiniCluster:
     task = cluster.state.tasks["big"]
     assert task.membership is not None
     lead = task.membership.members[0]
-    iteration = task.iteration + 1
+    iteration = task.progress.iteration + 1
     step = v.StepCommitted(
         node=lead.node,
         task="big",
@@ -215,7 +216,7 @@ def with_secrets() -> MiniCluster:
     cluster.run()
     cluster.train("big", 5)
     cluster.run()
-    assert cluster.state.tasks["big"].peers, "the rig must hold what is to be hidden"
+    assert cluster.state.tasks["big"].copies.peers, "the rig must hold what is to be hidden"
     return cluster
 
 

@@ -22,7 +22,7 @@ from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import fill, troubled
 from unicrond.coordinator import Coordinator
 from unicrond.policy import Policy
-from unicrond.state import digest
+from unicrond.state_bytes import digest
 
 
 def unicrond(*arguments: object) -> subprocess.CompletedProcess[str]:

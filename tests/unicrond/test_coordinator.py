@@ -18,7 +18,8 @@ from tests.unicrond.coordinators import running
 from unicrond.coordinator import Coordinator, batches
 from unicrond.fold import fold
 from unicrond.policy import Policy
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
 
 
 def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelope:

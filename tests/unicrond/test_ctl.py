@@ -191,7 +191,7 @@ async def test_submit_and_cancel(served: Served) -> None:
     cancelled = await ctl("cancel", "third", "--reason", "done with it", "--json", url=served.url)
     assert json.loads(cancelled.out)["task"] == "third"
     await served.until(TaskCancelled, last)
-    assert served.coordinator.state.tasks["third"].reason == "done with it"
+    assert served.coordinator.state.tasks["third"].ending.reason == "done with it"
     assert "task: nobody is not active" in one_line(await ctl("cancel", "nobody", url=served.url), 1)
 
 

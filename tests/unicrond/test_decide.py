@@ -9,7 +9,8 @@ from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.stories import random_life
 from unicrond.decide import decide
 from unicrond.fold import fold_all
-from unicrond.state import ClusterState, Severity, TaskStatus, digest
+from unicrond.state import ClusterState, Severity, TaskStatus
+from unicrond.state_bytes import digest
 
 
 def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:
@@ -127,7 +128,9 @@ def test_a_task_that_fails_everywhere_is_failed_and_its_nodes_are_readmitted() -
                 cluster.kill_worker(cluster.hosts[worker.node], worker.worker)
         cluster.run()
     assert cluster.state.tasks["small"].status is TaskStatus.FAILED
-    assert "ended" in cluster.state.tasks["small"].reason or "failed" in cluster.state.tasks["small"].reason
+    assert (
+        "ended" in cluster.state.tasks["small"].ending.reason or "failed" in cluster.state.tasks["small"].ending.reason
+    )
     cluster.run()
     assert not any(node.isolated for node in cluster.state.nodes.values())
     assert cluster.state.plan.assignments["big"].workers == 3

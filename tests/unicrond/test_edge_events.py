@@ -23,7 +23,8 @@ from unicrond.metrics import exposition
 from unicrond.own_decisions import require_sound
 from unicrond.planning.solver import solve
 from unicrond.policy import Policy
-from unicrond.state import ClusterState, digest, to_json
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest, to_json
 
 POLICY = Policy()
 

@@ -38,7 +38,7 @@ def test_a_program_that_leaves_again_and_again_fails_its_task_and_accuses_no_nod
     leave_early(cluster)
     task = cluster.state.tasks["big"]
     assert task.status is TaskStatus.FAILED
-    assert task.reason.startswith("its program ended 3 times in mid-training, and never said hook.stop(reason)")
+    assert task.ending.reason.startswith("its program ended 3 times in mid-training, and never said hook.stop(reason)")
     assert not [e for e in cluster.log if isinstance(e.envelope.event, v.NodeIsolated)]
 
 
@@ -49,12 +49,12 @@ def test_a_program_that_leaves_strikes_no_node(cluster: MiniCluster) -> None:
     for _ in range(2):
         leave_early(cluster)
         task = cluster.state.tasks["big"]
-        assert not task.strikes and not task.breaks and not task.unclear
-    assert task.early == 2
+        assert not task.troubles.strikes and not task.troubles.breaks and not task.troubles.unclear
+    assert task.troubles.early == 2
     worker = next(name for name in members(cluster) if task.workers[name].node == node)
     cluster.kill_worker(cluster.hosts[node], worker)
     cluster.run()
-    assert cluster.state.tasks["big"].strikes == {node: 1}
+    assert cluster.state.tasks["big"].troubles.strikes == {node: 1}
 
 
 def test_ten_iterations_without_it_are_forgiven(cluster: MiniCluster) -> None:
@@ -62,7 +62,7 @@ def test_ten_iterations_without_it_are_forgiven(cluster: MiniCluster) -> None:
         leave_early(cluster)
         cluster.train("big", 12)
         cluster.run()
-    assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].early == 0
+    assert cluster.state.tasks["big"].status is TaskStatus.ACTIVE and cluster.state.tasks["big"].troubles.early == 0
 
 
 def stop(cluster: MiniCluster, worker: str, *, left: bool) -> None:
@@ -78,7 +78,7 @@ def test_where_all_have_left_after_one_iteration_the_task_is_complete(cluster: M
     stop(cluster, other, left=True)
     task = cluster.state.tasks["big"]
     assert task.status is TaskStatus.COMPLETED
-    assert task.reason == "stopped by its program after iteration 3 of 100: enough"
+    assert task.ending.reason == "stopped by its program after iteration 3 of 100: enough"
 
 
 def test_the_next_membership_says_that_training_is_to_end(cluster: MiniCluster) -> None:
@@ -100,4 +100,4 @@ def test_the_reason_is_the_programs_whoever_is_told_of_first(cluster: MiniCluste
     cluster.say(cluster.hosts[node], done)
     if not asked_first:
         stop(cluster, other, left=False)
-    assert cluster.state.tasks["big"].reason == "stopped by its program after iteration 4 of 100: enough"
+    assert cluster.state.tasks["big"].ending.reason == "stopped by its program after iteration 4 of 100: enough"

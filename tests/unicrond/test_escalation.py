@@ -13,7 +13,8 @@ from unicrond.decide import decide
 from unicrond.fold import fold
 from unicrond.policy import Policy
 from unicrond.severity import SEVERITY, severity_of
-from unicrond.state import CALM_ITERATIONS, ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.task_parts import CALM_ITERATIONS
 
 SEEDS = range(20)
 
@@ -230,7 +231,7 @@ def test_after_a_rollback_calm_is_counted_from_where_it_went_on() -> None:
     cluster.run()
     cluster.iterations["big"] = 100  # nobody had state: from an old checkpoint
     cluster.train("big", CALM_ITERATIONS)
-    assert cluster.state.tasks["big"].reattempts == 0
+    assert cluster.state.tasks["big"].group.reattempts == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -296,7 +297,7 @@ def test_connections_that_break_for_ever_without_a_step_end_the_task(seed: int) 
         break_group(cluster, "big", *cluster.random.sample(members(cluster, "big"), 2))
         cluster.run_but_isolation()
     task = cluster.state.tasks["big"]
-    assert task.status is TaskStatus.FAILED and "without a new iteration" in task.reason
+    assert task.status is TaskStatus.FAILED and "without a new iteration" in task.ending.reason
     cluster.run()
     assert not any(node.isolated for node in cluster.state.nodes.values()), "no node was at fault"
 
@@ -464,7 +465,7 @@ def test_work_that_fails_wherever_it_runs_ends_the_task_with_its_place(seed: int
         cluster.run()
     task = cluster.state.tasks["big"]
     assert task.status is TaskStatus.FAILED
-    assert "nan_loss" in task.reason and "iteration 17" in task.reason
+    assert "nan_loss" in task.ending.reason and "iteration 17" in task.ending.reason
     assert len(said(cluster, v.StartWorker)) < 30
     cluster.run()
     assert not any(node.isolated for node in cluster.state.nodes.values()), "the task was at fault"
@@ -480,7 +481,10 @@ def test_workers_that_end_together_are_one_blow() -> None:
         cluster.train("wide")
         for worker in list(cluster.hosts["n0"].processes):
             cluster.kill_worker(cluster.hosts["n0"], worker)
-        assert (cluster.state.tasks["wide"].stuck, cluster.state.tasks["wide"].strikes) == (1, {"n0": 1})
+        assert (cluster.state.tasks["wide"].troubles.stuck, cluster.state.tasks["wide"].troubles.strikes) == (
+            1,
+            {"n0": 1},
+        )
         cluster.run()
         cluster.assert_whole()
     assert cluster.state.tasks["wide"].status is TaskStatus.ACTIVE
@@ -493,7 +497,7 @@ def test_a_start_that_fails_again_and_again_is_counted_each_time() -> None:
     cluster.submit("bad")
     for number in range(1, 4):
         fail_start(cluster)
-        assert cluster.state.tasks["bad"].strikes == {"n0": number}
+        assert cluster.state.tasks["bad"].troubles.strikes == {"n0": number}
     cluster.add_host("n1")
     assert cluster.decide() and said(cluster, v.NodeIsolated)
 
@@ -506,7 +510,7 @@ def test_the_last_node_is_not_isolated_for_what_may_be_the_tasks_fault() -> None
         fail_start(cluster)
     cluster.decide()
     assert not said(cluster, v.NodeIsolated)
-    assert "struck 8 times without a new iteration" in cluster.state.tasks["bad"].reason
+    assert "struck 8 times without a new iteration" in cluster.state.tasks["bad"].ending.reason
     cluster.submit("good")
     cluster.run()
     assert members(cluster, "good")

@@ -140,7 +140,7 @@ def test_a_group_that_has_gone_back_may_hang_before_its_first_step(cluster: Mini
     cluster.kill_worker(cluster.hosts["n0"], next(iter(cluster.hosts["n0"].processes)))
     cluster.run()
     cluster.iterations["big"] = 3  # from an old checkpoint
-    assert cluster.state.tasks["big"].iteration == 100
+    assert cluster.state.tasks["big"].progress.iteration == 100
     for member in members(cluster):
         suspect(cluster, member)
     assert [incident.kind for incident in cluster.state.incidents.values()] == ["collective_timeout"]
@@ -151,16 +151,16 @@ def test_a_step_makes_suspicions_void(cluster: MiniCluster) -> None:
     suspect(cluster, one)
     suspect(cluster, other)
     cluster.train("big")
-    assert not cluster.state.tasks["big"].suspicions
+    assert not cluster.state.tasks["big"].group.suspicions
     suspect(cluster, culprit, entered=8, waiting=False)
-    assert not cluster.state.incidents and not cluster.state.tasks["big"].suspicions
+    assert not cluster.state.incidents and not cluster.state.tasks["big"].group.suspicions
 
 
 @pytest.mark.parametrize("changes", [{"generation": 99}, {"generation": 0}, {"iteration": 2}, {"worker": "big.99"}])
 def test_stale_suspicions_are_ignored(cluster: MiniCluster, changes: dict[str, object]) -> None:
     one, *_ = members(cluster)
     suspect(cluster, one, stopped=True, **changes)
-    assert not cluster.state.incidents and not cluster.state.tasks["big"].suspicions
+    assert not cluster.state.incidents and not cluster.state.tasks["big"].group.suspicions
 
 
 def test_who_stops_between_the_agreement_and_the_step_is_found(cluster: MiniCluster) -> None:
@@ -282,7 +282,7 @@ def regroup_without_an_answer(cluster: MiniCluster) -> tuple[str, list[str]]:
 
 def pass_meeting(cluster: MiniCluster) -> None:
     task = cluster.state.tasks["big"]
-    name = f"meet:big#{task.generation}.{task.meetings}"
+    name = f"meet:big#{task.generation}.{task.group.meetings}"
     cluster.append(v.DeadlinePassed(deadline_id=name), "coordinator", cluster.state.term)
 
 
@@ -314,7 +314,7 @@ def test_who_has_declared_to_be_busy_is_waited_for(cluster: MiniCluster) -> None
     assert deadlines(cluster.state, cluster.policy)["meet:big#2.0"] == 600 * SECOND_US
     pass_meeting(cluster)
     task = cluster.state.tasks["big"]
-    assert all(task.workers[name].alive for name in (silent, *others)) and task.meetings == 1
+    assert all(task.workers[name].alive for name in (silent, *others)) and task.group.meetings == 1
     cluster.say(cluster.hosts[node], replace(busy, what="", at_most_us=0))
     pass_meeting(cluster)
     assert not cluster.state.tasks["big"].workers[silent].alive

@@ -19,6 +19,7 @@ from unicrond.isolation import BACK_OFF_MAX, Phase, Repair, phase, repairs_due, 
 from unicrond.policy import Policy, Settings, settings_of
 from unicrond.readmission import Readmission, Repairs, command
 from unicrond.state import TaskStatus
+from unicrond.task_parts import Troubles
 
 NODE = "n0"
 
@@ -206,7 +207,9 @@ def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
     cluster = cluster_of()
     break_gpu(cluster)
     task = cluster.state.tasks["big"]
-    cluster.state = replace(cluster.state, tasks={"big": replace(task, status=TaskStatus.FAILED, strikes={NODE: 2})})
+    cluster.state = replace(
+        cluster.state, tasks={"big": replace(task, status=TaskStatus.FAILED, troubles=Troubles(strikes={NODE: 2}))}
+    )
     assert not [e for e in decide(cluster.state, {}, cluster.policy) if isinstance(e, v.NodeReadmitted)]
 
 

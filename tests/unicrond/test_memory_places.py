@@ -133,7 +133,9 @@ def test_an_ended_tasks_states_are_dropped_everywhere_they_can_be() -> None:
     join(cluster, "n3")
     keep(cluster, "n3", 3, origin="n1")
     cluster.run()
-    assert not cluster.state.tasks["solo"].kept, "told again by the node that has come back, and dropped there too"
+    assert not cluster.state.tasks["solo"].copies.kept, (
+        "told again by the node that has come back, and dropped there too"
+    )
 
 
 def test_what_the_farther_source_holds_is_named_where_memory_is_older() -> None:

@@ -18,7 +18,8 @@ from unicrond.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFin
 from unicrond.planning.solver import solve
 from unicrond.planning.table import Planner
 from unicrond.policy import Policy
-from unicrond.state import WARM_UP, ClusterState, NodeStatus, TaskStatus
+from unicrond.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.task_parts import WARM_UP, Pace
 from unicrond.waf import linear_flops, throughput
 from unicrond.work import LINEAR_FLOPS, iteration_flop
 
@@ -162,7 +163,7 @@ def test_between_two_measured_sizes_the_correction_lies_between() -> None:
     spec = v.TaskSpec(name="a", max_workers=8, throughput={str(w): w * 1000 for w in range(1, 9)})
     cluster = trained(1)
     task = cluster.state.tasks["big"]
-    task = replace(task, spec=spec, measured={"2": 4000, "6": 6000})  # twice as fast, then as expected
+    task = replace(task, spec=spec, pace=Pace(measured={"2": 4000, "6": 6000}))  # twice as fast, then as expected
     known = {workers: throughput(task)(workers) for workers in range(1, 9)}
     assert known == {1: 2000, 2: 4000, 3: 5250, 4: 6000, 5: 6250, 6: 6000, 7: 7000, 8: 8000}
 

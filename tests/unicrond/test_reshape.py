@@ -51,7 +51,7 @@ def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
     cluster.run()
     cluster.assert_whole()
     task = cluster.state.tasks["big"]
-    assert (task.spec.tp, task.spec.pp, task.reshape) == (2, 1, None)
+    assert (task.spec.tp, task.spec.pp, task.reshaping.reshape) == (2, 1, None)
     assert [(m.replica, m.shard) for m in task.membership.members] == [(4, 0), (4, 1), (5, 0), (5, 1)]
     assert all(
         worker.node == task.workers[f"big.{5 + n // 2 * 2}"].node for n, worker in enumerate(task.workers.values())
@@ -66,7 +66,7 @@ def test_all_hand_over_end_and_begin_anew(seed: int) -> None:
     assert "task big reshaped" in cluster.state.plan.trigger
     at = cluster.iterations["big"]
     cluster.train("big")
-    assert cluster.state.tasks["big"].iteration == at + 1
+    assert cluster.state.tasks["big"].progress.iteration == at + 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -181,7 +181,7 @@ def test_what_was_measured_is_forgotten_with_the_layout() -> None:
     ask(cluster, tp=2, max_workers=2)
     cluster.run()
     task = cluster.state.tasks["big"]
-    assert task.spec.throughput == {"2": 100} and not task.measured
+    assert task.spec.throughput == {"2": 100} and not task.pace.measured
 
 
 def test_an_ended_task_is_left_alone() -> None:

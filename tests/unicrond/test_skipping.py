@@ -22,7 +22,8 @@ from unicrond.coordinator import Coordinator
 from unicrond.policy import Policy
 from unicrond.skipping import SkipRefused
 from unicrond.snapshots import Snapshots
-from unicrond.state import TaskStatus, digest
+from unicrond.state import TaskStatus
+from unicrond.state_bytes import digest
 
 
 async def cancelled_by_mistake() -> tuple[MemoryLog, int]:

@@ -26,7 +26,8 @@ from unicrond.fold import fold
 from unicrond.nats_snapshots import NAME, NatsSnapshotStore
 from unicrond.policy import Policy
 from unicrond.snapshots import BadSnapshot, Mark, Snapshots, decode_snapshot, encode_snapshot, mark_of
-from unicrond.state import ClusterState, digest
+from unicrond.state import ClusterState
+from unicrond.state_bytes import digest
 
 
 class MemoryStore:

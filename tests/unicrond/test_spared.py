@@ -54,7 +54,7 @@ def test_ends_that_somebody_ordered_are_no_strikes(kind: str, counts: bool) -> N
         end_all_of(cluster, worker)
         cluster.run_but_isolation()
     assert [event.node for event in said(cluster, v.NodeIsolated)] == (["n0"] if counts else [])
-    assert (cluster.state.tasks["big"].stuck == 0) is not counts
+    assert (cluster.state.tasks["big"].troubles.stuck == 0) is not counts
     assert cluster.state.incidents_total >= 2, "it is an incident all the same"
 
 
@@ -63,13 +63,13 @@ def test_only_what_was_ordered_is_spared() -> None:
     cluster = cluster_of()
     end_all_of(cluster, order(cluster, "kill", counts=False, rank=0))
     cluster.run_but_isolation()
-    assert cluster.state.tasks["big"].strikes == {}
+    assert cluster.state.tasks["big"].troubles.strikes == {}
     end_all_of(cluster, next(iter(cluster.hosts["n0"].processes)))
-    assert cluster.state.tasks["big"].strikes == {"n0": 1}
+    assert cluster.state.tasks["big"].troubles.strikes == {"n0": 1}
     hung = order(cluster, "hang", counts=False, rank=0)
     node = cluster.state.tasks["big"].workers[hung].node
     end_all_of(cluster, hung)
-    assert cluster.state.tasks["big"].strikes == {"n0": 1} | {node: 1}
+    assert cluster.state.tasks["big"].troubles.strikes == {"n0": 1} | {node: 1}
 
 
 def test_an_ordered_hang_is_no_strike() -> None:
@@ -78,7 +78,7 @@ def test_an_ordered_hang_is_no_strike() -> None:
         worker = order(cluster, "stop", counts=False, rank=0)
         cluster.report(worker, "hang")
         cluster.run_but_isolation()
-    assert not said(cluster, v.NodeIsolated) and cluster.state.tasks["big"].strikes == {}
+    assert not said(cluster, v.NodeIsolated) and cluster.state.tasks["big"].troubles.strikes == {}
     assert len(said(cluster, v.IncidentEscalated)) == 3
 
 
@@ -94,7 +94,7 @@ def test_who_ends_together_with_it_is_spared_as_well() -> None:
     mates = [worker.worker for worker in task.workers.values() if worker.replica == victim.replica]
     for worker in mates:
         end_all_of(cluster, worker)
-    assert cluster.state.tasks["big"].strikes == {} and cluster.state.tasks["big"].stuck == 0
+    assert cluster.state.tasks["big"].troubles.strikes == {} and cluster.state.tasks["big"].troubles.stuck == 0
     cluster.run()
     cluster.assert_whole()
 

@@ -80,7 +80,9 @@ def test_a_repeated_report_is_never_acted_upon(seed: int, data: st.DataObject) -
         assert cluster.state.incidents_total == before.incidents_total, told
         assert not cluster.state.incidents, told
     assert {n: t.workers for n, t in cluster.state.tasks.items()} == {n: t.workers for n, t in before.tasks.items()}
-    assert [t.strikes for t in cluster.state.tasks.values()] == [t.strikes for t in before.tasks.values()]
+    assert [t.troubles.strikes for t in cluster.state.tasks.values()] == [
+        t.troubles.strikes for t in before.tasks.values()
+    ]
     assert cluster.state.plan == before.plan
 
 

@@ -69,7 +69,7 @@ def test_a_straggler_is_kept_with_rank_node_factor_and_since_when(cluster: MiniC
 def test_it_is_slow_since_it_was_told_first(cluster: MiniCluster) -> None:
     say(cluster, straggles(cluster, 2))
     say(cluster, straggles(cluster, 2, factor=1.5, since_iteration=40, since_us=9 * SECOND_US))
-    (slow,) = cluster.state.tasks["big"].stragglers.values()
+    (slow,) = cluster.state.tasks["big"].group.stragglers.values()
     assert (slow.factor, slow.since_iteration, slow.since_us) == (1.5, 11, 7 * SECOND_US)
 
 
@@ -79,7 +79,7 @@ def test_who_is_over_it_is_forgotten(cluster: MiniCluster) -> None:
     say(cluster, v.StragglerRecovered(**about(cluster, 1), factor=1.01))  # type: ignore[arg-type]
     assert [row[1] for row in stragglers_table(cluster.state).rows] == ["2"]
     say(cluster, v.StragglerRecovered(**about(cluster, 1), factor=1.01))  # type: ignore[arg-type]
-    assert len(cluster.state.tasks["big"].stragglers) == 1
+    assert len(cluster.state.tasks["big"].group.stragglers) == 1
 
 
 def test_who_leaves_is_no_straggler_any_more(cluster: MiniCluster) -> None:
@@ -89,9 +89,9 @@ def test_who_leaves_is_no_straggler_any_more(cluster: MiniCluster) -> None:
     say(cluster, told)
     cluster.kill_worker(cluster.hosts[slow.node], slow.worker)
     cluster.run()
-    assert list(cluster.state.tasks["big"].stragglers) == [stays.worker]
+    assert list(cluster.state.tasks["big"].group.stragglers) == [stays.worker]
     say(cluster, replace(told, node=member(cluster, 0).node))
-    assert list(cluster.state.tasks["big"].stragglers) == [stays.worker], "a late word about the dead"
+    assert list(cluster.state.tasks["big"].group.stragglers) == [stays.worker], "a late word about the dead"
 
 
 def test_who_is_no_member_is_no_straggler(cluster: MiniCluster) -> None:

@@ -12,6 +12,7 @@ from tests.unicrond.serving import healed_cluster
 from unicrond.cluster_tables import incidents_table, nodes_table, tasks_table
 from unicrond.state import ClusterState, TaskStatus
 from unicrond.tables import Table, for_terminal, show
+from unicrond.task_parts import Ending
 
 REASON = "struck 8 times: no heartbeat for 1.53 s (limit 1.50 s), and its peers have lost it as well"
 
@@ -28,7 +29,10 @@ def shown(table: Table, width: int) -> list[str]:
 @pytest.fixture(scope="module")
 def state() -> ClusterState:
     state = healed_cluster().state
-    tasks = {name: replace(task, status=TaskStatus.FAILED, reason=REASON) for name, task in state.tasks.items()}
+    tasks = {
+        name: replace(task, status=TaskStatus.FAILED, ending=Ending(reason=REASON))
+        for name, task in state.tasks.items()
+    }
     return replace(state, tasks=tasks)
 
 

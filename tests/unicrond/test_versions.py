@@ -138,7 +138,7 @@ def test_a_membership_that_cannot_be_read_is_told_again() -> None:
     generation = made.state.tasks["a"].generation
     for command in unread(made, "n"):
         failed(made, command, reads=FIRST)
-    assert made.state.tasks["a"].unread == generation
+    assert made.state.tasks["a"].group.unread == generation
     assert made.decide()
     told = commands(made, v.SetMembership)["n"]
     assert isinstance(told, v.SetMembership)

@@ -39,8 +39,8 @@ def escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
         return
     if incident.severity is not Severity.SEV3:
         _give_up(batch, incident, worker, incident.severity, f"it has reported {incident.kind} and still runs")
-    elif task.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
-        again = f"the group broke again, reattempted in place {_times(task.reattempts)}"
+    elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
+        again = f"the group broke again, reattempted in place {_times(task.group.reattempts)}"
         found = list(_suspects(task, incident)) or [(worker, "nobody knows where")]
         for suspect, why in found:
             _give_up(batch, incident, suspect, Severity.SEV2, f"{again}; {why}")
@@ -66,12 +66,12 @@ def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
     able = [worker for worker in able if worker.alive]
     verdict, weights = blame.verdict(task, incident), blame.evidence(task, incident)
     for node in verdict.blamed:
-        broken = f"{node} was an end of {_links(weights[node] + task.ends.get(node, 0))} that broke"
+        broken = f"{node} was an end of {_links(weights[node] + task.troubles.ends.get(node, 0))} that broke"
         doubt = "" if node in verdict.clear else ", as others were"
         yield from [(worker, broken + doubt) for worker in able if worker.node == node][:1]
     if not verdict.blamed and able:
-        suspect = max(able, key=lambda worker: (task.breaks.get(worker.node, 0), -_number(worker)))
-        yield suspect, "it was suspected before" if task.breaks.get(suspect.node) else "nobody knows where"
+        suspect = max(able, key=lambda worker: (task.troubles.breaks.get(worker.node, 0), -_number(worker)))
+        yield suspect, "it was suspected before" if task.troubles.breaks.get(suspect.node) else "nobody knows where"
 
 
 def _links(weight: int) -> str:
@@ -88,7 +88,7 @@ def _times(count: int) -> str:
 
 
 def _struck_nodes(task: Task, policy: Policy) -> list[str]:
-    return [node for node, count in task.strikes.items() if count >= policy.strikes_max]
+    return [node for node, count in task.troubles.strikes.items() if count >= policy.strikes_max]
 
 
 def _training_on(task: Task) -> set[str]:
@@ -98,28 +98,29 @@ def _training_on(task: Task) -> set[str]:
 
 def _gets_on(task: Task) -> bool:
     """The newest group is whole and has made a step."""
-    return task.confirmed and task.committed_generation == task.generation
+    return task.confirmed and task.progress.committed_generation == task.generation
 
 
 def waits_for_a_step(task: Task, node: str, policy: Policy) -> bool:
     """Workers ended there again and again, and others of the task train there: nobody new before their next step."""
-    return task.strikes.get(node, 0) >= policy.strikes_max and node in _training_on(task)
+    return task.troubles.strikes.get(node, 0) >= policy.strikes_max and node in _training_on(task)
 
 
 def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
     """The same failure on two nodes is the task's, not the nodes'; and nothing restarts for ever."""
     struck = _struck_nodes(task, policy)
-    early = task.early >= _EARLY_MAX
-    if (len(struck) < 2 or _gets_on(task)) and task.stuck < policy.stuck_max and not early:
+    early = task.troubles.early >= _EARLY_MAX
+    if (len(struck) < 2 or _gets_on(task)) and task.troubles.stuck < policy.stuck_max and not early:
         return
     own = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
     last = own[-1] if own else None
+    stuck = f"struck {task.troubles.stuck} times without a new iteration after {task.progress.best_iteration}"
     why = (
-        f"its program ended {_times(task.early)} in mid-training, and never said hook.stop(reason)"
+        f"its program ended {_times(task.troubles.early)} in mid-training, and never said hook.stop(reason)"
         if early
         else f"its workers failed to restart on {' and '.join(struck)}"
         if len(struck) >= 2
-        else f"struck {task.stuck} times without a new iteration after {task.best_iteration}: its workers ended"
+        else f"{stuck}: its workers ended"
     )
     where = f" ({last.place})" if last and last.place else ""
     tail = f"; last: {last.kind}{where}: {last.message}\n{last.log_tail}" if last else ""
@@ -128,17 +129,18 @@ def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
 
 def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
     """Nodes that the task's failures accuse, and why; none where something else explains them as well."""
-    struck, training = _struck_nodes(task, policy), _training_on(task)
+    struck, training, held = _struck_nodes(task, policy), _training_on(task), task.troubles
     if len(struck) == 1 or _gets_on(task):
         for node in struck:
             if node not in training:
-                yield node, f"workers of {task.name} ended here {_times(task.strikes[node])} without a step between"
-    unclear = [node for node, times in task.unclear.items() if times >= policy.strikes_max]
-    for node, times in task.breaks.items():
+                ended = _times(held.strikes[node])
+                yield node, f"workers of {task.name} ended here {ended} without a step between"
+    unclear = [node for node, times in held.unclear.items() if times >= policy.strikes_max]
+    for node, times in held.breaks.items():
         if times < policy.strikes_max:
             continue
-        clear = times - task.unclear.get(node, 0) >= policy.strikes_max
-        if clear or (len(unclear) < _UNCLEAR_MAX and (task.stuck >= policy.strikes_max or _can_be_tried(state, task))):
+        clear = times - held.unclear.get(node, 0) >= policy.strikes_max
+        if clear or (len(unclear) < _UNCLEAR_MAX and (held.stuck >= policy.strikes_max or _can_be_tried(state, task))):
             given_up = f"workers given up for it {_times(times)}"
             yield node, f"groups of {task.name} broke here again and again: {given_up}"
 
@@ -146,7 +148,7 @@ def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple
 def _can_be_tried(state: ClusterState, task: Task) -> bool:
     """Of two replicas either may be at fault, for ever; another node can show which, and the task keeps its size."""
     assignment = state.plan.assignments.get(task.name)
-    used = {worker.node for worker in task.workers.values()} | {*task.breaks, *task.ends}
+    used = {worker.node for worker in task.workers.values()} | {*task.troubles.breaks, *task.troubles.ends}
     return assignment is not None and len(assignment.replicas) == 2 and _others_left(state, used)
 
 

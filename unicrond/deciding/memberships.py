@@ -28,7 +28,7 @@ def mend(batch: Batch, task: Task) -> bool:
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the group broke and all members live")
         return True
-    if task.membership is not None and task.unread == task.generation and len(living) == len(current):
+    if task.membership is not None and task.group.unread == task.generation and len(living) == len(current):
         urgent, handover = task.membership.urgent, not current
         reason = "a node could not read it: told again as it can"
         set_membership(batch, task, current, urgent=urgent, reason=reason, handover=handover)
@@ -99,7 +99,7 @@ def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
 
 def settled(state: ClusterState, task: Task) -> bool:
     """Nothing is to be done for the task: in a large cluster this is nearly every one."""
-    if task.reshape is not None:
+    if task.reshaping.reshape is not None:
         return False
     return task.status is TaskStatus.ACTIVE and reconcile.staffing(state, task).settled and not _ripe(state, task)
 
@@ -162,7 +162,7 @@ def set_membership(
                 peers=peers,
                 mtbf_us=mtbf_us,
                 handover=handover,
-                stop=task.stop,
+                stop=task.ending.stop,
             )
         )
 

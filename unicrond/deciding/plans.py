@@ -75,7 +75,9 @@ def _trigger(state: ClusterState) -> str:
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
     changes = [f"node {n.name} {_why_not(n)}" for n in state.nodes.values() if n.name in planned and not n.schedulable]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
-    changes += [f"task {t.name} reshaped" for t in active_tasks(state) if t.reshaped_us > state.plan.adopted_us]
+    changes += [
+        f"task {t.name} reshaped" for t in active_tasks(state) if t.reshaping.reshaped_us > state.plan.adopted_us
+    ]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
     active = [task.name for task in active_tasks(state)]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]

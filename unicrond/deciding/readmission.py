@@ -43,6 +43,6 @@ def _innocent_of(batch: Batch, node: Node) -> str:
     if node.isolation is not None and node.isolation.cause == "hardware":
         return ""
     tasks = batch.state.tasks.values()
-    strikers = [task for task in tasks if node.name in task.strikes or node.name in task.breaks]
+    strikers = [task for task in tasks if task.troubles.names(node.name)]
     failed = strikers and all(task.status is TaskStatus.FAILED for task in strikers)
     return strikers[0].name if failed else ""

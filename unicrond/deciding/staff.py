@@ -14,7 +14,7 @@ def staff(batch: Batch, task: Task, policy: Policy) -> None:
     """Starts what is missing where a slot is free; ends what is surplus and in no group."""
     state = batch.state
     wanted = reconcile.staffing(state, task)
-    worker_number, replica_number = task.next_worker, task.next_replica
+    worker_number, replica_number = task.numbers.next_worker, task.numbers.next_replica
     for nodes in wanted.missing:
         if not batch.has_room(nodes):
             continue  # the slot is still another worker's; its end will bring us back

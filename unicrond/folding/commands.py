@@ -10,6 +10,7 @@ from unicrond import isolation
 from unicrond.folding import strikes
 from unicrond.folding.changes import with_node, with_task, with_worker, without_workers, worker_known
 from unicrond.state import UNREAD_MAX, ClusterState, Worker, WorkerStatus
+from unicrond.task_parts import Numbers
 
 
 def count_command(state: ClusterState, node: str) -> ClusterState:
@@ -31,12 +32,11 @@ def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> Clus
         command_id=event.command_id,
     )
     number = int(event.worker.rpartition(".")[2])
-    task = replace(
-        task,
-        next_worker=max(task.next_worker, number + 1),
-        next_replica=max(task.next_replica, event.replica + 1),
+    numbers = Numbers(
+        next_worker=max(task.numbers.next_worker, number + 1),
+        next_replica=max(task.numbers.next_replica, event.replica + 1),
     )
-    return with_task(state, with_worker(task, worker))
+    return with_task(state, with_worker(replace(task, numbers=numbers), worker))
 
 
 def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> ClusterState:
@@ -59,7 +59,9 @@ def set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterSta
 
 def _with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
     task = state.tasks.get(name)
-    return with_task(state, replace(task, peers=peers)) if task and task.peers != peers else state
+    if task is None or task.copies.peers == peers:
+        return state
+    return with_task(state, replace(task, copies=replace(task.copies, peers=peers)))
 
 
 def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:
@@ -114,5 +116,5 @@ def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     for task in state.tasks.values():  # a membership, then; the answer does not say whose
         here = [worker for worker in task.workers.values() if worker.node == event.node and worker.alive]
         if any(worker.generation < task.generation for worker in here) and not task.confirmed:
-            state = with_task(state, replace(task, unread=task.generation))
+            state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))
     return state

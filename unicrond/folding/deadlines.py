@@ -34,7 +34,7 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
     if kind == "meet":
         name, _, meeting = subject.partition("#")
         task = state.tasks.get(name)
-        if task is not None and meeting == f"{task.generation}.{task.meetings}":
+        if task is not None and meeting == f"{task.generation}.{task.group.meetings}":
             return _not_met(state, task, envelope.observed_at_us)
     if kind == "start":
         for task in state.tasks.values():
@@ -56,7 +56,7 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
     if not late:
         return state
     if any(worker.busy for worker in late):
-        return with_task(state, replace(task, meetings=task.meetings + 1))
+        return _next_meeting(state, task)
     silent = [worker for worker in late if worker.answered < task.generation]
     assert task.membership is not None
     urgent = task.membership.urgent
@@ -77,7 +77,12 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
         occurred_us=observed_at_us,
         lost={late[0].worker: ""},
     )
-    return incidents.blame(with_task(state, replace(task, meetings=task.meetings + 1)), fact)
+    return incidents.blame(_next_meeting(state, task), fact)
+
+
+def _next_meeting(state: ClusterState, task: Task) -> ClusterState:
+    """The deadline has passed and ended no process; the next one stands."""
+    return with_task(state, replace(task, group=replace(task.group, meetings=task.group.meetings + 1)))
 
 
 def _is_late(task: Task, worker: Worker) -> bool:

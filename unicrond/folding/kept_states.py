@@ -8,7 +8,8 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import commands
 from unicrond.folding.changes import with_task
-from unicrond.state import ClusterState, KeptState
+from unicrond.state import ClusterState
+from unicrond.task_parts import KeptState
 
 
 def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterState:
@@ -24,15 +25,16 @@ def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterS
         size_bytes=event.size_bytes,
         shards=event.shards,
     )
-    return with_task(state, replace(task, kept=task.kept | {f"{event.node}/{event.shard}": kept}))
+    all_kept = task.copies.kept | {f"{event.node}/{event.shard}": kept}
+    return with_task(state, replace(task, copies=replace(task.copies, kept=all_kept)))
 
 
 def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope) -> ClusterState:
     """Who remembers others than it was told last is told again, and all others with it (`peers_are_stale`)."""
     task = state.tasks.get(event.task)
-    if task is None or tuple(peer.node for peer in task.peers) == event.peers:
+    if task is None or tuple(peer.node for peer in task.copies.peers) == event.peers:
         return state
-    return with_task(state, replace(task, peers=()))
+    return with_task(state, replace(task, copies=replace(task.copies, peers=())))
 
 
 def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:
@@ -42,7 +44,7 @@ def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterS
 def forget_kept(state: ClusterState, node: str, tasks: tuple[str, ...] | None = None) -> ClusterState:
     """The node keeps nothing more of these tasks, or of any."""
     for task in state.tasks.values():
-        if (tasks is None or task.name in tasks) and any(kept.node == node for kept in task.kept.values()):
-            kept = {place: kept for place, kept in task.kept.items() if kept.node != node}
-            state = with_task(state, replace(task, kept=kept))
+        if (tasks is None or task.name in tasks) and any(kept.node == node for kept in task.copies.kept.values()):
+            kept = {place: kept for place, kept in task.copies.kept.items() if kept.node != node}
+            state = with_task(state, replace(task, copies=replace(task.copies, kept=kept)))
     return state

@@ -150,8 +150,9 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
         if incident.node == event.node:  # the restart has failed: its cure is another plan
             state = with_incident(state, replace(incident, severity=Severity.SEV1))
     for task in state.tasks.values():
-        if task.breaks.get(event.node, 0) > task.unclear.get(event.node, 0):  # that explains its peers' losses
-            state = with_task(state, replace(task, ends={}))
+        held = task.troubles
+        if held.breaks.get(event.node, 0) > held.unclear.get(event.node, 0):  # that explains its peers' losses
+            state = with_task(state, replace(task, troubles=replace(held, ends={})))
     return with_node(
         state,
         replace(
@@ -172,8 +173,9 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
         return state
     state = with_node(state, isolation.ended(node))
     for task in state.tasks.values():
-        if event.node in task.strikes or event.node in task.ends or event.node in task.breaks:
-            state = with_task(state, strikes.acquit(task, {event.node}, calm=True))
+        if task.troubles.names(event.node) or event.node in task.troubles.ends:
+            held = strikes.acquit(task.troubles, {event.node}, calm=True)
+            state = with_task(state, replace(task, troubles=held))
     return state
 
 

@@ -49,9 +49,14 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envel
     again = event.urgent and task.membership is not None and task.membership.members == event.members
     if again:
         task = _evidence_counted(state, task)
-    task = replace(task, membership=membership, reattempts=task.reattempts + 1 if again else 0, suspicions={})
-    task = replace(task, formed_after=task.iteration, timings=(), warm=0)
-    return with_task(state, only_members(task))
+    group = replace(
+        task.group,
+        formed_after=task.progress.iteration,
+        reattempts=task.group.reattempts + 1 if again else 0,
+        suspicions={},
+    )
+    pace = replace(task.pace, timings=(), warm=0)
+    return with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))
 
 
 def _evidence_counted(state: ClusterState, task: Task) -> Task:
@@ -66,7 +71,8 @@ def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: E
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    return with_task(state, replace(task, measured=task.measured | {str(event.workers): event.flops}))
+    measured = task.pace.measured | {str(event.workers): event.flops}
+    return with_task(state, replace(task, pace=replace(task.pace, measured=measured)))
 
 
 def failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:

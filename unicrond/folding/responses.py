@@ -59,7 +59,8 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
     for name in incident.tasks if incident.resumed_us else ():
         task = state.tasks.get(name)
         if task is not None and task.status is TaskStatus.ACTIVE:
-            state = with_task(state, replace(task, transition_us=_averaged(task.transition_us, event.transition_us)))
+            transition_us = _averaged(task.pace.transition_us, event.transition_us)
+            state = with_task(state, replace(task, pace=replace(task.pace, transition_us=transition_us)))
     return replace(
         state,
         incidents={name: i for name, i in state.incidents.items() if name != event.incident},

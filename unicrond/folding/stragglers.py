@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding.changes import with_task, worker_known
-from unicrond.state import ClusterState, Straggler, Task, TaskStatus
+from unicrond.state import ClusterState, Task, TaskStatus
+from unicrond.task_parts import Straggler
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:
@@ -15,7 +16,7 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
     if known is None or known[0].status is not TaskStatus.ACTIVE or not known[0].is_member(event.straggler):
         return state
     task, worker = known
-    before = task.stragglers.get(event.straggler)
+    before = task.group.stragglers.get(event.straggler)
     straggler = Straggler(
         worker=worker.worker,
         node=worker.node,
@@ -25,20 +26,24 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
         since_iteration=before.since_iteration if before else event.since_iteration,
         since_us=before.since_us if before else event.since_us,
     )
-    return with_task(state, replace(task, stragglers=task.stragglers | {straggler.worker: straggler}))
+    return with_task(state, _with_stragglers(task, task.group.stragglers | {straggler.worker: straggler}))
 
 
 def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Envelope) -> ClusterState:
     task = state.tasks.get(event.task)
-    if task is None or event.straggler not in task.stragglers:
+    if task is None or event.straggler not in task.group.stragglers:
         return state
-    rest = {name: straggler for name, straggler in task.stragglers.items() if name != event.straggler}
-    return with_task(state, replace(task, stragglers=rest))
+    rest = {name: straggler for name, straggler in task.group.stragglers.items() if name != event.straggler}
+    return with_task(state, _with_stragglers(task, rest))
 
 
 def only_members(task: Task) -> Task:
     """Who has left the task is no straggler of it."""
-    if not task.stragglers:
+    if not task.group.stragglers:
         return task
     members = task.member_names
-    return replace(task, stragglers={name: one for name, one in task.stragglers.items() if name in members})
+    return _with_stragglers(task, {name: one for name, one in task.group.stragglers.items() if name in members})
+
+
+def _with_stragglers(task: Task, stragglers: dict[str, Straggler]) -> Task:
+    return replace(task, group=replace(task.group, stragglers=stragglers))

@@ -10,6 +10,7 @@ from unicrond.folding import incidents
 from unicrond.folding.changes import with_task, with_worker
 from unicrond.folding.incidents import Fact
 from unicrond.state import ClusterState, Task, Worker, WorkerStatus
+from unicrond.task_parts import Troubles
 
 
 def strike(
@@ -53,45 +54,62 @@ def is_ordered(worker: Worker, kind: str) -> bool:
 
 def ends_counted(task: Task, evidence: Mapping[str, int]) -> Task:
     """What a break says of the nodes is remembered."""
-    return replace(task, ends=task.ends | {node: task.ends.get(node, 0) + weight for node, weight in evidence.items()})
+    ends = task.troubles.ends
+    ends = ends | {node: ends.get(node, 0) + weight for node, weight in evidence.items()}
+    return replace(task, troubles=replace(task.troubles, ends=ends))
 
 
 def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False, spared: bool = False) -> Task:
-    """The blow counted, unless it is the one that was counted last (see Task.strikes). `broke`: the worker was given
-    up since its group broke; that may be any member's fault, and is counted apart (see Task.breaks). `unclear`: another
-    was as likely at fault. `spared`: somebody has ordered it; it is no blow, nor is what ends together with it."""
+    """The blow counted, unless it is the one that was counted last (see Troubles). `broke`: the worker was given up
+    since its group broke; that may be any member's fault, and is counted apart. `unclear`: another was as likely at
+    fault. `spared`: somebody has ordered it; it is no blow, nor is what ends together with it."""
+    held, next_worker = task.troubles, task.numbers.next_worker
+    below = held.struck_below
     if spared:
         mates = {mate.node for mate in task.workers.values() if mate.replica == worker.replica} | {worker.node, ""}
-        return replace(task, struck_below=task.struck_below | dict.fromkeys(sorted(mates), task.next_worker))
+        below = below | dict.fromkeys(sorted(mates), next_worker)
+        return replace(task, troubles=replace(held, struck_below=below))
     number = int(worker.worker.rpartition(".")[2])
-    programs = bool(task.early) and number < task.early_below  # its program has left: no node can help that
-    if number >= task.struck_below.get(worker.node, 0) and not programs:
-        counts = task.breaks if broke else task.strikes
-        counts = counts | {worker.node: counts.get(worker.node, 0) + 1}
-        task = replace(task, breaks=counts) if broke else replace(task, strikes=counts)
+    programs = bool(held.early) and number < held.early_below  # its program has left: no node can help that
+    if number >= below.get(worker.node, 0) and not programs:
+        if broke:
+            held = replace(held, breaks=_one_more(held.breaks, worker.node))
+        else:
+            held = replace(held, strikes=_one_more(held.strikes, worker.node))
         if unclear:
-            task = replace(task, unclear=task.unclear | {worker.node: task.unclear.get(worker.node, 0) + 1})
-        task = replace(task, struck_below=task.struck_below | {worker.node: task.next_worker})
-    if number >= task.struck_below.get("", 0):
-        task = replace(task, stuck=task.stuck + 1, struck_below=task.struck_below | {"": task.next_worker})
-    return task
+            held = replace(held, unclear=_one_more(held.unclear, worker.node))
+        below = below | {worker.node: next_worker}
+    if number >= below.get("", 0):
+        below = below | {"": next_worker}
+        held = replace(held, stuck=held.stuck + 1)
+    return replace(task, troubles=replace(held, struck_below=below))
+
+
+def _one_more(counts: dict[str, int], node: str) -> dict[str, int]:
+    return counts | {node: counts.get(node, 0) + 1}
 
 
 def left_early(task: Task, worker: Worker) -> Task:
     """Its program has ended in mid-training without a word: counted once for all who do so together."""
-    if int(worker.worker.rpartition(".")[2]) < task.early_below:
+    held = task.troubles
+    if int(worker.worker.rpartition(".")[2]) < held.early_below:
         return task
-    return replace(task, early=task.early + 1, early_below=task.next_worker)
+    return replace(task, troubles=replace(held, early=held.early + 1, early_below=task.numbers.next_worker))
 
 
-def acquit(task: Task, nodes: set[str], *, calm: bool = False) -> Task:
-    """The nodes have proven themselves: nothing is counted against them any more. `calm`: their connections have,
+def acquit(held: Troubles, nodes: set[str], *, calm: bool = False) -> Troubles:
+    """The nodes have proven themselves: nothing is held against them any more. `calm`: their connections have,
     too."""
+    gone = nodes if calm else set()
     return replace(
-        task,
-        strikes={name: count for name, count in task.strikes.items() if name not in nodes},
-        ends={name: count for name, count in task.ends.items() if not calm or name not in nodes},
-        breaks={name: count for name, count in task.breaks.items() if not calm or name not in nodes},
-        unclear={name: count for name, count in task.unclear.items() if not calm or name not in nodes},
-        struck_below={name: number for name, number in task.struck_below.items() if name not in nodes},
+        held,
+        strikes=_without(held.strikes, nodes),
+        ends=_without(held.ends, gone),
+        breaks=_without(held.breaks, gone),
+        unclear=_without(held.unclear, gone),
+        struck_below=_without(held.struck_below, nodes),
     )
+
+
+def _without(counts: dict[str, int], nodes: set[str]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if name not in nodes}

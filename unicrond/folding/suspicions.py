@@ -10,7 +10,7 @@ from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_task, worker_known
 from unicrond.folding.incidents import Fact
 from unicrond.hangs import is_stale, judge
-from unicrond.state import ClusterState, TaskStatus
+from unicrond.state import ClusterState, Task, TaskStatus
 
 
 def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
@@ -23,11 +23,11 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     before = bool(event.told) and event.generation in task.in_use and worker.generation == event.generation
     if not (newest or before) or is_stale(task, event):
         return state
-    task = replace(task, suspicions=task.suspicions | {worker.worker: event})
+    task = _with_suspicions(task, task.group.suspicions | {worker.worker: event})
     verdict = judge(task, event.generation)
     if verdict is None:
         return with_task(state, task)
-    state = with_task(state, replace(task, suspicions={}))
+    state = with_task(state, _with_suspicions(task, {}))
     if verdict.stuck:
         fact = Fact(
             kind="collective_timeout",
@@ -45,6 +45,10 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
         what = f"hangs in {culprit.phase} of iteration {culprit.iteration}: {verdict.reason}"
         state = strikes.give_up(state, task.name, task.workers[culprit.worker], "hang", what, since_us)
     return state
+
+
+def _with_suspicions(task: Task, suspicions: dict[str, v.HangSuspected]) -> Task:
+    return replace(task, group=replace(task.group, suspicions=suspicions))
 
 
 def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:

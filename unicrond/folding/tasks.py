@@ -9,6 +9,7 @@ from events.envelope import Envelope
 from unicrond.folding.changes import with_task
 from unicrond.reshaping import changes_nothing, reshaped
 from unicrond.state import ClusterState, Task, TaskStatus
+from unicrond.task_parts import Numbers, Progress, Reshaping
 
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
@@ -23,8 +24,7 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
             submitted_seq=state.seq,
             submitted_us=state.now_us,
             # Worker ids and generations never repeat, not even in the next life of a name.
-            next_worker=old.next_worker if old else 1,
-            next_replica=old.next_replica if old else 0,
+            numbers=old.numbers if old else Numbers(),
             membership=replace(old.membership, members=(), joiners=()) if old and old.membership else None,
         ),
     )
@@ -35,7 +35,8 @@ def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelop
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    return with_task(state, replace(task, reshape=None if changes_nothing(task.spec, event) else event))
+    asked = None if changes_nothing(task.spec, event) else event
+    return with_task(state, replace(task, reshaping=replace(task.reshaping, reshape=asked)))
 
 
 def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> ClusterState:
@@ -44,29 +45,26 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
         return state
     spec = reshaped(task.spec, event)
     in_place = (spec.tp, spec.pp) == (task.spec.tp, task.spec.pp)
-    task = replace(task, spec=spec, reshape=None, submitted_seq=state.seq, reshaped_us=state.now_us)
+    task = replace(task, spec=spec, reshaping=Reshaping(reshaped_us=state.now_us), submitted_seq=state.seq)
     # What was measured is of replicas of another form.
-    return with_task(state, task if in_place else replace(task, measured={}, timings=(), warm=0))
+    pace = task.pace if in_place else replace(task.pace, measured={}, timings=(), warm=0)
+    return with_task(state, replace(task, pace=pace))
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE or event.worker not in task.workers:
         return state
-    return with_task(
-        state,
-        replace(
-            task,
-            status=TaskStatus.COMPLETED,
-            iteration=event.iteration,
-            best_iteration=max(event.iteration, task.best_iteration),
-            loss=event.loss,
-            params_digest=event.params_digest,
-            reason=_stopped(task, event.iteration, task.stop)
-            if task.stop and event.iteration < task.spec.iterations
-            else f"all {event.iteration} iterations are committed",
-        ),
-    )
+    reason = f"all {event.iteration} iterations are committed"
+    if task.ending.stop and event.iteration < task.spec.iterations:
+        reason = _stopped(task, event.iteration, task.ending.stop)
+    ending = replace(task.ending, reason=reason, params_digest=event.params_digest)
+    progress = replace(_reached(task.progress, event.iteration), loss=event.loss)
+    return with_task(state, replace(task, status=TaskStatus.COMPLETED, progress=progress, ending=ending))
+
+
+def _reached(progress: Progress, iteration: int) -> Progress:
+    return replace(progress, iteration=iteration, best_iteration=max(iteration, progress.best_iteration))
 
 
 def stop_asked(state: ClusterState, event: v.StopAsked, _: Envelope) -> ClusterState:
@@ -74,22 +72,21 @@ def stop_asked(state: ClusterState, event: v.StopAsked, _: Envelope) -> ClusterS
     task = state.tasks.get(event.task)
     if task is None or event.worker not in task.workers:
         return state
-    if task.status is TaskStatus.COMPLETED and not task.stop and task.iteration < task.spec.iterations:
-        reason = _stopped(task, task.iteration, event.reason)  # its lead was quicker to tell of the end
-        return with_task(state, replace(task, stop=event.reason, reason=reason))
+    ending, reached = task.ending, task.progress.iteration
+    if task.status is TaskStatus.COMPLETED and not ending.stop and reached < task.spec.iterations:
+        reason = _stopped(task, reached, event.reason)  # its lead was quicker to tell of the end
+        return with_task(state, replace(task, ending=replace(ending, stop=event.reason, reason=reason)))
     if task.status is not TaskStatus.ACTIVE:
         return state
-    task = replace(task, stop=task.stop or event.reason or "no reason given")
+    ending = replace(ending, stop=ending.stop or event.reason or "no reason given")
     if event.left:
-        task = replace(task, left=task.left | {event.worker: event.iteration})
+        ending = replace(ending, left=ending.left | {event.worker: event.iteration})
         members = task.member_names
-        if members and all(task.left.get(name) == event.iteration for name in members):
-            reason = _stopped(task, event.iteration, task.stop)
-            best = max(event.iteration, task.best_iteration)
-            task = replace(
-                task, status=TaskStatus.COMPLETED, iteration=event.iteration, best_iteration=best, reason=reason
-            )
-    return with_task(state, task)
+        if members and all(ending.left.get(name) == event.iteration for name in members):
+            ending = replace(ending, reason=_stopped(task, event.iteration, ending.stop))
+            progress = _reached(task.progress, event.iteration)
+            task = replace(task, status=TaskStatus.COMPLETED, progress=progress)
+    return with_task(state, replace(task, ending=ending))
 
 
 def _stopped(task: Task, iteration: int, why: str) -> str:
@@ -108,4 +105,4 @@ def _end_task(state: ClusterState, name: str, status: TaskStatus, reason: str) -
     task = state.tasks.get(name)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    return with_task(state, replace(task, status=status, reason=reason))
+    return with_task(state, replace(task, status=status, ending=replace(task.ending, reason=reason)))

@@ -47,7 +47,7 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
             continue
         incident = replace(incident, redone=incident.redone + event.dealt)
         if event.source not in ("own", "replica"):
-            lost = max(0, task.iteration - event.iteration + 1)
+            lost = max(0, task.progress.iteration - event.iteration + 1)
             incident = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=event.source)
         if all(_regrouped(state.tasks.get(name), since) for name, since in incident.generations.items()):
             incident = replace(incident, resumed_us=state.now_us)

@@ -1,0 +1,54 @@
+"""A task is cut into parts for people who read the code; in bytes and in JSON it is flat, as it always was."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from msgspec.structs import fields
+
+from tests.replay.logs import eventful
+from unicrond.fold import fold
+from unicrond.state import ClusterState, Task
+from unicrond.state_bytes import TASK_FIELDS, decode, encode, from_json, to_json
+
+
+def leaves(owner: type[msgspec.Struct]) -> list[str]:
+    """The paths of all fields, through the parts of a task."""
+    found = []
+    for info in fields(owner):
+        part = isinstance(info.type, type) and info.type.__module__ == "unicrond.task_parts"
+        found += [f"{info.name}.{leaf.name}" for leaf in fields(info.type)] if part else [info.name]
+    return found
+
+
+def test_every_field_of_a_task_is_told_once_and_under_a_name_of_its_own() -> None:
+    assert sorted(TASK_FIELDS) == sorted(leaves(Task))
+    names = [path.rpartition(".")[2] for path in TASK_FIELDS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_and_json_lead_back_to_the_state(seed: int) -> None:
+    state = ClusterState()
+    for number, entry in enumerate(eventful(seed)):
+        state = fold(state, entry)
+        if number % 41 == 0:
+            assert repr(decode(encode(state))) == repr(state), "insertion order included"
+            assert repr(from_json(to_json(state))) == repr(state)
+            told = msgspec.msgpack.encode(to_json(state))
+            assert msgspec.msgpack.decode(encode(state)) == msgspec.msgpack.decode(told)
+
+
+def test_fields_stand_in_their_order() -> None:
+    """The golden logs' digests (tests/golden) hold the order itself; this says that nothing sorts it away."""
+    state = ClusterState()
+    for entry in eventful(1):
+        state = fold(state, entry)
+    order = [path.rpartition(".")[2] for path in TASK_FIELDS]
+    tasks = to_json(state)["tasks"]
+    assert tasks
+    for task in tasks.values():
+        places = [order.index(name) for name in task]
+        assert all(one < other for one, other in pairwise(places))

@@ -1,0 +1,168 @@
+"""What a task is made of, one value per subject. Frozen; made by the fold alone; `state.Task` holds one of each.
+
+| value | what it holds | changed by |
+|---|---|---|
+| `Numbers` | what the next worker and the next replica are called | folding/commands.py |
+| `Progress` | what has been committed and saved | folding/training.py |
+| `Pace` | how long iterations and transitions take, and what throughput follows | folding/training.py, plans.py |
+| `Group` | how the newest membership fares: meetings, suspicions, stragglers | folding/plans.py, suspicions.py |
+| `Troubles` | what is held against nodes and against the task itself | folding/strikes.py |
+| `Copies` | where its state lies in nodes' memory | folding/kept_states.py, commands.py |
+| `Reshaping` | the layout that it is asked to have | folding/tasks.py |
+| `Ending` | why it stopped, and with which parameters | folding/tasks.py |
+
+Each field's name is one of a kind among all of these: in bytes and in JSON a task is flat (state_bytes.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from events.fields import always
+from events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
+
+#: How many timings of a task's iterations the state remembers, and how many of a group's first it leaves out.
+TIMINGS_MAX = 15
+WARM_UP = 2
+#: Iterations of one generation after which a broken connection before it is forgotten.
+CALM_ITERATIONS = 10
+
+
+class KeptState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node has last told of the task's state in its memory (see events.vocabulary.StateKept)."""
+
+    node: str
+    shard: int
+    iteration: int
+    generation: int
+    origin: str
+    size_bytes: int
+    shards: int = always(0)
+
+
+class Straggler(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A member that takes `factor` times as long as the other replicas (see events.vocabulary.StragglerObserved)."""
+
+    worker: str
+    node: str
+    factor: float
+    compute_us: int
+    others_us: int
+    since_iteration: int
+    since_us: int
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The next free numbers; none is used twice, not even in the next life of the task's name."""
+
+    next_worker: int = always(1)
+    next_replica: int = always(0)
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
+
+    `committed_generation`: the generation that committed it.
+    """
+
+    iteration: int = always(0)
+    best_iteration: int = always(0)
+    committed_generation: int = always(0)
+    loss: float | None = always(None)
+    first_loss: float | None = always(None)
+    first_commit_us: int = always(0)
+    last_commit_us: int = always(0)
+    checkpoint_iteration: int = always(0)
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`iteration_us`: per iteration, by the last report. `timings`: by the last TIMINGS_MAX reports of the present
+    generation, its first WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were
+    measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
+    """
+
+    iteration_us: int = always(0)
+    timings: tuple[int, ...] = always(())
+    warm: int = always(0)
+    measured: dict[str, int] = always({})
+    transition_us: int = always(0)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`formed_after`: the iteration at which the newest membership was decided.
+
+    `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
+    `meetings`: deadlines for a meeting that have passed and ended no process.
+    `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
+    `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
+    `stragglers`: members that are slower than the other replicas, by worker.
+    """
+
+    formed_after: int = always(0)
+    reattempts: int = always(0)
+    meetings: int = 0
+    unread: int = 0
+    suspicions: dict[str, HangSuspected] = always({})
+    stragglers: dict[str, Straggler] = {}
+
+
+class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`strikes`: per node, blows to the task there since it last committed a step there. Workers that end together
+    are one blow; a worker that was started after it makes the next.
+
+    `struck_below`: per node, and "" for the task: workers of lower numbers belong to the last blow counted.
+    `stuck`: blows anywhere since the task last committed a new iteration.
+    `ends`: per node, of how many broken links it was an end, since the task last was calm there with others (in units
+    of blame.py); `breaks`: how often a worker there was given up for that; `unclear`: how often of these another was as
+    likely at fault.
+    `early`: how often its program has ended in mid-training without a word (`left_early`), since it last was calm;
+    workers of numbers below `early_below` belong to the last time.
+    """
+
+    strikes: dict[str, int] = always({})
+    struck_below: dict[str, int] = always({})
+    stuck: int = always(0)
+    ends: dict[str, int] = always({})
+    breaks: dict[str, int] = always({})
+    unclear: dict[str, int] = {}
+    early: int = 0
+    early_below: int = 0
+
+    @property
+    def of_nodes(self) -> bool:
+        """Something is held against a node."""
+        return bool(self.strikes or self.ends or self.breaks)
+
+    def names(self, node: str) -> bool:
+        """Workers of the task have ended, or were given up, on this node since the task last was well there."""
+        return node in self.strikes or node in self.breaks
+
+
+class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`peers`: the nodes that take copies, as the members were told last.
+
+    `kept`: by "node/shard", what nodes keep of the state in memory; they may hold newer by now.
+    """
+
+    peers: tuple[MemoryService, ...] = always(())
+    kept: dict[str, KeptState] = always({})
+
+
+class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`reshape`: the layout that the task is asked to have (reshaping.py). `reshaped_us`: when it last got another."""
+
+    reshape: ReshapeRequested | None = always(None)
+    reshaped_us: int = always(0)
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`reason`: why the task has its status, in words. `params_digest`: of the parameters that it ended with.
+
+    `stop`: why its program wants it to end before its last iteration; `left`: the workers that have left the training
+    loop for that, and after which iteration.
+    """
+
+    reason: str = always("")
+    params_digest: str = always("")
+    stop: str = ""
+    left: dict[str, int] = {}
