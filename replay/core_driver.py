@@ -40,6 +40,7 @@ from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
 from unicrond.policy import Policy, Settings
 from unicrond.state import ClusterState
+from unicrond.survey import Survey
 from unicrond.work import iteration_flop
 
 _VERSION = told_version("simulation", SCHEMA)
@@ -120,6 +121,7 @@ class CoreDriver:
         self._rule = rule
         self._resolved = 0
         self._solutions: dict[Problem, Solution] = {}
+        self._survey: Survey | None = None
         self._timers: dict[str, Timer] = {}
         self._awake = False
 
@@ -271,18 +273,19 @@ class CoreDriver:
         self._mark_idle()
 
     def _decide(self) -> list[v.AnyEvent]:
-        problems = needed_solves(self.state, self.policy)
+        self._survey = Survey(self.state, self.policy, self._survey)
+        problems = needed_solves(self._survey)
         if any(problem not in self._solutions for problem in problems):
             began_s = time.perf_counter()
             self._solutions = {problem: self._rule(problem) for problem in problems}
             self.work.solve_s.append(time.perf_counter() - began_s)
         began_s = time.perf_counter()
-        events = decide(self.state, self._solutions, self.policy)
+        events = decide(self._survey, self._solutions)
         self.work.decide_s.append(time.perf_counter() - began_s)
         return events
 
     def _arm_deadlines(self) -> None:
-        standing = deadlines(self.state, self.policy)
+        standing = deadlines(Survey(self.state, self.policy, self._survey))
         for name in [name for name in self._timers if name not in standing]:
             self._timers.pop(name).cancel()
         for name, length_us in standing.items():

@@ -40,6 +40,7 @@ from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution, solve
 from unicrond.policy import Policy, Settings, settings_of
 from unicrond.state import ClusterState
+from unicrond.survey import Survey
 
 #: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
 OBSERVED = (v.DeadlinePassed, v.NodeLost, v.NodeReturned, v.RepairEnded)
@@ -123,6 +124,7 @@ class Verifier:
         self._settings: Settings | None = None
         self._stood: set[str] = set()
         self._solutions: dict[Problem, Solution] = {}
+        self._survey: Survey | None = None
         self._beats = BeatCheck(beats)
         self._keep_state()
 
@@ -219,12 +221,12 @@ class Verifier:
         self.findings.decisions += len(batch.events)
 
     def _decide(self, state: ClusterState, *, answered: bool) -> list[v.AnyEvent]:
-        policy = self._policy
+        survey = self._look_at(state)
         solutions: dict[Problem, Solution] = {}
         if answered:
-            for problem in needed_solves(state, policy):
+            for problem in needed_solves(survey):
                 solutions[problem] = self._solve(problem)
-        return decide(state, solutions, policy)
+        return decide(survey, solutions)
 
     def _solve(self, problem: Problem) -> Solution:
         if problem not in self._solutions:
@@ -262,7 +264,11 @@ class Verifier:
         self.findings.node_verdicts += 1
 
     def _standing(self, state: ClusterState) -> set[str]:
-        return set(deadlines(state, self._policy))
+        return set(deadlines(self._look_at(state)))
+
+    def _look_at(self, state: ClusterState) -> Survey:
+        self._survey = Survey(state, self._policy, self._survey)
+        return self._survey
 
     @property
     def _policy(self) -> Policy:

@@ -30,6 +30,7 @@ from unicrond.liveness import OWN_NAME
 from unicrond.planning.solver import solve
 from unicrond.policy import Policy
 from unicrond.state import ClusterState, NodeStatus, Plan
+from unicrond.survey import Survey
 from unicrond.task_file import problems
 from unicrond.waf import linear_flops, waf
 
@@ -96,8 +97,9 @@ def decide_afresh(state: ClusterState, policy: Policy) -> Outcome:
     state = replace(state, plan=replace(state.plan, basis=""))
     decided: list[v.AnyEvent] = []
     for _ in range(_LOOKS_MAX):
-        solutions = {problem: solve(problem) for problem in needed_solves(state, policy)}
-        decisions = decide(state, solutions, policy)
+        survey = Survey(state, policy)
+        solutions = {problem: solve(problem) for problem in needed_solves(survey)}
+        decisions = decide(survey, solutions)
         if not decisions:
             break
         for decision in decisions:

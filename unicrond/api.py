@@ -46,11 +46,11 @@ from unicrond.faults import faults
 from unicrond.log_reading import LogReader, LogsUnavailable
 from unicrond.metrics import exposition
 from unicrond.ordering import FaultOrder, Refused, ordered
-from unicrond.plan_problems import worker_mtbf_us
 from unicrond.planning.problem import ProblemError
 from unicrond.reshape_order import ReshapeOrder, asked_for
 from unicrond.state import Task, TaskStatus
 from unicrond.state_bytes import digest, to_json
+from unicrond.survey import worker_mtbf_us
 from unicrond.task_file import understood
 from unicrond.timeouts import contradictions
 from unicrond.what_if import BadChange, Changes, foreseen, what_if

@@ -68,6 +68,7 @@ from unicrond.readmission import command as repair_command
 from unicrond.skipping import Needed
 from unicrond.snapshots import Mark, Snapshots, mark_of
 from unicrond.state import ClusterState
+from unicrond.survey import Survey
 
 log = logging.getLogger("unicrond")
 
@@ -123,7 +124,7 @@ class Coordinator:
         self._heartbeat_s = heartbeat_s
         self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=_INBOX)
         self._pending: list[AnyEvent] = []
-        self.foresight = Foresight(policy, clock.monotonic_us)
+        self.foresight = Foresight(clock.monotonic_us)
         self._solutions: dict[Problem, Solution] = {}
         self._answered: dict[Problem, Answered] = {}
         self._solving: set[Problem] = set()
@@ -145,6 +146,7 @@ class Coordinator:
         #: Why nothing more is decided, in one line; empty as long as all is well.
         self.fault = ""
         self._breaker = Breaker()
+        self._survey: Survey | None = None
         self._skip = tuple(skip)
         self._skips: dict[int, str] = {}
         self._hold_seq = 0
@@ -364,7 +366,8 @@ class Coordinator:
 
     async def _step(self) -> None:
         """One look at the whole state; the state asks for nothing more when it returns without appending."""
-        self._arm_deadlines()
+        self._survey = survey = Survey(self.state, self._policy, self._survey)
+        self._arm_deadlines(survey)
         if self._repairs is not None:
             self._repairs.look(self.state)
         if self._pending:
@@ -372,17 +375,17 @@ class Coordinator:
             await self._append(pending)
             del self._pending[: len(pending)]  # after the append: what a false claim has fenced goes with our next term
             return
-        needed = needed_solves(self.state, self._policy)
+        needed = needed_solves(survey)
         for problem in needed:
             if problem not in self._solutions and problem not in self._solving:
                 self._ask(problem)
         self._gathering = self._gathers_losses()
-        decisions = decide(self.state, {} if self._gathering else self._solutions, self._policy)
+        decisions = decide(survey, {} if self._gathering else self._solutions)
         if decisions:
             how = self._answered.get(needed[0]) if needed else None
             await self._append([stamped(event, how) for event in decisions] if how else decisions)
         elif not needed:
-            self.foresight.look_from(self.state)
+            self.foresight.look_from(survey)
 
     async def _append(self, events: Sequence[AnyEvent]) -> None:
         assert self._fence is not None
@@ -436,8 +439,8 @@ class Coordinator:
             del self._solutions[oldest], self._answered[oldest]
         self._solutions[problem], self._answered[problem] = answered.solution, answered
 
-    def _arm_deadlines(self) -> None:
-        standing = deadlines(self.state, self._policy)
+    def _arm_deadlines(self, survey: Survey) -> None:
+        standing = deadlines(survey)
         for name in [name for name in self._timers if name not in standing]:
             self._timers.pop(name).cancel()
         loop = asyncio.get_running_loop()

@@ -9,17 +9,17 @@ Ids name their subject so exactly that one which comes late means nothing any mo
 from __future__ import annotations
 
 from unicrond import isolation
-from unicrond.policy import Policy
-from unicrond.reconcile import staffing
 from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.survey import Survey
 
 _SECOND_US = 1_000_000
 #: Where all leave, the lead's replica may have to write the whole state to storage before it does.
 _LAST_OUT = 10
 
 
-def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
+def deadlines(survey: Survey) -> dict[str, int]:
     """Id -> length in microseconds, from the moment the shell first sees the id."""
+    state, policy = survey.state, survey.policy
     standing: dict[str, int] = {}
     for incident in state.incidents.values():
         if incident.ripe:
@@ -32,7 +32,7 @@ def deadlines(state: ClusterState, policy: Policy) -> dict[str, int]:
             standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
     standing.update(isolation.deadlines(state, policy.isolation_s))
     for task in state.tasks.values():
-        if task.status is not TaskStatus.ACTIVE or staffing(state, task).settled:
+        if task.status is not TaskStatus.ACTIVE or survey.staffing(task).settled:
             continue
         for worker in task.workers.values():
             if worker.status is WorkerStatus.STARTING:

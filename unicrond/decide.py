@@ -1,4 +1,4 @@
-"""Decide: reconcile the whole state with what should be; `decide(state, solutions, policy) -> decisions`.
+"""Decide: reconcile the whole state with what should be; `decide(survey, solutions) -> decisions`.
 
 Rules
 -----
@@ -33,41 +33,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from events import vocabulary as v
-from unicrond import memory_places
 from unicrond.deciding import closing, copies, ladder, memberships, plans, readmission, staff
 from unicrond.deciding.batch import Batch
 from unicrond.deciding.plans import needed_solves
 from unicrond.estimates import corrections, failure_rate
-from unicrond.plan_problems import active_tasks, is_fresh, worker_mtbf_us
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
-from unicrond.policy import Policy
-from unicrond.state import ClusterState, TaskStatus
+from unicrond.state import TaskStatus
+from unicrond.survey import Survey
 
 __all__ = ["decide", "needed_solves"]
 
 
-def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: Policy) -> list[v.AnyEvent]:
-    """The decisions that `state` asks for, in order; empty at rest.
+def decide(survey: Survey, solutions: Mapping[Problem, Solution]) -> list[v.AnyEvent]:
+    """The decisions that the surveyed state asks for, in order; empty at rest.
 
-    `solutions`: answers to `needed_solves(state, policy)`, as far as they are known.
+    `solutions`: answers to `needed_solves(survey)`, as far as they are known.
     """
-    batch = Batch(state)
-    batch.worker_mtbf_us = worker_mtbf_us(state, policy)
+    state, policy = survey.state, survey.policy
+    batch = Batch(survey)
     for incident in state.incidents.values():
         ladder.escalate(batch, incident, policy)
-    for task in active_tasks(state):
+    for task in survey.active:
         ladder.fail_task(batch, task, policy)
     ladder.isolate_nodes(batch, policy)
     readmission.readmit_nodes(batch)
     if batch.events:
         return batch.events  # who may work has changed: plan with that
-    fresh = is_fresh(state)
+    fresh = survey.fresh
     if not fresh:
-        plan = plans.planned(state, solutions, policy)
+        plan = plans.planned(survey, solutions)
         if plan is not None:
             batch.add(plan)
-    unsettled = [task for task in state.tasks.values() if not memberships.settled(state, task)]
+    unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
         if task.status is TaskStatus.ACTIVE and task.reshaping.reshape is not None:
             memberships.reshape(batch, task, task.reshaping.reshape)
@@ -77,23 +75,22 @@ def decide(state: ClusterState, solutions: Mapping[Problem, Solution], policy: P
                 staff.staff(batch, task, policy)
     for task in unsettled:
         staff.end_unwanted(batch, task)
-    serving = memory_places.serving(state)
     for task in state.tasks.values():
-        copies.tell_peers(batch, task, serving)
+        copies.tell_peers(batch, task)
         copies.drop_state(batch, task)
     for incident in state.incidents.values():
         closing.close_incident(batch, incident, fresh)
     _inject(batch)
     if not batch.events and fresh:
-        _learn(batch, policy)
+        _learn(batch)
     return batch.events
 
 
-def _learn(batch: Batch, policy: Policy) -> None:
+def _learn(batch: Batch) -> None:
     """At rest: the next plan is to know better (see estimates.py)."""
-    for correction in corrections(batch.state):
+    for correction in corrections(batch.survey):
         batch.add(correction)
-    estimate = failure_rate(batch.state, policy)
+    estimate = failure_rate(batch.survey)
     if estimate is not None:
         batch.add(estimate)
 

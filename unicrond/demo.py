@@ -161,7 +161,7 @@ def whole(state: ClusterState, workers: int) -> bool:
     if set(state.tasks) != set(TASKS) or sum(a.workers for a in state.plan.assignments.values()) != workers:
         return False
     for task in state.tasks.values():
-        staff = staffing(state, task)
+        staff = staffing(task, state.plan.assignments.get(task.name))
         if staff.missing or staff.surplus or staff.starting or not task.confirmed or task.leavers:
             return False
         if task.membership is None or len(task.membership.members) != state.plan.assignments[task.name].workers:

@@ -19,10 +19,9 @@ from statistics import median_low
 
 from events.vocabulary import FailureRateEstimated, ThroughputCorrected
 from unicrond.costs import settle
-from unicrond.plan_problems import active_tasks, worker_mtbf_us
-from unicrond.policy import Policy
-from unicrond.state import ClusterState, Task
-from unicrond.waf import linear_flops, throughput
+from unicrond.state import Task
+from unicrond.survey import Survey
+from unicrond.waf import throughput
 from unicrond.work import iteration_flop
 
 _SECOND_US = 1_000_000
@@ -32,12 +31,11 @@ REPORTS_MIN = 8
 _FLOPS_MAX = 2**63 - 1
 
 
-def corrections(state: ClusterState) -> list[ThroughputCorrected]:
+def corrections(survey: Survey) -> list[ThroughputCorrected]:
     """T at the running sizes, where measured differs from believed by more than 5 %."""
-    if state.incidents:
+    if survey.state.incidents:
         return []
-    linear = linear_flops(state)
-    found = [_correction(task, linear) for task in active_tasks(state)]
+    found = [_correction(task, survey.linear) for task in survey.active]
     return [correction for correction in found if correction is not None]
 
 
@@ -65,14 +63,15 @@ def _expected_s(task: Task, believed: int) -> float:
     return iteration_flop(task.spec) / believed
 
 
-def failure_rate(state: ClusterState, policy: Policy) -> FailureRateEstimated | None:
+def failure_rate(survey: Survey) -> FailureRateEstimated | None:
     """One worker's mean time between failures, where it differs from what is believed by more than 10 %."""
+    state = survey.state
     if state.incidents:
         return None
     ledger = settle(state.ledger, state.now_us)
-    configured_us = int(policy.worker_mtbf_s * _SECOND_US)
+    configured_us = int(survey.policy.worker_mtbf_s * _SECOND_US)
     estimate_us = (configured_us + ledger.exposed_us) // (1 + ledger.failures)
-    believed_us = worker_mtbf_us(state, policy)
+    believed_us = survey.worker_mtbf_us
     if 10 * abs(estimate_us - believed_us) <= believed_us:
         return None
     return FailureRateEstimated(

@@ -19,14 +19,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from unicrond.plan_problems import active_tasks, basis, healthy_problem_of, is_fresh, situation_of
+from unicrond.plan_problems import healthy_problem_of, situation_of
 from unicrond.planning import kernel
 from unicrond.planning.problem import Problem, ProblemError
 from unicrond.planning.solver import Solution, solve
 from unicrond.planning.table import Planner, Table
-from unicrond.policy import Policy
 from unicrond.provenance import Answered
-from unicrond.state import ClusterState
+from unicrond.survey import Survey
 
 log = logging.getLogger("unicrond")
 
@@ -40,16 +39,15 @@ class Foresight:
     `monotonic_us`: the clock that times answers.
     """
 
-    def __init__(self, policy: Policy, monotonic_us: Callable[[], int]) -> None:
+    def __init__(self, monotonic_us: Callable[[], int]) -> None:
         self.table: Table | None = None
         self.epoch = 0
-        self._policy = policy
         self._monotonic_us = monotonic_us
         self._planner = Planner()
         self._healthy: Solution | None = None
         self._rows = asyncio.Lock()
         self._wanted = asyncio.Event()
-        self._state = ClusterState()
+        self._survey: Survey | None = None
         self._seen: object = None
 
     def look_up(self, problem: Problem) -> Answered | None:
@@ -72,15 +70,16 @@ class Foresight:
             answer = await asyncio.to_thread(self._planner.answer, problem)
         return Answered(answer.solution, answer.way, self._monotonic_us() - asked_us, answer.rows_reused)
 
-    def look_from(self, state: ClusterState) -> None:
+    def look_from(self, survey: Survey) -> None:
         """The cluster is at rest in this state: foresee from here, if anything has changed."""
-        if not is_fresh(state) or not state.plan.epoch:
+        state = survey.state
+        if not survey.fresh or not state.plan.epoch:
             return
-        paces = [(task.name, task.pace) for task in active_tasks(state)]
+        paces = [(task.name, task.pace) for task in survey.active]
         learnt = tuple((name, tuple(pace.measured.items()), pace.transition_us) for name, pace in paces)
-        seen = (state.plan.epoch, basis(state), state.worker_mtbf_us, learnt)
+        seen = (state.plan.epoch, survey.basis, state.worker_mtbf_us, learnt)
         if seen != self._seen:
-            self._seen, self._state = seen, state
+            self._seen, self._survey = seen, survey
             self._wanted.set()
 
     async def run(self) -> None:
@@ -89,10 +88,11 @@ class Foresight:
             await self._wanted.wait()
             async with self._rows:
                 self._wanted.clear()
-                asked_us, state = self._monotonic_us(), self._state
+                asked_us, survey = self._monotonic_us(), self._survey
+                assert survey is not None
                 try:
-                    self.table = await asyncio.to_thread(self._foresee, state)
-                    self.epoch = state.plan.epoch
+                    self.table = await asyncio.to_thread(self._foresee, survey)
+                    self.epoch = survey.state.plan.epoch
                 except ProblemError as error:
                     log.warning("nothing is foreseen: %s", error)
                     self.table = None
@@ -101,15 +101,15 @@ class Foresight:
                 rows = f"{effort.rows_computed} rows computed, {effort.rows_reused} reused"
                 log.debug("foreseen: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
 
-    def _foresee(self, state: ClusterState) -> Table | None:
+    def _foresee(self, survey: Survey) -> Table | None:
         """In the thread."""
-        situation = situation_of(state, self._policy)
+        situation = situation_of(survey)
         if situation is None:
             return None
         if situation.workers * len(situation.tasks) >= WARM_FROM:
             kernel.warm()
         table = self._planner.refresh(situation)
-        healthy = healthy_problem_of(state)
+        healthy = healthy_problem_of(survey)
         if self._healthy is None or self._healthy.problem != healthy:
             self._healthy = solve(healthy)
         return table

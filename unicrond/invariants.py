@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from events import vocabulary as v
-from unicrond.last_answer import kept_while_equal
 from unicrond.state import ClusterState, Node, NodeStatus, Plan, Task, Worker
 
 
@@ -95,7 +94,6 @@ def _plan_stories(state: ClusterState) -> Iterator[str]:
             yield f"plan {state.plan.epoch} puts {count} workers on {name}"
 
 
-@kept_while_equal
 def _planned(plan: Plan) -> Counter[str]:
     """Workers per node."""
     return Counter([node for a in plan.assignments.values() for nodes in a.replicas for node in nodes])

@@ -9,7 +9,7 @@ not itself. The other peers are nodes that already keep something of it, and can
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from collections.abc import Sequence
 from heapq import nlargest
 
 from events import vocabulary as v
@@ -21,44 +21,28 @@ COPIES = 3
 PEERS_MAX = 8
 
 
-class Serving:
-    """The nodes that take and give states now. Hashed once: it is asked about for every task, at every decision."""
-
-    def __init__(self, services: tuple[v.MemoryService, ...]) -> None:
-        self.services = services
-        self._hash = hash(services)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Serving) and self.services == other.services
+def services(state: ClusterState) -> tuple[v.MemoryService, ...]:
+    """Of the nodes that take and give states now: those that are up and have memory for it."""
+    return tuple([n.memory for n in state.nodes.values() if n.memory is not None and n.status is NodeStatus.UP])
 
 
-def serving(state: ClusterState) -> Serving:
-    """Nodes that are up and have memory for states."""
-    return Serving(tuple(n.memory for n in state.nodes.values() if n.memory is not None and n.status is NodeStatus.UP))
-
-
-@lru_cache(maxsize=4096)
-def targets(serving: Serving, task: str) -> tuple[v.MemoryService, ...]:
+def targets(services: Sequence[v.MemoryService], task: str) -> tuple[v.MemoryService, ...]:
     """The nodes to copy the task's state to, in the order in which they are tried."""
-    return tuple(nlargest(COPIES, serving.services, key=lambda service: _weight(task, service.node)))
+    return tuple(nlargest(COPIES, services, key=lambda service: _weight(task, service.node)))
 
 
-def peers(state: ClusterState, task: Task) -> tuple[v.MemoryService, ...]:
-    """The targets, and all others to ask for the state."""
+def peers(state: ClusterState, task: Task, targets: Sequence[v.MemoryService]) -> tuple[v.MemoryService, ...]:
+    """The `targets`, and all others to ask for the state."""
     keepers = [state.nodes.get(kept.node) for kept in newest_first(task)]
     known = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
     # All shards must be within reach, where they are to be put together anew.
     most = max([PEERS_MAX, *(COPIES + kept.shards for kept in task.copies.kept.values())])
-    return tuple(dict.fromkeys([*targets(serving(state), task.name), *known]))[:most]
+    return tuple(dict.fromkeys([*targets, *known]))[:most]
 
 
-def peers_are_stale(serving: Serving, task: Task) -> bool:
+def peers_are_stale(task: Task, targets: tuple[v.MemoryService, ...]) -> bool:
     """Nodes have come or gone, and those that hold the task's state would copy it to the wrong place."""
-    wanted = targets(serving, task.name)
-    return task.copies.peers[: len(wanted)] != wanted
+    return task.copies.peers[: len(targets)] != targets
 
 
 def newest_first(task: Task) -> list[KeptState]:

@@ -6,13 +6,12 @@ A replica is tp * pp workers; it lives or falls as a whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from events.vocabulary import Member, TaskAssignment
-from unicrond.last_answer import kept_while_equal
-from unicrond.state import ClusterState, Membership, Node, Task, TaskStatus, Worker, WorkerStatus
+from unicrond.state import ClusterState, Node, Task, Worker, WorkerStatus
 
 Nodes = tuple[str, ...]
 
@@ -36,25 +35,8 @@ class Staffing(msgspec.Struct, frozen=True):
         return any(w.status is WorkerStatus.STARTING for workers in self.kept.values() for w in workers)
 
 
-#: Per task, the last answer and what it was made of. These parts never change in place, so the very same ones
-#: have the very same answer: in a large cluster nearly every task is as it was a moment ago.
-_answers: dict[str, tuple[dict[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = {}
-_ANSWERS_MAX = 4096
-
-
-def staffing(state: ClusterState, task: Task) -> Staffing:
+def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
     """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
-    name, workers, membership = task.spec.name, task.workers, task.membership
-    assignment = state.plan.assignments.get(name)
-    known = _answers.get(name)
-    if known is None or known[0] is not workers or known[1] is not membership or known[2] is not assignment:
-        if len(_answers) >= _ANSWERS_MAX:
-            _answers.clear()
-        _answers[name] = known = (workers, membership, assignment, _staffing(task, assignment))
-    return known[3]
-
-
-def _staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
     able = [worker for worker in task.workers.values() if worker.can_train]
     replicas: dict[int, list[Worker]] = {}
     for worker in sorted(able, key=_seat):
@@ -119,26 +101,18 @@ def leaving_members(task: Task) -> tuple[Member, ...]:
     return members_of({n: w for n, w in replicas.items() if len(w) == task.spec.replica_workers})
 
 
-def capacity(state: ClusterState) -> Mapping[str, int]:
-    """Slots that a plan may use, per schedulable node: of a cordoned one no more than its workers hold."""
-    slots, cordoned = _schedulable(state.nodes)
-    if not cordoned:
-        return slots
-    held = Counter(
-        worker.node
-        for task in state.tasks.values()
-        if task.status is TaskStatus.ACTIVE
-        for worker in task.workers.values()
-        if worker.can_train
-    )
-    return {**slots, **{name: min(slots[name], held[name]) for name in cordoned}}
-
-
-@kept_while_equal
-def _schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
+def schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
     """The slots of the nodes that may carry workers, and which of them are cordoned."""
     there = [node for node in nodes.values() if node.schedulable]
     return {node.name: node.slots for node in there}, [node.name for node in there if node.cordoned]
+
+
+def capacity(state: ClusterState, slots: Mapping[str, int], cordoned: Sequence[str]) -> Mapping[str, int]:
+    """Of `schedulable` nodes the slots that a plan may use: of a cordoned one no more than its workers hold."""
+    if not cordoned:
+        return slots
+    held = Counter(worker.node for task in state.active for worker in task.workers.values() if worker.can_train)
+    return {**slots, **{name: min(slots[name], held[name]) for name in cordoned}}
 
 
 def occupied(state: ClusterState) -> Counter[str]:

@@ -359,6 +359,11 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     check_limit_us: int = 0
     repair_limit_us: int = 0
 
+    @property
+    def active(self) -> list[Task]:
+        """The tasks to plan for, in the order that decides ties."""
+        return [task for task in self.tasks.values() if task.status is TaskStatus.ACTIVE]
+
 
 #: How many closed incidents the state remembers; the log has them all.
 CLOSED_INCIDENTS_MAX = 200

@@ -16,12 +16,13 @@ from msgspec.structs import replace
 from events.guess import guess
 from events.vocabulary import Name, PlanAdopted, StoreAddress
 from unicrond.deciding.plans import FLOPS_MAX, planned
-from unicrond.plan_problems import active_tasks, healthy_problem_of, problem_of
+from unicrond.plan_problems import healthy_problem_of, problem_of
 from unicrond.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished, TaskLaunched, WorkerLost
 from unicrond.planning.solver import solve
 from unicrond.planning.table import Table
 from unicrond.policy import Policy
 from unicrond.state import ClusterState, Node, NodeStatus, TaskStatus
+from unicrond.survey import Survey
 from unicrond.task_file import problems
 
 #: More nodes than any question needs; a planner's row has one entry per worker.
@@ -110,9 +111,9 @@ def _subject(event: NextEvent) -> str:
 
 def what_if(state: ClusterState, policy: Policy, changes: Changes) -> PlanAdopted:
     """The plan that the coordinator would adopt now, were the cluster so. Raises BadChange. Takes a plan's time."""
-    state = changed(state, changes)
-    solutions = {problem: solve(problem) for problem in (problem_of(state, policy), healthy_problem_of(state))}
-    plan = planned(state, solutions, policy)
+    survey = Survey(changed(state, changes), policy)
+    solutions = {problem: solve(problem) for problem in (problem_of(survey), healthy_problem_of(survey))}
+    plan = planned(survey, solutions)
     assert plan is not None
     return plan
 
@@ -138,7 +139,7 @@ def changed(state: ClusterState, changes: Changes) -> ClusterState:
     for name, change in changes.tasks.items():
         task = tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
-            raise BadChange(f"task: {name} is not active; {guess(name, [t.name for t in active_tasks(state)])}")
+            raise BadChange(f"task: {name} is not active; {guess(name, [t.name for t in state.active])}")
         given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not None}
         try:
             spec = msgspec.convert(msgspec.to_builtins(task.spec) | given, type(task.spec))

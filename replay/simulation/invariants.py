@@ -24,6 +24,7 @@ from unicrond.policy import Policy
 from unicrond.reconcile import leaving_members
 from unicrond.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
 from unicrond.state_bytes import digest
+from unicrond.survey import Survey
 
 #: Name -> what it says; docs/design/simulation.md is held to this table by a test.
 RULES: dict[str, str] = {
@@ -264,8 +265,9 @@ def incidents_close(state: ClusterState) -> str:
 
 def decide_is_quiet_at_rest(state: ClusterState, policy: Policy) -> str:
     """Nothing is asked for, with every plan problem answered."""
-    solutions: dict[Problem, Solution] = {problem: solve(problem) for problem in needed_solves(state, policy)}
-    asked = decide(state, solutions, policy)
+    survey = Survey(state, policy)
+    solutions: dict[Problem, Solution] = {problem: solve(problem) for problem in needed_solves(survey)}
+    asked = decide(survey, solutions)
     return f"it asks for {asked[0]}" if asked else ""
 
 

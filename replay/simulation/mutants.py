@@ -211,7 +211,7 @@ def _start_on_cordoned_nodes() -> None:
 
     in_service = property(lambda self: self.status is NodeStatus.UP and not self.isolated)
     _patch(state.Node, "schedulable", lambda _: in_service)
-    _patch(reconcile, "_schedulable", lambda schedulable: lambda nodes: (schedulable(nodes)[0], []))
+    _patch(reconcile, "schedulable", lambda schedulable: lambda nodes: (schedulable(nodes)[0], []))
     _patch(Batch, "has_room", make)
 
 
@@ -256,7 +256,7 @@ def _share_a_name() -> None:
 
 
 def _tell_no_peers() -> None:
-    _patch(copies, "tell_peers", lambda _: lambda batch, task, serving: None)
+    _patch(copies, "tell_peers", lambda _: lambda batch, task: None)
 
 
 def _hurry_a_handover() -> None:
@@ -295,7 +295,7 @@ def _never_check() -> None:
 
 
 def _no_deadlines() -> None:
-    _patch(coordinator, "deadlines", lambda _: lambda state, policy: {})
+    _patch(coordinator, "deadlines", lambda _: lambda survey: {})
 
 
 # --- the agent -----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from unicrond.planning import kernel
 from unicrond.planning.solver import solve
 from unicrond.policy import Policy
 from unicrond.state import ClusterState
+from unicrond.survey import Survey
 
 POLICY = Policy(worker_mtbf_s=10**7, transition_s=60.0)
 SIZES_MEASURED = [pytest.param((128, 32), id="1024-32"), pytest.param((1280, 100), id="10240-100")]
@@ -73,8 +74,8 @@ class Cluster:
         self.state = fold(self.state, Recorded(self._number, self._number, envelope))
 
     def plan(self) -> None:
-        solutions = {problem: solve(problem) for problem in needed_solves(self.state, POLICY)}
-        (plan,) = [event for event in decide(self.state, solutions, POLICY) if isinstance(event, v.PlanAdopted)]
+        solutions = {problem: solve(problem) for problem in needed_solves(Survey(self.state, POLICY))}
+        (plan,) = [event for event in decide(Survey(self.state, POLICY), solutions) if isinstance(event, v.PlanAdopted)]
         self.tell(plan)
 
     def lose(self, node: str) -> None:
@@ -94,7 +95,7 @@ async def delays(cluster: Cluster) -> dict[str, float]:
 
     `idle_`: as long again with nothing to do: what the machine itself makes wait.
     """
-    foresight = Foresight(POLICY, lambda: time.monotonic_ns() // 1000)
+    foresight = Foresight(lambda: time.monotonic_ns() // 1000)
     states = [cluster.state]
     for number in range(10):
         cluster.lose(f"n{number}")
@@ -106,7 +107,7 @@ async def delays(cluster: Cluster) -> dict[str, float]:
     began_s = time.monotonic()
     for state in states:
         table = foresight.table
-        foresight.look_from(state)
+        foresight.look_from(Survey(state, POLICY))
         while foresight.table is table:  # noqa: ASYNC110 - the ticks are the point
             await asyncio.sleep(0.002)
         told["first_worst_delay_ms" if state is states[0] else "worst_delay_ms"] = round(max(late_s) * 1e3, 2)
@@ -144,14 +145,14 @@ def test_worst_delay(benchmark: Any, size: tuple[int, int]) -> None:
 @pytest.mark.benchmark(group="from a lost node to its plan, on the loop: state the problem, look it up, compare")
 def test_the_failure_path(benchmark: Any, size: tuple[int, int]) -> None:
     cluster = Cluster(*size)
-    foresight = Foresight(POLICY, lambda: time.monotonic_ns() // 1000)
+    foresight = Foresight(lambda: time.monotonic_ns() // 1000)
     kernel.warm()
     foresight.table = foresight._foresee(cluster.state)
     cluster.lose("n3")
 
     def path() -> Any:
-        return foresight.look_up(problem_of(cluster.state, POLICY)), foresight.look_up(
-            healthy_problem_of(cluster.state)
+        return foresight.look_up(problem_of(Survey(cluster.state, POLICY))), foresight.look_up(
+            healthy_problem_of(Survey(cluster.state, Policy()))
         )
 
     plan, healthy = benchmark(path)

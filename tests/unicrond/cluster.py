@@ -22,6 +22,7 @@ from unicrond.invariants import check
 from unicrond.planning.solver import solve
 from unicrond.policy import Policy, Settings
 from unicrond.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.survey import Survey
 
 SECOND_US = 1_000_000
 
@@ -322,9 +323,9 @@ class MiniCluster:
 
     def decide(self) -> bool:
         """One call of the real decide; its batch is appended at once."""
-        for problem in needed_solves(self.state, self.policy):
+        for problem in needed_solves(Survey(self.state, self.policy)):
             self._solutions.setdefault(problem, solve(problem))
-        events = decide(self.state, self._solutions, self.policy)
+        events = decide(Survey(self.state, self.policy), self._solutions)
         self._based_on = self.state.seq
         for event in events:
             self.append(event, "coordinator", self.state.term)
@@ -332,7 +333,9 @@ class MiniCluster:
         return bool(events)
 
     def pass_deadlines(self, prefix: str = "") -> bool:
-        standing = [d for d in deadlines(self.state, self.policy) if d not in self._passed and d.startswith(prefix)]
+        standing = [
+            d for d in deadlines(Survey(self.state, self.policy)) if d not in self._passed and d.startswith(prefix)
+        ]
         for name in standing:
             self._passed.add(name)
             self.append(v.DeadlinePassed(deadline_id=name), "coordinator", self.state.term)
@@ -346,7 +349,7 @@ class MiniCluster:
         return moves
 
     def standing(self) -> dict[str, int]:
-        return deadlines(self.state, self.policy)
+        return deadlines(Survey(self.state, self.policy))
 
     def run_but_isolation(self) -> None:
         """As `run`, but who is isolated stays so."""

@@ -7,6 +7,7 @@ import pytest
 from tests.unicrond.cluster import MiniCluster
 from unicrond.deadlines import deadlines
 from unicrond.policy import Policy
+from unicrond.survey import Survey
 
 
 @pytest.mark.parametrize(("of_the_task", "length_s"), [(None, 120), (600.0, 600), (5, 5)])
@@ -17,4 +18,4 @@ def test_a_task_may_say_how_long_its_workers_take_to_start(of_the_task: float | 
     while not cluster.state.tasks.get("big") or not cluster.state.tasks["big"].workers:
         for move in cluster.moves():
             move()
-    assert deadlines(cluster.state, Policy())["start:big.1"] == length_s * 1_000_000
+    assert deadlines(Survey(cluster.state, Policy()))["start:big.1"] == length_s * 1_000_000

@@ -11,6 +11,7 @@ from unicrond.decide import decide
 from unicrond.fold import fold_all
 from unicrond.state import ClusterState, Severity, TaskStatus
 from unicrond.state_bytes import digest
+from unicrond.survey import Survey
 
 
 def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:
@@ -54,7 +55,7 @@ def test_a_membership_that_not_all_were_told_of_is_replaced_after_its_deadline(s
     cluster = two_tasks(seed)
     victim, *survivors = members(cluster, "big")
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[victim].node], victim)
-    events = decide(cluster.state, {}, cluster.policy)
+    events = decide(Survey(cluster.state, cluster.policy), {})
     commanded = [place for place, event in enumerate(events) if isinstance(event, v.SetMembership)]
     assert len(commanded) == len(survivors) == 2
     for event in events[: commanded[1]]:

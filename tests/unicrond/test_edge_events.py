@@ -25,6 +25,7 @@ from unicrond.planning.solver import solve
 from unicrond.policy import Policy
 from unicrond.state import ClusterState
 from unicrond.state_bytes import digest, to_json
+from unicrond.survey import Survey
 
 POLICY = Policy()
 
@@ -64,9 +65,9 @@ def require_alive(state: ClusterState) -> None:
     msgspec.msgpack.encode(state)
     costs_at(state, state.now_us + 1)
     exposition(lambda: state)()
-    deadlines(state, POLICY)
-    solutions = {problem: solve(problem) for problem in needed_solves(state, POLICY)}
-    decided = decide(state, solutions, POLICY)
+    deadlines(Survey(state, POLICY))
+    solutions = {problem: solve(problem) for problem in needed_solves(Survey(state, POLICY))}
+    decided = decide(Survey(state, POLICY), solutions)
     number = state.seen["coordinator"][1]
     said = [
         Envelope(

@@ -14,6 +14,7 @@ from unicrond.fold import fold
 from unicrond.policy import Policy
 from unicrond.severity import SEVERITY, severity_of
 from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.survey import Survey
 from unicrond.task_parts import CALM_ITERATIONS
 
 SEEDS = range(20)
@@ -347,7 +348,7 @@ def test_a_break_just_before_the_last_one_is_closed_is_an_incident_of_its_own(se
     cluster.decide()
     cluster.obey_all()
     cluster.group_up("big")
-    decided = decide(cluster.state, {}, cluster.policy)
+    decided = decide(Survey(cluster.state, cluster.policy), {})
     assert [type(event) for event in decided] == [v.TransitionCompleted]
     cluster.report(first, "connection_broken")
     cluster.append(decided[0], "coordinator", cluster.state.term)
@@ -364,7 +365,7 @@ def test_a_group_that_breaks_while_a_planned_one_is_awaited_meets_at_once(seed: 
     report stands in the log behind that membership, or just before it, and was not `read` when it was decided."""
     cluster, survivors = two_survivors(seed)
     while len(members(cluster, "big")) == 2:
-        decided = decide(cluster.state, cluster._solutions, cluster.policy)
+        decided = decide(Survey(cluster.state, cluster.policy), cluster._solutions)
         if not read and any(isinstance(event, v.MembershipDecided) for event in decided):
             cluster.report(survivors[0], "connection_broken")
             for event in decided:

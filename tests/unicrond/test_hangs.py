@@ -10,6 +10,7 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster, members, trained
 from unicrond.deadlines import deadlines
 from unicrond.hangs import judge
 from unicrond.state import Severity
+from unicrond.survey import Survey
 
 LIMIT_US = 1_000_000
 
@@ -311,7 +312,7 @@ def test_who_has_declared_to_be_busy_is_waited_for(cluster: MiniCluster) -> None
     cluster.say(cluster.hosts[node], busy)
     for worker in others:
         wait_for_others(cluster, worker)
-    assert deadlines(cluster.state, cluster.policy)["meet:big#2.0"] == 600 * SECOND_US
+    assert deadlines(Survey(cluster.state, cluster.policy))["meet:big#2.0"] == 600 * SECOND_US
     pass_meeting(cluster)
     task = cluster.state.tasks["big"]
     assert all(task.workers[name].alive for name in (silent, *others)) and task.group.meetings == 1

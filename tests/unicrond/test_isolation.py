@@ -19,6 +19,7 @@ from unicrond.isolation import BACK_OFF_MAX, Phase, Repair, phase, repairs_due, 
 from unicrond.policy import Policy, Settings, settings_of
 from unicrond.readmission import Readmission, Repairs, command
 from unicrond.state import TaskStatus
+from unicrond.survey import Survey
 from unicrond.task_parts import Troubles
 
 NODE = "n0"
@@ -210,7 +211,7 @@ def test_hardware_is_not_acquitted_by_a_task_that_failed() -> None:
     cluster.state = replace(
         cluster.state, tasks={"big": replace(task, status=TaskStatus.FAILED, troubles=Troubles(strikes={NODE: 2}))}
     )
-    assert not [e for e in decide(cluster.state, {}, cluster.policy) if isinstance(e, v.NodeReadmitted)]
+    assert not [e for e in decide(Survey(cluster.state, cluster.policy), {}) if isinstance(e, v.NodeReadmitted)]
 
 
 def test_an_old_agent_is_taken_back_by_time() -> None:

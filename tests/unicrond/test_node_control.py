@@ -7,9 +7,8 @@ import pytest
 from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.test_decide import members, two_tasks
-from unicrond.plan_problems import basis
 from unicrond.policy import Policy
-from unicrond.reconcile import capacity
+from unicrond.survey import Survey
 
 SEEDS = range(20)
 
@@ -66,11 +65,11 @@ def test_a_cordoned_node_keeps_what_it_has_and_gets_nothing_new(seed: int) -> No
     cluster = two_tasks(seed)
     worker = members(cluster, "big")[0]
     node = node_of(cluster, worker)
-    before = basis(cluster.state)
+    before = Survey(cluster.state, cluster.policy).basis
     cluster.cordon(node)
     cluster.run()
     cluster.assert_whole()
-    assert basis(cluster.state) == before, "it is full: nothing has changed for the plan"
+    assert Survey(cluster.state, cluster.policy).basis == before, "it is full: nothing has changed for the plan"
     assert on_node(cluster, node) == [worker]
     cluster.kill_worker(cluster.hosts[node], worker)
     cluster.run()
@@ -95,7 +94,7 @@ def test_a_cordoned_nodes_seat_is_not_inherited_by_another_task(seed: int) -> No
     cluster.run()
     cluster.assert_whole()
     assert on_node(cluster, node) == []
-    assert capacity(cluster.state)[node] == 0
+    assert Survey(cluster.state, cluster.policy).capacity[node] == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

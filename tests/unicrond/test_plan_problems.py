@@ -13,12 +13,13 @@ from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, states_of, trained
 from unicrond.decide import decide
 from unicrond.estimates import REPORTS_MIN
-from unicrond.plan_problems import healthy_problem_of, is_fresh, problem_of, situation_of, worker_mtbf_us
+from unicrond.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished
 from unicrond.planning.solver import solve
 from unicrond.planning.table import Planner
 from unicrond.policy import Policy
 from unicrond.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.survey import Survey, worker_mtbf_us
 from unicrond.task_parts import WARM_UP, Pace
 from unicrond.waf import linear_flops, throughput
 from unicrond.work import LINEAR_FLOPS, iteration_flop
@@ -58,9 +59,13 @@ def test_what_was_foreseen_is_what_is_asked() -> None:
                 cluster.append(v.TaskCancelled(task="late", reason="test"), "api", cluster.state.term)
         for before, after in pairwise(states_of(list(cluster.log))):
             event = event_between(before, after)
-            situation = situation_of(before, cluster.policy) if event is not None and not is_fresh(after) else None
+            situation = (
+                situation_of(Survey(before, cluster.policy))
+                if event is not None and not Survey(after, cluster.policy).fresh
+                else None
+            )
             if situation is not None and event is not None:
-                problem = problem_of(after, cluster.policy)
+                problem = problem_of(Survey(after, cluster.policy))
                 assert situation.after(event) == problem, (seed, event)
                 if event not in situation.expected():
                     continue  # the first node of its size
@@ -72,24 +77,24 @@ def test_what_was_foreseen_is_what_is_asked() -> None:
 
 def test_nothing_is_foreseen_before_the_last_event_is_planned_for() -> None:
     cluster = trained(1)
-    assert situation_of(cluster.state, cluster.policy) is not None
+    assert situation_of(Survey(cluster.state, cluster.policy)) is not None
     cluster.kill_host(cluster.hosts["n0"])
     cluster.lose(cluster.hosts["n0"])
-    assert situation_of(cluster.state, cluster.policy) is None
+    assert situation_of(Survey(cluster.state, cluster.policy)) is None
 
 
 def test_a_lost_node_asks_nothing_new_of_the_healthy_cluster() -> None:
     cluster = trained(1)
-    healthy = healthy_problem_of(cluster.state)
+    healthy = healthy_problem_of(Survey(cluster.state, Policy()))
     assert healthy.workers == 4
     cluster.kill_host(cluster.hosts["n0"])
     cluster.lose(cluster.hosts["n0"])
-    assert healthy_problem_of(cluster.state) == healthy
+    assert healthy_problem_of(Survey(cluster.state, Policy())) == healthy
     cluster.run()
-    assert healthy_problem_of(cluster.state) == healthy
+    assert healthy_problem_of(Survey(cluster.state, Policy())) == healthy
     assert cluster.state.plan.healthy_waf == solve(healthy).waf > cluster.state.plan.waf
     cluster.say(cluster.hosts["n1"], v.NodeLeft(node="n1", reason="for good"))
-    assert healthy_problem_of(cluster.state).workers == 3
+    assert healthy_problem_of(Survey(cluster.state, Policy())).workers == 3
 
 
 # --- what is learnt ------------------------------------------------------------------------------
@@ -182,12 +187,12 @@ def test_the_failure_rate_is_learnt_from_the_log() -> None:
     assert estimate.worker_mtbf_us == pytest.approx((configured_us + 4 * 3600 * SECOND_US) / 2, rel=1e-4)
     assert worker_mtbf_us(cluster.state, cluster.policy) == estimate.worker_mtbf_us
     workers = sum(node.slots for node in cluster.state.nodes.values() if node.status is NodeStatus.UP)
-    assert problem_of(cluster.state, cluster.policy).d_running_us == estimate.worker_mtbf_us // workers
+    assert problem_of(Survey(cluster.state, cluster.policy)).d_running_us == estimate.worker_mtbf_us // workers
 
 
 def test_a_task_has_its_own_transition_time_once_it_has_had_one() -> None:
     cluster = trained(1)
-    assert {t.d_transition_us for t in problem_of(cluster.state, cluster.policy).tasks} == {None}
+    assert {t.d_transition_us for t in problem_of(Survey(cluster.state, cluster.policy)).tasks} == {None}
     times = []
     for seconds in (4, 8):
         victim = cluster.state.tasks["big"].membership.members[1]  # type: ignore[union-attr]
@@ -196,17 +201,17 @@ def test_a_task_has_its_own_transition_time_once_it_has_had_one() -> None:
         cluster.run()
         cluster.train("big")
         times.append(cluster.state.closed[-1].transition_us)
-    big, small = problem_of(cluster.state, cluster.policy).tasks
+    big, small = problem_of(Survey(cluster.state, cluster.policy)).tasks
     assert big.d_transition_us == (3 * times[0] + times[1]) // 4
     assert small.d_transition_us is None
 
 
 def test_churn_is_a_named_term_that_is_off_unless_given() -> None:
-    assert problem_of(ClusterState(), Policy()).churn_us == 0
+    assert problem_of(Survey(ClusterState(), Policy())).churn_us == 0
     cluster = trained(1)
     policy = Policy(churn_s=2.5)
-    situation = situation_of(cluster.state, policy)
-    assert problem_of(cluster.state, policy).churn_us == 2_500_000 and situation is not None
+    situation = situation_of(Survey(cluster.state, policy))
+    assert problem_of(Survey(cluster.state, policy)).churn_us == 2_500_000 and situation is not None
     assert situation.churn_us == 2_500_000
 
 
@@ -215,7 +220,7 @@ def test_learning_is_quiet_once_it_is_folded() -> None:
     steps(cluster, "big", 20, 5000)
     cluster.run()
     assert told(cluster, v.ThroughputCorrected)
-    assert decide(cluster.state, {}, cluster.policy) == []
+    assert decide(Survey(cluster.state, cluster.policy), {}) == []
 
 
 def test_a_task_that_no_node_can_seat_keeps_nothing_from_others() -> None:

@@ -12,6 +12,7 @@ from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import two_tasks
 from unicrond.decide import decide
 from unicrond.state import WorkerStatus
+from unicrond.survey import Survey
 
 #: All that an agent or a clock may repeat. (A NodeJoined is no repetition: it says what is there now.)
 REPEATABLE = (
@@ -76,7 +77,7 @@ def test_a_repeated_report_is_never_acted_upon(seed: int, data: st.DataObject) -
         else:
             cluster.say(cluster.hosts[envelope.producer], envelope.event)
         told = f"{envelope.event}\n{cluster.story()}"
-        assert decide(cluster.state, {}, cluster.policy) == [], told
+        assert decide(Survey(cluster.state, cluster.policy), {}) == [], told
         assert cluster.state.incidents_total == before.incidents_total, told
         assert not cluster.state.incidents, told
     assert {n: t.workers for n, t in cluster.state.tasks.items()} == {n: t.workers for n, t in before.tasks.items()}
@@ -102,7 +103,7 @@ def test_a_report_about_a_group_that_was_left_is_void(seed: int, kind: str) -> N
     assert generation == membership.generation + 1
     cluster.report(reporter, kind, generation=membership.generation)
     assert cluster.state.incidents_total == mark
-    assert decide(cluster.state, {}, cluster.policy) == [] and not cluster.standing()
+    assert decide(Survey(cluster.state, cluster.policy), {}) == [] and not cluster.standing()
 
 
 @settings(max_examples=20, deadline=None)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cached_property
+
 from events import vocabulary as v
 from events.schemas import lowered, readable
 from unicrond import reconcile
-from unicrond.state import ClusterState, NodeStatus, Task, Worker, WorkerStatus
+from unicrond.state import NodeStatus, Task, Worker, WorkerStatus
+from unicrond.survey import Survey
 
 
 class Batch:
     """The decisions of one call, with command ids that are unique by construction."""
 
-    def __init__(self, state: ClusterState) -> None:
-        self.state = state
+    def __init__(self, survey: Survey) -> None:
+        self.survey = survey
+        self.state = survey.state
         self.events: list[v.AnyEvent] = []
         self._numbers: dict[str, int] = {}
-        self.worker_mtbf_us = 0
-        self.occupied = reconcile.occupied(state)
+
+    @cached_property
+    def occupied(self) -> Counter[str]:
+        """Slots in use per node; grows by what this batch starts."""
+        return reconcile.occupied(self.state)
 
     def add(self, event: v.AnyEvent) -> None:
         """Takes a decision into the batch as who reads it can read it; what nobody there knows is left out."""

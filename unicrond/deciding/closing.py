@@ -10,6 +10,7 @@ from unicrond.deciding.memberships import places
 from unicrond.deciding.plans import FLOPS_MAX
 from unicrond.severity import RESPONSE
 from unicrond.state import ClusterState, Incident, Task, TaskStatus
+from unicrond.survey import Survey
 
 
 def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
@@ -19,7 +20,7 @@ def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
         return
     for name, broken in incident.generations.items():
         task = state.tasks.get(name)
-        if task is not None and task.status is TaskStatus.ACTIVE and not _healed(state, task, broken):
+        if task is not None and task.status is TaskStatus.ACTIVE and not _healed(batch.survey, task, broken):
             return
     end_us = incident.resumed_us or state.now_us
     detection_flop, transition_flop = charge_of(state, incident.id)
@@ -38,12 +39,12 @@ def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
     )
 
 
-def _healed(state: ClusterState, task: Task, broken: int) -> bool:
+def _healed(survey: Survey, task: Task, broken: int) -> bool:
     """The task has left the broken generation, and has what the plan gives it."""
-    assignment = state.plan.assignments.get(task.name)
+    assignment = survey.state.plan.assignments.get(task.name)
     if assignment is not None and not assignment.workers:
         return True  # it waits for workers; that is the plan, not the incident
-    staff = reconcile.staffing(state, task)
+    staff = survey.staffing(task)
     if staff.missing or staff.starting or not task.confirmed or task.generation <= broken:
         return False
     wanted = reconcile.members_of(staff.kept)

@@ -9,11 +9,14 @@ from unicrond.deciding.memberships import nodes_to_tell
 from unicrond.state import NodeStatus, Task, TaskStatus
 
 
-def tell_peers(batch: Batch, task: Task, serving: memory_places.Serving) -> None:
+def tell_peers(batch: Batch, task: Task) -> None:
     """Nodes have come or gone since the membership was told: copies go elsewhere from now on."""
-    if task.status is not TaskStatus.ACTIVE or not memory_places.peers_are_stale(serving, task) or not task.confirmed:
+    if task.status is not TaskStatus.ACTIVE:
         return
-    peers = memory_places.peers(batch.state, task)
+    targets = batch.survey.targets(task)
+    if not memory_places.peers_are_stale(task, targets) or not task.confirmed:
+        return
+    peers = memory_places.peers(batch.state, task, targets)
     for name in nodes_to_tell(task, task.membership.members if task.membership else ()):
         if batch.state.nodes[name].status is NodeStatus.UP:
             batch.add(

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from events import vocabulary as v
 from unicrond import blame
 from unicrond.deciding.batch import Batch
-from unicrond.plan_problems import active_tasks
 from unicrond.policy import Policy
 from unicrond.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker, WorkerStatus
 
@@ -159,7 +158,7 @@ def _others_left(state: ClusterState, accused: set[str]) -> bool:
 
 def isolate_nodes(batch: Batch, policy: Policy) -> None:
     state = batch.state
-    struck = [found for task in active_tasks(state) for found in _at_fault(state, task, policy)]
+    struck = [found for task in state.active for found in _at_fault(state, task, policy)]
     if not _others_left(state, {node for node, _ in struck}):
         struck = []
     window_us = int(policy.flap_window_s * _SECOND_US)

@@ -9,6 +9,7 @@ from unicrond import memory_places, reconcile
 from unicrond.deciding.batch import Batch
 from unicrond.reshaping import is_in_place
 from unicrond.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.survey import Survey
 
 
 def mend(batch: Batch, task: Task) -> bool:
@@ -47,7 +48,7 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     current = task.membership.members if task.membership else ()
     living = reconcile.living_members(task)
     with_state = _with_state(task, living)
-    staff = reconcile.staffing(batch.state, task)
+    staff = batch.survey.staffing(task)
     if staff.starting:
         return
     wanted = reconcile.members_of(staff.kept)
@@ -91,17 +92,17 @@ def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
         before, after = (f"tp {form.tp}, pp {form.pp}" for form in (task.spec, asked))
         set_membership(batch, task, (), urgent=False, reason=f"{before} is to be {after}: all leave", handover=True)
         return
-    broken = reconcile.staffing(batch.state, task).broken  # those end anyway, as those that have parked do
+    broken = batch.survey.staffing(task).broken  # those end anyway, as those that have parked do
     for worker in task.workers.values():
         if worker.can_train and worker.replica not in broken:
             batch.stop(task, worker, "the task is to have another layout")
 
 
-def settled(state: ClusterState, task: Task) -> bool:
+def settled(survey: Survey, task: Task) -> bool:
     """Nothing is to be done for the task: in a large cluster this is nearly every one."""
     if task.reshaping.reshape is not None:
         return False
-    return task.status is TaskStatus.ACTIVE and reconcile.staffing(state, task).settled and not _ripe(state, task)
+    return task.status is TaskStatus.ACTIVE and survey.staffing(task).settled and not _ripe(survey.state, task)
 
 
 def places(members: tuple[v.Member, ...]) -> list[str]:
@@ -131,8 +132,8 @@ def set_membership(
     joiners = tuple(m.worker for m in members if task.workers[m.worker].status is not WorkerStatus.MEMBER)
     told = [state.nodes[name] for name in nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
     store = state.nodes[members[0].node].store if members else told[0].store
-    peers = memory_places.peers(state, task)
-    mtbf_us = batch.worker_mtbf_us // max(1, len(members))
+    peers = memory_places.peers(state, task, batch.survey.targets(task))
+    mtbf_us = batch.survey.worker_mtbf_us // max(1, len(members))
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
     newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
     batch.add(

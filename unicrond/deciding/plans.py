@@ -6,39 +6,35 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from events import vocabulary as v
-from unicrond import reconcile
-from unicrond.plan_problems import active_tasks, basis, healthy_problem_of, is_fresh, present_replicas, problem_of
+from unicrond.plan_problems import healthy_problem_of, present_replicas, problem_of
 from unicrond.planning.placement import Shape, place
 from unicrond.planning.problem import Problem
 from unicrond.planning.solver import Solution
-from unicrond.policy import Policy
 from unicrond.state import ClusterState, Node, NodeStatus
-from unicrond.waf import linear_flops, waf
+from unicrond.survey import Survey
+from unicrond.waf import waf
 
 _SECOND_US = 1_000_000
 #: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is told as this much.
 FLOPS_MAX = 2**63 - 1
 
 
-def needed_solves(state: ClusterState, policy: Policy) -> list[Problem]:
+def needed_solves(survey: Survey) -> list[Problem]:
     """Plan problems that must be solved before `decide` can go on: the plan's, and the healthy cluster's."""
-    return [] if is_fresh(state) else [problem_of(state, policy), healthy_problem_of(state)]
+    return [] if survey.fresh else [problem_of(survey), healthy_problem_of(survey)]
 
 
-def planned(state: ClusterState, solutions: Mapping[Problem, Solution], policy: Policy) -> v.PlanAdopted | None:
+def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdopted | None:
     """The plan for the present nodes and tasks, whether it is needed or not; None without its `solutions`."""
-    solution, healthy = solutions.get(problem_of(state, policy)), solutions.get(healthy_problem_of(state))
+    solution, healthy = solutions.get(problem_of(survey)), solutions.get(healthy_problem_of(survey))
     if solution is None or healthy is None:
         return None
-    linear = linear_flops(state)
-    active = active_tasks(state)
+    state, active = survey.state, survey.active
     shapes = {task.name: Shape(task.spec.tp, task.spec.pp) for task in active}
     counts = {
         task.name: workers // task.spec.replica_workers for task, workers in zip(active, solution.workers, strict=True)
     }
-    placed = place(
-        counts, shapes, reconcile.capacity(state), {task.name: present_replicas(state, task) for task in active}
-    )
+    placed = place(counts, shapes, survey.capacity, {task.name: present_replicas(survey, task) for task in active})
     assignments = []
     for task in active:
         replicas = placed.replicas[task.name]
@@ -46,14 +42,14 @@ def planned(state: ClusterState, solutions: Mapping[Problem, Solution], policy: 
         if workers < task.spec.min_workers:
             replicas, workers = (), 0  # what could not be seated together is worth nothing
         assignments.append(
-            v.TaskAssignment(task=task.name, workers=workers, replicas=replicas, waf=waf(task, workers, linear))
+            v.TaskAssignment(task=task.name, workers=workers, replicas=replicas, waf=waf(task, workers, survey.linear))
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
     return v.PlanAdopted(
         epoch=state.plan.epoch + 1,
         assignments=tuple(assignments),
         waf=min(sum(assignment.waf for assignment in assignments), FLOPS_MAX),
-        basis=basis(state),
+        basis=survey.basis,
         trigger=_trigger(state),
         reason=(solution.reason + short)[:1024],
         healthy={task.name: workers for task, workers in healthy},
@@ -75,11 +71,9 @@ def _trigger(state: ClusterState) -> str:
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
     changes = [f"node {n.name} {_why_not(n)}" for n in state.nodes.values() if n.name in planned and not n.schedulable]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
-    changes += [
-        f"task {t.name} reshaped" for t in active_tasks(state) if t.reshaping.reshaped_us > state.plan.adopted_us
-    ]
+    changes += [f"task {t.name} reshaped" for t in state.active if t.reshaping.reshaped_us > state.plan.adopted_us]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
-    active = [task.name for task in active_tasks(state)]
+    active = [task.name for task in state.active]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
     changes += [
         f"task {name} {state.tasks[name].status.value}" for name in state.plan.assignments if name not in active

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from events import vocabulary as v
-from unicrond import reconcile
 from unicrond.deciding.batch import Batch
 from unicrond.deciding.ladder import waits_for_a_step
 from unicrond.policy import Policy
@@ -13,7 +12,7 @@ from unicrond.state import Task, TaskStatus, WorkerStatus
 def staff(batch: Batch, task: Task, policy: Policy) -> None:
     """Starts what is missing where a slot is free; ends what is surplus and in no group."""
     state = batch.state
-    wanted = reconcile.staffing(state, task)
+    wanted = batch.survey.staffing(task)
     worker_number, replica_number = task.numbers.next_worker, task.numbers.next_replica
     for nodes in wanted.missing:
         if not batch.has_room(nodes):
@@ -46,7 +45,7 @@ def staff(batch: Batch, task: Task, policy: Policy) -> None:
 
 def end_unwanted(batch: Batch, task: Task) -> None:
     """Strays, workers given up, parked ones, the rest of broken replicas, and all of an ended task."""
-    broken = reconcile.staffing(batch.state, task).broken
+    broken = batch.survey.staffing(task).broken
     for worker in task.workers.values():
         if task.status is not TaskStatus.ACTIVE:
             batch.stop(task, worker, f"task {task.status.value}")
