@@ -7,8 +7,6 @@ Rules
   nothing until everything up to the own CoordinatorStarted has been folded.
 * Solving is not deciding: a plan problem that was foreseen is looked up (foresight.py), any other is solved in a
   thread; the loop goes on folding meanwhile.
-* Nodes that are lost within one window are one decision: while others are late as well, a plan waits for
-  them, at most as long as a node may be silent. Survivors do not wait for the plan.
 * The operator's repair command runs beside the loop (readmission.py); its outcome is appended like a deadline.
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
 * A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
@@ -23,13 +21,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.log import MAX_BATCH, BeatLog, EventLog, Fence, Fenced, LogDamaged, LogError
+from events.envelope import Entry, Envelope, Quarantined
+from events.log import BeatLog, EventLog, Fence, Fenced, LogDamaged, LogError
 from events.prose import summary
 from events.schemas import SCHEMA, lowered, since, told_version
 from events.skips import passed_over
@@ -37,18 +35,16 @@ from events.subjects import subject
 from events.vocabulary import (
     AnyEvent,
     CheckNode,
-    Command,
     CoordinatorStarted,
     DeadlinePassed,
     EntrySkipped,
     ErrorKind,
-    Heartbeat,
-    NodeJoined,
-    NodeLost,
     SeverityLevel,
     StepCommitted,
 )
 from unicrond.alarms import Alarms
+from unicrond.answers import Answers
+from unicrond.clock import CLOCK, Clock
 from unicrond.code_identity import code_version
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
@@ -56,40 +52,24 @@ from unicrond.fold import fold
 from unicrond.foresight import Foresight
 from unicrond.invariants import InvariantError, check
 from unicrond.isolation import Repair
-from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, KeptBack, Liveness
+from unicrond.liveness import OWN_NAME, KeptBack
 from unicrond.log_keeper import kept_back_lines
-from unicrond.own_decisions import Breaker, Stopped, require_sound
+from unicrond.own_decisions import Breaker, Stopped, batches, require_sound
 from unicrond.planning.problem import Problem
-from unicrond.planning.solver import Solution
 from unicrond.policy import Policy, Settings
-from unicrond.provenance import Answered, stamped
+from unicrond.provenance import stamped
 from unicrond.readmission import Outcome, Readmission, Repairs
 from unicrond.readmission import command as repair_command
 from unicrond.skipping import Needed
 from unicrond.snapshots import Mark, Snapshots, mark_of
 from unicrond.state import ClusterState
 from unicrond.survey import Survey
+from unicrond.watch import Watch
 
 log = logging.getLogger("unicrond")
 
-_SOLUTIONS_MAX = 64
 _INBOX = 20_000
 _READMISSION = Readmission()
-
-
-class Clock:
-    """The shell's two clocks, in microseconds; a simulation brings its own."""
-
-    def monotonic_us(self) -> int:
-        """Never steps."""
-        return time.monotonic_ns() // 1000
-
-    def wall_us(self) -> int:
-        """Since the epoch; only dates what is written."""
-        return time.time_ns() // 1000
-
-
-_CLOCK = Clock()
 
 
 class Coordinator:
@@ -101,7 +81,7 @@ class Coordinator:
         beat_log: BeatLog,
         policy: Policy,
         heartbeat_s: float,
-        clock: Clock = _CLOCK,
+        clock: Clock = CLOCK,
         severity: Mapping[ErrorKind, SeverityLevel] | None = None,
         snapshots: Snapshots | None = None,
         process: str = "",
@@ -115,21 +95,18 @@ class Coordinator:
         (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`."""
         self.state = ClusterState()
         self._clock = clock
-        self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
+        self._watch = Watch(beat_log, heartbeat_s, clock)
+        self.liveness = self._watch.liveness
         self.live = asyncio.Event()
         self.alarms = Alarms()
         self._event_log = event_log
-        self._beat_log = beat_log
         self._policy = policy
         self._heartbeat_s = heartbeat_s
         self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=_INBOX)
         self._pending: list[AnyEvent] = []
         self.foresight = Foresight(clock.monotonic_us)
-        self._solutions: dict[Problem, Solution] = {}
-        self._answered: dict[Problem, Answered] = {}
-        self._solving: set[Problem] = set()
+        self._answers = Answers(self.foresight)
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._joined_us: dict[str, int] = {}
         self._severity = dict(severity or {})
         self._process = process
         self._schema = schema
@@ -137,7 +114,6 @@ class Coordinator:
         if repair is None and readmission.repair:
             repair = repair_command(readmission.repair, readmission.repair_timeout_s)
         self._repairs = Repairs(repair, self._post) if repair else None
-        self._lost_us: int | None = None
         self._read_us = clock.monotonic_us()
         self._gathering = False
         self._snapshots = snapshots
@@ -167,12 +143,13 @@ class Coordinator:
         while True:
             await self._claim()
             await self._write_skips()
+            assert self._fence is not None
             try:
                 async with asyncio.TaskGroup() as group:
                     self._group = group
                     group.create_task(self._read())
-                    group.create_task(self._beat())
-                    group.create_task(self._listen())
+                    group.create_task(self._watch.beat(self._fence.term))
+                    group.create_task(self._watch.listen())
                     group.create_task(self._judge())
                     group.create_task(self._foresee())
                     group.create_task(self._coordinate())
@@ -182,7 +159,7 @@ class Coordinator:
     async def _require_ours(self, fenced: BaseException) -> None:
         """What fenced us was no claim that counts; else raises `fenced`."""
         self._inbox = asyncio.Queue(maxsize=_INBOX)
-        self._solving.clear()
+        self._answers.forget_the_unsolved()
         await self._read_up(await self._event_log.last_seq())
         assert self._fence is not None
         if self.state.term > self._fence.term:
@@ -294,10 +271,7 @@ class Coordinator:
                 raise LogDamaged(f"entry {event.seq} is skipped since it was folded; start the coordinator anew")
             if self._fence is not None and entry.envelope.term == self._fence.term:
                 self._breaker.folded(before, self.state, entry.envelope.event)
-            if isinstance(entry.envelope.event, NodeJoined):
-                self._joined_us[entry.envelope.event.node] = self._clock.monotonic_us()
-            elif isinstance(entry.envelope.event, NodeLost) and self.live.is_set():
-                self._lost_us = self._clock.monotonic_us()
+            self._watch.folded(event, live=self.live.is_set())
             if self.live.is_set():
                 level = logging.DEBUG if isinstance(entry.envelope.event, StepCommitted) else logging.INFO
                 log.log(level, "%d %s", entry.seq, summary(entry.envelope.event))
@@ -376,13 +350,12 @@ class Coordinator:
             del self._pending[: len(pending)]  # after the append: what a false claim has fenced goes with our next term
             return
         needed = needed_solves(survey)
-        for problem in needed:
-            if problem not in self._solutions and problem not in self._solving:
-                self._ask(problem)
-        self._gathering = self._gathers_losses()
-        decisions = decide(survey, {} if self._gathering else self._solutions)
+        for problem in self._answers.ask(needed):
+            self._group.create_task(self._solve(problem))
+        self._gathering = self._watch.gathers(self.state.nodes)
+        decisions = decide(survey, self._answers.solutions, gathering=self._gathering)
         if decisions:
-            how = self._answered.get(needed[0]) if needed else None
+            how = self._answers.how(needed[0]) if needed else None
             await self._append([stamped(event, how) for event in decisions] if how else decisions)
         elif not needed:
             self.foresight.look_from(survey)
@@ -411,20 +384,11 @@ class Coordinator:
             event=event,
         )
 
-    def _ask(self, problem: Problem) -> None:
-        known = self.foresight.look_up(problem)
-        if known is not None:
-            self._keep(problem, known)
-        else:
-            self._solving.add(problem)
-            self._group.create_task(self._solve(problem))
-
     async def _solve(self, problem: Problem) -> None:
         try:
-            self._keep(problem, await self.foresight.solve(problem))
+            await self._answers.solve(problem)
         except Exception as error:
             self._stop_deciding(_bug(error))
-        self._solving.discard(problem)
         await self._inbox.put(None)
 
     async def _foresee(self) -> None:
@@ -432,12 +396,6 @@ class Coordinator:
             await self.foresight.run()
         except Exception as error:
             self._stop_deciding(_bug(error))
-
-    def _keep(self, problem: Problem, answered: Answered) -> None:
-        while len(self._solutions) >= _SOLUTIONS_MAX:
-            oldest = next(iter(self._solutions))
-            del self._solutions[oldest], self._answered[oldest]
-        self._solutions[problem], self._answered[problem] = answered.solution, answered
 
     def _arm_deadlines(self, survey: Survey) -> None:
         standing = deadlines(survey)
@@ -459,84 +417,19 @@ class Coordinator:
         if self._inbox.empty():
             self._inbox.put_nowait(None)
 
-    # --- liveness ------------------------------------------------------------------------------
-
-    async def _beat(self) -> None:
-        """Our own beats: what tells a silent bus from silent nodes."""
-        number = 0
-        while True:
-            number += 1
-            beat = Heartbeat(
-                node=OWN_NAME, agent_boot=self.state.term, beat=number, workers=0, load_milli=0, memory_free_bytes=0
-            )
-            assert self._fence is not None
-            envelope = Envelope(
-                producer=OWN_NAME,
-                boot=self._fence.term,
-                number=number,
-                observed_at_us=self._clock.wall_us(),
-                event=beat,
-            )
-            await self._beat_log.publish(envelope)
-            await asyncio.sleep(self._heartbeat_s / OWN_BEATS)
-
-    async def _listen(self) -> None:
-        async with aclosing(self._beat_log.subscribe()) as entries:
-            async for entry in entries:
-                if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
-                    self.liveness.heard(
-                        entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us()
-                    )
-        raise RuntimeError("the heartbeat log ended; it should never")
-
     async def _judge(self) -> None:
         await self.live.wait()
-        judged: dict[str, int] = {}
         while True:
-            await asyncio.sleep(self._heartbeat_s / JUDGEMENTS)
-            now_us = self._clock.monotonic_us()
-            verdicts = self.liveness.verdicts(self.state.nodes, self._joined_us, now_us)
+            await self._watch.pause()
+            verdicts = self._watch.verdicts(self.state.nodes)
             if self.state.seq < self._hold_seq:
                 continue
-            if self._gathering and not self._gathers_losses() and self._inbox.empty():
+            if self._gathering and not self._watch.gathers(self.state.nodes) and self._inbox.empty():
                 self._inbox.put_nowait(None)
-            for verdict in verdicts:
-                name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
-                # Said once; again only if the fold has not taken it a second later.
-                if now_us - judged.get(name, -1_000_000) >= 1_000_000:
-                    judged[name] = now_us
-                    self._post(verdict)
-
-    def _gathers_losses(self) -> bool:
-        now_us = self._clock.monotonic_us()
-        if self._lost_us is None or now_us - self._lost_us > self.liveness.limit_us:
-            return False
-        return bool(self.liveness.suspects(self.state.nodes, self._joined_us, now_us))
+            for verdict in self._watch.news(verdicts):
+                self._post(verdict)
 
 
 def _bug(error: Exception) -> str:
     log.error("a bug of the coordinator's", exc_info=error)
     return f"deciding fails: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-
-
-def batches(events: Sequence[AnyEvent]) -> Iterator[list[AnyEvent]]:
-    """The events in batches that can be written atomically, a decision together with the commands behind it.
-
-    Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn. Should the
-    coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those who
-    replace them take the nearest state.
-    """
-    batch: list[AnyEvent] = []
-    group: list[AnyEvent] = []
-    for event in events:
-        if group and (not isinstance(event, Command) or len(group) == MAX_BATCH):
-            if len(batch) + len(group) > MAX_BATCH:
-                yield batch
-                batch = []
-            batch, group = batch + group, []
-        group.append(event)
-    if len(batch) + len(group) > MAX_BATCH:
-        yield batch
-        batch = []
-    if batch or group:
-        yield batch + group

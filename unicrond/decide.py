@@ -45,10 +45,11 @@ from unicrond.survey import Survey
 __all__ = ["decide", "needed_solves"]
 
 
-def decide(survey: Survey, solutions: Mapping[Problem, Solution]) -> list[v.AnyEvent]:
+def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:
     """The decisions that the surveyed state asks for, in order; empty at rest.
 
-    `solutions`: answers to `needed_solves(survey)`, as far as they are known.
+    `solutions`: answers to `needed_solves(survey)`, as far as they are known. `gathering`: a node was lost and others
+    are late (liveness.py): no plan is made for less than all of them.
     """
     state, policy = survey.state, survey.policy
     batch = Batch(survey)
@@ -61,7 +62,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution]) -> list[v.AnyE
     if batch.events:
         return batch.events  # who may work has changed: plan with that
     fresh = survey.fresh
-    if not fresh:
+    if not fresh and not gathering:
         plan = plans.planned(survey, solutions)
         if plan is not None:
             batch.add(plan)

@@ -12,7 +12,9 @@ Rules
 * When most of three or more nodes fall silent together, the network is the likelier culprit: they are
   given three times as long.
 * A lost node whose beats are heard again has returned.
-* Whoever is late when another is lost is a suspect: they may have gone together (`suspects`).
+* Whoever is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
+  within one window are one decision: a plan waits for them (`gathers`). Survivors do not wait for the plan.
+* A verdict is said once, and again only if the fold has not taken it a second later (`Said`).
 
 Verdicts are appended to the log as NodeLost and NodeReturned with the last beat as evidence; the log's
 fold, not this module, is what the cluster believes.
@@ -21,7 +23,7 @@ fold, not this module, is what the cluster believes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -41,6 +43,8 @@ OWN_BEATS = 4
 #: Judgements are made this often per heartbeat; a gap of more than two of these is a pause.
 JUDGEMENTS = 8
 MOST_SILENT_FACTOR = 3
+#: After so long a verdict that had no effect is said again.
+SAY_AGAIN_US = 1_000_000
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -57,6 +61,23 @@ class KeptBack(NamedTuple):
 
     entries: int
     oldest_us: int
+
+
+class Said:
+    """Which verdicts were said when: mutable, and time is handed in."""
+
+    def __init__(self) -> None:
+        self._at_us: dict[str, int] = {}
+
+    def news(self, verdicts: Sequence[v.AnyEvent], now_us: int) -> list[v.AnyEvent]:
+        """Those that were not said within the last SAY_AGAIN_US; from now on they were."""
+        found = []
+        for verdict in verdicts:
+            name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
+            if now_us - self._at_us.get(name, -SAY_AGAIN_US) >= SAY_AGAIN_US:
+                self._at_us[name] = now_us
+                found.append(verdict)
+        return found
 
 
 class Liveness:
@@ -148,6 +169,17 @@ class Liveness:
             return []
         late_us = self.heartbeat_us * 3 // 2
         return [name for name, silent_us in self._silence(nodes, joined_us, now_us).items() if silent_us > late_us]
+
+    def gathers(
+        self, lost_us: int | None, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int
+    ) -> bool:
+        """Whether a plan waits, since more nodes may be lost together with the one that was lost at `lost_us`.
+
+        So it is while others are late, and at most for as long as a node may be silent.
+        """
+        if lost_us is None or now_us - lost_us > self.limit_us:
+            return False
+        return bool(self.suspects(nodes, joined_us, now_us))
 
     def _silence(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> dict[str, int]:
         up = [node.name for node in nodes.values() if node.status is NodeStatus.UP]

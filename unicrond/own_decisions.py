@@ -2,6 +2,7 @@
 
 Rules
 -----
+* A decision and the commands behind it are one batch, and commit together (`batches`).
 * A batch is folded into a copy of the state before it is appended. One that the fold would not take (it breaks an
   invariant, its fold raises, it passes for a repetition) is a bug of ours, and never reaches the log.
 * A batch that is read back has had an effect if one of its decisions, or a command of it, changed more than what is
@@ -12,12 +13,13 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
+from events.log import MAX_BATCH
 from events.prose import summary
 from unicrond import fold as folding
 from unicrond.invariants import InvariantError, check
@@ -46,6 +48,29 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
         check(state)
     except InvariantError as error:
         raise Stopped(f"own decisions are not sound: {error}") from None
+
+
+def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
+    """The events in batches that can be written atomically, a decision together with the commands behind it.
+
+    Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn. Should the
+    coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those who
+    replace them take the nearest state.
+    """
+    batch: list[v.AnyEvent] = []
+    group: list[v.AnyEvent] = []
+    for event in events:
+        if group and (not isinstance(event, v.Command) or len(group) == MAX_BATCH):
+            if len(batch) + len(group) > MAX_BATCH:
+                yield batch
+                batch = []
+            batch, group = batch + group, []
+        group.append(event)
+    if len(batch) + len(group) > MAX_BATCH:
+        yield batch
+        batch = []
+    if batch or group:
+        yield batch + group
 
 
 class Breaker:

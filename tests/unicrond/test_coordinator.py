@@ -15,8 +15,9 @@ from events.envelope import Envelope, Recorded
 from events.log import MAX_BATCH, Fenced
 from events.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.coordinators import running
-from unicrond.coordinator import Coordinator, batches
+from unicrond.coordinator import Coordinator
 from unicrond.fold import fold
+from unicrond.own_decisions import batches
 from unicrond.policy import Policy
 from unicrond.state import ClusterState
 from unicrond.state_bytes import digest

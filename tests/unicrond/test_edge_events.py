@@ -13,14 +13,13 @@ from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from replay.simulation.edges import KINDS, Edges
 from tests.unicrond.cluster import MiniCluster
-from unicrond.coordinator import batches
 from unicrond.costs import costs_at
 from unicrond.deadlines import deadlines
 from unicrond.decide import decide, needed_solves
 from unicrond.fold import fold
 from unicrond.invariants import check
 from unicrond.metrics import exposition
-from unicrond.own_decisions import require_sound
+from unicrond.own_decisions import batches, require_sound
 from unicrond.planning.solver import solve
 from unicrond.policy import Policy
 from unicrond.state import ClusterState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from events import vocabulary as v
-from unicrond.liveness import MOST_SILENT_FACTOR, OWN_NAME, Liveness
+from unicrond.liveness import MOST_SILENT_FACTOR, OWN_NAME, SAY_AGAIN_US, Liveness, Said
 from unicrond.state import Node, NodeStatus
 
 BEAT_US = 1_000_000
@@ -122,6 +122,39 @@ def test_who_is_late_is_a_suspect_before_it_is_lost() -> None:
     bus.own = False
     bus.run(1.2, [])
     assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == [], "now it is the bus"
+
+
+def test_a_plan_waits_while_others_are_late_and_no_longer_than_a_node_may_be_silent() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    bus.run(1.8, NAMES[1:])
+
+    def gathers(lost_us: int | None, now_us: int) -> bool:
+        return bus.liveness.gathers(lost_us, bus.nodes, {}, now_us)
+
+    lost_us, limit_us = bus.now_us, bus.liveness.limit_us
+    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == ["a"]
+    assert gathers(lost_us, bus.now_us) and not gathers(None, bus.now_us)
+    bus.run(0.7, NAMES[1:])
+    bus.run(limit_us / 1e6 - 0.7, NAMES[2:])
+    assert "b" in bus.liveness.suspects(bus.nodes, {}, bus.now_us)
+    assert gathers(lost_us, lost_us + limit_us) and not gathers(lost_us, lost_us + limit_us + 1)
+
+
+def test_a_plan_waits_for_nobody_where_all_others_are_heard() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    assert not bus.liveness.gathers(bus.now_us, bus.nodes, {}, bus.now_us)
+
+
+def test_a_verdict_is_said_once_and_again_only_a_second_later() -> None:
+    said = Said()
+    evidence = v.Evidence(beat_seq=1, beat_at_us=1)
+    lost, other = (v.NodeLost(node=name, evidence=evidence, reason="silent") for name in "ab")
+    returned = v.NodeReturned(node="a", evidence=evidence)
+    assert said.news([lost], 0) == [lost]
+    assert said.news([lost, other, returned], SAY_AGAIN_US - 1) == [other, returned]
+    assert said.news([lost, other], SAY_AGAIN_US) == [lost]
 
 
 def test_when_most_fall_silent_they_are_given_longer() -> None:

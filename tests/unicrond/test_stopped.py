@@ -17,11 +17,12 @@ from unicrond import coordinator as shell
 from unicrond.metrics import exposition
 from unicrond.own_decisions import IDLE_MAX, Breaker, Stopped
 from unicrond.state import ClusterState
+from unicrond.survey import Survey
 
 
 def sentenced(events: Sequence[AnyEvent]) -> Callable[..., list[AnyEvent]]:
     """A decide() that asks for these as soon as there is a node."""
-    return lambda state, _solutions, _policy: list(events) if state.nodes else []
+    return lambda survey, _solutions, **_: list(events) if survey.state.nodes else []
 
 
 async def until_stopped(coordinator: shell.Coordinator) -> None:
@@ -70,8 +71,8 @@ async def test_a_decision_that_is_not_sound_is_never_written(
 
 
 async def test_code_that_fails_stops_the_deciding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(state: ClusterState, *_: object) -> list[AnyEvent]:
-        return [][1] if state.nodes else []
+    def fails(survey: Survey, *_: object, **__: object) -> list[AnyEvent]:
+        return [][1] if survey.state.nodes else []
 
     monkeypatch.setattr(shell, "decide", fails)
     log = MemoryLog()
