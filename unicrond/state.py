@@ -44,7 +44,7 @@ class NodeStatus(StrEnum):
 
 
 class WorkerStatus(StrEnum):
-    """starting -> ready -> member -> parked; stopping and lost can follow any of them.
+    """What may follow what: worker_life.py.
 
     starting: commanded; ready: waits for a membership; member: is in the group of `generation`;
     parked: left a group at a boundary; stopping: told to end; lost: its node is gone, or nobody

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
-from unicrond.state import ClusterState, Incident, Node, Task, Worker, WorkerStatus
+from events import vocabulary as v
+from unicrond.state import ClusterState, Incident, Node, Task, Worker
+from unicrond.worker_life import status_after
 
 
 def with_node(state: ClusterState, node: Node) -> ClusterState:
@@ -17,6 +21,11 @@ def with_task(state: ClusterState, task: Task) -> ClusterState:
 
 def with_worker(task: Task, worker: Worker) -> Task:
     return replace(task, workers=task.workers | {worker.worker: worker})
+
+
+def with_moved(task: Task, worker: Worker, event: type[v.AnyEvent], **fields: Any) -> Task:
+    """The task with the worker where `event` moves it (worker_life.py), and with these fields besides."""
+    return with_worker(task, replace(worker, status=status_after(worker.status, event), **fields))
 
 
 def without_workers(task: Task, gone: list[str]) -> Task:
@@ -36,4 +45,5 @@ def worker_known(state: ClusterState, task: str, worker: str) -> tuple[Task, Wor
 
 def stray(worker: str, node: str, pid: int) -> Worker:
     """A process that nobody wants; LOST workers on a node that is up are stopped by `decide`."""
-    return Worker(worker=worker, node=node, replica=-1, shard=0, status=WorkerStatus.LOST, pid=pid)
+    status = status_after(None, v.WorkerStarted)
+    return Worker(worker=worker, node=node, replica=-1, shard=0, status=status, pid=pid)

@@ -8,9 +8,10 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond import isolation
 from unicrond.folding import strikes
-from unicrond.folding.changes import with_node, with_task, with_worker, without_workers, worker_known
+from unicrond.folding.changes import with_moved, with_node, with_task, with_worker, without_workers, worker_known
 from unicrond.state import UNREAD_MAX, ClusterState, Worker, WorkerStatus
 from unicrond.task_parts import Numbers
+from unicrond.worker_life import can_move, status_after
 
 
 def count_command(state: ClusterState, node: str) -> ClusterState:
@@ -28,7 +29,7 @@ def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> Clus
         node=event.node,
         replica=event.replica,
         shard=event.shard,
-        status=WorkerStatus.STARTING,
+        status=status_after(None, v.StartWorker),
         command_id=event.command_id,
     )
     number = int(event.worker.rpartition(".")[2])
@@ -45,8 +46,7 @@ def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> Cluste
     if known is None:
         return state
     task, worker = known
-    stopping = replace(worker, status=WorkerStatus.STOPPING, command_id=event.command_id)
-    return with_task(state, with_worker(task, stopping))
+    return with_task(state, with_moved(task, worker, v.StopWorker, command_id=event.command_id))
 
 
 def set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
@@ -68,7 +68,7 @@ def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -
     """A stop is applied once the process is gone; of one that never was, nothing else is ever told."""
     for task in state.tasks.values():
         for worker in task.workers.values():
-            if worker.status is WorkerStatus.STOPPING and worker.command_id == event.command_id:
+            if can_move(worker, v.CommandApplied) and worker.command_id == event.command_id:
                 return with_task(state, without_workers(task, [worker.worker]))
     return state
 
@@ -112,7 +112,7 @@ def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
             if worker.command_id == event.command_id and worker.status is WorkerStatus.STARTING:
                 return with_task(state, without_workers(task, [worker.worker]))
             if worker.command_id == event.command_id and worker.status is WorkerStatus.STOPPING:
-                return with_task(state, with_worker(task, replace(worker, status=WorkerStatus.LOST)))
+                return with_task(state, with_moved(task, worker, v.CommandFailed))
     for task in state.tasks.values():  # a membership, then; the answer does not say whose
         here = [worker for worker in task.workers.values() if worker.node == event.node and worker.alive]
         if any(worker.generation < task.generation for worker in here) and not task.confirmed:

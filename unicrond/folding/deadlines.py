@@ -10,6 +10,7 @@ from unicrond import isolation
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_incident, with_task
 from unicrond.folding.incidents import Fact
+from unicrond.incident_life import Befalls, moved
 from unicrond.state import ClusterState, Task, Worker, WorkerStatus
 
 
@@ -19,7 +20,7 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
     if kind in ("symptom", "exit") and subject in state.incidents:
         incident = state.incidents[subject]
         meant = (kind == "symptom") == incidents.is_symptom(incident)
-        return with_incident(state, replace(incident, ripe=True)) if meant else state
+        return with_incident(state, moved(incident, Befalls.TIME_IS_UP)) if meant else state
     if kind in ("isolation", "check"):
         return isolation.deadline_passed(state, kind, subject)
     if kind == "regroup":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from unicrond.folding.changes import with_incident
+from unicrond.incident_life import Befalls, moved
 from unicrond.severity import severity_of
 from unicrond.state import ClusterState, Incident, Severity, Task, TaskStatus
 
@@ -66,15 +67,15 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
             continue
         if severity < incident.severity and (is_symptom(incident) or fact.node != incident.node):
             # The root cause of what so far was only a broken connection; or what is worse, and acts on another node.
-            incident = replace(
+            incident = moved(
                 incident,
+                Befalls.CAUSE_NAMES,
                 kind=fact.kind,
                 node=fact.node,
                 worker=fact.worker,
                 message=fact.message,
                 log_tail=fact.log_tail,
                 place=fact.place or incident.place,
-                ripe=False,
                 occurred_us=min(incident.occurred_us, fact.occurred_us),
             )
         return with_incident(

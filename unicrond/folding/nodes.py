@@ -10,7 +10,9 @@ from events.schemas import spoken_schema
 from unicrond import isolation
 from unicrond.folding import incidents, injections, kept_states, strikes
 from unicrond.folding.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
+from unicrond.incident_life import Befalls, moved
 from unicrond.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
+from unicrond.worker_life import status_after
 
 
 def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
@@ -127,7 +129,9 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     )
     for task in state.tasks.values():
         on_node = {
-            w.worker: replace(w, status=WorkerStatus.LOST) for w in task.workers.values() if w.node == event.node
+            w.worker: replace(w, status=status_after(w.status, v.NodeLost))
+            for w in task.workers.values()
+            if w.node == event.node
         }
         if on_node:
             state = with_task(state, replace(task, workers=task.workers | on_node))
@@ -148,7 +152,7 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
     stay = isolation.begun(state, node)
     for incident in state.incidents.values():
         if incident.node == event.node:  # the restart has failed: its cure is another plan
-            state = with_incident(state, replace(incident, severity=Severity.SEV1))
+            state = with_incident(state, moved(incident, Befalls.NODE_ISOLATED, severity=Severity.SEV1))
     for task in state.tasks.values():
         held = task.troubles
         if held.breaks.get(event.node, 0) > held.unclear.get(event.node, 0):  # that explains its peers' losses

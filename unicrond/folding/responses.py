@@ -9,8 +9,10 @@ from events.envelope import Envelope
 from unicrond import blame
 from unicrond.folding import incidents, strikes
 from unicrond.folding.changes import with_incident, with_task, with_worker, worker_known
+from unicrond.incident_life import Befalls, moved
 from unicrond.severity import severity_of
-from unicrond.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
+from unicrond.worker_life import given_up
 
 
 def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:
@@ -24,15 +26,15 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
     unclear = broke and worker.node not in blame.verdict(task, incident).clear
     if broke and incidents.is_symptom(incident):  # of several workers that are given up for it the first
         task = strikes.ends_counted(task, blame.evidence(task, incident))
-    incident = replace(
+    incident = moved(
         incident,
+        Befalls.WORKER_GIVEN_UP,
         severity=min(Severity(event.severity), incident.severity),
         node=worker.node,
         worker=worker.worker,
         generations=incident.generations | {task.name: broken},
-        ripe=True,
     )
-    task = with_worker(task, replace(worker, status=WorkerStatus.LOST))
+    task = with_worker(task, given_up(worker))
     task = strikes.struck(
         task, worker, broke=broke, unclear=unclear, spared=not broke and strikes.is_ordered(worker, incident.kind)
     )

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from unicrond.folding import incidents
 from unicrond.folding.changes import with_task, with_worker
 from unicrond.folding.incidents import Fact
-from unicrond.state import ClusterState, Task, Worker, WorkerStatus
+from unicrond.state import ClusterState, Task, Worker
 from unicrond.task_parts import Troubles
+from unicrond.worker_life import given_up
 
 
 def strike(
@@ -42,7 +43,7 @@ def give_up(state: ClusterState, name: str, worker: Worker, kind: str, what: str
     """The worker is lost, though it may run; `decide` has its process ended."""
     task = state.tasks[name]
     broken = incidents.broken_generation(task, [worker.worker])
-    state = with_task(state, with_worker(task, replace(worker, status=WorkerStatus.LOST)))
+    state = with_task(state, with_worker(task, given_up(worker)))
     message = f"worker {worker.worker} on {worker.node} {what}"
     return strike(state, task=name, worker=worker, kind=kind, broken=broken, message=message, occurred_us=occurred_us)
 

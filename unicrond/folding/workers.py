@@ -7,10 +7,19 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.folding import incidents, strikes
-from unicrond.folding.changes import stray, with_incident, with_task, with_worker, without_workers, worker_known
+from unicrond.folding.changes import (
+    stray,
+    with_incident,
+    with_moved,
+    with_task,
+    with_worker,
+    without_workers,
+    worker_known,
+)
 from unicrond.folding.incidents import Fact
 from unicrond.severity import severity_of
 from unicrond.state import ClusterState, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.worker_life import can_move
 
 
 def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> ClusterState:
@@ -25,21 +34,20 @@ def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> 
 
 def worker_ready(state: ClusterState, event: v.WorkerReady, _: Envelope) -> ClusterState:
     known = worker_known(state, event.task, event.worker)
-    if known is None or known[1].status is not WorkerStatus.STARTING:
+    if known is None or not can_move(known[1], v.WorkerReady):
         return state
     task, worker = known
-    return with_task(state, with_worker(task, replace(worker, status=WorkerStatus.READY)))
+    return with_task(state, with_moved(task, worker, v.WorkerReady))
 
 
 def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope) -> ClusterState:
     known = worker_known(state, event.task, event.worker)
-    if known is None or not known[1].can_train or event.generation > known[0].generation:
+    if known is None or not can_move(known[1], v.WorkerRegrouped) or event.generation > known[0].generation:
         return state
     task, worker = known
     if event.generation < worker.generation:
         return state
-    worker = replace(worker, status=WorkerStatus.MEMBER, generation=event.generation, busy="", busy_us=0)
-    task = with_worker(task, worker)
+    task = with_moved(task, worker, v.WorkerRegrouped, generation=event.generation, busy="", busy_us=0)
     state = with_task(state, task)
     for incident in state.incidents.values():
         broken = incident.generations.get(task.name)
@@ -80,10 +88,9 @@ def worker_busy(state: ClusterState, event: v.WorkerBusy, _: Envelope) -> Cluste
 
 def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> ClusterState:
     known = worker_known(state, event.task, event.worker)
-    if known is None or not known[1].alive:
+    if known is None or not can_move(known[1], v.WorkerParked):
         return state
-    task, worker = known
-    return with_task(state, with_worker(task, replace(worker, status=WorkerStatus.PARKED)))
+    return with_task(state, with_moved(*known, v.WorkerParked))
 
 
 def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope) -> ClusterState:

@@ -1,0 +1,109 @@
+"""Workers and incidents move by their tables alone, and the document shows these tables."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from events import vocabulary as v
+from events.envelope import Recorded
+from replay.simulation import run
+from tests.replay.logs import eventful
+from tests.unicrond.life_diagrams import DOCUMENT, document
+from tests.unicrond.test_decide import random_life, two_tasks
+from unicrond import incident_life, worker_life
+from unicrond.fold import fold
+from unicrond.incident_life import BRINGS, Befalls, Phase, phase
+from unicrond.state import ClusterState, WorkerStatus
+
+
+def workers(state: ClusterState) -> dict[str, WorkerStatus]:
+    return {name: worker.status for task in state.tasks.values() for name, worker in task.workers.items()}
+
+
+def phases(state: ClusterState) -> dict[str, Phase]:
+    return {incident.id: phase(incident) for incident in [*state.incidents.values(), *state.closed]}
+
+
+def played(seed: int) -> list[Recorded]:
+    """The log of one of the fuzzer's histories."""
+    with run._world(seed) as world:
+        run.arrange(world, run.draw(world.drawn("faults"), list(world.hosts)))
+        world.loop.run_until_complete(run._play(world))
+        return [entry for entry in world.server.entries if isinstance(entry, Recorded)]
+
+
+def require_legal(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> set[tuple[object, object, object]]:
+    """The moves that `event` made; each of them stands in its table."""
+    made: set[tuple[object, object, object]] = set()
+    was, now = workers(before), workers(after)
+    for name in was | now:
+        one, other = was.get(name), now.get(name)
+        if one is not other:
+            row = worker_life.MOVES.get(type(event), {})
+            assert one in row and row[one] is other, f"{name}: {one} -> {other} by {type(event).__name__}"
+            made.add((type(event), one, other))
+    was_phase, now_phase = phases(before), phases(after)
+    for name in was_phase | now_phase:
+        start, end = was_phase.get(name), now_phase.get(name)
+        if start is not end and not (start is Phase.CLOSED and end is None):  # the oldest closed ones are forgotten
+            brought = [befalls for befalls in BRINGS.get(type(event), ()) if start in incident_life.MOVES[befalls]]
+            found = [befalls for befalls in brought if incident_life.MOVES[befalls][start] is end]
+            assert found, f"{name}: {start} -> {end} by {type(event).__name__}"
+            made.update((befalls, start, end) for befalls in found)
+    return made
+
+
+def moves_of(entries: list[Recorded]) -> set[tuple[object, object, object]]:
+    made: set[tuple[object, object, object]] = set()
+    state = ClusterState()
+    for entry in entries:
+        after = fold(state, entry)
+        made |= require_legal(state, after, entry.envelope.event)
+        state = after
+    return made
+
+
+@pytest.mark.timeout(300)
+def test_no_move_outside_the_tables() -> None:
+    made: set[tuple[object, object, object]] = set()
+    for seed in range(24):
+        cluster = two_tasks(seed)
+        for _ in random_life(cluster, seed):
+            pass
+        made |= moves_of(list(cluster.log))
+    for seed in range(4):
+        made |= moves_of([entry for entry in eventful(seed) if isinstance(entry, Recorded)])
+    for seed in range(8):
+        made |= moves_of(played(seed))
+    assert len(made) >= 30, "too little happened to show anything"
+
+
+def test_the_tables_are_whole() -> None:
+    """Every status can be reached and left; of each open incident all can happen that can happen to one."""
+    for status in WorkerStatus:
+        assert any(status in row.values() for row in worker_life.MOVES.values())
+        assert any(row.get(status, status) is None for row in worker_life.MOVES.values()), status
+    opened = {phase for phase in Phase if phase is not Phase.CLOSED}
+    for befalls in Befalls:
+        row = incident_life.MOVES[befalls]
+        assert set(row) in ({None}, opened), befalls
+        assert any(befalls in may for may in BRINGS.values()), befalls
+
+
+def test_the_document_is_current() -> None:
+    assert DOCUMENT.read_text() == document(), "run python -m tests.unicrond.life_diagrams"
+
+
+def test_consecutive_states_of_one_worker_are_told_apart() -> None:
+    """The check itself: a move that no table holds is found."""
+    cluster = two_tasks(1)
+    cluster.run()
+    states = [ClusterState()]
+    for entry in cluster.log:
+        states.append(fold(states[-1], entry))
+    before, after = next((b, a) for b, a in pairwise(states) if workers(b) != workers(a))
+    with pytest.raises(AssertionError, match="by Heartbeat"):
+        beat = v.Heartbeat(node="n0", agent_boot=1, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
+        require_legal(before, after, beat)
