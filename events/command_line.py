@@ -61,9 +61,9 @@ class Parser(argparse.ArgumentParser):
     def epilog(self, text: Epilog) -> None:
         self._epilog = text
 
-    def commands(self, dest: str = "command", metavar: str = "COMMAND") -> Commands:
+    def commands(self, dest: str = "command") -> Commands:
         """The commands of this one, to which `add_command` adds."""
-        return self.add_subparsers(dest=dest, required=True, metavar=metavar, parser_class=Parser)
+        return self.add_subparsers(dest=dest, required=True, metavar="COMMAND", parser_class=Parser)
 
     def add_argument(self, *names: Any, **more: Any) -> argparse.Action:
         """As argparse's; shells complete the name of a file."""

@@ -63,7 +63,6 @@ class EmbeddedServer:
         host: str = "127.0.0.1",
         port: int = 0,
         login: Login | None = None,
-        name: str = "unicron",
     ) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"port: expected 0 to 65535, got {port}")
@@ -72,7 +71,6 @@ class EmbeddedServer:
         self.directory = directory.resolve()
         self.host = host
         self.port = port
-        self.name = name
         self._login = login
         self.pid: int | None = None
 
@@ -161,7 +159,7 @@ class EmbeddedServer:
         """The whole configuration. JSON strings are valid in it."""
         quote = json.dumps
         lines = [
-            f"server_name: {quote(self.name)}",
+            "server_name: unicron",
             f"host: {quote(self.host)}",
             f"port: {self.port or -1}",
             f"pid_file: {quote(str(self._pid_path))}",

@@ -77,9 +77,9 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 DEFAULTS = Assumptions()
 
 
-def assume(settings: dict[str, str], base: Assumptions = DEFAULTS) -> Assumptions:
-    """`base` with `settings` (name -> number as text). Raises ValueError that names the setting and the fix."""
-    values = msgspec.to_builtins(base)
+def assume(settings: dict[str, str]) -> Assumptions:
+    """The defaults with `settings` (name -> number as text). Raises ValueError that names the setting and the fix."""
+    values = msgspec.to_builtins(DEFAULTS)
     for name, text in settings.items():
         if name not in values:
             raise ValueError(f"--set {name}: unknown; choose from {', '.join(values)}")

@@ -82,9 +82,9 @@ async def read(
             yield Chunk(entries, done)
 
 
-async def entries_of(source: Source, after_seq: int = 0) -> AsyncGenerator[Entry, None]:
+async def entries_of(source: Source) -> AsyncGenerator[Entry, None]:
     """The entries of `source` one by one. Close it where it is left early."""
-    async with aclosing(_folded_chunks(source, after_seq)) as chunks:
+    async with aclosing(_folded_chunks(source, 0)) as chunks:
         async for chunk in chunks:
             for entry in chunk.entries:
                 yield entry

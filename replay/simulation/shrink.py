@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from replay.simulation.run import Outcome, simulate
 
 
-def shrink(failed: Outcome, tell: Callable[[Outcome], None] = lambda _: None) -> Outcome:
-    """The last failing outcome of the same rule; none of its faults can be left out alone. `tell`: of each step."""
+def shrink(failed: Outcome) -> Outcome:
+    """The last failing outcome of the same rule; none of its faults can be left out alone."""
     smallest, shrunk = failed, True
     while shrunk:  # once a fault is left out, others may be needed no longer
         shrunk = False
@@ -17,7 +15,6 @@ def shrink(failed: Outcome, tell: Callable[[Outcome], None] = lambda _: None) ->
             fewer = simulate(failed.seed, smallest.faults[:at] + smallest.faults[at + 1 :])
             if fewer.rule == failed.rule:
                 smallest, shrunk = fewer, True
-                tell(smallest)
     return smallest
 
 
