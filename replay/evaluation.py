@@ -24,7 +24,7 @@ from replay import evaluation_plots as plots
 from replay.arguments import TRACE_FILE_VARIABLE
 from replay.assumptions import DEFAULTS, Assumptions
 from replay.comparison import HEADERS, Comparison, Row, cells, compare
-from replay.simulate_cli import RunsBar
+from replay.simulate_cli import runs_bar
 from replay.traces import INFINITEHBD_ORIGIN, INFINITEHBD_SHA256, TraceError
 from replay.workload import Cluster, TrainingTask, Workload, six, workload
 from unicrond.planning import kernel
@@ -42,7 +42,7 @@ class Bench:
     """What a study is run with. `trace_file`: the real trace, None = not here."""
 
     seeds: range
-    bar: RunsBar
+    told: Callable[[int, int, str], None]
     trace_file: Path | None
 
     def run(
@@ -50,7 +50,7 @@ class Bench:
     ) -> Comparison:
         """`seeds`: fewer than the bench's, where one run is long."""
         few = self.seeds[: seeds or len(self.seeds)]
-        return compare(work, spec, policies, few, assumed, progress=self.bar.told)
+        return compare(work, spec, policies, few, assumed, progress=self.told)
 
 
 def small() -> Workload:
@@ -336,8 +336,8 @@ def _redo(names: Sequence[str], seeds: range, trace_file: Path | None) -> None:
                 f"and name it by --trace FILE or {TRACE_FILE_VARIABLE}"
             )
             continue
-        with RunsBar() as bar:
-            text = STUDIES[name](Bench(seeds, bar, trace_file))
+        with runs_bar() as told:
+            text = STUDIES[name](Bench(seeds, told, trace_file))
         DOCUMENT.write_text(replaced(DOCUMENT.read_text(), name, text))
         print(f"{name}: written", flush=True)
 

@@ -1,15 +1,13 @@
-"""The figures of the evaluation: small PNGs, one function each. matplotlib is imported only here, and only then."""
+"""The figures of the evaluation: small PNGs, one function each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replay.comparison import Comparison
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from unicrond.plotting import canvas, save
 
 COLOURS = {
     "unicron": "#0b6e4f",
@@ -32,7 +30,7 @@ PARTS = (
 
 def loss_over_time(made: Comparison, path: Path) -> None:
     """Accumulated WAF lost so far, first seed, in % of the whole trace's failure-free; one line per policy."""
-    figure, axes = _canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, seed {made.seeds[0]}")
+    figure, axes = canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, seed {made.seeds[0]}")
     worth = sum(made.workload.failure_free.values())
     for row in made.rows:
         if row.ratio != 1.0 and any(other.policy == row.policy and other.ratio == 1.0 for other in made.rows):
@@ -47,12 +45,12 @@ def loss_over_time(made: Comparison, path: Path) -> None:
         axes.plot(days, lost, linewidth=1.2, **_line(row.policy))
     axes.set(xlabel="days", ylabel="WAF lost so far, % of failure-free")
     axes.legend(fontsize=7)
-    _save(figure, path)
+    save(figure, path)
 
 
 def costs(made: Comparison, path: Path) -> None:
     """Where the failure-free WAF goes, per policy: stacked bars, mean over seeds."""
-    figure, axes = _canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, {len(made.seeds)} seeds")
+    figure, axes = canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, {len(made.seeds)} seeds")
     names = [row.policy + (f" x{row.ratio:g}" if row.ratio != 1.0 else "") for row in made.rows]
     left = [0.0] * len(names)
     for part, colour in PARTS:
@@ -62,7 +60,7 @@ def costs(made: Comparison, path: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="% of failure-free WAF")
     axes.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.08))
-    _save(figure, path)
+    save(figure, path)
 
 
 def lines(
@@ -76,7 +74,7 @@ def lines(
     logarithmic: bool = False,
 ) -> None:
     """One line per name of `series` over `x`."""
-    figure, axes = _canvas(title)
+    figure, axes = canvas(title)
     for name, values in series.items():
         axes.plot(x, values, marker="o", markersize=3, linewidth=1.2, **_line(name))
     axes.set(xlabel=x_label, ylabel=y_label)
@@ -85,26 +83,10 @@ def lines(
         axes.set_xticks(list(x), labels=[f"{value:g}" for value in x])
         axes.minorticks_off()
     axes.legend(fontsize=7)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _line(name: str) -> dict[str, Any]:
     colour = COLOURS.get(name.partition(":")[0])
     style = ":" if name == "ideal" else "-"
     return {"label": name, "linestyle": style, **({"color": colour} if colour else {})}
-
-
-def _canvas(title: str) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(title, fontsize=9)
-    axes.grid(alpha=0.25)
-    return figure, axes
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # No metadata: the same figures give the same bytes with the same matplotlib.
-    figure.savefig(path, dpi=100, metadata={"Software": None})

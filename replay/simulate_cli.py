@@ -10,24 +10,24 @@ import gc
 import json
 import os
 import sys
-from contextlib import AbstractContextManager
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from events.command_line import UsageError
 from replay.arguments import TRACE_FILE_VARIABLE
 from replay.assumptions import DEFAULTS, Assumptions, assume
 from replay.comparison import HEADERS, Comparison, as_json, cells, compare
+from replay.evaluation_plots import loss_over_time
 from replay.simulator import POLICIES, check_policy
 from replay.traces import INFINITEHBD_ORIGIN, POISSON, TRACE_A, TRACE_B
 from replay.workload import parse_cluster, parse_tasks, workload
 from unicrond.planning import kernel
 from unicrond.planning.presets import GPUS, MODELS
-from unicrond.planning.throughput_cli import require_matplotlib
+from unicrond.plotting import require_matplotlib
+from unicrond.tables import Table, show
 
 PROGRAM = "unicron-replay simulate"
 #: From this size on the compiled kernel pays for its start.
@@ -44,7 +44,7 @@ async def simulate_command(options: argparse.Namespace) -> None:
         made = _run(options)
         print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
         if options.plot is not None:  # last: what was computed for long is told, wherever it can be drawn to
-            _plot(made, options.plot)
+            loss_over_time(made, options.plot)
     except ValueError as problem:  # TraceError, WorkloadError, PolicyError are ValueErrors
         raise UsageError(str(problem)) from None
 
@@ -67,14 +67,14 @@ def _run(options: argparse.Namespace) -> Comparison:
         raise ValueError(f"--trace: missing; give trace-a, trace-b, poisson:... or a FILE ({TRACE_FILE_VARIABLE})")
     if cluster.nodes >= _NODES_FOR_COMPILED:
         kernel.warm()
-    with RunsBar() as bar:
+    with runs_bar() as told:
         return compare(
             work,
             spec,
             policies,
             range(options.first_seed, options.first_seed + options.seeds),
             assumptions,
-            progress=bar.told,
+            progress=told,
         )
 
 
@@ -85,34 +85,14 @@ def _setting(text: str) -> tuple[str, str]:
     return name, value
 
 
-class RunsBar(AbstractContextManager["RunsBar"]):
-    """A progress bar on stderr; nothing where that is no terminal."""
-
-    def __init__(self) -> None:
-        self._console = Console(file=sys.stderr)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task("simulating", total=None)
-
-    def __enter__(self) -> RunsBar:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def told(self, done: int, total: int, what: str) -> None:
-        """`done` of `total` runs are over; the last was of `what`."""
-        self._progress.update(self._task, description=what, completed=done, total=total)
+@contextmanager
+def runs_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on stderr, nothing where that is no terminal; it is told the runs done, all, and the last one."""
+    console = Console(file=sys.stderr)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=None)
+        yield lambda done, total, what: progress.update(task, description=what, completed=done, total=total)
 
 
 def epilog() -> str:
@@ -155,12 +135,8 @@ def _print(made: Comparison) -> None:
         f"{len(first.faults) - first.node_faults} others (first of {len(made.seeds)} seeds)"
     )
     print("failure-free = delivered + detection + transition + sub-healthy; mean over seeds (range)\n")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for nth, header in enumerate((*HEADERS, f"{base} is better by")):
-        table.add_column(header, justify="left" if nth == 0 else "right", no_wrap=True)
-    for row in made.rows:
-        table.add_row(*cells(made, row, base))
-    Console(width=None if sys.stdout.isatty() else 200).print(table, highlight=False)
+    headers = (*HEADERS, f"{base} is better by")
+    show(Table(headers, tuple(tuple(cells(made, row, base)) for row in made.rows), right=frozenset(headers[1:])))
     changed = {
         name: value
         for name in made.assumptions.__struct_fields__
@@ -175,12 +151,3 @@ def _print(made: Comparison) -> None:
                 f"\n{row.policy}'s core, first seed: {core.events:,} events, {core.plans} plans, {core.memberships} "
                 f"memberships; {core.cpu_s:.2f} s of CPU, {core.decide_ms:.2f} ms a decision (median)"
             )
-
-
-def _plot(made: Comparison, path: Path) -> None:
-    from replay.evaluation_plots import loss_over_time
-
-    try:
-        loss_over_time(made, path)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"--plot: cannot write {path}: {problem}") from problem

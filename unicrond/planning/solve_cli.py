@@ -15,7 +15,7 @@ from msgspec import Meta
 from events.command_line import UsageError
 from unicrond.planning.exact import solve_precisely
 from unicrond.planning.problem import Curve, Problem, ProblemError, TaskProblem
-from unicrond.planning.solver import Solution
+from unicrond.tables import Table, show
 
 _Workers: TypeAlias = Annotated[int, Meta(ge=0, lt=10**15)]
 _Number: TypeAlias = int | float
@@ -108,17 +108,10 @@ def run(options: Namespace) -> None:
         answer = {"objective": solution.objective, "plan": list(solution.workers), "reason": solution.reason}
         print(json.dumps(answer))
     else:
-        _print_table(solution)
-
-
-def _print_table(solution: Solution) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("task", "before", "after", "WAF, FLOP/s", title=f"objective {solution.objective:.12g}")
-    for (task, workers), waf in zip(solution, solution.waf_of, strict=True):
-        before = f"{task.workers}{' (faulty)' if task.faulty else ''}"
-        table.add_row(task.name, before, str(workers), f"{waf:.4g}")
-    console = Console()
-    console.print(table)
-    console.print(solution.reason, markup=False)
+        headers = ("task", "before", "after", "WAF, FLOP/s")
+        rows = (
+            (task.name, f"{task.workers}{' (faulty)' if task.faulty else ''}", str(workers), f"{waf:.4g}")
+            for (task, workers), waf in zip(solution, solution.waf_of, strict=True)
+        )
+        show(Table(headers, tuple(rows)), f"objective {solution.objective:.12g}")
+        print(solution.reason)

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rich.console import Console
-from rich.table import Table
-
 from events.command_line import UsageError
 from unicrond.planning.presets import GIB, GPUS, MODELS, STACKS
 from unicrond.planning.throughput import Estimate, Infeasible, Job, best, job
+from unicrond.plotting import canvas, require_matplotlib, save
+from unicrond.tables import Table, show
 
 Answer: TypeAlias = Estimate | Infeasible
 
@@ -106,27 +105,21 @@ def _job(options: Namespace) -> Job:
 
 
 def _print(question: Job, answers: Sequence[Answer]) -> None:
-    console = Console()
     estimates = [answer for answer in answers if isinstance(answer, Estimate)]
-    console.print(_title(question), highlight=False)
+    print(_title(question))
     if estimates:
-        console.print(_grid(LAYOUT_HEADERS, [_layout_cells(estimate) for estimate in estimates]))
-        console.print("\nSeconds per iteration and where they go (%); memory of the fullest GPU:")
-        console.print(_grid(PARTS_HEADERS, [_parts_cells(estimate) for estimate in estimates]))
+        show(_table(LAYOUT_HEADERS, _layout_cells, estimates))
+        print("\nSeconds per iteration and where they go (%); memory of the fullest GPU:")
+        show(_table(PARTS_HEADERS, _parts_cells, estimates))
     if any(estimate.uneven for estimate in estimates):
-        console.print("* uneven: some replicas run one micro-batch fewer and wait.")
+        print("* uneven: some replicas run one micro-batch fewer and wait.")
     for answer in answers:
         if isinstance(answer, Infeasible):
-            console.print(f"GPUs = {answer.gpus}: no layout: {answer.reason}.", highlight=False)
+            print(f"GPUs = {answer.gpus}: no layout: {answer.reason}.")
 
 
-def _grid(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in headers:
-        grid.add_column(header, justify="right", no_wrap=True)
-    for row in rows:
-        grid.add_row(*row)
-    return grid
+def _table(headers: tuple[str, ...], cells: Callable[[Estimate], list[str]], estimates: Sequence[Estimate]) -> Table:
+    return Table(headers, tuple(tuple(cells(estimate)) for estimate in estimates), right=frozenset(headers))
 
 
 def _title(question: Job) -> str:
@@ -156,16 +149,8 @@ def _parts_cells(answer: Estimate) -> list[str]:
     return [f"{answer.gpus}", f"{seconds:.3f}", *shares, f"{answer.memory_bytes / GIB:.0f}"]
 
 
-def require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("--plot: matplotlib is missing; install it with: pip install 'unicrond[plot]'") from None
-
-
 def _plot(question: Job, answers: Sequence[Answer], path: Path) -> None:
     """Throughput over GPUs, against the same throughput per GPU all the way, as an image at `path`."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
     points = [answer for answer in answers if isinstance(answer, Estimate)]
@@ -173,18 +158,13 @@ def _plot(question: Job, answers: Sequence[Answer], path: Path) -> None:
         return
     gpus = [point.gpus for point in points]
     first = points[0].flops_per_s / points[0].gpus
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(_title(question))
     axes.plot(gpus, [count * first / 1e15 for count in gpus], linestyle=":", color="0.6", label="linear")
     axes.plot(gpus, [point.flops_per_s / 1e15 for point in points], marker="o", markersize=3, label="T(x)")
-    axes.set(title=_title(question), xlabel="GPUs", ylabel="achieved model PFLOP/s")
+    axes.set(xlabel="GPUs", ylabel="achieved model PFLOP/s")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(ScalarFormatter())
-    axes.grid(alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"--plot: cannot write {path}: {problem}") from problem
+    save(figure, path)
