@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable
 
 from agents.trainer.framing import BadFrame, Unframer, frame
+from agents.trainer.lifecycle.failures import QuitAsked
 from agents.trainer.messages import (
     Busy,
     Committed,
@@ -54,10 +55,6 @@ _PAUSE_MIN_S = 0.02
 _PAUSE_MAX_S = 0.5
 _QUEUE_MAX_MESSAGES = 65536
 _REPEATED = (Regrouped, Committed, Saved, Completed, Busy, StopWanted)
-
-
-class QuitAsked(BaseException):
-    """The agent has asked the worker to end. No Exception: a training script must not catch it by accident."""
 
 
 class AgentChannel:

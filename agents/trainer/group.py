@@ -40,6 +40,7 @@ from agents.trainer.forming import (
     ports_of,
     shut_down,
 )
+from agents.trainer.lifecycle.failures import Broken, Superseded
 from agents.trainer.marks import Marker
 from agents.trainer.messages import Waits
 
@@ -50,14 +51,6 @@ _CLOSE_TIMEOUT_S = 1.0
 _ABORT_TIMEOUT_S = 10.0
 #: Groups with an operation that would not end: destroying them could block, so they live as long as the process.
 _parked: list[object] = []
-
-
-class Broken(Exception):
-    """A collective, or the forming of the group, failed: most likely a member is gone."""
-
-
-class Superseded(Exception):
-    """A newer membership has come; this group is of no use any more."""
 
 
 class AbortHangs(RuntimeError):

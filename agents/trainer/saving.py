@@ -33,6 +33,7 @@ from typing import Any
 
 from agents.trainer import checkpoint, interval
 from agents.trainer.context import Context
+from agents.trainer.lifecycle.results import NOTHING, Due
 from agents.trainer.memory import Draft, Memory, TooLarge
 from agents.trainer.messages import Captured, Membership, Saved
 from agents.trainer.state import BadState, TrainingState
@@ -60,26 +61,6 @@ class Rhythm:
 
     def saved(self, iteration: int) -> None:
         self.last, self.look_at = iteration, iteration + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """Where to the state after an iteration is to be saved."""
-
-    to_memory: bool
-    to_storage: bool
-
-    @property
-    def anything(self) -> bool:
-        return self.to_memory or self.to_storage
-
-    def word(self) -> int:
-        """As an integer, for the agreement."""
-        return int(self.to_memory) + 2 * int(self.to_storage)
-
-    @staticmethod
-    def of(word: int) -> Due:
-        return Due(bool(word & 1), bool(word & 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +127,7 @@ class Saving:
             self._to_memory.look_at = self._to_storage.look_at = iteration
         self._was_lead = leads
         if not leads or iteration >= self._context.launch.spec.iterations:
-            return Due(False, False)
+            return NOTHING
         mtbf_s = membership.mtbf_us / 1e6
         to_memory = self._to_memory.may_be_due(iteration) and self._is_due(
             self._to_memory, iteration, mtbf_s, busy=not _is_over(self._sealing)

@@ -2,16 +2,13 @@
 
 Rules
 -----
-* `gather`, after each step: every stretch of the parameters from a replica that has stepped it, to all others. A group
-  that breaks in the middle has harmed nothing: what has arrived is what would have arrived, and the next group gathers
-  again, from whoever holds the parts then.
-* `divide`, in each new group: the parts are cut anew for its number of replicas, and every replica gets those that it
-  is to hold and has not. They are staged, all say so, and only then (`adopt`) is dropped what was held before: whoever
-  has heard from all knows that all have theirs, and whoever has not still has both. No step happens in between.
+* `gather`, after each step: every stretch of the parameters from a replica that has stepped it, to all others.
+* `stage`, in each new group: this replica's new parts, from what it holds and from what others give.
 * `assemble`, for a capture: the whole state, at the first replica, in memory of the CPU.
 * All are collectives of the group, in the same order everywhere, and row by row, which bounds the memory they take.
 
-What does not live here: when they happen and what follows a fault (`hook.py`), who holds what (`parts.py`).
+What does not live here: when they happen and what follows a fault (`lifecycle/sharded.py`), which member holds what
+(`lifecycle/shares.py`).
 """
 
 from __future__ import annotations
@@ -21,27 +18,21 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from agents.trainer.group import Group
-from agents.trainer.parts import Move, Part, Span, covers, givers, moves, placed
+from agents.trainer.parts import Move, Part
 from agents.trainer.sharded_optimizer import Held, Row, Rows, ShardedOptimizer
 
 
 class Sharing:
-    """One shard's. `layout`: the spans that each member of the present group holds, in rank order."""
+    """One shard's."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
-        self.layout: list[Sequence[Span]] = []
-        self.total = sum(optimizer.extents)
 
-    def is_whole_in(self, layout: Sequence[Sequence[Span]]) -> bool:
-        """Whether the members together hold everything."""
-        return covers(layout, self.total)
-
-    def gather(self, group: Group) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Start giving the stepped parameters to all; `Group.finish` it, and `land` what is returned. Raises
-        NowhereHeld."""
+    def gather(self, group: Group, travelling: Sequence[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Start giving the stepped parameters to all (`target` is meaningless); `Group.finish` it, and `land` what is
+        returned."""
         arriving = []
-        for move in givers(self.layout, self.total):
+        for move in travelling:
             place = self.optimizer.bytes_at(move.start, move.stop)
             if place.device.type == group.device.type:
                 group.broadcast(place, move.source)
@@ -55,26 +46,16 @@ class Sharing:
         for place, data in arrived:
             place.copy_(data)
 
-    def cut(self, nodes: Sequence[frozenset[str]], staying: Sequence[int] | None = None) -> list[list[Part]]:
-        """The parts that each member is to hold. `nodes[r]`: where replica r stands; `staying`: who holds any, None:
-        all."""
-        ranks = range(len(nodes)) if staying is None else staying
-        found: list[list[Part]] = [[] for _ in nodes]
-        for rank, indices in zip(ranks, placed([nodes[rank] for rank in ranks]), strict=True):
-            found[rank] = [Part(len(ranks), index) for index in indices]
-        return found
+    def stage_first(self, parts: Sequence[Part]) -> None:
+        """Training begins: stage these parts, made from the parameters."""
+        self.optimizer.stage([self.optimizer.first(part) for part in parts])
 
-    def begin(self, group: Group, cut: Sequence[Sequence[Part]]) -> None:
-        """Nobody has trained yet: stage this member's parts, made from its parameters."""
-        self.optimizer.stage([self.optimizer.first(part) for part in cut[group.rank]])
-
-    def divide(self, group: Group, cut: Sequence[Sequence[Part]]) -> int:
-        """Stage this member's parts, from wherever they are held; the bytes received. Raises what `Group.finish` and
-        `moves` raise."""
-        wanted = self._layout(cut)
-        arrived = [Held(part, self._empty(part)) for part in cut[group.rank]]
+    def stage(self, group: Group, parts: Sequence[Part], travelling: Sequence[Move]) -> int:
+        """Stage these parts, from what is held here and from what travels; the bytes received. Raises what
+        `Group.finish` raises."""
+        arrived = [Held(part, self._empty(part)) for part in parts]
         received_bytes = 0
-        for row, pieces in self._exchange(group, wanted):
+        for row, pieces in self._exchange(group, travelling):
             extent = self.optimizer.spaces[row[0]].extent
             for held in arrived:
                 here, there = held.part.within(extent)
@@ -84,15 +65,8 @@ class Sharing:
         self.optimizer.stage(arrived)
         return received_bytes
 
-    def adopt(self, cut: Sequence[Sequence[Part]]) -> None:
-        """All have theirs."""
-        self.optimizer.adopt()
-        self.layout = self._layout(cut)
-
-    def alone(self) -> Rows | None:
-        """All rows, whole, if this replica holds everything, copied."""
-        if not covers([self.optimizer.spans()], self.total):
-            return None
+    def alone(self) -> Rows:
+        """All rows, whole, copied; this replica holds everything."""
         whole: Rows = {}
         for row in self.optimizer.rows:
             extent = self.optimizer.spaces[row[0]].extent
@@ -101,12 +75,10 @@ class Sharing:
                 _lay(whole[row], 0, extent, start, stop, piece)
         return whole
 
-    def assemble(self, group: Group) -> Rows | None:
+    def assemble(self, group: Group, travelling: Sequence[Move]) -> Rows | None:
         """All rows, whole, at rank 0; None elsewhere. Raises what `Group.finish` raises."""
-        wanted: list[Sequence[Span]] = [[] for _ in range(group.size)]
-        wanted[0] = [(0, self.total)]
         whole: Rows = {}
-        for row, pieces in self._exchange(group, wanted):
+        for row, pieces in self._exchange(group, travelling):
             if group.rank == 0:
                 extent = self.optimizer.spaces[row[0]].extent
                 whole[row] = torch.zeros(extent)
@@ -115,10 +87,6 @@ class Sharing:
         return whole if group.rank == 0 else None
 
     # --- inside -----------------------------------------------------------------------------------
-
-    def _layout(self, cut: Sequence[Sequence[Part]]) -> list[Sequence[Span]]:
-        extents = self.optimizer.extents
-        return [[span for part in parts for span in part.spans(extents) if span[0] < span[1]] for parts in cut]
 
     def _empty(self, part: Part) -> Rows:
         rows: Rows = {}
@@ -137,10 +105,9 @@ class Sharing:
                 yield first, last, self.optimizer.read(row, first, last)
 
     def _exchange(
-        self, group: Group, wanted: Sequence[Sequence[Span]]
+        self, group: Group, travelling: Sequence[Move]
     ) -> Iterator[tuple[Row, list[tuple[int, int, torch.Tensor]]]]:
-        """Row by row, the pieces that this member wanted and did not hold: start and stop within the space."""
-        travelling = moves(self.layout, wanted)
+        """Row by row, the pieces that travel to this member: start and stop within the space."""
         for row in self.optimizer.rows:
             base = sum(self.optimizer.extents[: row[0]])
             end = base + self.optimizer.extents[row[0]]

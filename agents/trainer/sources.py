@@ -3,10 +3,7 @@
 Rules
 -----
 * Every replica says which iterations all its shards find in their nodes' memory; member 0's replica also asks the
-  other nodes, and looks at storage. All this is gathered, so every member knows all candidates and their order.
-* The newest iteration first: nothing is trained again that anybody still has. Of the same iteration the nearest:
-  memory here, memory of another node, storage. (What is nearer is saved to more often, so it is newer as well,
-  unless it was left behind by a task that has moved away since.)
+  other nodes, and looks at storage. All this is gathered; the order in which they are tried: `candidates.py`.
 * A state of another layout (tp, pp) than the task has now is as good as one of its own: it is there where all shards of
   that layout are found, on whatever nodes, this one among them; each new shard puts its own together (`resharding.py`).
 * A state is believed when its digest is right, its names, shapes and dtypes fit, and every number is finite, for all
@@ -17,15 +14,15 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import msgspec
 
 from agents.trainer import checkpoint, memory_exchange
+from agents.trainer.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from agents.trainer.context import Context
 from agents.trainer.memory import Head, Memory, digest_of
 from agents.trainer.memory_exchange import Fetching, NoAnswer
@@ -34,61 +31,9 @@ from agents.trainer.state import BadState
 from agents.trainer.state_bytes import read
 from events.vocabulary import MemoryService
 
-Kind: TypeAlias = Literal["memory", "peer", "checkpoint"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 #: tp and pp.
 Degrees: TypeAlias = tuple[int, int]
 Tree: TypeAlias = dict[str, Any]
-#: How many iterations of each kind are told; a slot more of storage than is usually kept.
-TOLD: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
-ROW_WORDS = sum(TOLD.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """The state after `iteration`, which the replica of member `rank` can take from `kind`."""
-
-    iteration: int
-    kind: Kind
-    rank: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} of iteration {self.iteration}"
-
-
-def ordered(rows: Sequence[Sequence[int]]) -> list[Candidate]:
-    """All that the gathered rows name, best first. `rows[m]`: member m's iterations by kind, 0 for none."""
-    found = [
-        Candidate(iteration, kind, rank)
-        for rank, row in enumerate(rows)
-        for kind, iterations in split(row).items()
-        for iteration in iterations
-    ]
-    return sorted(dict.fromkeys(found), key=lambda one: (-one.iteration, KINDS.index(one.kind), one.rank))
-
-
-def newest(rows: Sequence[Sequence[int]], kind: Kind) -> int:
-    """The newest iteration of the kind that anybody named; 0 for none."""
-    return max((iteration for row in rows for iteration in split(row)[kind]), default=0)
-
-
-def row_of(told: dict[Kind, list[int]]) -> list[int]:
-    """The row that a member gathers."""
-    row: list[int] = []
-    for kind in KINDS:
-        iterations = sorted(told.get(kind, []), reverse=True)[: TOLD[kind]]
-        row += iterations + [0] * (TOLD[kind] - len(iterations))
-    return row
-
-
-def split(row: Sequence[int]) -> dict[Kind, list[int]]:
-    """The inverse of `row_of`."""
-    told: dict[Kind, list[int]] = {}
-    start = 0
-    for kind in KINDS:
-        told[kind] = [iteration for iteration in row[start : start + TOLD[kind]] if iteration > 0]
-        start += TOLD[kind]
-    return told
 
 
 class Sources:

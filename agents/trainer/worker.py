@@ -2,7 +2,7 @@
 environment and working directory.
 
 Exit codes: 0 done or asked to end; 1 an exception, or the end of the program in mid-training, told to the agent
-beforehand; 69 no agent (`channel.py`); 75 no membership after a fault (`hook.py`); what the user's script exits with.
+beforehand; 69 no agent (`channel.py`); 75 no membership after a fault (`driver.py`); what the user's script exits with.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from agents.trainer import context
-from agents.trainer.channel import AgentChannel, QuitAsked
+from agents.trainer.channel import AgentChannel
 from agents.trainer.context import Context, Patience
 from agents.trainer.faults import LeftEarly, trouble
 from agents.trainer.injection import Injection
+from agents.trainer.lifecycle.failures import QuitAsked
 from agents.trainer.marks import Marker, path_of
 from agents.trainer.messages import Launch
 from events.vocabulary import TaskSpec

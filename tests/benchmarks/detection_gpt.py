@@ -71,9 +71,10 @@ def main(traces: Path) -> None:
     model = pretrain_gpt.build_model(spec)
     optimizer, scheduler = pretrain_gpt.build_optimizer(spec, model)
     hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text))
-    detections = {True: hook._detection, False: NoDetection(here, model.parameters())}
+    driver = hook._driver
+    detections = {True: driver.detection, False: NoDetection(here, model.parameters())}
     marks = {True: here.mark, False: NoMarks(None)}
-    norms = dict.fromkeys(range(len(hook._accumulation)), torch.zeros(()))
+    norms = dict.fromkeys(range(len(driver.accumulation)), torch.zeros(()))
     began: tuple[float, float] | None = None
     on = False
     with (traces / here.launch.worker).open("w", buffering=1) as trace:
@@ -83,11 +84,11 @@ def main(traces: Path) -> None:
                 took = f"{now[0] - began[0]:.6f} {now[1] - began[1]:.6f}"
                 trace.write(f"{step.iteration - 1} {'ON' if on else 'OFF'} {took}\n")
             on = step.iteration % 2 == 0
-            hook._detection, here.mark = detections[on], marks[on]
-            hook._group().mark = marks[on]
-            hook._accumulation.arriving = partial(setattr, marks[True], "phase", "backward") if on else _nothing
+            driver.detection, here.mark = detections[on], marks[on]
+            driver.group.mark = marks[on]
+            driver.accumulation.arriving = partial(setattr, marks[True], "phase", "backward") if on else _nothing
             if not on:
-                hook._reduction._norms = dict(norms)
+                driver.reduction._norms = dict(norms)
             began = time.perf_counter(), time.process_time()
             for micro_batches in step.lists(at_most=1):
                 step.add(*pretrain_gpt.forward_backward(spec, model, text, step, micro_batches))

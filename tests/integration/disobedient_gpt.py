@@ -101,6 +101,8 @@ def main() -> None:
     import traced_gpt
 
     from agents.trainer import pretrain_gpt
+    from agents.trainer.driver import HANDLERS
+    from agents.trainer.lifecycle.effects import Assemble
 
     plain = pretrain_gpt.forward_backward
     waiting: list[str] = []
@@ -108,7 +110,7 @@ def main() -> None:
     def forward_backward(
         spec: Any, model: torch.nn.Module, text: Any, step: Any, micro_batches: list[int]
     ) -> tuple[float, int]:
-        step._hook._reduction.started_one = lambda: break_links(step)
+        step._hook._driver.reduction.started_one = lambda: break_links(step)
         for words in (orders.own(), orders.standing()):
             if words:
                 obey(words, model, step)
@@ -127,31 +129,33 @@ def main() -> None:
                 with step.loading():
                     raise EOFError(text)
             case ["part"]:
-                part(type(step._hook))
+                part()
             case ["flip"]:
                 with torch.no_grad():
                     next(model.parameters()).view(torch.int32).view(-1)[0] ^= 1
 
-    def part(of: Any) -> None:
-        plainly = of._assemble
+    def part() -> None:
+        """Break the links of the group that assembles the last state, once."""
+        plainly = HANDLERS[Assemble]
 
-        def assemble(hook: Any) -> None:
-            if hook._ledger.iteration > launch.spec.iterations:
-                of._assemble = plainly
-                orders.obeyed("part", hook._ledger.iteration)
-                for descriptor in hook._group()._sockets:
+        def assemble(driver: Any, effect: Assemble) -> Any:
+            iteration = driver.books.ledger.iteration
+            if iteration > launch.spec.iterations:
+                HANDLERS[Assemble] = plainly
+                orders.obeyed("part", iteration)
+                for descriptor in driver.group._sockets:
                     reset(descriptor)
-            plainly(hook)
+            return plainly(driver, effect)
 
-        of._assemble = assemble
+        HANDLERS[Assemble] = assemble
 
     def break_links(step: Any) -> None:
         """A bucket of the iteration is on its way: the first, and others are to follow."""
         words = list(waiting) or orders.standing()
-        if words and words[0] in LINKS and len(step._hook._reduction._under_way) == 1:
+        if words and words[0] in LINKS and len(step._hook._driver.reduction._under_way) == 1:
             waiting.clear()
             orders.obeyed(words[0], step.iteration)
-            for descriptor in step._hook._group()._sockets:
+            for descriptor in step._hook._driver.group._sockets:
                 LINKS[words[0]](descriptor)
 
     pretrain_gpt.forward_backward = forward_backward

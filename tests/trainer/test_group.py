@@ -14,7 +14,8 @@ import torch.distributed as dist
 from agents.trainer import group as group_module
 from agents.trainer.channel import AgentChannel
 from agents.trainer.forming import Attempt, Place, ports_named
-from agents.trainer.group import Broken, Group, Superseded, form
+from agents.trainer.group import Group, form
+from agents.trainer.lifecycle.failures import Broken, Superseded
 from agents.trainer.messages import Launch, Membership
 from agents.trainer.standby import Standby
 from events.vocabulary import StoreAddress, TaskSpec

@@ -13,25 +13,27 @@ from typing import Any
 
 from agents.trainer import context, pretrain_gpt
 from agents.trainer.corpus import Corpus
+from agents.trainer.driver import HANDLERS, Driver
 from agents.trainer.hook import Hook
+from agents.trainer.lifecycle.effects import Idle, Sit
 from agents.trainer.randomness import seed_all
 from tests.benchmarks.recovery.witness import Witness
 
 
 def watch_regroups(hook: Hook, witness: Witness) -> None:
-    rendezvous, channel = hook._rendezvous, hook._context.channel
-    join = rendezvous.join
+    channel, idle, sit = hook._context.channel, HANDLERS[Idle], HANDLERS[Sit]
 
-    def watched(*arguments: Any) -> Any:
+    def leaving(driver: Driver, effect: Idle) -> Any:
         witness.tell("leaving")
-        seat = join(*arguments)
-        came_us = (time.time_ns() - time.monotonic_ns()) // 1000 + int(
-            channel.received_at(seat.membership.generation) * 1e6
-        )
-        witness.tell("seated", seat.membership.generation, came_us)
-        return seat
+        return idle(driver, effect)
 
-    rendezvous.join = watched  # type: ignore[method-assign]
+    def seated(driver: Driver, effect: Sit) -> Any:
+        generation = effect.membership.generation
+        came_us = (time.time_ns() - time.monotonic_ns()) // 1000 + int(channel.received_at(generation) * 1e6)
+        witness.tell("seated", generation, came_us)
+        return sit(driver, effect)
+
+    HANDLERS[Idle], HANDLERS[Sit] = leaving, seated
 
 
 def main() -> None:

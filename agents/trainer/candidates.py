@@ -1,0 +1,70 @@
+"""Which states a group without any could take, and in which order it tries them: rows that the members gather.
+
+Rules
+-----
+* The newest iteration first: nothing is trained again that any member can still find. Of the same iteration the
+  nearest: memory here, memory of another node, storage. (What is nearer is saved to more often, so it is newer as well,
+  unless it was left behind by a task that has moved away since.)
+* All members gather all rows, so that all know the candidates in the same order.
+
+Pure. How candidates are found and taken: `sources.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+Kind: TypeAlias = Literal["memory", "peer", "checkpoint"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+#: How many iterations of each kind are told; a slot more of storage than is usually kept.
+TOLD: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
+ROW_WORDS = sum(TOLD.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The state after `iteration`, which the replica of member `rank` can take from `kind`."""
+
+    iteration: int
+    kind: Kind
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of iteration {self.iteration}"
+
+
+def ordered(rows: Sequence[Sequence[int]]) -> list[Candidate]:
+    """All that the gathered rows name, best first. `rows[m]`: member m's iterations by kind, 0 for none."""
+    found = [
+        Candidate(iteration, kind, rank)
+        for rank, row in enumerate(rows)
+        for kind, iterations in split(row).items()
+        for iteration in iterations
+    ]
+    return sorted(dict.fromkeys(found), key=lambda one: (-one.iteration, KINDS.index(one.kind), one.rank))
+
+
+def newest(rows: Sequence[Sequence[int]], kind: Kind) -> int:
+    """The newest iteration of the kind that anybody named; 0 for none."""
+    return max((iteration for row in rows for iteration in split(row)[kind]), default=0)
+
+
+def row_of(told: dict[Kind, list[int]]) -> list[int]:
+    """The row that a member gathers."""
+    row: list[int] = []
+    for kind in KINDS:
+        iterations = sorted(told.get(kind, []), reverse=True)[: TOLD[kind]]
+        row += iterations + [0] * (TOLD[kind] - len(iterations))
+    return row
+
+
+def split(row: Sequence[int]) -> dict[Kind, list[int]]:
+    """The inverse of `row_of`."""
+    told: dict[Kind, list[int]] = {}
+    start = 0
+    for kind in KINDS:
+        told[kind] = [iteration for iteration in row[start : start + TOLD[kind]] if iteration > 0]
+        start += TOLD[kind]
+    return told

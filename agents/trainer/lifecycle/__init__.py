@@ -1,0 +1,91 @@
+"""The training lifecycle of a member: one generator, without IO, whoever drives it.
+
+    flow = run(Books(launch, buckets, clock))
+    effect = next(flow)
+    while True:
+        try:
+            result = do(effect)                       # blocking, or under virtual time
+        except (Broken, Superseded, Stranded, QuitAsked) as failure:
+            effect = flow.throw(failure)
+        else:
+            effect = flow.send(result)
+
+The flow asks for effects (`effects.py`); its driver carries them out and sends their results, or throws what went
+wrong. `driver.py` does so in a training process, blocking; the simulator does so under virtual time. Two effects are
+*seams*, the training loop's own turn: `Compute` (its micro-batches) and `Optimize` (the optimizer's step). A loop of
+one's own gets them from `hook.steps()`; an adapter inside another framework's loop asks its driver what is next and
+answers when its framework has done it. Per micro-batch the flow is not asked: that is between driver and loop.
+
+Rules
+-----
+* An iteration: micro-batches are dealt, computed, accumulated; *computed* when this replica's are all done; *reduced*
+  when every bucket's sum and every replica's account are here; *agreed* when all members have said so; *committed*
+  when the loop comes back from the optimizer's step. Only then is the accumulation cleared.
+* Between micro-batches and in every wait, an urgent membership sends the worker to the next group, with its model,
+  optimizer and accumulation; the verdict there (`regrouping.py`) says how the iteration goes on.
+* A planned membership is followed at the boundary after an agreement that showed every member holding it.
+* The *lead* is the first member: it reports commits, writes checkpoints, and says when the task is complete. Every
+  member keeps the newest commit, so that a new lead can report what the old one took with it.
+* After the last iteration no member leaves before the lead has saved: if it dies, another does it.
+* With sharded optimizer state (`sharded.py`) an iteration is committed when every replica's parameters have been
+  gathered, each from one that has stepped it; a group that breaks before that gathers again in the next. A new group
+  begins with that, then gives state to members without any, then divides the parts anew. A member that leaves as
+  planned leaves its parts with those that stay.
+
+States, and what follows (`states.py`; each flow below says which it enters)
+-----
+| state | what happens | then |
+|---|---|---|
+| new | | regrouping |
+| regrouping | memberships are followed until a group has exchanged positions (`joining.py`) | transferring; computing; stepping, gathering (with what it has: step first); ending (none left); parked, stranded |
+| transferring | parameters, state, parts for the members of the new group (`regroup.py`, `finding.py`) | computing; ending; regrouping |
+| computing | the loop computes its micro-batches | reducing; regrouping; ending (the program left) |
+| reducing | sums and accounts over the members (`iteration.py`) | agreeing; regrouping |
+| agreeing | all say that they have them | stepping; regrouping |
+| stepping | the loop steps its optimizer | gathering (sharded); committing |
+| gathering | parameters that others have stepped (`boundary.py`) | committing; regrouping |
+| committing | told, saved, and on to the next iteration | computing; transferring (owed by the last verdict); regrouping; ending |
+| ending | the last state is saved, all leave together (`ending.py`) | over; regrouping |
+| parked | not named by the membership; waits to be ended | |
+| stranded | no membership came in time; saves and ends | |
+| over | | |
+
+Any state but parked, stranded and over goes to regrouping when the group breaks or is superseded, but for stepping (the
+loop's own) and committing's first half, which needs no group.
+"""  # noqa: E501  # a table
+
+from agents.trainer.lifecycle.books import Books
+from agents.trainer.lifecycle.boundary import commit, gathered
+from agents.trainer.lifecycle.effects import Flow, Optimize, Phase
+from agents.trainer.lifecycle.ending import complete, leave_as_said
+from agents.trainer.lifecycle.failures import Stopped
+from agents.trainer.lifecycle.iteration import iterate
+from agents.trainer.lifecycle.regroup import regroup
+
+__all__ = ["Books", "run"]
+
+
+def run(books: Books) -> Flow[None]:
+    """From the first membership to the end of training, or of this member's part in it."""
+    left = False
+    try:
+        yield from _train(books)
+        yield from Phase("done")
+    except Stopped:
+        left = True
+    if left:
+        yield from leave_as_said(books)
+    books.enter("over")
+
+
+def _train(books: Books) -> Flow[None]:
+    yield from regroup(books)
+    is_complete = False
+    while not is_complete:
+        while books.goes_on:
+            loss = yield from iterate(books)
+            books.enter("stepping")
+            yield from Optimize(books.ledger.iteration, loss)
+            if (yield from gathered(books)):
+                yield from commit(books)
+        is_complete = yield from complete(books)

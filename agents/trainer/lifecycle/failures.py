@@ -1,0 +1,28 @@
+"""What a driver throws into the lifecycle instead of a result, and what the lifecycle ends with."""
+
+from __future__ import annotations
+
+
+class Broken(Exception):
+    """A collective, or the forming of the group, failed: most likely a member is gone."""
+
+
+class Superseded(Exception):
+    """A newer membership has come; this group is of no use any more."""
+
+
+class Stranded(Exception):
+    """No membership came in time."""
+
+
+class Stopped(Exception):
+    """At a seam: the program has said `stop` and has left its loop."""
+
+
+class QuitAsked(BaseException):
+    """The agent has asked the worker to end. No Exception: a training script must not catch it by accident."""
+
+
+class NothingLeft(RuntimeError):
+    """All holders of a part of the optimizer's state are lost, nothing was saved, and no process is as the seed made
+    it: training has to begin anew, in new processes."""

@@ -1,0 +1,53 @@
+"""What effects return, where that has parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agents.trainer.parts import Span
+from events.vocabulary import StateSource
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """`complete`: buckets of the present iteration whose sums are complete here. `spans`: of the sharded optimizer
+    state, in elements, staged ones included."""
+
+    complete: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A state that this member now lives in: the state after `iteration`. `size_bytes`: what was read for it.
+    `pace_s`: of an iteration, 0 where it is not known. `resharded_from`: the other layout that it was kept in."""
+
+    iteration: int
+    loss: float
+    size_bytes: int
+    origin: StateSource = "replica"
+    pace_s: float = 0.0
+    resharded_from: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Where to the state after an iteration is to be saved."""
+
+    to_memory: bool
+    to_storage: bool
+
+    @property
+    def anything(self) -> bool:
+        return self.to_memory or self.to_storage
+
+    def word(self) -> int:
+        """As an integer, for the agreement."""
+        return int(self.to_memory) + 2 * int(self.to_storage)
+
+    @staticmethod
+    def of(word: int) -> Due:
+        return Due(bool(word & 1), bool(word & 2))
+
+
+NOTHING = Due(False, False)
