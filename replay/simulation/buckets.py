@@ -6,7 +6,7 @@ where every micro-batch is in it exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TypeAlias
 
 from replay.simulation.group import End, Result
@@ -66,19 +66,10 @@ class Buckets:
         }
         return self._final | arrived
 
-    def final(self) -> dict[int, Counts]:
-        """The sums that are complete at every member."""
-        return dict(self._final)
-
     def keep(self, final: Collection[int]) -> None:
         """These are final; the others are reduced again."""
         complete = self.complete()
         self._final = {bucket: complete[bucket] for bucket in final}
-        self._again()
-
-    def adopt(self, final: Mapping[int, Counts]) -> None:
-        """Another member's final sums, with its state."""
-        self._final = dict(final)
         self._again()
 
     def are_right(self) -> bool:
@@ -89,18 +80,3 @@ class Buckets:
     def _again(self) -> None:
         self._under_way = {}
         self._turns = [bucket for bucket in reversed(range(BUCKETS)) if bucket not in self._final]
-
-
-def to_row(final: Mapping[int, Counts], micro_batches: int) -> list[int]:
-    """Final sums as integers: per bucket whether it is one, then its counts."""
-    row: list[int] = []
-    for bucket in range(BUCKETS):
-        row += [int(bucket in final), *final.get(bucket, (0,) * micro_batches)]
-    return row
-
-
-def from_row(row: Collection[int], micro_batches: int) -> dict[int, Counts]:
-    """The inverse of `to_row`."""
-    numbers, width = list(row), micro_batches + 1
-    parts = [numbers[start : start + width] for start in range(0, BUCKETS * width, width)]
-    return {bucket: tuple(part[1:]) for bucket, part in enumerate(parts) if part[0]}

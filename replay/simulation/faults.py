@@ -55,6 +55,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"{self.at_s:6.2f} s  {self.kind}{f' {self.how}' if self.how else ''}{where}{lasting}"
 
 
+#: Where a worker may die, by the training loop's name for it (agents/trainer/injection.py); `regrouped`: it says so.
+_MOMENTS = (
+    "computed", "reduced", "agreeing", "stepped", "gathering", "committed", "giving", "dividing", "regrouped",
+)  # fmt: skip
 #: Kind -> (how often, relative; the longest it lasts; what `how` may be; how many nodes are hit at once, at most).
 _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged"), 0),
@@ -73,7 +77,7 @@ _KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "second_agent": (3, 15.0, ("", "leaves", "cut"), 1),
     "crash_fork_server": (3, 0.0, (), 1),
     "power_off": (5, 12.0, ("", "", "disk_lost"), 3),
-    "kill_worker": (10, 0.0, ("", "", "computed", "reduced", "agreeing", "committed", "regrouped"), 1),
+    "kill_worker": (10, 0.0, ("", "", *_MOMENTS), 1),
     "end_early": (2, 0.0, (), 1),
     "hang_worker": (4, 20.0, ("", "stopped", "stuck", "for_ever"), 1),
     "hang_after_join": (3, 15.0, (), 1),

@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 Row: TypeAlias = Sequence[int]
 
 
-class Broken(Exception):
-    """A collective, or the forming of the group, failed."""
-
-
-class Superseded(Exception):
-    """A newer membership has come."""
-
-
 class Group:
     """The group of one generation of one task, over its replicas."""
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from agents.state import Action, Append, ArmTimer, Commanded
 from agents.trainer.ledger import Total
+from agents.trainer.parts import Part
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
@@ -46,6 +47,9 @@ RULES: dict[str, str] = {
     "slots_are_held_once": "No GPU slot is held by two living processes, and no worker id by two processes.",
     "steps_have_one_membership": "All that commit an iteration commit the same sums, reduced under one membership.",
     "micro_batches_used_once": "After every step the parameters are those of training with each micro-batch once.",
+    "states_are_whole": "What is saved and taken is the whole state after its iteration, sharded or not.",
+    "parts_are_of_one_step": "The parts of sharded state that a replica holds are those after the last commit.",
+    "parts_are_held_twice": "Old parts are dropped when all members have theirs, and each part is with two of them.",
     "reports_are_exact": "The samples that the log names for an iteration are exactly those of its global batch.",
     "trainers_agree": "The members of a group never contradict each other.",
     "nothing_crashes": "No input makes a coordinator, an agent or a worker fail of itself.",
@@ -230,9 +234,34 @@ def steps_have_one_membership(steps: Sequence[tuple[Total, int, str]], alive: Co
     return ""
 
 
-def micro_batches_used_once(params: int, expected: int) -> str:
+def micro_batches_used_once(params: Sequence[int], expected: Sequence[int]) -> str:
     """Training is a function of the samples: one too many, too few or twice shows."""
     return "" if params == expected else "the parameters are not those of a training without faults"
+
+
+def states_are_whole(params: Sequence[int], optimizer: Sequence[int], expected: Sequence[int]) -> str:
+    """`optimizer`: the whole state of a sharded optimizer, () of another. `expected`: both, after that iteration."""
+    for name, blocks in (("parameters", params), ("optimizer's state", optimizer)):
+        if (blocks or name == "parameters") and tuple(blocks) != tuple(expected):
+            wrong = [n for n, (one, other) in enumerate(zip(blocks, expected, strict=False)) if one != other]
+            return f"blocks {wrong} of the {name} are of another step"
+    return ""
+
+
+def parts_are_of_one_step(blocks: Mapping[int, int], expected: Sequence[int]) -> str:
+    """`blocks`: what is held of the optimizer's state, by number."""
+    wrong = [block for block, value in blocks.items() if value != expected[block]]
+    return f"blocks {wrong} of the optimizer's state are of another step" if wrong else ""
+
+
+def parts_are_held_twice(staged: Sequence[Sequence[tuple[Part, ...]]]) -> str:
+    """`staged[m]`: what member m has staged in this division, then in later ones; nothing if it has not yet."""
+    if waiting := [member for member, divisions in enumerate(staged) if not divisions]:
+        return f"parts are dropped before members {waiting} have theirs"
+    holders = Counter(part for divisions in staged for part in divisions[0])
+    count = max(part.count for part in holders)
+    few = [index for index in range(count) if holders[Part(count, index)] < min(2, count)]
+    return f"parts {few} of {count} have too few holders" if few else ""
 
 
 # --- at rest -------------------------------------------------------------------------------------

@@ -6,36 +6,25 @@ Two states of each shard; a new one takes the place of the older. They are the f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from agents.state import Held
 from events.vocabulary import MemoryService
+from replay.simulation.weights import State
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
     from replay.simulation.process import Process
 
-#: A state's source, nearest first.
-Source: TypeAlias = Literal["memory", "peer", "checkpoint"]
-SOURCES: tuple[Source, ...] = ("memory", "peer", "checkpoint")
-
 
 class Copy(NamedTuple):
-    """The parameters after `iteration`, which a shard of `generation` captured on `origin`. `layout`: tp and pp."""
+    """The state after `iteration`, which a shard of `generation` captured on `origin`. `layout`: tp and pp."""
 
     iteration: int
     generation: int
-    params: int
+    state: State
     origin: str
     layout: tuple[int, int]
-
-
-class Found(NamedTuple):
-    """Where a state could be taken from."""
-
-    source: Source
-    iteration: int
-    params: int
 
 
 class NodeMemory:
@@ -83,23 +72,21 @@ def held(task: str, shard: int, copy: Copy) -> Held:
     )  # fmt: skip
 
 
-def in_members_memory(task: str, members: Sequence[Sequence[Process]]) -> list[Found]:
-    """What all shards of a member find on their own nodes."""
-    found = []
-    for shards in members:
-        kept = [
-            {c.iteration: c for c in _of(shard.host, task, number) if c.layout == layout_of(shard)}
+def in_memory(task: str, shards: Sequence[Process]) -> dict[int, State]:
+    """By iteration, what all shards of a replica find on their own nodes."""
+    return _common(
+        [
+            {copy.iteration: copy for copy in _of(shard.host, task, number) if copy.layout == layout_of(shard)}
             for number, shard in enumerate(shards)
         ]
-        common = [copy for copy in kept[0].values() if all(copy.iteration in other for other in kept)]
-        found += [Found("memory", copy.iteration, copy.params) for copy in common]
-    return found
+    )
 
 
 def in_peers_memory(
     task: str, shards: Sequence[Process], peers: Sequence[MemoryService], hosts: Mapping[str, Host]
-) -> list[Found]:
-    """What the agents of the peers answer all shards of one member: their own, or all those of another layout."""
+) -> dict[int, State]:
+    """By iteration, what the agents of the peers answer all shards of a replica: their own, or all those of another
+    layout."""
     kept: list[dict[int, Copy]] = []
     for number, shard in enumerate(shards):
         asked = [hosts[peer.node] for peer in peers if peer.node in hosts]
@@ -107,8 +94,13 @@ def in_peers_memory(
         others = [host for host in there if host is not shard.host]
         own = {c.iteration: c for host in others for c in _of(host, task, number) if c.layout == layout_of(shard)}
         kept.append(_put_together(task, there) | own)
-    common = [copy for copy in kept[0].values() if all(copy.iteration in other for other in kept)]
-    return [Found("peer", copy.iteration, copy.params) for copy in common]
+    return _common(kept)
+
+
+def _common(kept: Sequence[Mapping[int, Copy]]) -> dict[int, State]:
+    """What is kept of all shards."""
+    first, *others = kept
+    return {iteration: copy.state for iteration, copy in first.items() if all(iteration in other for other in others)}
 
 
 def layout_of(shard: Process) -> tuple[int, int]:
@@ -125,11 +117,6 @@ def _put_together(task: str, hosts: Sequence[Host]) -> dict[int, Copy]:
             shards.setdefault((copy.iteration, copy.layout), {})[shard] = copy
     whole = {key: found for key, found in shards.items() if len(found) == key[1][0] * key[1][1]}
     return {iteration: found[0] for (iteration, _), found in sorted(whole.items())}
-
-
-def best(found: Sequence[Found]) -> Found | None:
-    """The newest, of the same iteration the nearest; of the same source the first."""
-    return min(found, key=lambda one: (-one.iteration, SOURCES.index(one.source)), default=None)
 
 
 def _of(host: Host, task: str, shard: int) -> tuple[Copy, ...]:

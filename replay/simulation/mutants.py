@@ -21,8 +21,9 @@ from agents.handling import exits, orders, starting
 from agents.namesakes import Namesakes
 from agents.state import Memory
 from agents.trainer import dealing, regrouping
+from agents.trainer.lifecycle import groups, iteration, joining, sharded, shares
+from agents.trainer.lifecycle.effects import Pending, Rows
 from events import vocabulary as v
-from replay.simulation import replica
 from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.run import Outcome
@@ -345,30 +346,17 @@ def _commits_are_summed_twice() -> None:
 
 
 def _commit_without_agreement() -> None:
-    def make(_: Any) -> Any:
-        async def hasty(self: Any) -> None:
-            if self._total is None:
-                self._total = await self._sum()
-            self._target = self._pending()
+    def hasty(books: Any) -> Any:
+        books.enter("agreeing")
+        books.target = yield from Pending()
 
-        return hasty
-
-    _patch(replica.Replica, "_reduce", make)
+    _patch(iteration, "_agree", lambda _: hasty)
 
 
 def _throw_away_complete_sums() -> None:
     def make(judge: Any) -> Any:
-        def hasty(positions: Any, micro_batches: int) -> Any:
-            verdict = judge(positions, micro_batches)
-            return regrouping.Verdict(
-                iteration=verdict.iteration,
-                step_first=frozenset(),
-                source=verdict.source,
-                receivers=verdict.receivers,
-                dealt=verdict.dealt,
-                fresh=verdict.fresh,
-                final=verdict.final,
-            )
+        def hasty(*positions: Any, **whole: Any) -> Any:
+            return dataclasses.replace(judge(*positions, **whole), step_first=frozenset())
 
         return hasty
 
@@ -377,8 +365,8 @@ def _throw_away_complete_sums() -> None:
 
 def _keep_any_bucket() -> None:
     def make(judge: Any) -> Any:
-        def generous(positions: Any, micro_batches: int) -> Any:
-            verdict = judge(positions, micro_batches)
+        def generous(positions: Any, micro_batches: int, **whole: Any) -> Any:
+            verdict = judge(positions, micro_batches, **whole)
             anybody = [bucket for position in positions if position.has_state for bucket in position.complete]
             final = frozenset() if verdict.step_first else frozenset(anybody)
             return dataclasses.replace(verdict, final=final)
@@ -394,6 +382,49 @@ def _deal_what_is_held() -> None:
 
     _patch(regrouping, "deal", make)
     _patch(dealing, "deal", make)
+
+
+def _keep_one_copy() -> None:
+    _patch(shares, "placed", lambda placed: lambda nodes: [parts[:1] for parts in placed(nodes)])
+
+
+def _drop_parts_early() -> None:
+    def make(divide: Any) -> Any:
+        def hasty(*arguments: Any, **first: Any) -> Any:
+            flow = divide(*arguments, **first)
+            effect = next(flow)
+            while True:
+                try:
+                    effect = flow.send([] if isinstance(effect, Rows) else (yield effect))
+                except StopIteration:
+                    return
+
+        return hasty
+
+    for module in (sharded, groups):
+        _patch(module, "divide", make)
+
+
+def _gather_nothing() -> None:
+    _patch(shares.Shares, "gathering", lambda _: lambda self: [])
+
+
+def _gather_from_anybody() -> None:
+    def make(gathering: Any) -> Any:
+        def careless(self: Any) -> Any:
+            return [dataclasses.replace(move, source=0) for move in gathering(self)]
+
+        return careless
+
+    _patch(shares.Shares, "gathering", make)
+
+
+def _join_before_the_gathering() -> None:
+    _patch(groups, "gather", lambda _: lambda shares: iter(()))
+
+
+def _divide_what_is_lost() -> None:
+    _patch(joining, "covers", lambda _: lambda held, total: True)
 
 
 # --- the log -------------------------------------------------------------------------------------
@@ -458,6 +489,14 @@ MUTANTS: dict[str, Mutant] = {
     "throw_away_complete_sums": Mutant("who is behind does not step before it goes on", _throw_away_complete_sums),
     "keep_any_bucket": Mutant("a bucket counts as final where one member has its sum", _keep_any_bucket),
     "deal_what_is_held": Mutant("survivors are dealt what they have computed already", _deal_what_is_held),
+    "keep_one_copy": Mutant("a part of sharded state has one holder", _keep_one_copy),
+    "drop_parts_early": Mutant("old parts are dropped before all members have their new ones", _drop_parts_early),
+    "gather_nothing": Mutant("an iteration is committed with the parameters that were stepped here", _gather_nothing),
+    "gather_from_anybody": Mutant("parameters are taken from a member that has not stepped them", _gather_from_anybody),
+    "join_before_the_gathering": Mutant(
+        "who could not step goes on without what was stepped", _join_before_the_gathering
+    ),
+    "divide_what_is_lost": Mutant("a part that no member holds is not missed", _divide_what_is_lost),
     "take_a_claim_for_another": Mutant("the log knows a claim by its id alone", _take_a_claim_for_another),
     "acknowledge_before_the_disk": Mutant("the log acknowledges what a crash can lose", _acknowledge_before_the_disk),
 }

@@ -70,14 +70,14 @@ class Progress:
         """The iteration is over."""
         self._baseline.add(self._now_us() - self._boundary_us, checkpoint=self._is_saving(iteration))
 
-    def done(self) -> None:
-        """Its part of the task is complete."""
-        self._phase = "done"
+    def phase(self, phase: Phase) -> None:
+        """What it does."""
+        self._phase = phase
         self._changed_us = self._now_us()
 
     def idle(self) -> None:
         """No iteration runs: nothing is late."""
-        self._phase, self._limit_us = "regroup", 0
+        self._limit_us = 0
         self._changed_us = self._now_us()
 
     def working(self, micro_batch: int) -> None:
@@ -87,7 +87,6 @@ class Progress:
 
     def entering(self) -> None:
         """It enters a collective."""
-        self._phase = "reduce"
         self._entered += 1
         self._changed_us = self._now_us()
 

@@ -16,10 +16,11 @@ from agents.trainer.messages import Membership
 from agents.trainer.sampling import Sampling, samples_digest
 from events.vocabulary import MemoryService, TaskSpec
 from replay.simulation.group import Group
-from replay.simulation.memory import Copy, Found, best, held, in_members_memory, in_peers_memory
+from replay.simulation.memory import Copy, held, in_peers_memory
 from replay.simulation.network import Reach
 from replay.simulation.process import Process
-from replay.simulation.replica import Replica, next_params
+from replay.simulation.replica import Replica
+from replay.simulation.weights import Blocks, State, first, stepped
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host
@@ -59,8 +60,8 @@ class Training:
         self.replicas: list[Replica] = []
         self._shards: dict[tuple[str, int], dict[int, Process]] = {}
         self._groups: dict[tuple[str, int], Group] = {}
-        self._checkpoints: dict[str, list[tuple[int, int]]] = {}
-        self._expected: dict[str, list[int]] = {}
+        self._checkpoints: dict[str, dict[int, State]] = {}
+        self._expected: dict[str, list[Blocks]] = {}
         self._digests: dict[tuple[int, int, int, int], int] = {}
 
     def enter(self, process: Process) -> None:
@@ -89,15 +90,14 @@ class Training:
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    def save(self, task: str, iteration: int, params: int) -> None:
+    def save(self, task: str, iteration: int, state: State) -> None:
         """A checkpoint appears, whole."""
-        kept = [saved for saved in self._checkpoints.get(task, []) if saved[0] != iteration]
-        self._checkpoints[task] = sorted([*kept, (iteration, params)])[-_KEEP:]
+        saved = self._checkpoints.get(task, {}) | {iteration: state}
+        self._checkpoints[task] = {number: saved[number] for number in sorted(saved)[-_KEEP:]}
 
-    def newest_checkpoint(self, task: str) -> tuple[int, int] | None:
-        """Iteration and parameters."""
-        saved = self._checkpoints.get(task)
-        return saved[-1] if saved else None
+    def checkpoints(self, task: str) -> dict[int, State]:
+        """By iteration."""
+        return self._checkpoints.get(task, {})
 
     # --- states in memory ------------------------------------------------------------------------
 
@@ -117,21 +117,18 @@ class Training:
         servers = [host.fork_server for host in self.hosts.values() if host.fork_server is not None]
         return sum(any(copy.iteration >= since for copy in server.memory.of(task, shard)) for server in servers)
 
-    def nearest_state(
-        self, task: str, shards: list[Process], members: list[list[Process]], peers: Sequence[MemoryService]
-    ) -> Found | None:
-        """The best state for a group of `members`, none of which has any; `shards` asks for it."""
-        found = in_members_memory(task, members) + in_peers_memory(task, shards, peers, self.hosts)
-        saved = self.newest_checkpoint(task)
-        return best([*found, Found("checkpoint", *saved)] if saved else found)
+    def in_peers(self, task: str, shards: list[Process], peers: Sequence[MemoryService]) -> dict[int, State]:
+        """By iteration, what the peers' memory has for a replica."""
+        return in_peers_memory(task, shards, peers, self.hosts)
 
     # --- the right answer ------------------------------------------------------------------------
 
-    def expected(self, spec: TaskSpec, iteration: int) -> int:
+    def expected(self, spec: TaskSpec, iteration: int) -> Blocks:
         """The parameters after `iteration`."""
-        known = self._expected.setdefault(spec.name, [0])
+        known = self._expected.setdefault(spec.name, [first(sharded=spec.optimizer.distributed)])
         while len(known) <= iteration:
-            known.append(next_params(known[-1], len(known), self.digest(spec, len(known))))
+            number = len(known)
+            known.append(tuple(stepped(value, number, self.digest(spec, number)) for value in known[-1]))
         return known[iteration]
 
     def digest(self, spec: TaskSpec, iteration: int) -> int:

@@ -6,18 +6,20 @@ It folds the log by itself, entry by entry, from nothing: that is the replay tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agents.state import Action, Append, Commanded, Input
 from agents.trainer.ledger import Total
 from agents.trainer.messages import Membership
+from agents.trainer.parts import Part
 from agents.trainer.sampling import DIGEST_MODULUS
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Recorded
 from replay.simulation import invariants as rules
 from replay.simulation.edges import is_forged
 from replay.simulation.invariants import Violation
+from replay.simulation.weights import Blocks, State
 from unicrond import fold as folding
 from unicrond.state import ClusterState
 
@@ -58,6 +60,8 @@ class Witness:
         self._lineages = 0
         self._cleared: dict[str, set[str]] = {}
         self._checks: set[str] = set()
+        #: By task and generation, what each member has staged, one division after the other.
+        self._staged: dict[tuple[str, int], dict[int, list[tuple[Part, ...]]]] = {}
 
     @property
     def state(self) -> ClusterState:
@@ -204,7 +208,7 @@ class Witness:
             story = f"{replica.lead_worker} trains in generation {membership.generation}, which the log does not hold"
             self.broke("steps_have_one_membership", story)
 
-    def step_committed(self, replica: Replica, iteration: int, lineage: int, total: Total, params: int) -> None:
+    def step_committed(self, replica: Replica, iteration: int, lineage: int, total: Total, params: Blocks) -> None:
         """A replica has stepped."""
         self.steps += 1
         where = f"{replica.lead_worker} at iteration {iteration}: "
@@ -217,3 +221,23 @@ class Witness:
         if story := rules.micro_batches_used_once(params, self.training.expected(replica.spec, iteration)):
             self.broke("micro_batches_used_once", where + story)
         self.committed[replica.task] = max(iteration, self.committed.get(replica.task, 0))
+
+    def state_used(self, replica: Replica, what: str, iteration: int, state: State) -> None:
+        """A whole state is saved, or taken."""
+        story = rules.states_are_whole(state.params, state.optimizer, self.training.expected(replica.spec, iteration))
+        self.broke("states_are_whole", story and f"{replica.lead_worker} {what} iteration {iteration}: {story}")
+
+    def parts_staged(self, replica: Replica, rank: int, parts: Sequence[Part]) -> None:
+        """A member of the present group has these parts beside the old ones."""
+        self._staged.setdefault((replica.task, replica.generation), {}).setdefault(rank, []).append(tuple(parts))
+
+    def parts_adopted(self, replica: Replica, rank: int, size: int, iteration: int, blocks: Mapping[int, int]) -> None:
+        """It holds what it has staged, and nothing else: these blocks of the optimizer's state, after `iteration`.
+        `size`: members of its group."""
+        where = f"{replica.lead_worker} after iteration {iteration}: "
+        if story := rules.parts_are_of_one_step(blocks, self.training.expected(replica.spec, iteration)):
+            self.broke("parts_are_of_one_step", where + story)
+        staged = self._staged[replica.task, replica.generation]
+        division = len(staged[rank]) - 1
+        if story := rules.parts_are_held_twice([staged.get(member, [])[division:] for member in range(size)]):
+            self.broke("parts_are_held_twice", where + story)

@@ -57,6 +57,7 @@ class World:
         )
         self.witness.training = self.training
         self.versions = self.drawn("versions")
+        self.sharding = self.drawn("sharding")
         self.hosts = self._hosts()
         self.training.hosts = self.hosts
         self.coordinators = Coordinators(
@@ -151,6 +152,7 @@ class World:
             iterations=iterations,
             seed=self.shape.randint(0, 1000),
             start_timeout_s=self.versions.choice((None, self.policy.worker_start_s)),
+            optimizer=v.OptimizerSpec(distributed=self.sharding.random() < 0.5),
             checkpoint=v.CheckpointSpec(dir="/checkpoints", interval=self.shape.choice((3, 10))),
         )
 

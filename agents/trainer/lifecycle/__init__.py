@@ -38,7 +38,7 @@ States, and what follows (`states.py`; each flow below says which it enters)
 |---|---|---|
 | new | | regrouping |
 | regrouping | memberships are followed until a group has exchanged positions (`joining.py`) | transferring; computing; stepping, gathering (with what it has: step first); ending (none left); parked, stranded |
-| transferring | parameters, state, parts for the members of the new group (`regroup.py`, `finding.py`) | computing; ending; regrouping |
+| transferring | parameters, state, parts for the members of the new group (`groups.py`, `finding.py`) | computing; ending; regrouping |
 | computing | the loop computes its micro-batches | reducing; regrouping; ending (the program left) |
 | reducing | sums and accounts over the members (`iteration.py`) | agreeing; regrouping |
 | agreeing | all say that they have them | stepping; regrouping |
@@ -59,8 +59,8 @@ from agents.trainer.lifecycle.boundary import commit, gathered
 from agents.trainer.lifecycle.effects import Flow, Optimize, Phase
 from agents.trainer.lifecycle.ending import complete, leave_as_said
 from agents.trainer.lifecycle.failures import Stopped
+from agents.trainer.lifecycle.groups import regroup
 from agents.trainer.lifecycle.iteration import iterate
-from agents.trainer.lifecycle.regroup import regroup
 
 __all__ = ["Books", "run"]
 

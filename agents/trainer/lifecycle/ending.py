@@ -9,8 +9,8 @@ from agents.trainer.lifecycle.books import Books, leave_broken
 from agents.trainer.lifecycle.boundary import commit, gathered
 from agents.trainer.lifecycle.effects import AwaitUrgent, Ending, Flow, Flush, Leave, ParamsDigest, Phase, Rows, Tell
 from agents.trainer.lifecycle.failures import Broken, Superseded
+from agents.trainer.lifecycle.groups import regroup
 from agents.trainer.lifecycle.keeping import save_and_wait
-from agents.trainer.lifecycle.regroup import regroup
 from agents.trainer.lifecycle.sharded import assemble
 from agents.trainer.messages import Completed, StopWanted
 
