@@ -47,10 +47,10 @@ Rules (sharded optimizer state, `parts.py`)
   same step, once those that step first have done so.
 * Where those with state do not hold every part between them, the live state is lost: they count as members without
   state, and all take the newest that was saved. With tensor or pipeline parallel replicas that is so for all shards
-  where it is so for one (`rendezvous.py` puts it to the vote).
+  where it is so for one (`lifecycle/joining.py` puts it to the vote).
 
 Pure: a function of the rows that the group exchanged. What does not live here: how rows travel (`group.py`), and
-who acts on the verdict (`hook.py`).
+who acts on the verdict (`lifecycle/groups.py`).
 """
 
 from __future__ import annotations
