@@ -71,12 +71,13 @@ Seam: TypeAlias = Compute | Optimize
 
 
 def handlers(driver: type) -> dict[type[Effect[Any]], Callable[[Any, Any], Any]]:
-    """A driver's methods, by the effects that they carry out: `SaveAndWait` is `_save_and_wait`. Raises AttributeError
-    where one is missing."""
+    """A driver's methods for all effects but the seams: `SaveAndWait` is `_save_and_wait`. Raises AttributeError where
+    one is missing."""
+    every = (found for found in globals().values() if isinstance(found, type) and issubclass(found, Effect))
     return {
         effect: getattr(driver, re.sub("(?=[A-Z])", "_", effect.__name__).lower())
-        for effect in Effect.__subclasses__()
-        if effect not in (Compute, Optimize)
+        for effect in every
+        if effect not in (Effect, Compute, Optimize)
     }
 
 
