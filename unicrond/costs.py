@@ -23,7 +23,9 @@ What does not live here: where F and the healthy plan come from (`waf.py`, `plan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import Decimal
+from functools import cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -31,7 +33,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from unicrond.ledger import Account, Charge, Ledger
 from unicrond.state import ClusterState, Incident, Task, TaskStatus
-from unicrond.waf import linear_flops, waf
+from unicrond.waf import has_scale, linear_flops, waf, worth_stays
 
 _SECOND_US = 1_000_000
 #: Events that change no rate, most of the log among them: nothing to add up.
@@ -113,15 +115,22 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
         return after
-    linear = linear_flops(after)
-    as_before = linear == linear_flops(before)
+    same_worth = worth_stays(before, after)
+
+    @cache
+    def linear() -> int:
+        return linear_flops(after)
+
+    as_before = same_worth or linear() == linear_flops(before)
     accounts = {}
     for task in after.tasks.values():
         if task.status is TaskStatus.ACTIVE:
             old = after.ledger.accounts.get(task.name)
             same = as_before and old is not None and before.tasks.get(task.name) is task
             accounts[task.name] = _account(after, task, old or Account(since_us=after.now_us), linear, same=same)
-    healthy = sum(waf(after.tasks[name], after.plan.healthy.get(name, 0), linear) for name in accounts)
+    healthy = after.ledger.healthy
+    if not same_worth or before.plan is not after.plan:
+        healthy = sum(_waf(after.tasks[name], after.plan.healthy.get(name, 0), linear) for name in accounts)
     if accounts == after.ledger.accounts and healthy == after.ledger.healthy and before.incidents is after.incidents:
         return after
     ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy)
@@ -137,7 +146,7 @@ def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
 # --- one task --------------------------------------------------------------------------------------
 
 
-def _account(state: ClusterState, task: Task, old: Account, linear: int, *, same: bool) -> Account:
+def _account(state: ClusterState, task: Task, old: Account, linear: Callable[[], int], *, same: bool) -> Account:
     """The task's account from now on. `same`: nothing about the task itself has changed."""
     incident = _kept_from_training_by(state, task)
     if incident is not None:
@@ -178,12 +187,16 @@ def _all_alive(task: Task) -> bool:
     return all(m.worker in task.workers and task.workers[m.worker].can_train for m in members)
 
 
-def _rate(task: Task, old: Account, linear: int) -> tuple[int, int]:
+def _rate(task: Task, old: Account, linear: Callable[[], int]) -> tuple[int, int]:
     """What the task achieves now, and the workers that do."""
     if not _stands(task) or task.membership is None:
         return 0, 0
     members = len(task.membership.members)
-    return (waf(task, members, linear), members) if task.confirmed else (old.rate, old.workers)
+    return (_waf(task, members, linear), members) if task.confirmed else (old.rate, old.workers)
+
+
+def _waf(task: Task, workers: int, linear: Callable[[], int]) -> int:
+    return waf(task, workers) if has_scale(task) else waf(task, workers, linear())
 
 
 # --- incidents -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from events.vocabulary import FailureRateEstimated, ThroughputCorrected
 from unicrond.costs import settle
 from unicrond.state import Task
 from unicrond.survey import Survey
-from unicrond.waf import throughput
+from unicrond.waf import has_scale
 from unicrond.work import iteration_flop
 
 _SECOND_US = 1_000_000
@@ -35,19 +35,18 @@ def corrections(survey: Survey) -> list[ThroughputCorrected]:
     """T at the running sizes, where measured differs from believed by more than 5 %."""
     if survey.state.incidents:
         return []
-    found = [_correction(task, survey.linear) for task in survey.active]
+    found = [_correction(task, survey) for task in survey.active]
     return [correction for correction in found if correction is not None]
 
 
-def _correction(task: Task, linear: int) -> ThroughputCorrected | None:
+def _correction(task: Task, survey: Survey) -> ThroughputCorrected | None:
     if len(task.pace.timings) < REPORTS_MIN or task.membership is None or not task.confirmed or task.leavers:
         return None
     workers = len(task.membership.members)
     iteration_us = median_low(task.pace.timings)
     flops = min(iteration_flop(task.spec) * _SECOND_US // iteration_us, _FLOPS_MAX)
-    believed = int(throughput(task, linear)(workers))
-    has_scale = bool(task.pace.measured or task.spec.throughput)
-    if not flops or not believed or (has_scale and 20 * abs(flops - believed) <= believed):
+    believed = int(survey.throughput(task)(workers))
+    if not flops or not believed or (has_scale(task) and 20 * abs(flops - believed) <= believed):
         return None
     return ThroughputCorrected(
         task=task.name,

@@ -20,7 +20,6 @@ from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.situation import NodeLoad, Situation
 from unicrond.state import NodeStatus, Task
 from unicrond.survey import Survey
-from unicrond.waf import throughput
 
 _SECOND_US = 1_000_000
 
@@ -109,6 +108,6 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         max_workers=task.spec.max_workers if fits else 0,
         floor=task.spec.min_workers if fits else 0,
         unit=task.spec.replica_workers,
-        throughput=throughput(task, survey.linear),
+        throughput=survey.throughput(task),
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
     )

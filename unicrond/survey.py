@@ -14,12 +14,13 @@ import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 
-from events.vocabulary import MemoryService, TaskAssignment
+from events.vocabulary import MemoryService, TaskAssignment, TaskSpec
 from unicrond import memory_places, reconcile
+from unicrond.planning.problem import Curve
 from unicrond.policy import Policy
 from unicrond.reconcile import Staffing
 from unicrond.state import ClusterState, Membership, NodeStatus, Task, Worker
-from unicrond.waf import linear_flops
+from unicrond.waf import linear_flops, throughput
 
 _SECOND_US = 1_000_000
 
@@ -47,6 +48,8 @@ class Survey:
         alike = before is not None and before._services == self._services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
         #: Per task, the last answer and the parts that it was made of.
+        self._throughput: dict[str, tuple[TaskSpec, dict[str, int], int, Curve]] = before._throughput if before else {}
+        #: Per task, the last answer and the parts that it was made of.
         self._staffing: dict[str, tuple[dict[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
             before._staffing if before else {}
         )
@@ -73,6 +76,15 @@ class Survey:
     def worker_mtbf_us(self) -> int:
         """Mean time between failures of one worker."""
         return worker_mtbf_us(self.state, self.policy)
+
+    def throughput(self, task: Task) -> Curve:
+        """T(0..max_workers) of the task as far as it is known today, FLOP/s."""
+        name = task.spec.name
+        known = self._throughput.get(name)
+        if known is None or known[0] is not task.spec or known[1] is not task.pace.measured or known[2] != self.linear:
+            known = (task.spec, task.pace.measured, self.linear, throughput(task, self.linear))
+            self._throughput[name] = known
+        return known[3]
 
     @cached_property
     def linear(self) -> int:

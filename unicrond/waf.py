@@ -14,32 +14,104 @@ Rules
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
 from statistics import median_low
 from typing import NamedTuple
 
 from events.vocabulary import TaskSpec
-from unicrond.planning.problem import Curve
+from unicrond.planning.problem import Curve, Number
 from unicrond.state import ClusterState, Task
 from unicrond.work import LINEAR_FLOPS
 
 
-def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
-    """T(0..max_workers) before any measurement, FLOP/s. Counts that are no multiple of tp * pp are worth 0.
-
-    A table in the task file counts as given; between its entries the next smaller one holds.
-    `linear`: FLOP/s of one worker where there is no table.
+class Model(NamedTuple):
+    """What a task file says of T: a table, `at` so many workers (rising) `flops`; without one a line of `linear` FLOP/s
+    per worker. Counts that are no multiple of `unit`, or more than `most`, are worth 0.
     """
-    return _facts(spec).tabled or _line(spec.max_workers, spec.replica_workers, linear)
+
+    unit: int
+    most: int
+    at: tuple[int, ...]
+    flops: tuple[int, ...]
+    linear: int
+
+    def __call__(self, workers: int) -> int:
+        """FLOP/s on that many workers; between the table's entries the next smaller one holds."""
+        if not 0 < workers <= self.most or workers % self.unit:
+            return 0
+        if not self.at:
+            return workers * self.linear
+        below = bisect_right(self.at, workers)
+        return self.flops[below - 1] if below else 0
+
+
+class Corrected(NamedTuple):
+    """A model, corrected by what was measured `at` so many workers (rising)."""
+
+    model: Model
+    at: tuple[int, ...]
+    flops: tuple[int, ...]
+    ratio: tuple[float, ...]
+
+    def __call__(self, workers: int) -> int:
+        """FLOP/s on that many workers."""
+        right = min(bisect_left(self.at, workers), len(self.at) - 1)
+        if self.at[right] == workers:
+            return self.flops[right]
+        # Additions, products and quotients of float64, one at a time: the same bits on every machine.
+        left = max(right - 1, 0)
+        span = float(self.at[right]) - float(self.at[left])
+        share = min(max((workers - float(self.at[left])) / (span or 1.0), 0.0), 1.0)
+        return round(float(self.model(workers)) * (self.ratio[left] + (self.ratio[right] - self.ratio[left]) * share))
+
+
+def model_of(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Model:
+    """T before any measurement. `linear`: FLOP/s of one worker where there is no table."""
+    table = sorted((int(workers), flops) for workers, flops in spec.throughput.items())
+    at, flops = tuple([workers for workers, _ in table]), tuple([flops for _, flops in table])
+    return Model(spec.replica_workers, spec.max_workers, at, flops, linear)
+
+
+def flops_of(task: Task, linear: int = LINEAR_FLOPS) -> Model | Corrected:
+    """T as far as it is known today: call it with a number of workers."""
+    if not task.pace.measured:
+        return model_of(task.spec, linear)
+    model = model_of(task.spec)
+    measured = sorted((int(workers), flops) for workers, flops in task.pace.measured.items())
+    anchors = [(workers, flops) for workers, flops in measured if model(workers)]
+    if not anchors:
+        return model
+    return Corrected(
+        model,
+        tuple([workers for workers, _ in anchors]),
+        tuple([flops for _, flops in anchors]),
+        tuple([flops / _float(model(workers)) for workers, flops in anchors]),
+    )
+
+
+def _float(flops: int) -> Number:
+    """As float64 where that is exact, as curves hold it."""
+    return float(flops) if float(flops) == flops else flops
+
+
+def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
+    """T(0..max_workers) before any measurement, FLOP/s."""
+    return _curve(spec, model_of(spec, linear))
 
 
 def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
     """T(0..max_workers) as far as it is known today, FLOP/s."""
-    if not task.pace.measured:
-        return modelled(task.spec, linear)
-    measured = tuple(sorted((int(workers), flops) for workers, flops in task.pace.measured.items()))
-    return _corrected(modelled(task.spec), measured)
+    return _curve(task.spec, flops_of(task, linear))
+
+
+def _curve(spec: TaskSpec, flops: Model | Corrected) -> Curve:
+    unit = spec.replica_workers
+    return Curve({workers: flops(workers) for workers in range(unit, spec.max_workers + 1, unit)})
+
+
+def has_scale(task: Task) -> bool:
+    """Its T is known in FLOP/s; of others it is a line of `linear_flops`."""
+    return bool(task.pace.measured or task.spec.throughput)
 
 
 def linear_flops(state: ClusterState) -> int:
@@ -52,74 +124,28 @@ def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
     """F(t, workers), weighted FLOP/s."""
     if workers < task.spec.min_workers or workers > task.spec.max_workers:
         return 0
-    return int(task.spec.weight * throughput(task, linear)(workers))
+    return int(task.spec.weight * flops_of(task, linear)(workers))
+
+
+def worth_stays(before: ClusterState, after: ClusterState) -> bool:
+    """No task's F is another, nor are there other tasks that have one. Never says so wrongly."""
+    if before.tasks is after.tasks:
+        return True
+    if len(before.tasks) != len(after.tasks):
+        return False
+    for name, task in after.tasks.items():
+        was = before.tasks.get(name)
+        if was is task:
+            continue
+        if was is None or was.spec is not task.spec or was.status is not task.status:
+            return False
+        if was.pace.measured is not task.pace.measured:
+            return False
+    return True
 
 
 def _per_worker(task: Task) -> int:
     """FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is known."""
-    if not task.pace.measured:
-        return _facts(task.spec).per_worker
-    workers = max(int(workers) for workers in task.pace.measured)
-    return task.pace.measured[str(workers)] // workers
-
-
-# --- kept, because they are asked for at every event ----------------------------------------------
-
-
-class _Facts(NamedTuple):
-    """What a spec says. `tabled`: None without a table. `per_worker`: FLOP/s at the table's end, 0 without one."""
-
-    spec: TaskSpec
-    tabled: Curve | None
-    per_worker: int
-
-
-#: By the spec's identity: to hash a table of thousands of points would take longer than to plan.
-_known: dict[int, _Facts] = {}
-_KNOWN_MAX = 4096
-
-
-def _facts(spec: TaskSpec) -> _Facts:
-    facts = _known.get(id(spec))
-    if facts is None or facts.spec is not spec:
-        if len(_known) >= _KNOWN_MAX:
-            _known.clear()
-        facts = _known[id(spec)] = _read(spec)
-    return facts
-
-
-def _read(spec: TaskSpec) -> _Facts:
-    if not spec.throughput:
-        return _Facts(spec, None, 0)
-    table = sorted((int(workers), flops) for workers, flops in spec.throughput.items())
-    points: dict[int, int] = {}
-    below, flops = 0, 0
-    for workers in range(spec.replica_workers, spec.max_workers + 1, spec.replica_workers):
-        while below < len(table) and table[below][0] <= workers:
-            flops = table[below][1]
-            below += 1
-        points[workers] = flops
-    return _Facts(spec, Curve(points), table[-1][1] // table[-1][0])
-
-
-@lru_cache(maxsize=1024)
-def _line(max_workers: int, unit: int, linear: int) -> Curve:
-    return Curve({workers: workers * linear for workers in range(unit, max_workers + 1, unit)})
-
-
-@lru_cache(maxsize=1024)
-def _corrected(curve: Curve, measured: tuple[tuple[int, int], ...]) -> Curve:
-    # Additions, products and quotients of float64, one at a time: the same bits on every machine.
-    anchors = [(workers, flops) for workers, flops in measured if curve(workers)]
-    if not anchors:
-        return curve
-    at = [float(workers) for workers, _ in anchors]
-    ratio = [flops / curve(workers) for workers, flops in anchors]
-    last = len(at) - 1
-    points: dict[int, int] = {}
-    for workers, flops in curve.rounded():
-        right = min(bisect_left(at, workers), last)
-        left = max(right - 1, 0)
-        share = min(max((workers - at[left]) / ((at[right] - at[left]) or 1.0), 0.0), 1.0)
-        points[workers] = round(flops * (ratio[left] + (ratio[right] - ratio[left]) * share))
-    return Curve(points | dict(anchors))
+    known = task.pace.measured or task.spec.throughput
+    most = max(known, key=int, default="")
+    return known[most] // int(most) if most else 0
