@@ -37,8 +37,8 @@ def test_bytes_and_json_lead_back_to_the_state(seed: int) -> None:
         if number % 41 == 0:
             assert repr(decode(encode(state))) == repr(state), "insertion order included"
             assert repr(from_json(to_json(state))) == repr(state)
-            told = msgspec.msgpack.encode(to_json(state))
-            assert msgspec.msgpack.decode(encode(state)) == msgspec.msgpack.decode(told)
+            told = msgspec.msgpack.decode(msgspec.msgpack.encode(to_json(state)))
+            assert repr(msgspec.msgpack.decode(encode(state))) == repr(told), "a loss may be NaN"
 
 
 def test_fields_stand_in_their_order() -> None:
