@@ -16,7 +16,7 @@ from agents.daemon import Options, installed_version, run_agent
 from agents.run_dir import BadRunDir, RunDir, default_run_dir
 from events import command_line, extras, log_lines
 from events.codec import RESERVED_NAMES
-from events.command_line import EXIT_CODES, Parser, UsageError, add_login, login_of, number, whole
+from events.command_line import EXIT_CODES, Parser, UsageError, add, add_login, login_of, number, option, whole
 from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
 
@@ -38,66 +38,46 @@ def parser() -> Parser:
         epilog=_EXAMPLE,
         version=installed_version(),
     )
-    found.add_argument("--nats", type=parse_urls, required=True, metavar="URL[,URL]", help="NATS server or cluster")
-    found.add_argument(
-        "--node", type=_node, required=True, metavar="NAME", help="this node's name, unique in the cluster"
-    )
-    found.add_argument(
-        "--slots", type=whole(1, 1024), required=True, metavar="N", help="workers at a time, one per GPU"
-    )
-    found.add_argument(
-        "--address",
-        type=_address,
-        default="127.0.0.1",
-        metavar="IP",
-        help="where other nodes reach this one (%(default)s)",
-    )
-    found.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="sockets, logs, memory ($XDG_RUNTIME_DIR/unicron/NAME)"
-    )
-    found.add_argument(
-        "--heartbeat-s", type=number(0.05, 60, "seconds"), default=1.0, metavar="S", help="(%(default)s)"
-    )
-    found.add_argument(
-        "--lease-s",
-        type=number(1, 3600, "seconds"),
-        default=60.0,
-        metavar="S",
-        help="workers end themselves after so long without an agent (%(default)s)",
-    )
-    found.add_argument(
-        "--memory-gib",
-        type=_gib,
-        default=None,
-        metavar="GIB",
-        help="for states of training, kept and copied between nodes; 0: none (a quarter of the host's)",
-    )
-    found.add_argument(
-        "--logs-dir", type=Path, metavar="DIR", help="workers' logs; on a disk, they outlive the machine (RUN_DIR/logs)"
-    )
-    found.add_argument(
-        "--logs-days",
-        type=_days,
-        default=None,
-        metavar="DAYS",
-        help="how long logs of workers that have ended are kept (14)",
-    )
-    found.add_argument(
-        "--logs-gib",
-        type=_gib,
-        default=None,
-        metavar="GIB",
-        help="how much workers' logs may hold; the oldest of ended workers go (4, or a tenth of a smaller volume)",
-    )
-    found.add_argument(
-        "--accelerators",
-        choices=get_args(Choice),
-        default="auto",
-        help="who tells of the GPUs' health: nvml, fake (tells only of ordered XIDs), none (auto: nvml where it works)",
+    add(
+        found,
+        option("--nats", "URL[,URL]", "NATS server or cluster", type=parse_urls, required=True),
+        option("--node", "NAME", "this node's name, unique in the cluster", type=_node, required=True),
+        option("--slots", "N", "workers at a time, one per GPU", type=whole(1, 1024), required=True),
+        option("--address", "IP", "where other nodes reach this one (%(default)s)", type=_address, default="127.0.0.1"),
+        option("--run-dir", "DIR", "sockets, logs, memory ($XDG_RUNTIME_DIR/unicron/NAME)", type=Path),
+        option("--heartbeat-s", "S", "between heartbeats (%(default)s)", type=number(0.05, 60, "seconds"), default=1.0),
+        option(
+            "--lease-s",
+            "S",
+            "workers end themselves after so long without an agent (%(default)s)",
+            type=number(1, 3600, "seconds"),
+            default=60.0,
+        ),
+        option(
+            "--memory-gib",
+            "GIB",
+            "for states of training, kept and copied between nodes; 0: none (a quarter of the host's)",
+            type=_gib,
+        ),
+        option("--logs-dir", "DIR", "workers' logs; on a disk, they outlive the machine (RUN_DIR/logs)", type=Path),
+        option("--logs-days", "DAYS", "how long logs of workers that have ended are kept (14)", type=_days),
+        option(
+            "--logs-gib",
+            "GIB",
+            "how much workers' logs may hold; the oldest of ended workers go (4, or a tenth of a smaller volume)",
+            type=_gib,
+        ),
+        option(
+            "--accelerators",
+            None,
+            "what tells the GPUs' health: nvml, fake (only ordered XIDs), none (auto: nvml where it works)",
+            choices=get_args(Choice),
+            default="auto",
+        ),
+        # For tests and experiments: another --preload, --worker or --store for the fork server.
+        option("--fork-server", "FLAG=VALUE", SUPPRESS, action="append", default=[]),
     )
     add_login(found)
-    # For tests and experiments: another --preload, --worker or --store for the fork server.
-    found.add_argument("--fork-server", action="append", default=[], metavar="FLAG=VALUE", help=SUPPRESS)
     return found
 
 

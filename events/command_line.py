@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from events.guess import guess
 
@@ -44,11 +44,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **more)
         if version:
             self.add_argument("--version", action="version", version=version)
-            shells = {
-                "choices": ("bash", "zsh", "tcsh"),
-                "help": "print a script that completes this command, and stop",
-            }
-            self.add_argument("--print-completion", action=_PrintCompletion, **shells)
+            what = "print a script that completes this command, and stop"
+            self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=what)
 
     _epilog: Epilog = None
 
@@ -65,13 +62,6 @@ class Parser(argparse.ArgumentParser):
         """The commands of this one, to which `add_command` adds."""
         return self.add_subparsers(dest=dest, required=True, metavar="COMMAND", parser_class=Parser)
 
-    def add_argument(self, *names: Any, **more: Any) -> argparse.Action:
-        """As argparse's; shells complete the name of a file."""
-        action = super().add_argument(*names, **more)
-        if more.get("type") in (Path, existing_file):
-            action.complete = _FILES  # type: ignore[attr-defined]  # for shtab
-        return action
-
     def error(self, message: str) -> NoReturn:
         """argparse calls this for everything that it does not accept."""
         fail(self.prog.partition(" ")[0], f"{_plainer(message)}; see {self.prog} --help")
@@ -85,6 +75,7 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+Place: TypeAlias = "argparse._ActionsContainer"
 
 
 class _PrintCompletion(argparse.Action):
@@ -97,24 +88,54 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def add_command(commands: Commands, name: str, what: str, epilog: Epilog, **more: Any) -> Parser:
+class Flag(NamedTuple):
+    """What argparse's add_argument is given; made by `switch`, `option` and `repeated`."""
+
+    names: tuple[str, ...]
+    given: dict[str, Any]
+
+
+def switch(*words: str) -> Flag:
+    """A flag without a value: its names, then what it does."""
+    return Flag(words[:-1], {"action": "store_true", "help": words[-1]})
+
+
+def option(name: str, metavar: str | None, what: str | None, **more: Any) -> Flag:
+    """A flag with a value, or without dashes in its name a value alone. `more`: type, default, choices, required."""
+    return Flag((name,), {"metavar": metavar, "help": what, **more})
+
+
+def repeated(name: str, metavar: str, what: str, **more: Any) -> Flag:
+    """A flag that may stand there several times; a list."""
+    return option(name, metavar, f"{what}; repeatable", action="append", default=[], **more)
+
+
+def add(place: Place, *flags: Flag) -> None:
+    """Give the flags to a parser, or to a group of one; shells complete the name of a file."""
+    for names, given in flags:
+        action = place.add_argument(*names, **given)
+        if given.get("type") in (Path, existing_file):
+            action.complete = _FILES  # type: ignore[attr-defined]  # for shtab
+
+
+def add_command(commands: Commands, name: str, what: str, epilog: Epilog, *flags: Flag, **more: Any) -> Parser:
     """A command. `what` it does: a sentence without its capital letter and its full stop."""
     made = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", **more)
     made.epilog = epilog
+    add(made, *flags)
     return made
 
 
 def add_login(parser: Parser) -> None:
     """How to log in to NATS; `login_of` reads it."""
-    login = parser.add_argument_group("login to NATS")
-    login.add_argument("--user", metavar="NAME", help="with --password-file")
-    for flag, what in (
-        ("--password-file", "holds the password alone"),
-        ("--creds", "a NATS credentials file"),
-        ("--nkey-seed", "an nkey seed file"),
-        ("--tls-ca", "CA certificate of the server; turns TLS on"),
-    ):
-        login.add_argument(flag, metavar="FILE", type=existing_file, help=what)
+    add(
+        parser.add_argument_group("login to NATS"),
+        option("--user", "NAME", "with --password-file"),
+        option("--password-file", "FILE", "holds the password alone", type=existing_file),
+        option("--creds", "FILE", "a NATS credentials file", type=existing_file),
+        option("--nkey-seed", "FILE", "an nkey seed file", type=existing_file),
+        option("--tls-ca", "FILE", "CA certificate of the server; turns TLS on", type=existing_file),
+    )
 
 
 def login_of(options: argparse.Namespace) -> Login:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from events.command_line import Commands, Epilog, Parser, add_command, add_login
+from events.command_line import Commands, Epilog, Flag, Parser, add, add_command, add_login, option, switch
 from events.guess import guess
 from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
@@ -24,31 +24,32 @@ DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare
 _NO_FLAG = "@"
 
 
-def command(commands: Commands, name: str, run: str, what: str) -> Parser:
+def command(commands: Commands, name: str, run: str, what: str, *flags: Flag) -> None:
     """A command that reads a log."""
-    parser = bare_command(commands, name, run, what)
+    parser = bare_command(commands, name, run, what, None, *flags)
     source = parser.add_argument_group("the log (one of the three)")
-    one = source.add_mutually_exclusive_group(required=True)
-    one.add_argument("--file", metavar="PATH", type=Path, help="an exported log, or a directory of segments")
-    one.add_argument("--nats", metavar="URL", type=parse_urls, help="a NATS server; of a cluster several, with commas")
-    one.add_argument("--state-dir", metavar="DIR", type=Path, help="a coordinator's, whose embedded NATS server runs")
+    add(
+        source.add_mutually_exclusive_group(required=True),
+        option("--file", "PATH", "an exported log, or a directory of segments", type=Path),
+        option("--nats", "URL", "a NATS server; of a cluster several, with commas", type=parse_urls),
+        option("--state-dir", "DIR", "a coordinator's, whose embedded NATS server runs", type=Path),
+    )
     what = "the log's older part (default: that of --state-dir, if it has one)"
-    source.add_argument("--archive", metavar="DIR", type=Path, help=what)
+    add(source, option("--archive", "DIR", what, type=Path))
     add_login(parser)
-    return parser
 
 
-def bare_command(commands: Commands, name: str, run: str, what: str, epilog: Epilog = None) -> Parser:
+def bare_command(commands: Commands, name: str, run: str, what: str, epilog: Epilog, *flags: Flag) -> Parser:
     """A command. `run`: "MODULE:FUNCTION" in replay; takes the parsed options, gives the exit code or None for 0."""
-    parser = add_command(commands, name, what, epilog or EXAMPLES[name])
+    json = switch("--json", "machine-readable output")
+    parser = add_command(commands, name, what, epilog or EXAMPLES[name], json, *flags)
     parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
 
 
-def add_point(parser: Parser, flag: str, what: str) -> None:
+def point(name: str, what: str) -> Flag:
     """A point of the log."""
-    parser.add_argument(flag, metavar="SEQ|TIME", type=point_argument, help=what)
+    return option(name, "SEQ|TIME", what, type=point_argument)
 
 
 def with_spans_marked(arguments: Sequence[str]) -> list[str]:

@@ -15,18 +15,18 @@ from importlib import import_module
 from pathlib import Path
 
 from events import command_line, log_lines
-from events.command_line import EXIT_CODES, Commands, Parser, add_login, whole
+from events.command_line import EXIT_CODES, Commands, Parser, add, add_login, option, repeated, switch, whole
 from events.log import LogError
 from events.nats_url import parse_urls
 from replay.arguments import (
     DEFAULT_POLICIES,
     SEED_MAX,
     TRACE_FILE_VARIABLE,
-    add_point,
     bare_command,
     command,
     name_argument,
     places_argument,
+    point,
     setting_argument,
     type_name,
     with_spans_marked,
@@ -72,124 +72,123 @@ def parser() -> Parser:
     return root
 
 
+_AT = point("--at", "the point to stop at (default: the end)")
+_FROM_SNAPSHOT = switch("--from-snapshot", "trust the coordinator's snapshot, fold only what came after it")
+
+
 def _look(commands: Commands) -> None:
-    state = command(commands, "state", "commands:state_command", "the cluster's state, as the coordinator believed it")
-    add_point(state, "--at", "the point to stop at (default: the end)")
-    _add_from_snapshot(state)
-
-    digest = command(
-        commands, "digest", "commands:digest_command", "the digest of the state, to compare with the daemon's"
-    )
-    add_point(digest, "--at", "the point to stop at (default: the end)")
-    _add_from_snapshot(digest)
-
-    diff = command(
+    what = "the cluster's state, as the coordinator believed it"
+    command(commands, "state", "commands:state_command", what, _AT, _FROM_SNAPSHOT)
+    what = "the digest of the state, to compare with the daemon's"
+    command(commands, "digest", "commands:digest_command", what, _AT, _FROM_SNAPSHOT)
+    command(
         commands,
         "diff",
         "diff_command:diff_command",
         "what changed in the state between two points, or between two logs",
+        point("a", "the first point"),
+        point("b", "the second point"),
+        option("--other", "PATH", "the second point is of this exported log", type=Path),
     )
-    add_point(diff, "a", "the first point")
-    add_point(diff, "b", "the second point")
-    diff.add_argument("--other", metavar="PATH", type=Path, help="the second point is of this exported log")
-
-    events = command(commands, "events", "commands:events_command", "the events, one line each")
-    add_point(events, "--after", "leave out everything up to and with this point")
-    add_point(events, "--until", "leave out everything after this point")
-    events.add_argument("--type", metavar="TYPE", type=type_name, action="append", default=[], help="can be repeated")
-    events.add_argument("--node", metavar="NODE", type=name_argument, help="events that name this node")
-    events.add_argument("--task", metavar="TASK", type=name_argument, help="events that name this task")
-
-
-def _add_from_snapshot(parser: Parser) -> None:
-    parser.add_argument(
-        "--from-snapshot", action="store_true", help="trust the coordinator's snapshot, fold only what came after it"
+    command(
+        commands,
+        "events",
+        "commands:events_command",
+        "the events, one line each",
+        point("--after", "leave out everything up to and with this point"),
+        point("--until", "leave out everything after this point"),
+        repeated("--type", "TYPE", "events of this type", type=type_name),
+        option("--node", "NODE", "events that name this node", type=name_argument),
+        option("--task", "TASK", "events that name this task", type=name_argument),
     )
 
 
 def _explain(commands: Commands) -> None:
-    story = command(
-        commands, "story", "story_command:story_command", "a causal account of a node, a task, an incident or a plan"
-    )
-    story.add_argument("subject", metavar="SUBJECT", help="NODE, TASK, INCIDENT or PLAN")
-
-    timeline = command(
-        commands, "timeline", "timeline_command:timeline_command", "nodes, tasks, incidents and WAF by time"
-    )
-    timeline.add_argument("--html", metavar="FILE", type=Path, help="a page that needs nothing from the network")
-    timeline.add_argument("--png", metavar="FILE", type=Path, help="a picture, by matplotlib")
-    add_point(timeline, "--at", "the point to stop at (default: the end)")
-
     command(
         commands,
-        "verify",
-        "verify_command:verify_command",
-        "make every decision again from its recorded inputs, and compare",
+        "story",
+        "story_command:story_command",
+        "a causal account of a node, a task, an incident or a plan",
+        option("subject", "SUBJECT", "NODE, TASK, INCIDENT or PLAN"),
     )
-
-    whatif = command(
-        commands, "whatif", "whatif_command:whatif_command", "decide afresh from a point, with other inputs"
+    command(
+        commands,
+        "timeline",
+        "timeline_command:timeline_command",
+        "nodes, tasks, incidents and WAF by time",
+        option("--html", "FILE", "a page that needs nothing from the network", type=Path),
+        option("--png", "FILE", "a picture, by matplotlib", type=Path),
+        _AT,
     )
-    add_point(whatif, "--at", "the point to fork at (default: the end)")
-    whatif.add_argument(
-        "--set",
-        metavar="PATH=VALUE",
-        type=setting_argument,
-        action="append",
-        default=[],
-        help="tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE; can be repeated",
+    what = "make every decision again from its recorded inputs, and compare"
+    command(commands, "verify", "verify_command:verify_command", what)
+    command(
+        commands,
+        "whatif",
+        "whatif_command:whatif_command",
+        "decide afresh from a point, with other inputs",
+        point("--at", "the point to fork at (default: the end)"),
+        repeated("--set", "PATH=VALUE", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE", type=setting_argument),
+        repeated("--lose", "NODE", "without this node", type=name_argument),
+        option("--add-nodes", "K", "spare nodes that join", type=whole(0, 10_000), default=0),
+        option("--slots", "N", "of each (default: as most have)", type=whole(0, 10_000), default=0),
     )
-    whatif.add_argument(
-        "--lose", metavar="NODE", type=name_argument, action="append", default=[], help="can be repeated"
-    )
-    whatif.add_argument("--add-nodes", metavar="K", type=whole(0, 10_000), default=0, help="spare nodes that join")
-    whatif.add_argument("--slots", metavar="N", type=whole(0, 10_000), default=0, help="of each (as most have)")
 
 
 def _move(commands: Commands) -> None:
-    export = command(commands, "export", "commands:export_command", "the log as one file, for --file")
-    export.add_argument("path", metavar="FILE", type=Path, help="the file to write; appears whole or not at all")
-    export.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    add_point(export, "--at", "the point to stop at (default: the end)")
-
-    into = bare_command(commands, "import", "import_command:import_command", "an exported log into an empty one")
-    into.add_argument("path", metavar="FILE", type=Path, help="an exported log, or a directory of segments")
-    target = into.add_mutually_exclusive_group(required=True)
-    target.add_argument("--into", metavar="DIR", type=Path, help="a new or empty directory")
-    target.add_argument("--nats", metavar="URL", type=parse_urls, help="a NATS server that has no log yet")
+    command(
+        commands,
+        "export",
+        "commands:export_command",
+        "the log as one file, for --file",
+        option("path", "FILE", "the file to write; appears whole or not at all", type=Path),
+        switch("--force", "replace FILE if it exists"),
+        _AT,
+    )
+    into = bare_command(
+        commands,
+        "import",
+        "import_command:import_command",
+        "an exported log into an empty one",
+        None,
+        option("path", "FILE", "an exported log, or a directory of segments", type=Path),
+    )
+    add(
+        into.add_mutually_exclusive_group(required=True),
+        option("--into", "DIR", "a new or empty directory", type=Path),
+        option("--nats", "URL", "a NATS server that has no log yet", type=parse_urls),
+    )
     add_login(into)
 
 
 def _simulate(commands: Commands) -> None:
-    fuzz = bare_command(
+    bare_command(
         commands,
         "fuzz",
         "simulation.fuzz:fuzz_command",
         "simulate the whole control plane under seeded faults, and check rules",
+        None,
+        option("--seeds", "N", "default: 1000", type=whole(0, 10_000), default=1000),
+        option("--first-seed", "K", "any; default: 0", type=whole(0, SEED_MAX), default=0),
+        option("--processes", "P", "default: one per core", type=whole(0, 10_000), default=0),
+        option("--faults", "I,J,...", "only these of each seed's faults", type=places_argument),
     )
-    fuzz.add_argument("--seeds", metavar="N", type=whole(0, 10_000), default=1000, help="default: 1000")
-    fuzz.add_argument("--first-seed", metavar="K", type=whole(0, SEED_MAX), default=0, help="any; default: 0")
-    fuzz.add_argument("--processes", metavar="P", type=whole(0, 10_000), default=0, help="default: one per core")
-    fuzz.add_argument("--faults", metavar="I,J,...", type=places_argument, help="only these of each seed's faults")
-
-    simulate = bare_command(
+    bare_command(
         commands,
         "simulate",
         "simulate_cli:simulate_command",
         "compare policies on a failure trace in virtual time; unicron's is the coordinator's own core",
         _known_to_simulate,
+        option("--cluster", "CLUSTER", "GPU:NODESxGPUS (default: %(default)s)", default="a800-80g:16x8"),
+        option("--tasks", "TASKS", "six, six*N, or a YAML file (default: %(default)s)", default="six"),
+        option("--trace", "TRACE", f"see below (default: the file that {TRACE_FILE_VARIABLE} names)"),
+        option("--policy", "POLICY", "names with commas (default: %(default)s)", default=DEFAULT_POLICIES),
+        option("--seeds", "N", "draws of the trace (default: 1)", type=whole(1, 10_000), default=1),
+        option("--first-seed", "S", "seeds S, S + 1, ... (default: 1)", type=whole(), default=1),
+        repeated("--set", "NAME=VALUE", "change an assumption"),
+        switch("--parameters", "list the assumptions and stop"),
+        option("--plot", "OUT.png", "draw the WAF lost over time, first seed (matplotlib)", type=Path),
     )
-    simulate.add_argument("--cluster", default="a800-80g:16x8", help="GPU:NODESxGPUS (default: %(default)s)")
-    simulate.add_argument("--tasks", default="six", help="six, six*N, or a YAML file (default: %(default)s)")
-    simulate.add_argument("--trace", help=f"see below (default: the file that {TRACE_FILE_VARIABLE} names)")
-    simulate.add_argument("--policy", default=DEFAULT_POLICIES, help="names with commas (default: %(default)s)")
-    simulate.add_argument("--seeds", type=whole(1, 10_000), default=1, metavar="N", help="draws of the trace (1)")
-    simulate.add_argument("--first-seed", type=whole(), default=1, metavar="S", help="seeds S, S + 1, ... (default: 1)")
-    what = "change an assumption; can be repeated"
-    simulate.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=what)
-    simulate.add_argument("--parameters", action="store_true", help="list the assumptions and stop")
-    what = "draw the WAF lost over time, first seed (matplotlib)"
-    simulate.add_argument("--plot", type=Path, metavar="OUT.png", help=what)
 
 
 def _known_to_simulate() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from events import command_line, extras, log_lines
-from events.command_line import EXIT_CODES, Parser, add_command, examples, whole
+from events.command_line import EXIT_CODES, Parser, add_command, examples, option, repeated, switch, whole
 from unicrond import VERSION
 
 if TYPE_CHECKING:
@@ -37,56 +37,53 @@ def parser() -> Parser:
     )
     commands = root.commands()
 
-    run = add_command(
+    nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
+    injection = switch("--allow-injection", "let people order faults (unicronctl inject)")
+    add_command(
         commands,
         "run",
         "run the coordinator in the foreground; SIGTERM leaves the embedded nats-server to the next one",
         examples("unicrond run --config /etc/unicron.yaml"),
+        option("--config", "FILE", "YAML (docs/operate/configuration.md); default: defaults", type=Path),
+        nats,
+        injection,
+        repeated(
+            "--skip",
+            "SEQ",
+            "pass over this entry of the log, from now on and for every reader (docs/operate/recovery.md)",
+            type=whole(1),
+        ),
+        switch("--verbose", "log committed steps as well"),
     )
-    run.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML (docs/operate/configuration.md); default: defaults"
-    )
-    run.add_argument("--nats", metavar="URL", help="an existing NATS server instead of the embedded one")
-    run.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
-    run.add_argument(
-        "--skip",
-        type=whole(1),
-        action="append",
-        default=[],
-        metavar="SEQ",
-        help="pass over this entry of the log, from now on and for every reader (docs/operate/recovery.md); repeatable",
-    )
-    run.add_argument("--verbose", action="store_true", help="log committed steps as well")
-
-    archive = add_command(
+    add_command(
         commands,
         "archive",
         "copy the event log to <state_dir>/archive, from where it was left the last time; with --keep, remove what "
         "is older from NATS then, while the coordinator goes on",
         examples("unicrond archive --config /etc/unicron.yaml --keep 30d"),
+        option("--config", "FILE", "that of the coordinator", type=Path),
+        nats,
+        option("--keep", "SPAN", "like 12h or 30d: what is younger stays in NATS", type=_span),
+        switch("--json", "JSON instead of text"),
     )
-    archive.add_argument("--config", type=Path, metavar="FILE", help="that of the coordinator")
-    archive.add_argument("--nats", metavar="URL", help="an existing NATS server instead of the embedded one")
-    archive.add_argument("--keep", metavar="SPAN", type=_span, help="like 12h or 30d: what is younger stays in NATS")
-    archive.add_argument("--json", action="store_true", help="JSON instead of text")
-
-    for name, text in (
-        ("dev", "a small cluster on this machine; everything it starts ends with it"),
-        ("demo", "train, break, heal on this machine; exit code 0 if all healed; everything it starts ends with it"),
+    iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
+    for name, text, port, more in (
+        ("dev", "a small cluster on this machine; everything it starts ends with it", 7470, ()),
+        ("demo", "train, break and heal on this machine; exit code 0 if all healed; nothing stays", 0, (iterations,)),
     ):
-        example = examples(f"unicrond {name} --nodes 4 --dir /tmp/unicron-{name}")
-        small = add_command(commands, name, text, example)
-        small.add_argument("--nodes", type=whole(1, 64), default=4, metavar="N", help="agents to start (default 4)")
-        small.add_argument("--slots", type=whole(1, 64), default=1, metavar="N", help="workers per node (default 1)")
-        small.add_argument("--dir", type=Path, metavar="DIR", help="state, logs, checkpoints (default: a new one)")
-        small.add_argument("--keep", action="store_true", help="keep the new directory")
-        small.add_argument("--allow-injection", action="store_true", help="let people order faults (unicronctl inject)")
-        port = 7470 if name == "dev" else 0
-        small.add_argument(
-            "--api-port", type=whole(0, 65535), default=port, metavar="PORT", help="of the HTTP API; 0: any"
+        add_command(
+            commands,
+            name,
+            text,
+            examples(f"unicrond {name} --nodes 4 --dir /tmp/unicron-{name}"),
+            option("--nodes", "N", "agents to start (default 4)", type=whole(1, 64), default=4),
+            option("--slots", "N", "workers per node (default 1)", type=whole(1, 64), default=1),
+            option("--dir", "DIR", "state, logs, checkpoints (default: a new one)", type=Path),
+            switch("--keep", "keep the new directory"),
+            injection,
+            option("--api-port", "PORT", "of the HTTP API; 0: any", type=whole(0, 65535), default=port),
+            *more,
         )
-    # Only the demo ends.
-    small.add_argument("--iterations", type=whole(1), default=0, metavar="N", help="of each task (default: fit)")
     return root
 
 

@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import get_args
 
 from events import command_line
-from events.command_line import EXIT_CODES, Commands, Epilog, Parser, add_command, whole
+from events.command_line import (
+    EXIT_CODES,
+    Commands,
+    Epilog,
+    Flag,
+    Parser,
+    add,
+    add_command,
+    number,
+    option,
+    repeated,
+    switch,
+    whole,
+)
 from events.vocabulary import FaultKind, FaultPhase
 from unicrond import VERSION
 
@@ -57,16 +70,14 @@ def parser() -> Parser:
         version=VERSION,
     )
     commands = root.commands()
-    _add(commands, "status", "the cluster at a glance: coordinator, plan, nodes, tasks, incidents", "status")
-    _add(commands, "nodes", "the nodes, and what runs on them", "nodes", "nodes --json")
-    _add(commands, "tasks", "the tasks and their progress", "tasks")
-    _add_submit_and_cancel(commands)
-    _add_reshape(commands)
+    _add(commands, "status", "the cluster at a glance: coordinator, plan, nodes, tasks, incidents", ("status",))
+    _add(commands, "nodes", "the nodes, and what runs on them", ("nodes", "nodes --json"))
+    _add(commands, "tasks", "the tasks and their progress", ("tasks",))
+    _add_tasks_control(commands)
     _add_node_control(commands)
     _add_inject(commands)
-    _add_logs(commands)
-    _add_events(commands)
-    _add(commands, "watch", "the live view: nodes, tasks, plan, incidents, last events", "watch")
+    _add_reading(commands)
+    _add(commands, "watch", "the live view: nodes, tasks, plan, incidents, last events", ("watch",))
     _add_plan(commands)
     _add_throughput(commands)
     return root
@@ -75,52 +86,48 @@ def parser() -> Parser:
 def _common(default: object) -> Parser:
     """Flags that may stand before the command and after it; there they must not undo what stood before."""
     flags = Parser(add_help=False)
-    flags.add_argument("--url", default=default, metavar="URL", help="the coordinator's API")
-    flags.add_argument("--token-file", type=Path, default=default, metavar="FILE", help="holds the API's bearer token")
-    flags.add_argument(
-        "--json", action="store_true", default=default or False, help="JSON instead of text (events: JSON lines)"
+    add(
+        flags,
+        option("--url", "URL", "the coordinator's API", default=default),
+        option("--token-file", "FILE", "holds the API's bearer token", type=Path, default=default),
     )
+    what = "JSON instead of text (events: JSON lines)"
+    flags.add_argument("--json", action="store_true", default=default or False, help=what)
     return flags
 
 
-def _add(commands: Commands, name: str, text: str, *shown: str, epilog: Epilog = None) -> Parser:
-    epilog = epilog or command_line.examples(*(f"{PROG} {example}" for example in shown))
-    return add_command(commands, name, text, epilog, parents=[_common(argparse.SUPPRESS)])
+def _add(commands: Commands, name: str, text: str, shown: tuple[str, ...] | Epilog, *flags: Flag) -> Parser:
+    """`shown`: examples without the name of the program, or a whole epilog."""
+    epilog = command_line.examples(*(f"{PROG} {line}" for line in shown)) if isinstance(shown, tuple) else shown
+    return add_command(commands, name, text, epilog, *flags, parents=[_common(argparse.SUPPRESS)])
 
 
-def _add_submit_and_cancel(commands: Commands) -> None:
-    submit = _add(
+_TASK = option("task", "TASK", "its name")
+_REASON = option("--reason", "TEXT", "what the log is to say (default: asked by a person)", default="")
+
+
+def _add_tasks_control(commands: Commands) -> None:
+    _add(
         commands,
         "submit",
         "submit the task that a file describes (docs/use/task-files.md)",
-        "submit examples/big.yaml",
-        "submit - < task.yaml",
+        ("submit examples/big.yaml", "submit - < task.yaml"),
+        option("file", "FILE", "YAML; - reads stdin"),
+        switch("--check", "check the file only; needs no coordinator"),
     )
-    submit.add_argument("file", metavar="FILE", help="YAML; - reads stdin")
-    submit.add_argument("--check", action="store_true", help="check the file only; needs no coordinator")
-
-    cancel = _add(commands, "cancel", "end a task; its checkpoints stay", "cancel big --reason 'wrong data'")
-    cancel.add_argument("task", metavar="TASK")
-    cancel.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
-
-
-def _add_reshape(commands: Commands) -> None:
-    reshape = _add(
+    _add(commands, "cancel", "end a task; its checkpoints stay", ("cancel big --reason 'wrong data'",), _TASK, _REASON)
+    _add(
         commands,
         "reshape",
         "another layout or size for a running task; it goes on from where it stands (docs/use/reshape.md)",
-        "reshape big --tp 2 --pp 1",
-        "reshape big --max-workers 4",
+        ("reshape big --tp 2 --pp 1", "reshape big --max-workers 4"),
+        _TASK,
+        option("--tp", "N", "tensor parallel size (default: as it is)", type=whole(1)),
+        option("--pp", "N", "pipeline parallel size (default: as it is)", type=whole(1)),
+        option("--min-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
+        option("--max-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
+        _REASON,
     )
-    reshape.add_argument("task", metavar="TASK")
-    for flag, text in (
-        ("--tp", "tensor parallel size (default: as it is)"),
-        ("--pp", "pipeline parallel size (default: as it is)"),
-        ("--min-workers", "default: the present one, in whole replicas"),
-        ("--max-workers", "default: the present one, in whole replicas"),
-    ):
-        reshape.add_argument(flag, type=whole(1), metavar="N", help=text)
-    reshape.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
 
 
 def _add_node_control(commands: Commands) -> None:
@@ -129,116 +136,116 @@ def _add_node_control(commands: Commands) -> None:
         ("drain", "empty a node: its workers move at an iteration boundary, and nothing is lost"),
         ("uncordon", "a cordoned, drained or isolated node may have workers again"),
     ):
-        control = _add(commands, name, text, f"{name} node3 --reason 'new fan'")
-        control.add_argument("node", metavar="NODE")
-        control.add_argument("--reason", default="", help="what the log is to say (default: asked by a person)")
+        _add(commands, name, text, (f"{name} node3 --reason 'new fan'",), option("node", "NODE", "its name"), _REASON)
 
 
 def _add_inject(commands: Commands) -> None:
-    inject = _add(
+    kinds = [kind.replace("_", "-") for kind in get_args(FaultKind)]
+    phases = [phase for phase in get_args(FaultPhase) if phase]
+    _add(
         commands,
         "inject",
         "order a fault, where the coordinator runs with --allow-injection (docs/operate/faults.md)",
-        "inject kill --task big --rank 1 --at-iteration 20 --phase reduce",
-        "inject slow --task big --rank 0 --seconds 0.5",
-        "inject drop-network --node node3 --seconds 10",
-    )
-    kinds = [kind.replace("_", "-") for kind in get_args(FaultKind)]
-    inject.add_argument("kind", metavar="KIND", choices=kinds, help=", ".join(kinds))
-    inject.add_argument("--task", metavar="TASK", help="a worker of this task")
-    inject.add_argument("--rank", type=whole(), metavar="R", help="its rank (default: 0, or the first on --node)")
-    inject.add_argument("--node", metavar="NODE", help="this node, or with --task the worker there")
-    inject.add_argument(
-        "--at-iteration", type=whole(), default=0, metavar="N", help="in iteration N (default: at once)"
-    )
-    phases = [phase for phase in get_args(FaultPhase) if phase]
-    inject.add_argument("--phase", choices=phases, default="", metavar="P", help=", ".join(phases))
-    inject.add_argument("--seconds", type=float, default=0.0, metavar="S", help="how slow; or how long (drop-network)")
-    inject.add_argument("--xid", type=whole(), default=0, metavar="CODE", help="the code that an xid fault reports")
-    inject.add_argument(
-        "--counts", action="store_true", help="hold it against node and task (strikes, as if unordered)"
+        (
+            "inject kill --task big --rank 1 --at-iteration 20 --phase reduce",
+            "inject slow --task big --rank 0 --seconds 0.5",
+            "inject drop-network --node node3 --seconds 10",
+        ),
+        option("kind", "KIND", ", ".join(kinds), choices=kinds),
+        option("--task", "TASK", "a worker of this task"),
+        option("--rank", "R", "its rank (default: 0, or the first on --node)", type=whole()),
+        option("--node", "NODE", "this node, or with --task the worker there"),
+        option("--at-iteration", "N", "in iteration N (default: at once)", type=whole(), default=0),
+        option("--phase", "P", ", ".join(phases), choices=phases, default=""),
+        option(
+            "--seconds", "S", "how slow; or how long (drop-network)", type=number(0, 86_400, "seconds"), default=0.0
+        ),
+        option("--xid", "CODE", "the code that an xid fault reports", type=whole(), default=0),
+        switch("--counts", "hold it against node and task (strikes, as if unordered)"),
     )
 
 
-def _add_logs(commands: Commands) -> None:
-    logs = _add(commands, "logs", "what a worker of a task wrote", "logs big", "logs big --rank 1 -f")
-    logs.add_argument("task", metavar="TASK")
-    logs.add_argument("--rank", type=whole(), metavar="R", help="the worker's rank (default: 0)")
-    logs.add_argument(
-        "--tail-bytes",
-        type=whole(1),
-        metavar="N",
-        default=8192,
-        help="begin so many bytes before the end (8192, at most 65536)",
+def _add_reading(commands: Commands) -> None:
+    _add(
+        commands,
+        "logs",
+        "what a worker of a task wrote",
+        ("logs big", "logs big --rank 1 -f"),
+        _TASK,
+        option("--rank", "R", "the worker's rank (default: 0)", type=whole()),
+        option(
+            "--tail-bytes",
+            "N",
+            "begin so many bytes before the end (8192, at most 65536)",
+            type=whole(1),
+            default=8192,
+        ),
+        switch("-f", "--follow", "go on as more is written, across restarts"),
     )
-    logs.add_argument("-f", "--follow", action="store_true", help="go on as more is written, across restarts")
-
-
-def _add_events(commands: Commands) -> None:
-    events = _add(
-        commands, "events", "the event log, as sentences", "events --after 100", "events -f --type PlanAdopted"
-    )
-    events.add_argument("--after", type=whole(), default=0, metavar="SEQ", help="begin after this sequence number (0)")
-    events.add_argument("-f", "--follow", action="store_true", help="go on with what is yet to happen")
-    events.add_argument(
-        "--type", action="append", default=[], metavar="T", help="only this type of event; may be given again"
+    _add(
+        commands,
+        "events",
+        "the event log, as sentences",
+        ("events --after 100", "events -f --type PlanAdopted"),
+        option("--after", "SEQ", "begin after this sequence number (0)", type=whole(), default=0),
+        switch("-f", "--follow", "go on with what is yet to happen"),
+        repeated("--type", "T", "only this type of event"),
     )
 
 
 def _add_plan(commands: Commands) -> None:
-    plan = _add(commands, "plan", "the plan: adopted, foreseen, or of another cluster", "plan show", "plan table")
+    plan = _add(commands, "plan", "the plan: adopted, foreseen, or of another cluster", ("plan show", "plan table"))
     plans = plan.commands("plan_command")
-    _add(plans, "show", "who has what, what it is worth, why, how it was come by, what all has cost", "plan show")
+    _add(plans, "show", "who has what, what it is worth, why, how it was come by, what all has cost", ("plan show",))
     _add(
         plans,
         "table",
         "what would happen if: the plan for each event that may come next",
-        "plan table",
-        "plan table --json",
+        ("plan table", "plan table --json"),
     )
-    whatif = _add(
+    _add(
         plans,
         "whatif",
         "the plan that would be adopted, were the cluster otherwise; nothing changes",
-        "plan whatif --lose node3",
-        "plan whatif --add-nodes 4 --slots 8 --task big:weight=3",
+        ("plan whatif --lose node3", "plan whatif --add-nodes 4 --slots 8 --task big:weight=3"),
+        repeated("--lose", "NODE", "without this node"),
+        option("--add-nodes", "N", "with N nodes more", type=whole(), default=0),
+        option("--slots", "N", "workers on each (default: as most have)", type=whole(), default=0),
+        repeated("--task", "NAME:FIELD=N", "a task with another weight, min_workers or max_workers"),
     )
-    whatif.add_argument("--lose", action="append", default=[], metavar="NODE", help="without this node; repeatable")
-    whatif.add_argument("--add-nodes", type=whole(), default=0, metavar="N", help="with N nodes more")
-    whatif.add_argument("--slots", type=whole(), default=0, metavar="N", help="workers on each (default: as most have)")
-    whatif.add_argument(
-        "--task",
-        action="append",
-        default=[],
-        metavar="NAME:FIELD=N",
-        help="a task with another weight, min_workers or max_workers; repeatable",
+    _add(
+        plans,
+        "solve",
+        "solve a plan problem exactly, without a coordinator",
+        _SOLVE_EPILOG,
+        option("problem", "PROBLEM.json", "the problem's file, - for standard input"),
     )
-    solve = _add(plans, "solve", "solve a plan problem exactly, without a coordinator", epilog=_SOLVE_EPILOG)
-    solve.add_argument("problem", metavar="PROBLEM.json", help="the problem's file, - for standard input")
 
 
 def _add_throughput(commands: Commands) -> None:
-    what = "the achieved model FLOP/s of a GPT on so many GPUs, in its best 3D-parallel layout"
-    throughput = _add(commands, "throughput", what, epilog=_presets)
-    throughput.add_argument("--model", help="preset, see below (required)")
-    throughput.add_argument("--gpu", help="preset, see below (required)")
-    throughput.add_argument(
-        "--gpus",
-        type=gpu_counts,
-        metavar="N|A..B|A..B..STEP",
-        help="GPU counts, comma-separated: one, doubling from A to B, or in steps (required)",
+    count = whole(1, 10**12)
+    _add(
+        commands,
+        "throughput",
+        "the achieved model FLOP/s of a GPT on so many GPUs, in its best 3D-parallel layout",
+        _presets,
+        option("--model", "MODEL", "preset, see below (required)"),
+        option("--gpu", "GPU", "preset, see below (required)"),
+        option(
+            "--gpus",
+            "N|A..B|A..B..STEP",
+            "GPU counts, comma-separated: one, doubling from A to B, or in steps (required)",
+            type=gpu_counts,
+        ),
+        option("--tp", "N", "tensor parallel degree (default: the best)", type=count),
+        option("--pp", "N", "pipeline parallel degree (default: the best)", type=count),
+        option("--micro-batch", "N", "sequences per micro-batch (default: the best)", type=count),
+        option("--batch", "N", "sequences per iteration (default: the model's)", type=count),
+        option("--seq", "N", "tokens per sequence (default: the model's)", type=count),
+        option("--stack", "STACK", "software stack it was calibrated on (default: the GPU's usual one)"),
+        switch("--even", "refuse batches that do not divide among the replicas"),
+        option("--plot", "OUT.png", "draw throughput over GPUs (needs matplotlib)", type=Path),
     )
-    for flag, text in (
-        ("--tp", "tensor parallel degree (default: the best)"),
-        ("--pp", "pipeline parallel degree (default: the best)"),
-        ("--micro-batch", "sequences per micro-batch (default: the best)"),
-        ("--batch", "sequences per iteration (default: the model's)"),
-        ("--seq", "tokens per sequence (default: the model's)"),
-    ):
-        throughput.add_argument(flag, type=whole(1, 10**12), metavar="N", help=text)
-    throughput.add_argument("--stack", help="software stack it was calibrated on (default: the GPU's usual one)")
-    throughput.add_argument("--even", action="store_true", help="refuse batches that do not divide among the replicas")
-    throughput.add_argument("--plot", type=Path, metavar="OUT.png", help="draw throughput over GPUs (needs matplotlib)")
 
 
 def _presets() -> str:
