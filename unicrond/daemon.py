@@ -6,17 +6,19 @@ Rules
 * SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too.
 * An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
   its disk was full (log_keeper.py).
+* One coordinator at a time uses a `state_dir`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,11 @@ async def serve(config: Config, skip: Sequence[int] = ()) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.put_nowait, signum)
+    with nullcontext() if config.nats.url else _sole_user(Path(config.state_dir)):
+        await _serve(config, skip, stop)
+
+
+async def _serve(config: Config, skip: Sequence[int], stop: asyncio.Queue[signal.Signals]) -> None:
     server = None if config.nats.url else await _embedded(config)
     url = server.url if server else config.nats.url
     try:
@@ -73,6 +80,24 @@ async def serve(config: Config, skip: Sequence[int] = ()) -> None:
         await connection.close()
         if server is not None and ended_by is not signal.SIGTERM:
             await server.stop()
+
+
+@contextmanager
+def _sole_user(state_dir: Path) -> Iterator[None]:
+    """Hold the directory: a second coordinator would adopt the first one's nats-server, and end it. Raises Fatal."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = (state_dir / "unicrond.lock").open("a")
+    except OSError as error:
+        raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Fatal(
+                f"state_dir: another coordinator runs in {state_dir}; stop it first, or set another state_dir"
+            ) from None
+        yield
 
 
 async def _embedded(config: Config) -> EmbeddedServer:

@@ -213,3 +213,14 @@ async def test_a_claim_that_somebody_forges_on_the_server_is_an_alarm_and_no_mor
         health = await asyncio.to_thread(get, f"{url}/healthz")
         assert health["status"] == "live" and health["term"] == 2
         assert "CoordinatorStarted" in await asyncio.to_thread(ctl, url, "status")
+
+
+async def test_a_second_coordinator_in_one_state_dir_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    async with daemon(config(tmp_path)) as (_, url):
+        before = nats_pid(tmp_path)
+        second = await asyncio.create_subprocess_exec(
+            UNICROND, "run", "--config", str(config(tmp_path)), stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asyncio.wait_for(second.communicate(), 30)
+        assert second.returncode and b"another coordinator runs in" in said and len(said.splitlines()) == 1
+        assert (await asyncio.to_thread(get, f"{url}/healthz"))["status"] == "live" and nats_pid(tmp_path) == before
