@@ -228,8 +228,8 @@ class Hook:
         while left := ledger.todo():
             todo = left[:at_most]
             own_time.begin()
-            driver.fire("micro_batch")
             mark.working(ledger.finished)
+            driver.fire("micro_batch")
             if self._overlap and len(todo) == len(left):
                 driver.reduction.overlap(driver.group, len(todo))
             yield todo
