@@ -94,19 +94,23 @@ class Api:
     def application(self) -> web.Application:
         """The aiohttp application."""
         app = web.Application(middlewares=[self._guard], client_max_size=256 * 1024)
-        app.router.add_get("/healthz", self.health)
-        app.router.add_get("/metrics", self.metrics)
-        app.router.add_get("/v1/state", self.state)
-        app.router.add_get("/v1/events", self.events)
-        app.router.add_post("/v1/tasks", self.submit)
-        app.router.add_post("/v1/tasks/{task}/cancel", self.cancel)
-        app.router.add_post("/v1/tasks/{task}/reshape", self.reshape)
-        app.router.add_post("/v1/nodes/{node}/cordon", self.cordon)
-        app.router.add_post("/v1/nodes/{node}/uncordon", self.uncordon)
-        app.router.add_post("/v1/faults", self.inject)
-        app.router.add_get("/v1/plan/table", self.plan_table)
-        app.router.add_post("/v1/plan/whatif", self.plan_whatif)
-        app.router.add_get("/v1/logs/{task}", self.logs)
+        app.add_routes(
+            [
+                web.get("/healthz", self.health),
+                web.get("/metrics", self.metrics),
+                web.get("/v1/state", self.state),
+                web.get("/v1/events", self.events),
+                web.post("/v1/tasks", self.submit),
+                web.post("/v1/tasks/{task}/cancel", self.cancel),
+                web.post("/v1/tasks/{task}/reshape", self.reshape),
+                web.post("/v1/nodes/{node}/cordon", self.cordon),
+                web.post("/v1/nodes/{node}/uncordon", self.uncordon),
+                web.post("/v1/faults", self.inject),
+                web.get("/v1/plan/table", self.plan_table),
+                web.post("/v1/plan/whatif", self.plan_whatif),
+                web.get("/v1/logs/{task}", self.logs),
+            ]
+        )
         return app
 
     @web.middleware

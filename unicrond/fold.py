@@ -22,7 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.envelope import Entry, Envelope, Quarantined, Recorded
+from events.envelope import Entry, Envelope, Quarantined
 from events.schemas import spoken_schema
 from unicrond import admission, isolation
 from unicrond.costs import accrue
@@ -75,13 +75,6 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
         except Exception as error:  # whatever it is, the next entries want to be folded
             reason = admission.raised(error)
     return admission.refuse(told, envelope, reason) if reason else after
-
-
-def fold_all(state: ClusterState, entries: list[Recorded]) -> ClusterState:
-    """The state after all of `entries`."""
-    for entry in entries:
-        state = fold(state, entry)
-    return state
 
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:

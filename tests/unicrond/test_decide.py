@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.stories import random_life
 from unicrond.decide import decide
-from unicrond.fold import fold_all
+from unicrond.fold import fold
 from unicrond.state import ClusterState, Severity, TaskStatus
 from unicrond.state_bytes import digest
 from unicrond.survey import Survey
@@ -153,7 +155,7 @@ def test_random_faults_converge(seed: int) -> None:
     cluster.train("small")
     cluster.run()
     cluster.assert_whole()
-    replayed = fold_all(ClusterState(), cluster.log)
+    replayed = reduce(fold, cluster.log, ClusterState())
     assert digest(replayed) == digest(cluster.state)
 
 
