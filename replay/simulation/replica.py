@@ -48,7 +48,7 @@ class Replica:
     @property
     def generation(self) -> int:
         """Of the membership last tried."""
-        return self._driver.generation
+        return self._driver.seat.generation
 
     # --- the process -----------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Replica:
         if self._main is not None:
             main, self._main = self._main, None
             main.cancel()
-            self._driver.close(silently=not shard.host.on)
+            self._driver.seat.close(silently=not shard.host.on)
             for other in self.shards:
                 if other is not shard:
                     self.training.loop.call_later(0.05, self._break, other)
@@ -118,7 +118,7 @@ class Replica:
 
     def reset(self) -> None:
         """The connections of its group are reset; the process lives."""
-        mine = self._driver.end
+        mine = self._driver.seat.end
         if mine is not None:
             for other in list(mine.group.present.values()):
                 if other is not mine:
@@ -144,7 +144,7 @@ class Replica:
         except Exception as error:  # a defect of ours: judge, deal and the accounts raise where positions contradict
             self.training.witness.broke("trainers_agree", f"{self.lead_worker}: {type(error).__name__}: {error}")
             code = 1
-        self._driver.close()
+        self._driver.seat.close()
         self._main = None
         quits = any(shard.quit_asked for shard in self.shards)
         for shard in self.shards:

@@ -70,15 +70,19 @@ class Optimize(Effect[None]):
 Seam: TypeAlias = Compute | Optimize
 
 
-def handlers(driver: type) -> dict[type[Effect[Any]], Callable[[Any, Any], Any]]:
-    """A driver's methods for all effects but the seams: `SaveAndWait` is `_save_and_wait`. Raises AttributeError where
-    one is missing."""
+def handlers(*owners: object) -> dict[type[Effect[Any]], Callable[..., Any]]:
+    """The methods for all effects but the seams, by name (`SaveAndWait` is `_save_and_wait`), each from the first of a
+    driver's classes or objects that has it. Raises LookupError where none has."""
     every = (found for found in globals().values() if isinstance(found, type) and issubclass(found, Effect))
-    return {
-        effect: getattr(driver, re.sub("(?=[A-Z])", "_", effect.__name__).lower())
-        for effect in every
-        if effect not in (Effect, Compute, Optimize)
-    }
+    found: dict[type[Effect[Any]], Callable[..., Any]] = {}
+    for effect in every:
+        if effect not in (Effect, Compute, Optimize):
+            name = re.sub("(?=[A-Z])", "_", effect.__name__).lower()
+            methods = [getattr(owner, name) for owner in owners if hasattr(owner, name)]
+            if not methods:
+                raise LookupError(f"no method {name} for the effect {effect.__name__}")
+            found[effect] = methods[0]
+    return found
 
 
 # Noting.
