@@ -71,6 +71,16 @@ class Namesakes:
         return now_s - self._older_heard_s < self.silence_s
 
 
+async def until_alone(known: Namesakes, can_beat: asyncio.Event, now_s: Callable[[], float]) -> bool:
+    """Wait until no older agent is heard; that one ends once it hears our beats. False after WAIT_MAX_S."""
+    if known.is_older_there(now_s()):
+        await can_beat.wait()
+        until_s = now_s() + WAIT_MAX_S
+        while known.is_older_there(now_s()) and now_s() < until_s:  # noqa: ASYNC110  # nothing tells of silence
+            await asyncio.sleep(0.1)
+    return not known.is_older_there(now_s())
+
+
 class NamesakeWatch:
     """Listens and looks for others; `on_newer(boot)` and `on_outrun(boot)` are called in the loop, once."""
 
@@ -117,16 +127,10 @@ class NamesakeWatch:
     async def alone(self, can_beat: asyncio.Event) -> None:
         """Until no older agent is heard; that one ends once it hears our beats (`can_beat`). Bounded."""
         await self._looked.wait()
-        if not self._known.is_older_there(time.monotonic()):
-            return
-        logger.warning("an older agent of the name %s may be at work: waiting until it has ended", self._node)
-        await can_beat.wait()
-        until_s = time.monotonic() + WAIT_MAX_S
-        while self._known.is_older_there(now_s := time.monotonic()):
-            if now_s >= until_s:
+        if self._known.is_older_there(time.monotonic()):
+            logger.warning("an older agent of the name %s may be at work: waiting until it has ended", self._node)
+            if not await until_alone(self._known, can_beat, time.monotonic):
                 logger.error("the older agent of the name %s does not end: joining beside it; stop it", self._node)
-                return
-            await asyncio.sleep(0.05)
 
     async def _look(self) -> None:
         for stream, subject in (

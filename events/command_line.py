@@ -43,6 +43,7 @@ class Parser(argparse.ArgumentParser):
         """`version`: only for the root of a program."""
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **more)
         if version:
+            self.man_short_description = self.description  # for argparse-manpage
             self.add_argument("--version", action="version", version=version)
             what = "print a script that completes this command, and stop"
             self.add_argument("--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), help=what)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from agents.namesakes import WAIT_MAX_S, Namesakes
+from agents.namesakes import Namesakes, until_alone
 from agents.outbox import Outbox
 from agents.shell import Shell
 from agents.state import (
@@ -289,7 +289,7 @@ class Agent(Shell):
         self._look_for_namesakes()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send_beats())
-            await self._alone()
+            await until_alone(self._names, self.has_inventory, self.host.loop.time)
             self.feed(LogSeen(identity="the log"))
             group.create_task(self._keep_looking())
             group.create_task(self.outbox.run(self.log))
@@ -308,13 +308,6 @@ class Agent(Shell):
         for boot in (self.host.beats.last_boot.get(self.host.name), self.host.witness.joined.get(self.host.name)):
             if boot is not None:
                 self._names.stands_in_the_log(boot, self.host.loop.time())
-
-    async def _alone(self) -> None:
-        if self._names.is_older_there(self.host.loop.time()):
-            await self.has_inventory.wait()
-            until_s = self.host.loop.time() + WAIT_MAX_S
-            while self._names.is_older_there(now_s := self.host.loop.time()) and now_s < until_s:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
 
     async def _keep_looking(self) -> None:
         """The real one looks at each new connection; here no end of a connection is announced."""
