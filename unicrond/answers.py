@@ -58,7 +58,7 @@ class Answers:
             self._solving.discard(problem)
 
     def forget_the_unsolved(self) -> None:
-        """Nothing is being solved any more: whoever did it was cancelled."""
+        """Nothing is being solved any more: the tasks that solved were cancelled."""
         self._solving.clear()
 
     def _keep(self, problem: Problem, answered: Answered) -> None:

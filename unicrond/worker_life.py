@@ -43,7 +43,7 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.NodeLost: dict.fromkeys(WorkerStatus, _S.LOST),
     v.NodeLeft: _GONE,
     v.TaskSubmitted: {_S.LOST: None},  # the next life of a task that is at rest
-    # A process that nobody wants; `decide` stops those that are lost on a node that is up.
+    # A process without a command behind it; `decide` stops lost ones as soon as their node is up.
     v.WorkerStarted: {None: _S.LOST},
     v.NodeJoined: {None: _S.LOST, **_GONE},
 }
