@@ -17,7 +17,7 @@ from unicrond.faults import faults
 from unicrond.policy import Policy
 from unicrond.readmission import Readmission
 from unicrond.severity import IMPOSSIBLE
-from unicrond.strict_yaml import BadYaml, parse
+from unicrond.strict_yaml import BadYaml, parse, text_of
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -79,13 +79,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def load(path: Path) -> Config:
     """The configuration in `path`. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give another --config") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text; give a YAML file") from None
-    try:
-        document = parse(text)
+        document = parse(text_of(path, ConfigError, "give another --config"))
     except BadYaml as error:
         raise ConfigError(f"{path}:{error.line}: {error.what}") from None
     value = {} if document.value is None else document.value

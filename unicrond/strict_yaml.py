@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import yaml
@@ -29,6 +30,16 @@ class BadYaml(ValueError):
         super().__init__(f"line {line}: {what}")
         self.what = what
         self.line = line
+
+
+def text_of(path: Path, error: type[ValueError], fix: str) -> str:
+    """What the file says; an `error` of one line, with the `fix`, where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise error(f"{path}: cannot be read: {problem.strerror}; {fix}") from None
+    except UnicodeDecodeError:
+        raise error(f"{path}: is not UTF-8 text; give a YAML file") from None
 
 
 class Document(NamedTuple):

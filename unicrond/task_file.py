@@ -21,7 +21,7 @@ import msgspec
 
 from events.vocabulary import TaskSpec
 from unicrond.faults import Fault, faults
-from unicrond.strict_yaml import BadYaml, Place, parse
+from unicrond.strict_yaml import BadYaml, Place, parse, text_of
 from unicrond.task_rules import BUILT_IN, PATHS, spec_faults
 from unicrond.throughput_preset import fill, take
 
@@ -32,13 +32,7 @@ class TaskFileError(ValueError):
 
 def load(path: Path) -> TaskSpec:
     """The task in the file `path`. Raises TaskFileError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise TaskFileError(f"{path}: cannot be read: {error.strerror}; check the path") from None
-    except UnicodeDecodeError:
-        raise TaskFileError(f"{path}: is not UTF-8 text; give a YAML file") from None
-    return loads(text, where=str(path), directory=path.parent)
+    return loads(text_of(path, TaskFileError, "check the path"), where=str(path), directory=path.parent)
 
 
 def loads(text: str, *, where: str = "task file", directory: Path | None = None) -> TaskSpec:

@@ -94,6 +94,11 @@ def _float(flops: int) -> Number:
     return float(flops) if float(flops) == flops else flops
 
 
+def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
+    """T(0..max_workers) before any measurement, FLOP/s."""
+    return _curve(spec, model_of(spec, linear))
+
+
 def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
     """T(0..max_workers) as far as it is known today, FLOP/s."""
     return _curve(task.spec, flops_of(task, linear))
