@@ -29,12 +29,15 @@ class ArchivedLog:
         self._archive_is_ours = False
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        """See EventLog. The stream alone takes new entries."""
         return await self._log.append(envelopes, fence=fence)
 
     async def claim_term(self, envelope: Envelope) -> Fence:
+        """See EventLog."""
         return await self._log.claim_term(envelope)
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        """See EventLog. First the archive, then the stream. Raises LogDamaged where they do not belong together."""
         seq = after_seq
         if not self._archive_is_ours:
             await self._compare_with_stream()
@@ -51,13 +54,16 @@ class ArchivedLog:
                 yield entry
 
     async def skips(self) -> dict[int, str]:
+        """See EventLog: of the archive and of the stream."""
         archived = segment_paths(self._directory) if self._directory.is_dir() else []
         return skips_in_files(archived) | await self._log.skips()
 
     async def last_seq(self) -> int:
+        """See EventLog."""
         return await self._log.last_seq()
 
     async def close(self) -> None:
+        """See EventLog."""
         await self._log.close()
 
     async def _compare_with_stream(self) -> None:

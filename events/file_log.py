@@ -147,6 +147,7 @@ class FileLog(LocalLog):
             raise
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        """See EventLog. Raises LogDamaged where a segment is broken."""
         seq = after_seq
         segment, at_bytes = self._segment_of(seq + 1), 0
         while until_seq is None or seq < until_seq:
@@ -167,9 +168,11 @@ class FileLog(LocalLog):
                     raise LogDamaged(f"{self._directory}: entries after {seq} are gone from the files")
 
     async def skips(self) -> dict[int, str]:
+        """See EventLog. Reads the files anew."""
         return skips_in_files(self._writer.segments)
 
     async def close(self) -> None:
+        """See EventLog."""
         self._writer.close()
 
     def _store(self, entries: Sequence[Entry]) -> None:

@@ -28,10 +28,12 @@ class PlainLines(logging.Formatter):
     """Messages on one line; the lines of a traceback are indented, so that none looks like a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """The record's message with its control characters escaped."""
         record.message = escaped(record.message)
         return super().formatMessage(record)
 
     def formatException(
         self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
     ) -> str:
+        """The traceback, indented by four spaces, with its control characters escaped."""
         return "\n".join(f"    {escaped(line)}" for line in super().formatException(ei).split("\n"))

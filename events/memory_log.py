@@ -26,6 +26,7 @@ class MemoryLog(LocalLog):
         self._entries: list[Entry] = []
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        """See EventLog."""
         seq = after_seq
         while until_seq is None or seq < until_seq:
             if seq < len(self._entries):
@@ -35,6 +36,7 @@ class MemoryLog(LocalLog):
                 await self._grown.wait()
 
     async def skips(self) -> dict[int, str]:
+        """See EventLog."""
         return skips_in(self._entries)
 
     async def close(self) -> None:
@@ -53,6 +55,7 @@ class MemoryBeatLog:
         self._subscribers: set[asyncio.Queue[Recorded]] = set()
 
     async def publish(self, envelope: Envelope) -> None:
+        """See BeatLog. Raises TypeError on anything but a Heartbeat, BadEvent on an invalid one."""
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         encode(envelope)
@@ -62,6 +65,7 @@ class MemoryBeatLog:
             queue.put_nowait(beat)
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
+        """See BeatLog."""
         queue: asyncio.Queue[Recorded] = asyncio.Queue()
         self._subscribers.add(queue)
         try:
@@ -80,6 +84,7 @@ class MemoryCommandFeed:
         self._acked_seq = 0
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
+        """See CommandFeed."""
         async for entry in self._log.read(self._acked_seq):
             if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Command):
                 if entry.envelope.event.node != self._node:

@@ -119,6 +119,7 @@ class NatsCommandFeed:
         self._handled_seq = 0
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
+        """See CommandFeed. Waits through outages."""
         patience = Patience(f"commands for {self._node}")
         while True:
             try:

@@ -75,6 +75,7 @@ class NatsEventLog:
         self.trouble = ""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        """See EventLog. Tries again over outages, at most `give_up_s` seconds."""
         bodies = encode_batch(envelopes)
         messages = [
             _Message(envelope.event_id, (name := _IDS.of(envelope)), subject(envelope), headers(envelope, name), body)
@@ -85,6 +86,7 @@ class NatsEventLog:
         return [seqs[message.event_id] for message in messages]
 
     async def claim_term(self, envelope: Envelope) -> Fence:
+        """See EventLog. Tries again over outages, at most `give_up_s` seconds."""
         term = claimed_term(envelope)
         # Without a message id: whoever claims the same term has the same one, and a server that looks at it first (a
         # stream of several replicas does) would acknowledge the other's claim to us as a repeat of ours.
@@ -95,6 +97,7 @@ class NatsEventLog:
             return await self._claim(term, message, envelope)
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        """See EventLog. Waits through outages."""
         async with aclosing(self.read_batches(after_seq, until_seq=until_seq)) as batches:
             async for batch in batches:
                 for each in batch:
@@ -133,6 +136,7 @@ class NatsEventLog:
                 yield batch
 
     async def skips(self) -> dict[int, str]:
+        """See EventLog. One request for each skip in the stream. Raises ApiError where the server refuses."""
         found: list[Entry] = []
         seq = 1
         while True:
@@ -148,6 +152,7 @@ class NatsEventLog:
             seq = found[-1].seq + 1
 
     async def last_seq(self) -> int:
+        """See EventLog."""
         return int((await self._info())["state"]["last_seq"])
 
     async def close(self) -> None:
@@ -287,11 +292,13 @@ class NatsBeatLog:
         self._connection = connection
 
     async def publish(self, envelope: Envelope) -> None:
+        """See BeatLog. Raises TypeError on anything but a Heartbeat, BadEvent on an invalid one."""
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         await self._connection.publish_now(subject(envelope), encode(envelope), headers(envelope, _IDS.of(envelope)))
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
+        """See BeatLog. After an outage it begins at the present again."""
         # After an interruption from "now" again: by then an old beat would be a false sign of life, and a
         # server that lost its newest beats gives their numbers anew.
         reading = read_stream(

@@ -694,6 +694,8 @@ class StateTaken(WorkerObservation, frozen=True, kw_only=True):
 
 
 class CommandApplied(Observation, frozen=True, kw_only=True):
+    """The node has obeyed the command."""
+
     node: Name
     command_id: Text
 
@@ -718,6 +720,8 @@ class TaskSubmitted(Request, frozen=True, kw_only=True):
 
 
 class TaskCancelled(Request, frozen=True, kw_only=True):
+    """A person ends a task before it is complete."""
+
     task: Name
     reason: Text
 
@@ -820,12 +824,16 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
 
 
 class NodeLost(Decision, frozen=True, kw_only=True):
+    """The node's agent is silent or away: its workers count as lost. `evidence`: the sign that decided it."""
+
     node: Name
     evidence: Evidence
     reason: Text
 
 
 class NodeReturned(Decision, frozen=True, kw_only=True):
+    """A lost node's agent gives signs of life again. `evidence`: the sign that decided it."""
+
     node: Name
     evidence: Evidence
 
@@ -842,6 +850,8 @@ class NodeIsolated(Decision, frozen=True, kw_only=True):
 
 
 class NodeReadmitted(Decision, frozen=True, kw_only=True):
+    """The node's isolation is over: it may get workers again."""
+
     node: Name
     reason: Text
 
@@ -950,6 +960,8 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
 
 
 class TaskFailed(Decision, frozen=True, kw_only=True):
+    """The task has ended without success, and is not tried again."""
+
     task: Name
     reason: LongText
 

@@ -29,6 +29,8 @@ from replay.virtual_time import Clock
 
 
 class Phase(StrEnum):
+    """The account that a moment of a task goes into."""
+
     RUNNING = "running"
     DETECTION = "detection"
     TRANSITION = "transition"

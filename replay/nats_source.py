@@ -66,6 +66,7 @@ class NatsSource:
         self.has_own_times = has_own_times
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
+        """See Source. Raises LogUnavailable where the server falls silent."""
         seq = after_seq
         async with aclosing(self._batches(after_seq)) as batches:
             while seq < self._last_seq:
@@ -102,10 +103,12 @@ class NatsSource:
                         yield batch
 
     async def skips(self) -> dict[int, str]:
+        """See Source."""
         async with self._bounded("no word of the skipped entries"):
             return await self._log.skips()
 
     async def end_us(self) -> int:
+        """See Source."""
         return self._last_us
 
     async def snapshot(self) -> ClusterState | None:
@@ -114,6 +117,7 @@ class NatsSource:
         return found[0] if found is not None and found[0].seq <= self._last_seq else None
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        """See Source. Nothing where the server has no heartbeat stream."""
         try:
             async with self._bounded("no word of the heartbeats"):
                 newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]

@@ -42,7 +42,9 @@ class Source(Protocol):
     """
 
     @property
-    def has_own_times(self) -> bool: ...
+    def has_own_times(self) -> bool:
+        """See the class."""
+        ...
 
     def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
         """All entries after `after_seq`, in order. Raises LogError. Close it where it is left early."""
@@ -113,6 +115,7 @@ class FileSource:
         self._size_bytes = sum(segment.stat().st_size for segment in self._segments)
 
     async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
+        """See Source. Raises LogDamaged."""
         async with aclosing(self._read(self._segments)) as chunks:
             async for entries, done in chunks:
                 if entries[-1].seq > after_seq:
@@ -120,9 +123,11 @@ class FileSource:
                     yield Chunk(fresh, done)
 
     async def skips(self) -> dict[int, str]:
+        """See Source."""
         return skips_in_files(self._segments)
 
     async def end_us(self) -> int:
+        """See Source. Reads backwards until it finds a segment with an entry."""
         newest = 0
         # A crash may have left the last segment without an entry; then the one before it has the newest.
         for number in reversed(range(len(self._segments))):
@@ -134,6 +139,7 @@ class FileSource:
         return newest
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        """See Source. Ends at a torn tail."""
         for segment in self._segments:
             try:
                 for batch in read_segment(segment):

@@ -31,6 +31,8 @@ from replay.world import World
 
 
 class Activity(StrEnum):
+    """What a task's trainers are doing."""
+
     STANDING = "standing"
     FORMING = "forming"
     CATCHING_UP = "catching up"

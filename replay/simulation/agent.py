@@ -93,9 +93,11 @@ class Agent(Shell):
         return not self.closed
 
     def now_us(self) -> int:
+        """See AgentShell: the machine's own wall clock, which may be wrong."""
         return self.host.clock.wall_us()
 
     def remember(self, memory: Memory) -> None:
+        """See AgentShell. A crash may come in place of the write."""
         if self.crash_before_memory:
             self.crash_before_memory = False
             self.crash()
@@ -103,28 +105,34 @@ class Agent(Shell):
             self.host.disk.write(memory)
 
     def core_failed(self, given: Input) -> None:
+        """Raises the core's exception anew: a simulation ends with it."""
         raise  # loud: a simulation ends with it
 
     def acting(self, given: Input, actions: Sequence[Action]) -> Sequence[Action]:
+        """See AgentShell. The witness sees the actions first."""
         if self.alive:
             self.host.witness.agent_acts(self.host, given, actions)
         return actions
 
     def may_act(self, number: int) -> bool:
+        """See AgentShell. False once the agent has crashed; it may crash here, after the ordered number of actions."""
         if self.crash_after_actions == number:
             self.crash_after_actions = -1
             self.crash()
         return self.alive
 
     def tell_worker(self, worker: str, message: ToWorker) -> None:
+        """See AgentShell."""
         if worker in self._workers:
             self._workers[worker][2].send(message)
 
     def tell_fork_server(self, message: ToForkServer) -> None:
+        """See AgentShell. Nothing goes out before the fork server's inventory has come in."""
         if self._lines is not None and self.has_inventory.is_set():
             self._lines[0].send(message)
 
     def copy(self, order: CopyState) -> None:
+        """See AgentShell. The copy takes 0.01 to 0.3 s; a newer order during it changes only the peers."""
         key = (order.task, order.shard)
         if key not in self._copies:
             self.host.loop.call_later(self.host.drawn.uniform(0.01, 0.3), self._copy, *key)
@@ -143,15 +151,19 @@ class Agent(Shell):
         self.feed(Struck(command_id=order.command_id, reason=reason))
 
     def check(self, order: RunCheck) -> None:
+        """See AgentShell. The check takes the host's `check_s` seconds."""
         self.host.loop.call_later(self.host.check_s, self._checked, order.command_id)
 
     def disconnect(self, worker: str, why: str) -> None:
+        """See AgentShell."""
         self._drop_worker(worker)
 
     def finish(self) -> None:
+        """See AgentShell."""
         self.host.loop.create_task(self._finish())
 
     def held_states(self) -> Iterable[Held]:
+        """See AgentShell."""
         return self._fork_server.memory.held() if self._fork_server is not None else ()
 
     def _checked(self, command_id: str) -> None:

@@ -36,6 +36,7 @@ class Endpoint:
         self.crash_at: Boundary = ""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        """See EventLog. The owner may crash before the request, after it is sent, or after its answer."""
         bodies = encode_batch(envelopes)
         await self._boundary("before")
         if self.crash_at == "sent":
@@ -47,6 +48,7 @@ class Endpoint:
         return seqs
 
     async def claim_term(self, envelope: Envelope) -> Fence:
+        """See EventLog."""
         claimed_term(envelope)
         encode(envelope)
         fence: Fence = await self._ask(lambda reply: self._server.claim(envelope, reply))
@@ -54,12 +56,15 @@ class Endpoint:
         return fence
 
     async def skips(self) -> dict[int, str]:
+        """See EventLog. Takes no time."""
         return skips_in(self._server.entries)
 
     async def last_seq(self) -> int:
+        """See EventLog."""
         return int(await self._ask(self._server.last_seq))
 
     async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        """See EventLog. Entries travel over the link; a cut link delays them."""
         seq, server = after_seq, self._server
         while until_seq is None or seq < until_seq:
             grown = server.grown
@@ -159,11 +164,13 @@ class BeatEnd:
         self._link = link
 
     async def publish(self, envelope: Envelope) -> None:
+        """See BeatLog. A cut link loses the beat. Raises TypeError on anything but a Heartbeat."""
         if not isinstance(envelope.event, Heartbeat):
             raise TypeError(f"envelope.event: expected a Heartbeat, got {type(envelope.event).__name__}")
         self._link.send(lambda: self._beats.take(envelope))
 
     async def subscribe(self) -> AsyncGenerator[Entry, None]:
+        """See BeatLog."""
         queue: asyncio.Queue[Recorded] = asyncio.Queue()
         number = self._beats.listen(self._link, queue.put_nowait)
         try:
@@ -183,6 +190,7 @@ class CommandEnd:
         self._handled_seq = 0
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
+        """See CommandFeed."""
         server, link, node = self._server, self._link, self._node
         while True:
             grown, place = server.grown, server.acknowledged.get(node, 0)

@@ -107,19 +107,24 @@ class HostSigns:
         self._host = host
 
     def now_us(self) -> int:
+        """See Signs: the host's monotonic clock."""
         return self._host.clock.monotonic_us()
 
     def mark(self, worker: WorkerId) -> Mark | None:
+        """See Signs."""
         process = self._host.launched.get(worker)
         return process.replica.progress.mark if process is not None and process.replica is not None else None
 
     def take_away(self, worker: WorkerId) -> Mark | None:
+        """See Signs."""
         mark = self.mark(worker)
         self._host.launched.pop(worker, None)
         return mark
 
     def waited_us(self, pid: int) -> int:
+        """See Signs. Always 0: there is a CPU for every process."""
         return 0  # there is a CPU for everybody
 
     def is_stopped(self, pid: int) -> bool:
+        """See Signs."""
         return any(process.pid == pid and process.stopped for process in self._host.launched.values())

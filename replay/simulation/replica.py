@@ -226,10 +226,12 @@ class Replica:
     # --- messages --------------------------------------------------------------------------------
 
     def say_all(self, message: FromWorker) -> None:
+        """Every shard's process sends `message` to its agent."""
         for shard in self.shards:
             shard.say(message)
 
     def trouble(self, kind: ErrorKind, message: str, phase: Phase) -> Trouble:
+        """A report of an error in the iteration that is under way."""
         iteration = self._driver.books.ledger.iteration
         return Trouble(
             kind=kind, generation=self.generation, iteration=iteration, phase=phase, message=message, detail=""

@@ -64,6 +64,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jump)
 
     def time(self) -> float:
+        """Virtual seconds."""
         return self._jump.now_s
 
     # Half of a simulation is timers: a heap of tuples, and a turn without a selector, take half as long as asyncio's.
@@ -71,6 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
+        """See asyncio. Callbacks due at one moment run in the order in which they were scheduled."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._order), timer))
         return timer
@@ -93,6 +95,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 handle._run()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Runs `func` on the loop itself, `thread_s()` virtual seconds from now; `executor` is not used."""
         future: asyncio.Future[T] = self.create_future()
 
         def work() -> None:
@@ -111,7 +114,9 @@ class HostClock(Clock):
         self.step_us = 0
 
     def monotonic_us(self) -> int:
+        """Microseconds of true time since the epoch; steps of the wall clock do not move it."""
         return EPOCH_US + round(self._loop.time() * 1e6)
 
     def wall_us(self) -> int:
+        """Microseconds since the epoch as the machine believes them."""
         return EPOCH_US + round(self._loop.time() * 1e6) + self.step_us
