@@ -209,20 +209,24 @@ class Agent(Shell):
     # --- the ports of the shell ------------------------------------------------------------------
 
     def now_us(self) -> int:
+        """See AgentShell: microseconds since the epoch."""
         return _wall_clock_us()
 
     def remember(self, memory: Memory) -> None:
+        """See AgentShell. A disk that refuses is logged, and the agent goes on."""
         try:
             self._run_dir.remember(memory)
         except OSError as error:
             logger.error("cannot write the agent's memory (%s): if this agent dies now, the next knows less", error)
 
     def core_failed(self, given: Input) -> None:
+        """See AgentShell. Logs the exception and ends `run`; the workers stay."""
         logger.critical("the core failed on %r: the agent ends, its workers stay", given, exc_info=True)
         self._failed = True
         self._over.set()
 
     def do(self, action: Action) -> None:
+        """See AgentShell. Logs what is appended; the accelerators are watched once the node has joined."""
         if isinstance(action, Append):
             logger.info("%s", summary(action.event))  # type: ignore[arg-type]  # every Observation is one of AnyEvent
         super().do(action)
@@ -230,38 +234,48 @@ class Agent(Shell):
             self._watch_accelerators()
 
     def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
+        """See AgentShell."""
         self._sockets.send(worker, plain(message))
 
     def tell_fork_server(self, message: ToForkServer) -> None:
+        """See AgentShell."""
         self._link.send(plain(message))
         if isinstance(message, Forget):
             self._regions.forgotten(message.task)
 
     def copy(self, order: CopyState) -> None:
+        """See AgentShell."""
         self._copies.copy(order.task, order.shard, order.peers)
 
     def strike(self, order: StrikeNode) -> None:
+        """See AgentShell."""
         self.feed(Struck(command_id=order.command_id, reason=self._node_faults.strike(order.fault)))
 
     def check(self, order: RunCheck) -> None:
+        """See AgentShell."""
         self._health.check(order)
 
     def disconnect(self, worker: WorkerId, why: str) -> None:
+        """See AgentShell."""
         logger.error("%s: connection refused, %s", worker, why)
         self._sockets.disconnect(worker)
 
     def finish(self) -> None:
+        """See AgentShell."""
         self._is_left = True
         self._over.set()
 
     def log_tail(self, worker: WorkerId) -> str:
+        """See AgentShell. At most LOG_TAIL_BYTES bytes; bytes that are not UTF-8 are replaced."""
         path = worker_log(self._run_dir.logs, worker.rpartition(".")[0], worker)
         return tail(path, LOG_TAIL_BYTES).decode(errors="replace")
 
     def held_states(self) -> list[Held]:
+        """See AgentShell."""
         return self._regions.found(self._options.node)
 
     def fork_server_said(self, message: FromForkServer) -> None:
+        """See AgentShell. The memory regions follow what the fork server holds."""
         if isinstance(message, Inventory):
             self._regions.held_by(self._link.pid, message.kept)
         elif isinstance(message, Kept | KeepFailed):
@@ -509,6 +523,7 @@ def _wall_clock_us() -> int:
 
 
 def installed_version() -> str:
+    """The version of the installed package, "unknown" where it is not installed."""
     try:
         return metadata.version("unicrond")
     except metadata.PackageNotFoundError:

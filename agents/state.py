@@ -229,6 +229,8 @@ class WorkerConnected(_Part, frozen=True, kw_only=True):
 
 
 class WorkerSaid(_Part, frozen=True, kw_only=True):
+    """A message from a connected worker."""
+
     worker: WorkerId
     message: FromWorker
 
@@ -353,11 +355,15 @@ class Append(_Part, frozen=True, kw_only=True):
 
 
 class TellWorker(_Part, frozen=True, kw_only=True):
+    """Send a worker a message."""
+
     worker: WorkerId
     message: ToWorker
 
 
 class TellForkServer(_Part, frozen=True, kw_only=True):
+    """Send the fork server a message."""
+
     message: ToForkServer
 
 

@@ -52,11 +52,25 @@ class _Watched:
 class Signs(Protocol):
     """What can be seen of workers from outside; `now_us` is the clock of their marks."""
 
-    def now_us(self) -> int: ...
-    def mark(self, worker: WorkerId) -> Mark | None: ...
-    def take_away(self, worker: WorkerId) -> Mark | None: ...
-    def is_stopped(self, pid: int) -> bool: ...
-    def waited_us(self, pid: int) -> int: ...
+    def now_us(self) -> int:
+        """Microseconds on the clock of the marks."""
+        ...
+
+    def mark(self, worker: WorkerId) -> Mark | None:
+        """The worker's phase mark, None where it has made none."""
+        ...
+
+    def take_away(self, worker: WorkerId) -> Mark | None:
+        """The worker's last mark, and away with it."""
+        ...
+
+    def is_stopped(self, pid: int) -> bool:
+        """Whether the process is stopped (SIGSTOP, a debugger)."""
+        ...
+
+    def waited_us(self, pid: int) -> int:
+        """For how long the process has waited for a CPU, in microseconds."""
+        ...
 
 
 class MarkFiles:
@@ -66,12 +80,15 @@ class MarkFiles:
         self._directory = directory
 
     def now_us(self) -> int:
+        """See Signs."""
         return marks.now_us()
 
     def mark(self, worker: WorkerId) -> Mark | None:
+        """See Signs."""
         return marks.read(self._directory / worker)
 
     def take_away(self, worker: WorkerId) -> Mark | None:
+        """See Signs."""
         mark = self.mark(worker)
         with contextlib.suppress(OSError):
             (self._directory / worker).unlink()

@@ -128,6 +128,7 @@ def broken(node: Node, needs: v.RepairNeed) -> Node:
 
 
 def check_begun(state: ClusterState, event: v.CheckNode) -> ClusterState:
+    """The isolation waits for the answer to this check."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolated or node.isolation is None:
         return state
@@ -146,6 +147,7 @@ def checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
 
 
 def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
+    """The agent could not run the check that was asked for: the node rests again."""
     node = state.nodes.get(event.node)
     if node is None or not _asked(node, event.command_id):
         return state
@@ -171,6 +173,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
 
 
 def repair_ended(state: ClusterState, event: v.RepairEnded) -> ClusterState:
+    """The repair command of this isolation has ended; one that failed sends the node to rest again."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolated or node.isolation is None or event.isolation != node.isolations:
         return state

@@ -38,6 +38,8 @@ class Severity(IntEnum):
 
 
 class NodeStatus(StrEnum):
+    """Whether the node's agent is there."""
+
     UP = "up"
     LOST = "lost"
     LEFT = "left"
@@ -64,6 +66,8 @@ _NEVER_TO_TRAIN = (*_ENDING, WorkerStatus.PARKED)
 
 
 class TaskStatus(StrEnum):
+    """Whether the task goes on, and how it ended."""
+
     ACTIVE = "active"
     COMPLETED = "completed"
     FAILED = "failed"

@@ -17,6 +17,7 @@ from events.vocabulary import WorkerId
 
 
 def fork_server_said(turn: Turn, said: FromForkServer, log_tail: str, mark: Mark | None) -> None:
+    """Hand a message of the fork server to its subject. `log_tail`, `mark`: of the worker that it names."""
     match said:
         case Forked(worker=worker, pid=pid):
             starting.started(turn, worker, pid)
@@ -34,6 +35,7 @@ def fork_server_said(turn: Turn, said: FromForkServer, log_tail: str, mark: Mark
 
 
 def spawn_failed(turn: Turn, worker: WorkerId, reason: str) -> None:
+    """A process that could not be started: its start is answered with `reason`, and its slot is free."""
     record = turn.memory.workers.get(worker)
     if record is None or record.pid:
         return
@@ -66,6 +68,7 @@ def take_inventory(turn: Turn, inventory: Inventory) -> None:
 
 
 def begin_adoption(turn: Turn, listed: frozenset[WorkerId]) -> None:
+    """The fork server has listed its workers: wait `hello_wait_s` at most for those that are not connected."""
     for waiting in turn.memory.waiting:
         starting.arm_wait(turn, waiting.command.worker)
     connected = {worker for worker, link in turn.state.links.items() if link.connected}
@@ -75,6 +78,7 @@ def begin_adoption(turn: Turn, listed: frozenset[WorkerId]) -> None:
 
 
 def fork_server_died(turn: Turn) -> None:
+    """All workers have died with the fork server."""
     turn.state = replace(turn.state, store_port=0)
     end_all_but(turn, frozenset())
     after_an_end(turn)
@@ -104,6 +108,7 @@ def requeue(turn: Turn, record: Worker) -> None:
 
 
 def after_an_end(turn: Turn) -> None:
+    """A worker is gone: waiting starts get its slot, and the node may now be able to join or leave."""
     starting.fill_slots(turn)
     joining.join_if_complete(turn)
     joining.leave_if_empty(turn)

@@ -11,6 +11,7 @@ from agents.trainer.messages import Committed
 
 
 def committed(turn: Turn, record: Worker, commit: Committed) -> None:
+    """Add a worker's commit to its task's sum; close the sum where it cannot grow, or may not wait."""
     task = record.task
     here = commit_sums.position(commit)
     if here <= turn.state.summed.get(task, (0, 0)):
@@ -31,11 +32,13 @@ def committed(turn: Turn, record: Worker, commit: Committed) -> None:
 
 
 def pace(turn: Turn, task: str) -> None:
+    """Close the task's sum at most `commit_interval_s` seconds from now."""
     turn.state = replace(turn.state, paced=turn.state.paced | {task})
     turn.actions.append(ArmTimer(name="commits", key=task, after_s=turn.config.commit_interval_s))
 
 
 def close_sum(turn: Turn, task: str) -> None:
+    """Append the task's sum, if it has one, as StepCommitted."""
     total = turn.state.sums.get(task)
     if total:
         turn.state = replace(turn.state, sums={t: s for t, s in turn.state.sums.items() if t != task})
@@ -43,5 +46,6 @@ def close_sum(turn: Turn, task: str) -> None:
 
 
 def close_all_sums(turn: Turn) -> None:
+    """Append every task's sum."""
     for task in sorted(turn.state.sums):
         close_sum(turn, task)

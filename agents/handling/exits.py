@@ -14,6 +14,7 @@ from events.vocabulary import ErrorReported, WorkerExited, WorkerId
 
 
 def exited(turn: Turn, worker: WorkerId, pid: int, end: Exit, log_tail: str, mark: Mark | None) -> None:
+    """A process has ended: tell its cause and its end, and forget it when the log has them."""
     if worker in turn.state.confirming:
         return
     record = turn.memory.workers.get(worker)
@@ -54,6 +55,7 @@ def exited_before(turn: Turn, worker: WorkerId, end: Exit, log_tail: str) -> Non
 
 
 def tell_cause(turn: Turn, record: Worker, end: Exit, log_tail: str, mark: Mark | None) -> None:
+    """Append ErrorReported for an end that was not expected."""
     kind, text = classify(end, ready=record.ready, member=record.member)
     link = turn.state.links.get(record.worker, Link())
     generation, committed = turn.state.summed.get(record.task, (0, 0))
@@ -74,6 +76,7 @@ def tell_cause(turn: Turn, record: Worker, end: Exit, log_tail: str, mark: Mark 
 
 
 def tell_exit(turn: Turn, worker: WorkerId, end: Exit, expected: bool, log_tail: str) -> None:
+    """Append WorkerExited, and remember that the log is still to confirm it."""
     turn.state = replace(turn.state, confirming=turn.state.confirming | {worker})
     turn.append(
         WorkerExited(
@@ -91,6 +94,7 @@ def tell_exit(turn: Turn, worker: WorkerId, end: Exit, expected: bool, log_tail:
 
 
 def forget(turn: Turn, record: Worker, gone: Gone | None) -> None:
+    """Forget the worker; `gone`: what to keep of it, None for nothing."""
     worker, state = record.worker, turn.state
     turn.remember(workers={w: r for w, r in turn.memory.workers.items() if w != worker})
     if gone:
@@ -100,4 +104,5 @@ def forget(turn: Turn, record: Worker, gone: Gone | None) -> None:
 
 
 def put_gone(turn: Turn, worker: WorkerId, gone: Gone) -> None:
+    """Keep how the worker ended, of at most MAX_GONE workers."""
     turn.remember(gone=newest_of({**turn.memory.gone, worker: gone}, MAX_GONE))

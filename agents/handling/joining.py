@@ -12,6 +12,7 @@ from events.vocabulary import NodeJoined, NodeLeft, PeersRemembered, RunningWork
 
 
 def join_if_complete(turn: Turn) -> None:
+    """Join once the log has been seen, the store runs and every adopted worker has been heard."""
     state = turn.state
     if state.phase == "adopting" and state.log_seen and state.store_port and not state.unheard:
         turn.state = replace(turn.state, phase="up")
@@ -19,6 +20,7 @@ def join_if_complete(turn: Turn) -> None:
 
 
 def join(turn: Turn) -> None:
+    """Append NodeJoined with the workers that run here, and tell of what the node's memory holds."""
     config = turn.config
     running = [
         RunningWorker(worker=w.worker, task=w.task, pid=w.pid, generation=w.generation)
@@ -49,6 +51,7 @@ def join(turn: Turn) -> None:
 
 
 def leave(turn: Turn, reason: str) -> None:
+    """Stop all workers, give up all starts, and leave when nothing runs here any more. A second call does nothing."""
     if turn.state.phase in ("leaving", "left"):
         return
     turn.state = replace(turn.state, phase="leaving", leave_reason=reason[:MAX_TEXT])
@@ -60,6 +63,7 @@ def leave(turn: Turn, reason: str) -> None:
 
 
 def leave_if_empty(turn: Turn) -> None:
+    """Append NodeLeft and finish, if the node is leaving and its last worker is gone."""
     if turn.state.phase != "leaving" or turn.memory.workers:
         return
     commits.close_all_sums(turn)
@@ -69,6 +73,7 @@ def leave_if_empty(turn: Turn) -> None:
 
 
 def log_seen(turn: Turn, identity: str) -> None:
+    """The log answers. A log with another identity than the known one makes all workers foreign."""
     known = turn.memory.log
     if known and identity and identity != known:
         forget_log(turn)
@@ -79,6 +84,7 @@ def log_seen(turn: Turn, identity: str) -> None:
 
 
 def forget_log(turn: Turn) -> None:
+    """Forget all that belongs to another log, and stop its workers."""
     memory = Memory(
         since_boot=turn.memory.since_boot,
         workers={w: replace(record, foreign=True) for w, record in turn.memory.workers.items()},

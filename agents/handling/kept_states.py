@@ -13,6 +13,7 @@ from events.vocabulary import MemoryService, StateKept
 
 
 def captured(turn: Turn, task: str, capture: Captured) -> None:
+    """A worker has captured its state: have it copied to peers on other nodes, and tell of it."""
     membership = turn.memory.memberships.get(task)
     peers = tuple(peer for peer in (membership.peers if membership else ()) if peer.node != turn.config.node)
     if peers:
@@ -47,6 +48,7 @@ def set_peers(turn: Turn, task: str, peers: tuple[MemoryService, ...], order: Or
 
 
 def held(turn: Turn, held: Held) -> None:
+    """The node's memory holds a state: tell it now, or with the next turn of its timer."""
     key = f"{held.task}/{held.shard}"
     turn.state = replace(turn.state, holds=turn.state.holds | {key})
     if key in turn.state.untold or turn.state.phase == "adopting":  # the node joins first
@@ -56,6 +58,7 @@ def held(turn: Turn, held: Held) -> None:
 
 
 def tell_held(turn: Turn, held: Held) -> None:
+    """Append StateKept; the next of the same shard waits `held_interval_s` seconds."""
     key = f"{held.task}/{held.shard}"
     turn.state = replace(turn.state, untold={**turn.state.untold, key: None})
     turn.actions.append(ArmTimer(name="held", key=key, after_s=turn.config.held_interval_s))
@@ -75,6 +78,7 @@ def tell_held(turn: Turn, held: Held) -> None:
 
 
 def drop_state(turn: Turn, task: str, order: Order) -> None:
+    """Forget all states of the task, and answer the order."""
     forget_untold(turn, lambda key: key.partition("/")[0] == task)
     holds = (key for key in turn.state.holds if key.partition("/")[0] != task)
     turn.state = replace(turn.state, holds=frozenset(holds))
@@ -83,5 +87,6 @@ def drop_state(turn: Turn, task: str, order: Order) -> None:
 
 
 def forget_untold(turn: Turn, gone: Callable[[str], bool]) -> None:
+    """Do not tell of states whose key ("task/shard") `gone` says is gone."""
     untold = {key: held for key, held in turn.state.untold.items() if not gone(key)}
     turn.state = replace(turn.state, untold=untold)

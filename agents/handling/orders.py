@@ -22,6 +22,7 @@ from events.vocabulary import (
 
 
 def commanded(turn: Turn, given: Commanded) -> None:
+    """Obey a command to this node: once, and no older one than the newest that was obeyed."""
     command = given.command
     if command.node != turn.config.node:
         return
@@ -66,6 +67,7 @@ def commanded(turn: Turn, given: Commanded) -> None:
 
 
 def unreadable(turn: Turn, given: Unreadable) -> None:
+    """Refuse a command that cannot be read; if it has been answered already, repeat the answer."""
     order = Order(command_id=given.command_id, cause=given.cause)
     if order.command_id in turn.memory.answered:
         turn.say_answer(order)
@@ -74,6 +76,7 @@ def unreadable(turn: Turn, given: Unreadable) -> None:
 
 
 def is_pending(turn: Turn, command_id: str) -> bool:
+    """Whether the command has been taken up and not answered yet."""
     starts = [w.order for w in turn.memory.waiting]
     starts += [w.starting.order for w in turn.memory.workers.values() if w.starting]
     stops = [o for w in turn.memory.workers.values() for o in w.stop_orders]
@@ -84,6 +87,7 @@ def is_pending(turn: Turn, command_id: str) -> bool:
 
 
 def inject(turn: Turn, fault: Fault, order: Order) -> None:
+    """Let a fault happen that a person has ordered, on the node or on one of its workers."""
     if ordered_faults.is_of_node(fault):
         if fault.kind == "kill":
             turn.answer(order)
@@ -101,6 +105,7 @@ def inject(turn: Turn, fault: Fault, order: Order) -> None:
 
 
 def struck(turn: Turn, command_id: str, reason: str) -> None:
+    """Answer an ordered fault on the node. `reason`: why it could not happen, "" where it did."""
     order = turn.state.striking.get(command_id)
     if order is not None:
         turn.state = replace(turn.state, striking={c: o for c, o in turn.state.striking.items() if c != command_id})
@@ -108,6 +113,7 @@ def struck(turn: Turn, command_id: str, reason: str) -> None:
 
 
 def check(turn: Turn, command: CheckNode, order: Order) -> None:
+    """Check the node's health; one check at a time, another is refused."""
     if turn.state.checking is not None:
         turn.answer(order, "another check is under way")
         return
@@ -123,6 +129,7 @@ def check(turn: Turn, command: CheckNode, order: Order) -> None:
 
 
 def checked(turn: Turn, given: Checked) -> None:
+    """Append the result of the check that was asked for."""
     order = turn.state.checking
     if order is None or order.command_id != given.command_id:
         return

@@ -79,6 +79,7 @@ REPORTED: dict[type[Reported], type[Observation]] = {
 
 
 def connected(turn: Turn, hello: Hello) -> None:
+    """A worker has connected; one that was not started here is disconnected."""
     worker = hello.worker
     record = turn.memory.workers.get(worker)
     if record is None or record.task != hello.task or record.pid not in (0, hello.pid):
@@ -99,12 +100,14 @@ def connected(turn: Turn, hello: Hello) -> None:
 
 
 def disconnected(turn: Turn, worker: WorkerId) -> None:
+    """A worker's connection has ended; its process may live on."""
     link = turn.state.links.get(worker)
     if link:
         turn.link(worker, replace(link, connected=False))
 
 
 def ready(turn: Turn, record: Worker, *, is_news: bool = True) -> None:
+    """The worker has started up. `is_news`: the log has yet to know it."""
     if record.ready:
         return
     turn.change(record, ready=True)
@@ -113,6 +116,7 @@ def ready(turn: Turn, record: Worker, *, is_news: bool = True) -> None:
 
 
 def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:
+    """Hand a worker's message to its subject; what unknown and foreign workers say is passed over."""
     record = turn.memory.workers.get(worker)
     if record is None or record.foreign:
         return
@@ -192,6 +196,7 @@ def tell_busy(turn: Turn, worker: WorkerId) -> None:
 
 
 def stalled(turn: Turn, stalled: Stalled) -> None:
+    """A worker is late: append HangSuspected, unless it is being stopped."""
     record, mark = turn.memory.workers.get(stalled.worker), stalled.mark
     if record is None or record.foreign or record.stop != "no":
         return

@@ -12,6 +12,7 @@ from events.vocabulary import StartWorker, WorkerId, WorkerStarted
 
 
 def start(turn: Turn, command: StartWorker, order: Order) -> None:
+    """Spawn the worker, let it wait for a slot, or answer why not; a repeated start acts once."""
     worker = command.worker
     if turn.state.phase in ("leaving", "left"):
         turn.answer(order, "the node is leaving")
@@ -31,12 +32,14 @@ def start(turn: Turn, command: StartWorker, order: Order) -> None:
 
 
 def is_known(turn: Turn, worker: WorkerId) -> bool:
+    """Whether the worker waits, runs, or has ended here."""
     memory = turn.memory
     is_waiting = any(w.command.worker == worker for w in memory.waiting)
     return is_waiting or worker in memory.workers or worker in memory.gone
 
 
 def free_slots(turn: Turn) -> list[int]:
+    """The numbers of the free slots, ascending."""
     taken = {worker.slot for worker in turn.memory.workers.values()}
     return [slot for slot in range(turn.config.slots) if slot not in taken]
 
@@ -50,6 +53,7 @@ def is_slot_coming(turn: Turn) -> bool:
 
 
 def arm_wait(turn: Turn, worker: WorkerId) -> None:
+    """Bound how long a start waits for a slot, or for the fork server."""
     config = turn.config
     after_s = config.slot_wait_s if turn.state.store_port else config.fork_server_wait_s
     turn.actions.append(ArmTimer(name="wait", key=worker, after_s=after_s))
@@ -70,6 +74,7 @@ def fill_slots(turn: Turn) -> None:
 
 
 def spawn(turn: Turn, command: StartWorker, slot: int) -> Spawn:
+    """The order to the fork server; its log path is a file of this node."""
     config, task = turn.config, command.spec.name
     launch = Launch(
         worker=command.worker,
@@ -86,6 +91,7 @@ def spawn(turn: Turn, command: StartWorker, slot: int) -> Spawn:
 
 
 def started(turn: Turn, worker: WorkerId, pid: int) -> None:
+    """The process runs: append WorkerStarted and answer the start. A second call does nothing."""
     record = turn.memory.workers.get(worker)
     if record is None or record.pid:
         return
@@ -98,5 +104,6 @@ def started(turn: Turn, worker: WorkerId, pid: int) -> None:
 
 
 def give_up_start(turn: Turn, waiting: Waiting, reason: str) -> None:
+    """A waiting start is answered with `reason`, and waits no more."""
     turn.remember(waiting=tuple(w for w in turn.memory.waiting if w is not waiting))
     turn.answer(waiting.order, reason)

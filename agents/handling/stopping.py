@@ -13,6 +13,7 @@ from events.vocabulary import StopWorker
 
 
 def stop_commanded(turn: Turn, command: StopWorker, order: Order) -> None:
+    """Begin to end the worker; the order is answered when it is gone. `kill`: with SIGKILL at once."""
     for waiting in turn.memory.waiting:
         if waiting.command.worker == command.worker:
             starting.give_up_start(turn, waiting, f"stopped before it was started: {command.reason}")

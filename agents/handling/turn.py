@@ -27,24 +27,30 @@ class Turn:
 
     @property
     def memory(self) -> Memory:
+        """What outlives the agent."""
         return self.state.memory
 
     @property
     def config(self) -> Config:
+        """See State."""
         return self.state.config
 
     def remember(self, **changes: Any) -> None:
+        """Replace these fields of the memory."""
         self.state = replace(self.state, memory=replace(self.memory, **changes))
 
     def change(self, worker: Worker, **changes: Any) -> Worker:
+        """Replace these fields of the worker's record; the new record."""
         changed = replace(worker, **changes)
         self.remember(workers={**self.memory.workers, worker.worker: changed})
         return changed
 
     def link(self, worker: WorkerId, link: Link) -> None:
+        """Replace the worker's link."""
         self.state = replace(self.state, links={**self.state.links, worker: link})
 
     def append(self, event: Observation, caused_by: str = "", *, confirm: bool = False) -> None:
+        """Ask for `event` to be appended. `confirm`: the core waits to hear that it stands in the log."""
         self.actions.append(Append(event=event, caused_by=caused_by, confirm=confirm))
 
     def answer(self, order: Order, reason: str = "") -> None:
@@ -54,6 +60,7 @@ class Turn:
         self.say_answer(order)
 
     def say_answer(self, order: Order) -> None:
+        """Append the answer to an order, as it is remembered."""
         reason = self.memory.answered[order.command_id]
         node, command_id = self.config.node, order.command_id
         self.append(
@@ -66,10 +73,12 @@ class Turn:
         )
 
     def is_connected(self, worker: WorkerId) -> bool:
+        """Whether the worker has a connection to this agent."""
         link = self.state.links.get(worker)
         return link is not None and link.connected
 
     def reached(self, worker: WorkerId, iteration: int) -> None:
+        """The newest iteration that the worker has told of."""
         self.link(worker, replace(self.state.links.get(worker, Link()), iteration=iteration))
 
 

@@ -1,0 +1,1 @@
+"""The training process: the hook for training loops, its groups, its state, and its ways back into training."""

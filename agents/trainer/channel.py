@@ -82,6 +82,7 @@ class AgentChannel:
     # --- the main thread's side ------------------------------------------------------------------
 
     def start(self) -> None:
+        """Start the thread that connects to the agent, and connects again whenever the connection ends."""
         threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
 
     def send(self, message: FromWorker) -> None:
@@ -107,6 +108,7 @@ class AgentChannel:
             return self._newest(above, urgent_only)
 
     def membership(self, generation: int) -> Membership | None:
+        """The membership of that generation, None where it has not been told."""
         with self._condition:
             return self._memberships.get(generation)
 
@@ -121,6 +123,7 @@ class AgentChannel:
                 del self._memberships[generation], self._received[generation]
 
     def quit_asked(self) -> bool:
+        """Whether the agent wants this worker to end."""
         return self._quit_reason is not None
 
     def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:

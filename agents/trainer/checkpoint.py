@@ -79,6 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def size_bytes(self) -> int:
+        """Of all files of all shards."""
         return sum(file.size_bytes for record in self.shards for file in record.files)
 
 

@@ -58,11 +58,13 @@ class Sighting:
     checksum: int
 
     def row(self) -> list[int]:
+        """Four signed 64-bit integers; the norm as the bits of its float64."""
         (norm_bits,) = struct.unpack("<q", struct.pack("<d", self.norm))
         return [self.compute_us, self.micro_batches, norm_bits, self.checksum]
 
     @staticmethod
     def from_row(row: Sequence[int]) -> Sighting:
+        """The inverse of `row`."""
         compute_us, micro_batches, norm_bits, checksum = row
         (norm,) = struct.unpack("<d", struct.pack("<q", norm_bits))
         return Sighting(compute_us, micro_batches, norm, checksum)

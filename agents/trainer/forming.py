@@ -82,6 +82,7 @@ class Attempt:
 
     @property
     def succeeded(self) -> bool:
+        """Whether the group has formed."""
         with self._lock:
             return self._process_group is not None
 

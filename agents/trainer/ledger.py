@@ -33,6 +33,7 @@ class Ledger:
     redone: int = 0
 
     def todo(self) -> list[int]:
+        """The micro-batches that are held and not finished, in their order."""
         return self.held[self.finished :]
 
     def add(self, loss_sum: float, tokens: int) -> None:
@@ -41,6 +42,7 @@ class Ledger:
         self.tokens += tokens
 
     def deal(self, micro_batches: Sequence[int], redone: bool) -> None:
+        """Hold these too. `redone`: another replica had worked on them."""
         self.held.extend(micro_batches)
         if redone:
             self.redone += len(micro_batches)
@@ -76,6 +78,7 @@ class Account:
     surplus: bool = False
 
     def row(self) -> list[int]:
+        """Nine signed 64-bit integers; floats as the bits of their float64."""
         loss_bits, peak_bits = struct.unpack("<qq", struct.pack("<dd", self.loss_sum, self.peak))
         return [
             self.iteration, self.micro_batches, self.samples, self.samples_digest, loss_bits, self.tokens, self.redone,
@@ -84,6 +87,7 @@ class Account:
 
     @staticmethod
     def from_row(row: Sequence[int]) -> Account:
+        """The inverse of `row`."""
         iteration, micro_batches, samples, digest, loss_bits, tokens, redone, peak_bits, surplus = row
         loss_sum, peak = struct.unpack("<dd", struct.pack("<qq", loss_bits, peak_bits))
         return Account(
@@ -120,6 +124,7 @@ class Total:
 
     @property
     def tokens(self) -> int:
+        """Over all replicas."""
         return sum(account.tokens for account in self.accounts)
 
     @property
@@ -129,16 +134,20 @@ class Total:
 
     @property
     def samples(self) -> int:
+        """Over all replicas."""
         return sum(account.samples for account in self.accounts)
 
     @property
     def samples_digest(self) -> int:
+        """The sum of the replicas' digests, modulo DIGEST_MODULUS."""
         return sum(account.samples_digest for account in self.accounts) % DIGEST_MODULUS
 
     @property
     def redone(self) -> int:
+        """Micro-batches over all replicas."""
         return sum(account.redone for account in self.accounts)
 
     @property
     def micro_batches_by_rank(self) -> tuple[int, ...]:
+        """How many each replica has done."""
         return tuple(account.micro_batches for account in self.accounts)

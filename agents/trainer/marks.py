@@ -98,20 +98,24 @@ class Marker:
 
     @property
     def phase(self) -> Phase:
+        """The phase that was marked last."""
         return self._phase
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
+        """The phase that was marked last."""
         if phase != self._phase:
             self._phase = phase
             self._mark()
 
     @property
     def limit_us(self) -> int:
+        """The limit that was marked last, in microseconds."""
         return self._limit_us
 
     @limit_us.setter
     def limit_us(self, limit_us: int) -> None:
+        """The limit that was marked last, in microseconds."""
         self._limit_us = limit_us
         self._mark()
 

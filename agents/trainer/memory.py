@@ -101,6 +101,7 @@ class Memory:
         return [head for _, head, _ in self._sealed()]
 
     def newest(self) -> Head | None:
+        """The newest state that is whole, None where there is none."""
         return next(iter(self.heads()), None)
 
     @contextmanager

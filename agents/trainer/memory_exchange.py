@@ -46,9 +46,11 @@ class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @staticmethod
     def of(head: Head) -> HeadOf:
+        """The message with the fields of `head`."""
         return HeadOf(**msgspec.structs.asdict(head))
 
     def head(self) -> Head:
+        """The head that this message carries."""
         return Head(**msgspec.structs.asdict(self))
 
 
@@ -60,6 +62,8 @@ class HeldShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Ask(Message, frozen=True, kw_only=True):
+    """Request: which states of the task do you keep?"""
+
     token: Text
     task: Name
 
@@ -86,22 +90,28 @@ class Push(Message, frozen=True, kw_only=True):
 
 
 class Holds(Message, frozen=True, kw_only=True):
+    """Answer to Ask: the kept shards."""
+
     shards: tuple[HeldShard, ...]
 
 
 class Fetched(Message, frozen=True, kw_only=True):
+    """Answer to Fetch: the state's bytes follow."""
+
     head: HeadOf
 
 
 class Accepted(Message, frozen=True, kw_only=True):
-    pass
+    """First answer to Push: the bytes may come."""
 
 
 class Stored(Message, frozen=True, kw_only=True):
-    pass
+    """Last answer to Push: the state is kept."""
 
 
 class Refused(Message, frozen=True, kw_only=True):
+    """Answer to any request: no, with the reason."""
+
     reason: Text
 
 

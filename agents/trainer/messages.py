@@ -181,6 +181,8 @@ class StopWanted(Message, frozen=True, kw_only=True):
 
 
 class Saved(Message, frozen=True, kw_only=True):
+    """A checkpoint of `iteration` is on storage."""
+
     iteration: Count
     path: Text
     size_bytes: Count
@@ -311,11 +313,15 @@ class Retire(Message, frozen=True, kw_only=True):
 
 
 class Forked(Message, frozen=True, kw_only=True):
+    """The fork server has started the worker's process."""
+
     worker: WorkerId
     pid: Positive
 
 
 class SpawnFailed(Message, frozen=True, kw_only=True):
+    """The fork server could not start the worker's process."""
+
     worker: WorkerId
     reason: Text
 
@@ -349,6 +355,8 @@ class Kept(Message, frozen=True, kw_only=True):
 
 
 class KeepFailed(Message, frozen=True, kw_only=True):
+    """The fork server could not keep the memory of this shard."""
+
     task: Name
     shard: Count
     reason: Text
@@ -363,6 +371,8 @@ class Inventory(Message, frozen=True, kw_only=True):
 
 
 class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One live worker of the fork server."""
+
     worker: WorkerId
     task: Name
     pid: Positive

@@ -71,6 +71,7 @@ class Move:
 
     @property
     def size(self) -> int:
+        """Elements."""
         return self.stop - self.start
 
 

@@ -60,6 +60,7 @@ class Rhythm:
         return iteration >= self.look_at
 
     def saved(self, iteration: int) -> None:
+        """The state after `iteration` has been saved."""
         self.last, self.look_at = iteration, iteration + 1
 
 

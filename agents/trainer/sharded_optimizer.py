@@ -69,6 +69,7 @@ class Space:
 
     @property
     def fields(self) -> tuple[str, ...]:
+        """The names of what is kept per element: the moments, and float32 master values where `data` is not float32."""
         return _MOMENTS if self.data.dtype == torch.float32 else (_MASTER, *_MOMENTS)
 
 
@@ -141,6 +142,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """Nothing: masters are part of the state."""
 
     def state_dict(self) -> dict[str, Any]:
+        """What all replicas share: the step count and the options of each group, without its tensors."""
         return {"steps": self.steps, "groups": [_plain(group) for group in self._options]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -167,10 +169,12 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @property
     def extents(self) -> list[int]:
+        """Elements of each space."""
         return [space.extent for space in self.spaces]
 
     @property
     def rows(self) -> list[Row]:
+        """Every (number of a space, name of a field), in order."""
         return [(number, name) for number, space in enumerate(self.spaces) for name in space.fields]
 
     def spans(self) -> list[Span]:

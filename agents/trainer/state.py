@@ -108,9 +108,13 @@ def tensor_of(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> t
 class Generators(Protocol):
     """Of random numbers (the module `randomness`)."""
 
-    def snapshot(self) -> dict[str, Any]: ...
+    def snapshot(self) -> dict[str, Any]:
+        """The state of all generators, as a tree."""
+        ...
 
-    def resume(self, taken: dict[str, Any], /) -> None: ...
+    def resume(self, taken: dict[str, Any], /) -> None:
+        """Go on from a snapshot."""
+        ...
 
 
 @dataclass(slots=True)

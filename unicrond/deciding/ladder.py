@@ -157,6 +157,7 @@ def _others_left(state: ClusterState, accused: set[str]) -> bool:
 
 
 def isolate_nodes(batch: Batch, policy: Policy) -> None:
+    """Isolate nodes that return from loss too often, have SEV1 incidents or are proven at fault, if others are left."""
     state = batch.state
     struck = [found for task in state.active for found in _at_fault(state, task, policy)]
     if not _others_left(state, {node for node, _ in struck}):

@@ -24,6 +24,7 @@ from unicrond.state import ClusterState, NodeStatus, Severity, TaskStatus
 
 
 def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, envelope: Envelope) -> ClusterState:
+    """A driver's error: an incident of the worker on the accelerator or, at SEV1 without one, of the node."""
     node = state.nodes.get(event.node)
     if event.kind is None or node is None or node.status is not NodeStatus.UP:
         return state

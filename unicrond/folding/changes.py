@@ -12,14 +12,17 @@ from unicrond.worker_life import status_after
 
 
 def with_node(state: ClusterState, node: Node) -> ClusterState:
+    """The state with `node` in place of what it held under that name."""
     return replace(state, nodes=state.nodes | {node.name: node})
 
 
 def with_task(state: ClusterState, task: Task) -> ClusterState:
+    """The state with `task` in place of what it held under that name."""
     return replace(state, tasks=state.tasks | {task.name: task})
 
 
 def with_worker(task: Task, worker: Worker) -> Task:
+    """The task with `worker` in place of what it held under that id."""
     return replace(task, workers=task.workers | {worker.worker: worker})
 
 
@@ -29,10 +32,12 @@ def with_moved(task: Task, worker: Worker, event: type[v.AnyEvent], **fields: An
 
 
 def without_workers(task: Task, gone: list[str]) -> Task:
+    """The task without the workers of these ids."""
     return replace(task, workers={name: w for name, w in task.workers.items() if name not in gone})
 
 
 def with_incident(state: ClusterState, incident: Incident) -> ClusterState:
+    """The state with `incident` in place of what it held under that id."""
     return replace(state, incidents=state.incidents | {incident.id: incident})
 
 

@@ -15,11 +15,13 @@ from unicrond.worker_life import can_move, status_after
 
 
 def count_command(state: ClusterState, node: str) -> ClusterState:
+    """One more command to `node`; an unknown node counts none."""
     known = state.nodes.get(node)
     return with_node(state, replace(known, commands=known.commands + 1)) if known else state
 
 
 def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
+    """A new worker is starting; a worker id that the task knows already is not begun again."""
     state = count_command(state, event.node)
     task = state.tasks.get(event.spec.name)
     if task is None or event.worker in task.workers:
@@ -41,6 +43,7 @@ def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> Clus
 
 
 def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> ClusterState:
+    """A known worker is told to stop."""
     state = count_command(state, event.node)
     known = worker_known(state, event.task, event.worker)
     if known is None:
@@ -50,10 +53,12 @@ def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> Cluste
 
 
 def set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
+    """Counts the command, and keeps the peers that the membership names."""
     return _with_peers(count_command(state, event.node), event.task, event.peers)
 
 
 def set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterState:
+    """Counts the command, and keeps the peers that it names."""
     return _with_peers(count_command(state, event.node), event.task, event.peers)
 
 
@@ -74,6 +79,7 @@ def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -
 
 
 def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
+    """A start that failed takes the worker away as a strike; a schema that the agent cannot read is learned."""
     state = isolation.check_refused(state, event)
     if event.reads:
         state, is_new = _learn_what_it_reads(state, event)

@@ -12,6 +12,7 @@ from unicrond.state import ClusterState, Injection, NodeStatus
 
 
 def injection_requested(state: ClusterState, event: v.InjectionRequested, _: Envelope) -> ClusterState:
+    """Keeps the order, under the number of its entry, for a node that is up."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
@@ -20,6 +21,7 @@ def injection_requested(state: ClusterState, event: v.InjectionRequested, _: Env
 
 
 def inject_fault(state: ClusterState, event: v.InjectFault, _: Envelope) -> ClusterState:
+    """The order has gone out to its node: it is no longer pending."""
     state = commands.count_command(state, event.node)
     if event.fault.spared:
         state = _spared(state, event.node, event.fault)
@@ -43,4 +45,5 @@ def _spared(state: ClusterState, name: str, fault: v.Fault) -> ClusterState:
 
 
 def forget_injections(state: ClusterState, node: str) -> ClusterState:
+    """The state without pending injections into `node`."""
     return replace(state, injections={name: i for name, i in state.injections.items() if i.node != node})

@@ -13,6 +13,7 @@ from unicrond.task_parts import KeptState
 
 
 def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterState:
+    """Which iteration of a shard's state a known node keeps in memory; a later one replaces it."""
     task = state.tasks.get(event.task)
     if task is None or event.node not in state.nodes:
         return state
@@ -38,6 +39,7 @@ def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope)
 
 
 def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:
+    """The node forgets all that it keeps of the task."""
     return forget_kept(commands.count_command(state, event.node), event.node, (event.task,))
 
 

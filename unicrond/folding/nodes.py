@@ -16,6 +16,7 @@ from unicrond.worker_life import status_after
 
 
 def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
+    """A node is up with what its agent tells of it; workers that its agent does not run any more are lost."""
     old = state.nodes.get(event.node)
     node = Node(
         name=event.node,
@@ -93,6 +94,7 @@ def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envel
 
 
 def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterState:
+    """The node has gone in order: its workers have ended, and it keeps no state."""
     node = state.nodes.get(event.node)
     if node is None:
         return state
@@ -108,6 +110,7 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
 
 
 def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> ClusterState:
+    """The node is lost, and each of its live workers with it: an incident."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
@@ -139,6 +142,7 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
 
 
 def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> ClusterState:
+    """A lost node is up again."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.LOST:
         return state
@@ -146,6 +150,7 @@ def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> Cl
 
 
 def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> ClusterState:
+    """The node is isolated; its incidents become SEV1."""
     node = state.nodes.get(event.node)
     if node is None:
         return state
@@ -172,6 +177,7 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
+    """The isolation is over, and what the node was suspected of is forgotten."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolated:
         return state
@@ -184,6 +190,7 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
 
 
 def node_cordoned(state: ClusterState, event: v.NodeCordoned, _: Envelope) -> ClusterState:
+    """A person takes the node out of use; with `drain` its workers are to move away."""
     node = state.nodes.get(event.node)
     if node is None:
         return state
@@ -191,6 +198,7 @@ def node_cordoned(state: ClusterState, event: v.NodeCordoned, _: Envelope) -> Cl
 
 
 def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -> ClusterState:
+    """A person gives the node back: its isolation's past is forgiven too."""
     node = state.nodes.get(event.node)
     if node is None:
         return state

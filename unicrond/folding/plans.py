@@ -14,6 +14,7 @@ from unicrond.state import ClusterState, Membership, Plan, Task, TaskStatus
 
 
 def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> ClusterState:
+    """The plan is in force, if its epoch is the next one."""
     if event.epoch != state.plan.epoch + 1:
         return state
     plan = Plan(
@@ -35,6 +36,7 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
 
 
 def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envelope) -> ClusterState:
+    """The task's next membership, if its generation is the next one."""
     task = state.tasks.get(event.task)
     if task is None or event.generation != task.generation + 1:
         return state
@@ -68,6 +70,7 @@ def _evidence_counted(state: ClusterState, task: Task) -> Task:
 
 
 def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: Envelope) -> ClusterState:
+    """The FLOP/s that an active task was measured to achieve with so many workers."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
@@ -76,4 +79,5 @@ def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: E
 
 
 def failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:
+    """The mean time between failures of one worker, in microseconds."""
     return replace(state, worker_mtbf_us=event.worker_mtbf_us)

@@ -16,6 +16,7 @@ from unicrond.worker_life import given_up
 
 
 def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:
+    """A worker is given up for the incident, which becomes as severe as the event says, or stays worse."""
     incident = state.incidents.get(event.incident)
     known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
     if incident is None or known is None or not known[1].alive:
@@ -42,6 +43,7 @@ def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envel
 
 
 def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:
+    """The incident is closed, with its costs in time (microseconds) and FLOP."""
     incident = state.incidents.get(event.incident)
     if incident is None:
         return state

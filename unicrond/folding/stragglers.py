@@ -12,6 +12,7 @@ from unicrond.task_parts import Straggler
 
 
 def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:
+    """A member is slower than the others, by `factor`; since when is kept from its first report."""
     known = worker_known(state, event.task, event.straggler)
     if known is None or known[0].status is not TaskStatus.ACTIVE or not known[0].is_member(event.straggler):
         return state
@@ -30,6 +31,7 @@ def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envel
 
 
 def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Envelope) -> ClusterState:
+    """The member is as fast as the others again."""
     task = state.tasks.get(event.task)
     if task is None or event.straggler not in task.group.stragglers:
         return state

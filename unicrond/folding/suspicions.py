@@ -14,6 +14,7 @@ from unicrond.state import ClusterState, Task, TaskStatus
 
 
 def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
+    """One worker is late; when the members' suspicions agree on a verdict, that is an incident."""
     known = worker_known(state, event.task, event.worker)
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state

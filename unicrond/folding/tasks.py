@@ -13,6 +13,7 @@ from unicrond.task_parts import Numbers, Progress, Reshaping
 
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
+    """A new task; a name can be used again once its task has ended and is at rest."""
     old = state.tasks.get(event.spec.name)
     if old is not None and (old.status is TaskStatus.ACTIVE or not old.at_rest):
         return state
@@ -40,6 +41,7 @@ def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelop
 
 
 def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> ClusterState:
+    """The task has other replicas from now on. What was measured holds only while TP and PP stay."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
@@ -52,6 +54,7 @@ def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> Cl
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:
+    """The active task has done all its iterations, or those that it was to do before its stop."""
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE or event.worker not in task.workers:
         return state
@@ -94,10 +97,12 @@ def _stopped(task: Task, iteration: int, why: str) -> str:
 
 
 def task_cancelled(state: ClusterState, event: v.TaskCancelled, _: Envelope) -> ClusterState:
+    """The task is ended by a person."""
     return _end_task(state, event.task, TaskStatus.CANCELLED, event.reason)
 
 
 def task_failed(state: ClusterState, event: v.TaskFailed, _: Envelope) -> ClusterState:
+    """The task is ended by the coordinator."""
     return _end_task(state, event.task, TaskStatus.FAILED, event.reason)
 
 

@@ -13,6 +13,7 @@ from unicrond.task_parts import CALM_ITERATIONS, TIMINGS_MAX, WARM_UP, Group, Pa
 
 
 def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> ClusterState:
+    """Progress, pace and group after committed iterations; reports of outdated generations change nothing."""
     task = state.tasks.get(event.task)
     if task is None or not task.progress.committed_generation <= event.generation <= task.generation:
         return state
@@ -88,6 +89,7 @@ def _troubles(task: Task, event: v.StepCommitted, *, newest: bool, calm: bool) -
 
 
 def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope) -> ClusterState:
+    """The newest iteration that storage holds."""
     task = state.tasks.get(event.task)
     if task is None:
         return state

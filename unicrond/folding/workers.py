@@ -23,6 +23,7 @@ from unicrond.worker_life import can_move
 
 
 def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> ClusterState:
+    """The process id; a worker of a known task that no command began is a stray."""
     task = state.tasks.get(event.task)
     if task is None:
         return state
@@ -33,6 +34,7 @@ def worker_started(state: ClusterState, event: v.WorkerStarted, _: Envelope) -> 
 
 
 def worker_ready(state: ClusterState, event: v.WorkerReady, _: Envelope) -> ClusterState:
+    """The worker has started up and waits for a membership."""
     known = worker_known(state, event.task, event.worker)
     if known is None or not can_move(known[1], v.WorkerReady):
         return state
@@ -41,6 +43,7 @@ def worker_ready(state: ClusterState, event: v.WorkerReady, _: Envelope) -> Clus
 
 
 def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope) -> ClusterState:
+    """The worker trains in `generation`; when all of an incident's task do, training has resumed."""
     known = worker_known(state, event.task, event.worker)
     if known is None or not can_move(known[1], v.WorkerRegrouped) or event.generation > known[0].generation:
         return state
@@ -71,6 +74,7 @@ def _regrouped(task: Task | None, broken: int) -> bool:
 
 
 def worker_waits(state: ClusterState, event: v.WorkerWaits, _: Envelope) -> ClusterState:
+    """The newest generation that the worker has answered."""
     known = worker_known(state, event.task, event.worker)
     if known is None or event.generation <= known[1].answered:
         return state
@@ -78,6 +82,7 @@ def worker_waits(state: ClusterState, event: v.WorkerWaits, _: Envelope) -> Clus
 
 
 def worker_busy(state: ClusterState, event: v.WorkerBusy, _: Envelope) -> ClusterState:
+    """What the worker is busy with, for at most `at_most_us`, so that its silence is not held against it."""
     known = worker_known(state, event.task, event.worker)
     if known is None:
         return state
@@ -87,6 +92,7 @@ def worker_busy(state: ClusterState, event: v.WorkerBusy, _: Envelope) -> Cluste
 
 
 def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> ClusterState:
+    """The worker has stepped out of its group and waits."""
     known = worker_known(state, event.task, event.worker)
     if known is None or not can_move(known[1], v.WorkerParked):
         return state
@@ -94,6 +100,7 @@ def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> Cl
 
 
 def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope) -> ClusterState:
+    """The worker's end; an end that was not expected is a strike."""
     known = worker_known(state, event.task, event.worker)
     if known is None:
         return state
@@ -119,6 +126,7 @@ def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope
 
 
 def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelope) -> ClusterState:
+    """A worker's error, as an incident; errors from groups that were left behind count no more."""
     known = worker_known(state, event.task, event.worker)
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state

@@ -45,6 +45,7 @@ class Row:
 
     @property
     def job(self) -> Job:
+        """The job of this run, for the throughput model."""
         return make_job(
             self.model,
             GPUS[self.gpu],

@@ -31,6 +31,7 @@ def _compiled(signature: str) -> Any:
 
 @_compiled(f"Tuple(({_F}, {_F}, {_F}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, i8)")
 def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: ignore[no-untyped-def]
+    """See kernel_numpy.bounds."""
     count = len(weight)
     highest, at_zero, steepest = np.zeros(count), np.zeros(count), np.zeros(count)
     for i in range(count):
@@ -70,6 +71,7 @@ def useful(  # type: ignore[no-untyped-def]
     floor_bonus,
     grain,
 ):
+    """See kernel_numpy.useful."""
     count = len(weight)
     points = np.empty(len(workers) + 3 * count, dtype=np.int64)
     values = np.empty(len(points))
@@ -180,6 +182,7 @@ def _scratch(size):  # type: ignore[no-untyped-def]
 
 @_compiled(f"void({_I}, {_F}, {_I}, {_R}, i8)")
 def prefix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
+    """See kernel_numpy.prefix."""
     padded = _scratch(rows.shape[1])
     for i in range(known, len(starts) - 1):
         _max_plus(rows[i], points, values, starts[i], starts[i + 1], padded, rows[i + 1])
@@ -187,6 +190,7 @@ def prefix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
 
 @_compiled(f"void({_I}, {_F}, {_I}, {_R}, i8)")
 def suffix(points, values, starts, rows, known):  # type: ignore[no-untyped-def]
+    """See kernel_numpy.suffix."""
     padded = _scratch(rows.shape[1])
     for i in range(known - 1, -1, -1):
         _max_plus(rows[i + 1], points, values, starts[i], starts[i + 1], padded, rows[i])
@@ -209,6 +213,7 @@ def _choice(points, values, first, end, stay, row, best, left):  # type: ignore[
 
 @_compiled(f"{_I}({_I}, {_F}, {_I}, {_I}, {_R})")
 def read_back(points, values, starts, stay, rows):  # type: ignore[no-untyped-def]
+    """See kernel_numpy.read_back."""
     plan = np.zeros(len(starts) - 1, dtype=np.int64)
     left = np.int64(rows.shape[1] - 1)
     for i in range(len(plan)):
@@ -314,6 +319,7 @@ def answer(  # type: ignore[no-untyped-def]
     forms,
     plans,
 ):
+    """See kernel_numpy.answer."""
     # The two reading loops stay in here: as functions of their own, even inlined, they made it 10 to 40 % slower.
     tasks, size = len(starts) - 1, prefixes.shape[1]
     nobody, nothing = np.zeros(1, dtype=np.int64), np.zeros(1)

@@ -134,6 +134,7 @@ class Parts:
 
     @property
     def total_s(self) -> float:
+        """Seconds of one iteration."""
         return self.compute_s + self.tp_s + self.transfer_s + self.bubble_s + self.dp_s + self.optimizer_s
 
 
@@ -152,6 +153,7 @@ class Estimate:
 
     @property
     def iteration_s(self) -> float:
+        """Seconds of one iteration."""
         return self.parts.total_s
 
     @property

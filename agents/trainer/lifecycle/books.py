@@ -77,6 +77,7 @@ class Books:
 
     @property
     def worker(self) -> str:
+        """The id of this worker."""
         return self.launch.worker
 
     @property
@@ -92,10 +93,12 @@ class Books:
 
     @property
     def is_lead(self) -> bool:
+        """Whether this worker is the first member."""
         return self.membership is not None and self.membership.members[0].worker == self.worker
 
     @property
     def in_lead_replica(self) -> bool:
+        """Whether this worker is in the first member's replica."""
         members = () if self.membership is None else self.membership.members
         mine = [member.replica for member in members if member.worker == self.worker]
         return bool(mine) and mine[0] == members[0].replica
@@ -114,6 +117,7 @@ class Books:
 
     @property
     def micro_batches(self) -> int:
+        """Of one iteration, over all replicas."""
         return self.launch.spec.micro_batches
 
     def position(self, stock: Stock) -> Position:
@@ -155,6 +159,7 @@ def stand_after(books: Books, iteration: int) -> Flow[None]:
 
 
 def start_clock(books: Books) -> Flow[None]:
+    """The iteration begins now."""
     yield from Begun(books.ledger.iteration)
 
 

@@ -39,6 +39,7 @@ class Due:
 
     @property
     def anything(self) -> bool:
+        """Whether anything is to be saved."""
         return self.to_memory or self.to_storage
 
     def word(self) -> int:
@@ -47,6 +48,7 @@ class Due:
 
     @staticmethod
     def of(word: int) -> Due:
+        """From a word with bit 0 for memory and bit 1 for storage."""
         return Due(bool(word & 1), bool(word & 2))
 
 
