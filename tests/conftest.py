@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,14 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 
+_LEVELS = {name: logging.getLogger(name).level for name in ("events", "asyncio", "nats", "aiohttp")}
+
+
 @pytest.fixture(autouse=True)
-def levels_of_loggers() -> Iterator[None]:
-    """Commands that a test runs in this process set the levels of loggers; the next test wants them as they were."""
-    levels = {name: logging.getLogger(name).level for name in ("events", "asyncio", "nats", "aiohttp")}
-    yield
-    for name, level in levels.items():
+def levels_of_loggers() -> None:
+    """Commands that a test or a module's fixture runs in this process set the levels of loggers; the next test wants
+    them as they were."""
+    for name, level in _LEVELS.items():
         logging.getLogger(name).setLevel(level)
 
 
