@@ -27,12 +27,12 @@ def escaped(text: str) -> str:
 class PlainLines(logging.Formatter):
     """Messages on one line; the lines of a traceback are indented, so that none looks like a record."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
         """The record's message with its control characters escaped."""
         record.message = escaped(record.message)
         return super().formatMessage(record)
 
-    def formatException(
+    def formatException(  # noqa: N802  # logging's name
         self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
     ) -> str:
         """The traceback, indented by four spaces, with its control characters escaped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from events.vocabulary import (
     AcceleratorReported,
@@ -75,6 +75,30 @@ from events.vocabulary import (
     WorkerWaits,
 )
 
+#: The kinds by subject: each function below has the sentences of one.
+_OfWorker: TypeAlias = (
+    WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked | WorkerExited | WorkerBusy | WorkerWaits
+    | StateTaken
+)  # fmt: skip
+_OfTraining: TypeAlias = (
+    StepCommitted | CheckpointSaved | TaskCompleted | ErrorReported | HangSuspected | StopAsked
+    | DegradationObserved | StragglerObserved | StragglerRecovered | CorruptionSuspected
+)  # fmt: skip
+_OfNode: TypeAlias = (
+    NodeJoined | NodeLeft | Heartbeat | AcceleratorReported | NodeChecked | StateKept | PeersRemembered
+    | CommandApplied | CommandFailed
+)  # fmt: skip
+_Asked: TypeAlias = (
+    TaskSubmitted | ReshapeRequested | TaskCancelled | NodeCordoned | NodeUncordoned | InjectionRequested
+)
+_Remedy: TypeAlias = (
+    NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded | IncidentEscalated | TransitionCompleted
+)
+_Course: TypeAlias = (
+    CoordinatorStarted | EntrySkipped | DeadlinePassed | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
+    | ThroughputCorrected | FailureRateEstimated
+)  # fmt: skip
+
 
 def summary(event: AnyEvent) -> str:
     """One sentence without a full stop. May hold any text that the event holds."""
@@ -90,12 +114,17 @@ def summary(event: AnyEvent) -> str:
 
 
 def _observed(event: AnyObservation) -> str:
+    if isinstance(event, _OfWorker):
+        return _of_worker(event)
+    if isinstance(event, _OfTraining):
+        return _of_training(event)
+    if isinstance(event, _OfNode):
+        return _of_node(event)
+    return _asked(event)
+
+
+def _of_worker(event: _OfWorker) -> str:
     match event:
-        case NodeJoined():
-            adopted = f", adopting {_count(len(event.workers), 'worker')}" if event.workers else ""
-            return f"node {event.node} joined with {_count(event.slots, 'slot')} at {event.address}{adopted}"
-        case NodeLeft():
-            return f"node {event.node} left: {event.reason}"
         case WorkerStarted():
             return f"worker {event.worker} started on {event.node} as process {event.pid}"
         case WorkerReady():
@@ -116,28 +145,6 @@ def _observed(event: AnyObservation) -> str:
             how += _CAUSES[event.cause]
             expected = ", as expected" if event.expected else ""
             return f"worker {event.worker} on {event.node} ended by {how}{expected}"
-        case ErrorReported():
-            lost = f", its connection to {event.peer}" if event.peer else ""
-            return (
-                f"worker {event.worker} on {event.node} reports {event.kind} in {event.phase}"
-                f" of iteration {event.iteration}{lost}: {event.message}"
-            )
-        case StepCommitted():
-            span = f"iteration {event.last}" if event.first == event.last else f"iterations {event.first}-{event.last}"
-            redone = f", {_count(event.redone, 'micro-batch', 'micro-batches')} redone" if event.redone else ""
-            return f"task {event.task} committed {span}, loss {event.loss:.4g}{redone}"
-        case CheckpointSaved():
-            return f"task {event.task} saved iteration {event.iteration} to {event.path} ({event.size_bytes} bytes)"
-        case TaskCompleted():
-            return f"task {event.task} completed after iteration {event.iteration}, loss {event.loss:.4g}"
-        case HangSuspected():
-            place = f"{'waits in' if event.waiting else 'has left'} collective {event.entered}"
-            stopped = ", its process is stopped" if event.stopped else ""
-            stopped += f", busy with {event.busy}" if event.busy else ""
-            return (
-                f"iteration {event.iteration} takes longer than {_seconds(event.limit_us)}: worker {event.worker} on"
-                f" {event.node} last moved {_seconds(event.still_us)} ago, in {event.phase}; it {place}{stopped}"
-            )
         case WorkerBusy(what=""):
             return f"worker {event.worker} on {event.node} is busy no more"
         case WorkerBusy():
@@ -147,6 +154,45 @@ def _observed(event: AnyObservation) -> str:
             )
         case WorkerWaits():
             return f"worker {event.worker} on {event.node} waits for the others of generation {event.generation}"
+        case StateTaken():
+            anew = f", put together anew from shards of {event.resharded_from}" if event.resharded_from else ""
+            tried = f", after {_count(len(event.tried), 'source')} that failed" if event.tried else ""
+            saved = (
+                f"; storage has {event.storage_iteration}, {_seconds(event.saved_us)} saved" if event.saved_us else ""
+            )
+            return (
+                f"worker {event.worker} on {event.node} took the state after iteration {event.iteration} from"
+                f" {_SOURCES[event.source]} ({event.size_bytes} bytes in {_seconds(event.duration_us)})"
+                f"{anew}{tried}{saved}"
+            )
+        case _:
+            assert_never(event)
+
+
+def _of_training(event: _OfTraining) -> str:
+    match event:
+        case StepCommitted():
+            span = f"iteration {event.last}" if event.first == event.last else f"iterations {event.first}-{event.last}"
+            redone = f", {_count(event.redone, 'micro-batch', 'micro-batches')} redone" if event.redone else ""
+            return f"task {event.task} committed {span}, loss {event.loss:.4g}{redone}"
+        case CheckpointSaved():
+            return f"task {event.task} saved iteration {event.iteration} to {event.path} ({event.size_bytes} bytes)"
+        case TaskCompleted():
+            return f"task {event.task} completed after iteration {event.iteration}, loss {event.loss:.4g}"
+        case ErrorReported():
+            lost = f", its connection to {event.peer}" if event.peer else ""
+            return (
+                f"worker {event.worker} on {event.node} reports {event.kind} in {event.phase}"
+                f" of iteration {event.iteration}{lost}: {event.message}"
+            )
+        case HangSuspected():
+            place = f"{'waits in' if event.waiting else 'has left'} collective {event.entered}"
+            stopped = ", its process is stopped" if event.stopped else ""
+            stopped += f", busy with {event.busy}" if event.busy else ""
+            return (
+                f"iteration {event.iteration} takes longer than {_seconds(event.limit_us)}: worker {event.worker} on"
+                f" {event.node} last moved {_seconds(event.still_us)} ago, in {event.phase}; it {place}{stopped}"
+            )
         case StopAsked():
             left = f", and has left the loop after iteration {event.iteration}" if event.left else ""
             return f"the program of worker {event.worker} on {event.node} asks to stop training{left}: {event.reason}"
@@ -180,6 +226,19 @@ def _observed(event: AnyObservation) -> str:
                 f"{who} has a {event.sign.replace('_', ' ')} of {event.value:.4g} in iteration {event.iteration},"
                 f" usual is {event.usual:.4g}"
             )
+        case _:
+            assert_never(event)
+
+
+def _of_node(event: _OfNode) -> str:
+    match event:
+        case NodeJoined():
+            adopted = f", adopting {_count(len(event.workers), 'worker')}" if event.workers else ""
+            return f"node {event.node} joined with {_count(event.slots, 'slot')} at {event.address}{adopted}"
+        case NodeLeft():
+            return f"node {event.node} left: {event.reason}"
+        case Heartbeat():
+            return f"node {event.node} lives, beat {event.beat}, {_count(event.workers, 'worker')}"
         case AcceleratorReported():
             what = f" reports {event.kind}" if event.kind else ""
             who = f" (worker {event.worker})" if event.worker else ""
@@ -196,21 +255,16 @@ def _observed(event: AnyObservation) -> str:
         case PeersRemembered():
             peers = ", ".join(event.peers) or "nobody"
             return f"node {event.node} remembers {peers} as peers of task {event.task}"
-        case StateTaken():
-            anew = f", put together anew from shards of {event.resharded_from}" if event.resharded_from else ""
-            tried = f", after {_count(len(event.tried), 'source')} that failed" if event.tried else ""
-            saved = (
-                f"; storage has {event.storage_iteration}, {_seconds(event.saved_us)} saved" if event.saved_us else ""
-            )
-            return (
-                f"worker {event.worker} on {event.node} took the state after iteration {event.iteration} from"
-                f" {_SOURCES[event.source]} ({event.size_bytes} bytes in {_seconds(event.duration_us)})"
-                f"{anew}{tried}{saved}"
-            )
         case CommandApplied():
             return f"node {event.node} applied command {event.command_id}"
         case CommandFailed():
             return f"node {event.node} refused or failed command {event.command_id}: {event.reason}"
+        case _:
+            assert_never(event)
+
+
+def _asked(event: _Asked) -> str:
+    match event:
         case TaskSubmitted():
             spec = event.spec
             return (
@@ -230,17 +284,16 @@ def _observed(event: AnyObservation) -> str:
             return f"node {event.node} uncordoned: {event.reason}"
         case InjectionRequested():
             return f"fault ordered: {_fault(event.fault, event.node)}"
-        case Heartbeat():
-            return f"node {event.node} lives, beat {event.beat}, {_count(event.workers, 'worker')}"
         case _:
             assert_never(event)
 
 
 def _decided(event: AnyDecision) -> str:
+    return _remedy(event) if isinstance(event, _Remedy) else _course(event)
+
+
+def _remedy(event: _Remedy) -> str:
     match event:
-        case CoordinatorStarted():
-            where = f" in {event.process}" if event.process else ""
-            return f"coordinator started term {event.term}{where}, version {event.version}"
         case NodeLost():
             return f"node {event.node} lost: {event.reason}"
         case NodeReturned():
@@ -257,6 +310,21 @@ def _decided(event: AnyDecision) -> str:
             return (
                 f"incident {event.incident} escalated to SEV{event.severity}, {event.worker} given up: {event.reason}"
             )
+        case TransitionCompleted():
+            return (
+                f"incident {event.incident} closed by {event.response}: detected in {_seconds(event.detection_us)},"
+                f" transition {_seconds(event.transition_us)},"
+                f" {_count(event.micro_batches_redone, 'micro-batch', 'micro-batches')} redone"
+            )
+        case _:
+            assert_never(event)
+
+
+def _course(event: _Course) -> str:
+    match event:
+        case CoordinatorStarted():
+            where = f" in {event.process}" if event.process else ""
+            return f"coordinator started term {event.term}{where}, version {event.version}"
         case EntrySkipped():
             return f"entry {event.seq} is skipped: {event.reason}"
         case DeadlinePassed():
@@ -279,12 +347,6 @@ def _decided(event: AnyDecision) -> str:
             )
         case TaskFailed():
             return f"task {event.task} failed: {event.reason}"
-        case TransitionCompleted():
-            return (
-                f"incident {event.incident} closed by {event.response}: detected in {_seconds(event.detection_us)},"
-                f" transition {_seconds(event.transition_us)},"
-                f" {_count(event.micro_batches_redone, 'micro-batch', 'micro-batches')} redone"
-            )
         case ThroughputCorrected():
             return (
                 f"task {event.task} achieves {event.flops:.3g} FLOP/s on {_count(event.workers, 'worker')}:"

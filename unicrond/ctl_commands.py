@@ -271,7 +271,11 @@ def events(options: argparse.Namespace) -> None:
         for event in client.events(options.after):
             tell(event)
         return
-    after = options.after
+    _follow(client, options.after, tell)
+
+
+def _follow(client: Client, after: int, tell: Callable[[EventLine], None]) -> None:
+    """Tell the events after `after` as they come, over interruptions; ends only by an exception."""
     away = Away()
     while True:
         try:

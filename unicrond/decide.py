@@ -45,7 +45,7 @@ from unicrond.survey import Survey
 __all__ = ["decide", "needed_solves"]
 
 
-def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:
+def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:  # noqa: C901  # the order of all decisions, to be read at one place
     """The decisions that the surveyed state asks for, in order; empty at rest.
 
     `solutions`: answers to `needed_solves(survey)`, as far as they are known. `gathering`: a node was lost and others

@@ -115,7 +115,7 @@ def ready(turn: Turn, record: Worker, *, is_news: bool = True) -> None:
         turn.append(WorkerReady(node=turn.config.node, task=record.task, worker=record.worker))
 
 
-def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:
+def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:  # noqa: C901  # one case for each kind of message
     """Hand a worker's message to its subject; what unknown and foreign workers say is passed over."""
     record = turn.memory.workers.get(worker)
     if record is None or record.foreign:

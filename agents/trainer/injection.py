@@ -111,7 +111,7 @@ class Injection:
         """Whether a fault is ordered for such a point: some are looked for only then."""
         return any(rule.at == point and not rule.fired and rule.worker in (None, self._worker) for rule in self._rules)
 
-    def fire(self, point: Point, iteration: int, generation: int, finished: int = 0) -> None:
+    def fire(self, point: Point, iteration: int, generation: int, finished: int = 0) -> None:  # noqa: C901  # a filter, then one branch for each fault
         """Let the fault happen that was ordered for this moment, if any."""
         while self._ordered:
             self._rules.append(rule_of(self._ordered.popleft()))

@@ -52,7 +52,7 @@ def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: 
     f"Tuple(({_I}, {_F}, {_I}, {_I}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_F}, {_I}, {_F}, {_I}, "
     "i8, f8, f8, f8, i8)"
 )
-def useful(  # type: ignore[no-untyped-def]
+def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: calls in it cost time
     workers,
     flops,
     starts,
@@ -303,7 +303,7 @@ def _read_right(  # type: ignore[no-untyped-def]
 
 
 @_compiled(f"void({_I}, {_F}, {_I}, {_I}, {_R}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_I}, i8[:, ::1])")
-def answer(  # type: ignore[no-untyped-def]
+def answer(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: calls in it cost time
     points,
     values,
     starts,
