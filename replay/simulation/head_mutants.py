@@ -1,0 +1,322 @@
+"""Planted bugs of the coordinator: its log, its fold and its decisions. See `mutants.py`."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from msgspec.structs import replace
+
+from agents.namesakes import Namesakes
+from events import vocabulary as v
+from replay.simulation.log_client import Endpoint
+from replay.simulation.log_server import LogServer
+from replay.simulation.planting import Mutant, patch, patch_fold
+from unicrond import admission, blame, coordinator, fold, isolation, reconcile, state
+from unicrond.deciding import copies, memberships, readmission, staff
+from unicrond.deciding.batch import Batch
+from unicrond.folding import changes, deadlines, incidents, strikes, suspicions
+from unicrond.state import NodeStatus
+
+# --- the coordinator -----------------------------------------------------------------------------
+
+
+def _drop_the_hold() -> None:
+    def make(append: Any) -> Any:
+        async def without_hold(self: Any, events: Any) -> None:
+            await append(self, events)
+            self._hold_seq = 0
+
+        return without_hold
+
+    patch(coordinator.Coordinator, "_append", make)
+
+
+def _skip_the_fence() -> None:
+    def make(append: Any) -> Any:
+        async def unfenced(self: Any, envelopes: Any, *, fence: Any = None) -> Any:
+            return await append(self, envelopes)
+
+        return unfenced
+
+    patch(Endpoint, "append", make)
+
+
+def _rule_in_another_name() -> None:
+    def make(require_sound_state: Any) -> Any:
+        def deaf(self: Any) -> None:
+            require_sound_state(self)
+            self._fence = self._fence._replace(term=max(self._fence.term, self.state.term))
+
+        return deaf
+
+    patch(coordinator.Coordinator, "_require_sound_state", make)
+
+
+# --- the fold ------------------------------------------------------------------------------------
+
+
+def _forget_repetitions() -> None:
+    original = fold.fold
+
+    def forgetful(before: state.ClusterState, entry: Any) -> state.ClusterState:
+        return original(replace(before, seen={}), entry)
+
+    patch(fold, "fold", lambda _: forgetful)
+    patch(coordinator, "fold", lambda _: forgetful)
+
+
+def _fold_what_must_not_be() -> None:
+    patch(admission, "problem", lambda _: lambda before, event: "")
+    patch(fold, "newly_broken", lambda _: lambda before, after, event: "")
+
+
+def _believe_any_claim() -> None:
+    patch(admission, "from_the_future", lambda _: lambda before, envelope: "")
+
+
+def _skip_the_symptom_merge() -> None:
+    patch(incidents, "blame", lambda _: incidents.open_incident)
+
+
+def _blame_the_peers() -> None:
+    def make(judge: Any) -> Any:
+        def other_ends(found: Any, record: Any, quality: Any) -> Any:
+            guilty = judge(found, record, quality).blamed
+            peers = tuple(sorted({node for link in found for node in link} - {*guilty}))
+            return blame.Verdict(peers, peers)
+
+        return other_ends
+
+    patch(blame, "judge", make)
+
+
+def _forget_lost_workers() -> None:
+    def make(node_lost: Any) -> Any:
+        def forgetful(before: Any, event: Any, envelope: Any) -> Any:
+            after = node_lost(before, event, envelope)
+            for task in after.tasks.values():
+                gone = [worker.worker for worker in task.workers.values() if worker.node == event.node]
+                after = changes.with_task(after, changes.without_workers(task, gone))
+            return after
+
+        return forgetful
+
+    patch_fold(v.NodeLost, make)
+
+
+def _believe_no_stop() -> None:
+    patch_fold(v.CommandApplied, lambda _: lambda before, event, envelope: before)
+
+
+def _fold_by_the_machine() -> None:
+    def make(worker_ready: Any) -> Any:
+        def unsteady(before: Any, event: Any, envelope: Any) -> Any:
+            after = worker_ready(before, event, envelope)
+            return replace(after, inert=time.perf_counter_ns())
+
+        return unsteady
+
+    patch_fold(v.WorkerReady, make)
+
+
+# --- decide --------------------------------------------------------------------------------------
+
+
+def _reuse_a_generation() -> None:
+    def make(set_membership: Any) -> Any:
+        def reusing(batch: Any, task: Any, members: Any, **how: Any) -> None:
+            if task.generation:
+                task = replace(task, membership=replace(task.membership, generation=task.generation - 1))
+            set_membership(batch, task, members, **how)
+
+        return reusing
+
+    patch(memberships, "set_membership", make)
+
+
+def _command_in_new_words() -> None:
+    patch(Batch, "add", lambda _: lambda self, event: self.events.append(event))
+
+
+def _double_start() -> None:
+    def make(staff: Any) -> Any:
+        def twice(batch: Any, task: Any, policy: Any) -> None:
+            staff(batch, task, policy)
+            batch.occupied.clear()
+            numbers = replace(task.numbers, next_worker=task.numbers.next_worker + 8)
+            staff(batch, replace(task, numbers=numbers), policy)
+
+        return twice
+
+    patch(staff, "staff", make)
+
+
+def _plan_with_isolated_nodes() -> None:
+    def make(_: Any) -> Any:
+        return property(lambda self: self.status is not NodeStatus.LEFT)
+
+    patch(state.Node, "schedulable", make)
+
+
+def _keep_broken_replicas() -> None:
+    def make(living_members: Any) -> Any:
+        return lambda task: task.membership.members if task.membership else ()
+
+    patch(reconcile, "living_members", make)
+
+
+def _start_on_cordoned_nodes() -> None:
+    def make(has_room: Any) -> Any:
+        def anywhere(batch: Any, nodes: Any) -> bool:
+            known = {name: replace(node, cordoned=False) for name, node in batch.state.nodes.items()}
+            room = SimpleNamespace(state=replace(batch.state, nodes=known), occupied=batch.occupied)
+            return bool(has_room(room, nodes))
+
+        return anywhere
+
+    in_service = property(lambda self: self.status is NodeStatus.UP and not self.isolated)
+    patch(state.Node, "schedulable", lambda _: in_service)
+    patch(reconcile, "schedulable", lambda schedulable: lambda nodes: (schedulable(nodes)[0], []))
+    patch(Batch, "has_room", make)
+
+
+def _judge_nobody() -> None:
+    patch_fold(v.HangSuspected, lambda _: lambda before, event, envelope: before)
+
+
+def _need_all_reports() -> None:
+    def make(judge: Any) -> Any:
+        def patient(task: Any, generation: int = 0) -> Any:
+            members = task.membership.members if task.membership else ()
+            return judge(task, generation) if all(one.worker in task.group.suspicions for one in members) else None
+
+        return patient
+
+    patch(suspicions, "judge", make)
+
+
+def _end_all_who_are_late() -> None:
+    def make(_: Any) -> Any:
+        def harsh(before: Any, task: Any, observed_at_us: int) -> Any:
+            for worker in task.workers.values():
+                if worker.alive and deadlines._is_late(task, worker):
+                    before = strikes.give_up(before, task.name, worker, "hang", "is late", observed_at_us)
+            return before
+
+        return harsh
+
+    patch(deadlines, "_not_met", make)
+
+
+def _order_again() -> None:
+    patch_fold(v.InjectFault, lambda _: lambda before, event, envelope: before)
+
+
+def _keep_for_ever() -> None:
+    patch(copies, "drop_state", lambda _: lambda batch, task: None)
+
+
+def _share_a_name() -> None:
+    patch(Namesakes, "heard", lambda _: lambda names, boot, now_s: None)
+
+
+def _tell_no_peers() -> None:
+    patch(copies, "tell_peers", lambda _: lambda batch, task: None)
+
+
+def _hurry_a_handover() -> None:
+    def make(reshape: Any) -> Any:
+        def at_once(batch: Any, task: Any, asked: Any) -> None:
+            reshape(batch, task, asked)
+            for worker in task.leavers:
+                batch.stop(task, worker, "hurry")
+
+        return at_once
+
+    patch(memberships, "reshape", make)
+
+
+def _readmit_unchecked() -> None:
+    def make(phase: Any) -> Any:
+        def trusting(known: Any, node: Any) -> Any:
+            now = phase(known, node)
+            return isolation.Phase.CLEARED if now is isolation.Phase.TO_CHECK else now
+
+        return trusting
+
+    patch(isolation, "phase", make)
+
+
+def _believe_any_check() -> None:
+    patch_fold(v.NodeChecked, lambda fold: lambda before, event, env: fold(before, replace(event, passed=True), env))
+
+
+def _check_what_needs_hands() -> None:
+    patch(isolation, "needs_hands", lambda _: lambda node: False)
+
+
+def _never_check() -> None:
+    patch(readmission, "_check", lambda _: lambda batch, node: None)
+
+
+def _no_deadlines() -> None:
+    patch(coordinator, "deadlines", lambda _: lambda survey: {})
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+def _acknowledge_before_the_disk() -> None:
+    def make(_: Any) -> Any:
+        return lambda self, say: say()
+
+    patch(LogServer, "_when_durable", make)
+
+
+def _take_a_claim_for_another() -> None:
+    def make(claim: Any) -> Any:
+        def by_id(self: Any, envelope: Any, reply: Any) -> None:
+            newest = self._claims[-1].envelope if self._claims else envelope
+            claim(self, newest if newest.event_id == envelope.event_id else envelope, reply)
+
+        return by_id
+
+    patch(LogServer, "claim", make)
+
+
+HEAD_MUTANTS: dict[str, Mutant] = {
+    "drop_the_hold": Mutant("the coordinator decides before it has read its own events", _drop_the_hold),
+    "skip_the_fence": Mutant("appends carry no fence", _skip_the_fence),
+    "rule_in_another_name": Mutant("an old coordinator reads of a newer term and goes on", _rule_in_another_name),
+    "forget_repetitions": Mutant("the fold takes a repeated event for a new one", _forget_repetitions),
+    "fold_what_must_not_be": Mutant("the fold takes in what breaks the state", _fold_what_must_not_be),
+    "believe_any_claim": Mutant("a claim of any term counts, under any boot", _believe_any_claim),
+    "skip_the_symptom_merge": Mutant("every symptom is an incident of its own", _skip_the_symptom_merge),
+    "blame_the_peers": Mutant("of a broken link the wrong end is given up", _blame_the_peers),
+    "forget_lost_workers": Mutant("the workers of a lost node are forgotten", _forget_lost_workers),
+    "believe_no_stop": Mutant("the answer to a stop changes nothing", _believe_no_stop),
+    "fold_by_the_machine": Mutant("the fold reads a clock", _fold_by_the_machine),
+    "reuse_a_generation": Mutant("a membership gets the number of the one before", _reuse_a_generation),
+    "double_start": Mutant("missing workers are started twice", _double_start),
+    "plan_with_isolated_nodes": Mutant("lost and isolated nodes are planned with", _plan_with_isolated_nodes),
+    "keep_broken_replicas": Mutant("dead members stay members", _keep_broken_replicas),
+    "command_in_new_words": Mutant("every node is commanded as if its agent were of today", _command_in_new_words),
+    "start_on_cordoned_nodes": Mutant("cordoned nodes get workers", _start_on_cordoned_nodes),
+    "judge_nobody": Mutant("no hang is ever found", _judge_nobody),
+    "need_all_reports": Mutant("nobody hangs before all members were told of", _need_all_reports),
+    "end_all_who_are_late": Mutant("who waits for a meeting is ended with who is awaited", _end_all_who_are_late),
+    "order_again": Mutant("an ordered fault is commanded again and again", _order_again),
+    "keep_for_ever": Mutant("states of ended tasks stay in memory", _keep_for_ever),
+    "share_a_name": Mutant("an agent does not mind a newer one of its name", _share_a_name),
+    "tell_no_peers": Mutant("copies of states go where they went before nodes came or left", _tell_no_peers),
+    "hurry_a_handover": Mutant("who hands its state over is stopped at once", _hurry_a_handover),
+    "readmit_unchecked": Mutant("an isolated node is taken back unchecked", _readmit_unchecked),
+    "believe_any_check": Mutant("a failed health check is taken for a passed one", _believe_any_check),
+    "check_what_needs_hands": Mutant("what needs a reboot is taken back by a check alone", _check_what_needs_hands),
+    "never_check": Mutant("no health check is ever asked for", _never_check),
+    "no_deadlines": Mutant("no deadline ever passes", _no_deadlines),
+    "take_a_claim_for_another": Mutant("the log knows a claim by its id alone", _take_a_claim_for_another),
+    "acknowledge_before_the_disk": Mutant("the log acknowledges what a crash can lose", _acknowledge_before_the_disk),
+}

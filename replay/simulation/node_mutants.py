@@ -1,0 +1,169 @@
+"""Planted bugs of the agent and of the trainer. See `mutants.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from agents import commit_sums, core
+from agents.handling import exits, orders, starting
+from agents.state import Memory
+from agents.trainer import dealing, regrouping
+from agents.trainer.lifecycle import groups, iteration, joining, sharded, shares
+from agents.trainer.lifecycle.effects import Pending, Rows
+from replay.simulation.planting import Mutant, patch
+
+# --- the agent -----------------------------------------------------------------------------------
+
+
+def _act_on_a_stale_epoch() -> None:
+    def make(commanded: Any) -> Any:
+        def unfenced(turn: Any, given: Any) -> None:
+            if (given.term, given.command.epoch) < turn.memory.fence:
+                # All that would recognise it has to go: the fence is not the only defence.
+                turn.remember(fence=(0, 0), answered={}, gone={})
+            commanded(turn, given)
+
+        return unfenced
+
+    patch(orders, "commanded", make)
+
+
+def _start_again() -> None:
+    def make(commanded: Any) -> Any:
+        def forgetful(turn: Any, given: Any) -> None:
+            turn.remember(answered={}, gone={})
+            commanded(turn, given)
+
+        return forgetful
+
+    patch(orders, "commanded", make)
+
+
+def _forget_the_memory() -> None:
+    patch(core, "resume", lambda resume: lambda config, memory: resume(config, Memory()))
+
+
+def _early_end_is_expected() -> None:
+    patch(exits, "left_early", lambda _: lambda record, mark: False)
+
+
+def _slots_are_not_counted() -> None:
+    patch(starting, "free_slots", lambda _: lambda turn: list(range(turn.config.slots)))
+
+
+def _commits_are_summed_twice() -> None:
+    patch(commit_sums, "continues", lambda _: lambda before, worker, commit: before.worker == worker)
+
+
+# --- the trainer ---------------------------------------------------------------------------------
+
+
+def _commit_without_agreement() -> None:
+    def make(agree: Any) -> Any:
+        def hasty(books: Any) -> Any:
+            if books.shares is not None:  # there the agreement also says what is saved
+                yield from agree(books)
+            else:
+                books.enter("agreeing")
+                books.target = yield from Pending()
+
+        return hasty
+
+    patch(iteration, "_agree", make)
+
+
+def _throw_away_complete_sums() -> None:
+    def make(judge: Any) -> Any:
+        def hasty(*positions: Any, **whole: Any) -> Any:
+            return dataclasses.replace(judge(*positions, **whole), step_first=frozenset())
+
+        return hasty
+
+    patch(regrouping, "judge", make)
+
+
+def _keep_any_bucket() -> None:
+    def make(judge: Any) -> Any:
+        def generous(positions: Any, micro_batches: int, **whole: Any) -> Any:
+            verdict = judge(positions, micro_batches, **whole)
+            anybody = [bucket for position in positions if position.has_state for bucket in position.complete]
+            final = frozenset() if verdict.step_first else frozenset(anybody)
+            return dataclasses.replace(verdict, final=final)
+
+        return generous
+
+    patch(regrouping, "judge", make)
+
+
+def _deal_what_is_held() -> None:
+    def make(deal: Any) -> Any:
+        return lambda held, micro_batches: deal([()] * len(held), micro_batches)
+
+    patch(regrouping, "deal", make)
+    patch(dealing, "deal", make)
+
+
+def _keep_one_copy() -> None:
+    patch(shares, "placed", lambda placed: lambda nodes: [parts[:1] for parts in placed(nodes)])
+
+
+def _drop_parts_early() -> None:
+    def make(divide: Any) -> Any:
+        def hasty(*arguments: Any, **first: Any) -> Any:
+            flow = divide(*arguments, **first)
+            effect = next(flow)
+            while True:
+                try:
+                    effect = flow.send([] if isinstance(effect, Rows) else (yield effect))
+                except StopIteration:
+                    return
+
+        return hasty
+
+    for module in (sharded, groups):
+        patch(module, "divide", make)
+
+
+def _gather_nothing() -> None:
+    patch(shares.Shares, "gathering", lambda _: lambda self: [])
+
+
+def _gather_from_anybody() -> None:
+    def make(gathering: Any) -> Any:
+        def careless(self: Any) -> Any:
+            return [dataclasses.replace(move, source=0) for move in gathering(self)]
+
+        return careless
+
+    patch(shares.Shares, "gathering", make)
+
+
+def _join_before_the_gathering() -> None:
+    patch(groups, "gather", lambda _: lambda shares: iter(()))
+
+
+def _divide_what_is_lost() -> None:
+    patch(joining, "covers", lambda _: lambda held, total: True)
+
+
+NODE_MUTANTS: dict[str, Mutant] = {
+    "act_on_a_stale_epoch": Mutant("an agent takes a command of an old epoch for a new one", _act_on_a_stale_epoch),
+    "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),
+    "forget_the_memory": Mutant("an agent starts without the memory of the one before", _forget_the_memory),
+    "early_end_is_expected": Mutant("exit code 0 in mid-training is as good as the end", _early_end_is_expected),
+    "slots_are_not_counted": Mutant("an agent gives every worker the first slot", _slots_are_not_counted),
+    "commits_are_summed_twice": Mutant("a sum is continued by whatever comes", _commits_are_summed_twice),
+    "commit_without_agreement": Mutant("a replica steps as soon as it has the sums", _commit_without_agreement),
+    "throw_away_complete_sums": Mutant("who is behind does not step before it goes on", _throw_away_complete_sums),
+    "keep_any_bucket": Mutant("a bucket counts as final where one member has its sum", _keep_any_bucket),
+    "deal_what_is_held": Mutant("survivors are dealt what they have computed already", _deal_what_is_held),
+    "keep_one_copy": Mutant("a part of sharded state has one holder", _keep_one_copy),
+    "drop_parts_early": Mutant("old parts are dropped before all members have their new ones", _drop_parts_early),
+    "gather_nothing": Mutant("an iteration is committed with the parameters that were stepped here", _gather_nothing),
+    "gather_from_anybody": Mutant("parameters are taken from a member that has not stepped them", _gather_from_anybody),
+    "join_before_the_gathering": Mutant(
+        "who could not step goes on without what was stepped", _join_before_the_gathering
+    ),
+    "divide_what_is_lost": Mutant("a part that no member holds is not missed", _divide_what_is_lost),
+}
