@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
-import msgspec
 import uvloop
 import yaml
 
@@ -36,6 +35,7 @@ from tests.integration.tcp_proxy import Proxy, proxy_to
 from unicrond.dev import HANG_FLOOR_S, Part, free_port
 from unicrond.inject import inject
 from unicrond.state import ClusterState
+from unicrond.state_bytes import from_json
 
 NODES = ("n1", "n2", "n3")
 CUT = "n3"
@@ -212,7 +212,7 @@ class Hosts:
 
     async def state(self) -> ClusterState:
         async with self._session.get(self._api + "/v1/state", raise_for_status=True) as response:
-            return msgspec.convert((await response.json())["state"], ClusterState)
+            return from_json((await response.json())["state"])
 
     async def submit(self, spec: dict[str, Any]) -> None:
         async with self._session.post(self._api + "/v1/tasks", data=json.dumps(spec)) as response:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import yaml
 
@@ -26,6 +25,7 @@ from tests.contracts.logs import started
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from unicrond.dev import HANG_FLOOR_S, Part, free_port
 from unicrond.state import ClusterState, NodeStatus
+from unicrond.state_bytes import from_json
 
 SCRIPTS = Path(sys.executable).parent
 NODES = ("n1", "n2")
@@ -91,7 +91,7 @@ class Head:
         deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()
         while time.monotonic() < deadline:
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                state = msgspec.convert((await self.get("/v1/state"))["state"], ClusterState)
+                state = from_json((await self.get("/v1/state"))["state"])
                 if holds(state):
                     return state
             await asyncio.sleep(0.05)  # the API is all that a person has
