@@ -21,10 +21,11 @@ from events.guess import guess
 from events.vocabulary import Name
 from unicrond import strict_yaml
 from unicrond.faults import faults
+from unicrond.planning.layouts import job
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.problem import Problem, TaskProblem
 from unicrond.planning.solver import solve
-from unicrond.planning.throughput import job, table
+from unicrond.planning.throughput import table
 
 GPUS_MAX = 16384
 

@@ -15,7 +15,6 @@ EXCEPTIONS = {
     "agents/daemon.py": "the one holder of sockets, clocks and signals, behind all ports of shell.py",
     "agents/fork_server.py": "one process with one loop; what it says is in trainer/messages.py",
     "replay/simulation/faults.py": "all faults of the fuzzer and how they are drawn",
-    "unicrond/planning/throughput.py": "one formula and its parts",
     "unicrond/planning/kernel_numba.py:useful": "one compiled loop: numba compiles it as one, calls in it cost time",
     "unicrond/planning/kernel_numba.py:answer": "one compiled loop: numba compiles it as one, calls in it cost time",
 }

@@ -60,8 +60,9 @@ def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
 
 def fill(spec: TaskSpec, preset: Preset) -> tuple[TaskSpec, list[Fault]]:
     """The task with the table that its preset stands for; or what keeps it from having one."""
+    from unicrond.planning.layouts import job
     from unicrond.planning.presets import GPUS, MODELS, STACKS
-    from unicrond.planning.throughput import job, table
+    from unicrond.planning.throughput import table
 
     known = MODELS[preset.model]
     expected, told = known.flops_per_sequence(spec.model.seq) * spec.global_batch, iteration_flop(spec)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from unicrond.planning.layouts import job
 from unicrond.planning.presets import GPUS, MODELS
 from unicrond.planning.problem import Curve, TaskProblem
 from unicrond.planning.situation import NodeLoad, Situation
-from unicrond.planning.throughput import job, table
+from unicrond.planning.throughput import table
 
 SLOTS = 8
 SIZES = ("gpt3-1.3b", "gpt3-7b", "gpt3-13b", "gpt3-70b", "gpt3-175b")

@@ -10,23 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unicrond.planning.layouts import Job, Layout, job, layers_per_stage, layouts, tensor_degrees
 from unicrond.planning.presets import GIB, GPUS, MODELS, STACKS, Model, gpt3
-from unicrond.planning.throughput import (
-    Estimate,
-    Infeasible,
-    Job,
-    Layout,
-    best,
-    job,
-    layers_per_stage,
-    layouts,
-    legal,
-    memory_bytes,
-    parts_s,
-    table,
-    tensor_degrees,
-    usable_bytes,
-)
+from unicrond.planning.throughput import Estimate, Infeasible, best, legal, memory_bytes, parts_s, table, usable_bytes
 
 A100 = GPUS["a100-80g"]
 H100 = GPUS["h100-80g"]

@@ -10,8 +10,9 @@ import pytest
 
 from unicrond.ctl import main as unicronctl
 from unicrond.ctl_parser import gpu_counts
+from unicrond.planning.layouts import job
 from unicrond.planning.presets import GPUS, MODELS
-from unicrond.planning.throughput import Estimate, best, job
+from unicrond.planning.throughput import Estimate, best
 
 
 def main(arguments: list[str]) -> int:

@@ -21,8 +21,9 @@ from events.vocabulary import (
     StoreAddress,
     TaskSpec,
 )
+from unicrond.planning.layouts import job
 from unicrond.planning.presets import GPUS, MODELS
-from unicrond.planning.throughput import job, table
+from unicrond.planning.throughput import table
 from unicrond.strict_yaml import BadYaml, parse
 from unicrond.task_file import TaskFileError, load, loads, problems
 from unicrond.task_rules import SPEC_BYTES_MAX

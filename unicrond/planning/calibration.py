@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from unicrond.planning.layouts import Job
+from unicrond.planning.layouts import job as make_job
 from unicrond.planning.presets import GPUS, MODELS, STACKS, Model, gpt3
-from unicrond.planning.throughput import Estimate, Job, best, with_efficiencies
-from unicrond.planning.throughput import job as make_job
+from unicrond.planning.throughput import Estimate, best, with_efficiencies
 
 #: What a source reports: seconds per iteration, or FLOP/s per GPU counting recomputation as work
 #: ("hardware") or not ("model").

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from events.command_line import UsageError
+from unicrond.planning.layouts import Job, job
 from unicrond.planning.presets import GIB, GPUS, MODELS, STACKS
-from unicrond.planning.throughput import Estimate, Infeasible, Job, best, job
+from unicrond.planning.throughput import Estimate, Infeasible, best
 from unicrond.plotting import canvas, require_matplotlib, save
 from unicrond.tables import Table, show
 
