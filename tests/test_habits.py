@@ -14,7 +14,6 @@ EXCEPTIONS = {
     "events/vocabulary.py": "all events at one place: the log's format, to be read and reviewed as one",
     "agents/daemon.py": "the one holder of sockets, clocks and signals, behind all ports of shell.py",
     "agents/fork_server.py": "one process with one loop; what it says is in trainer/messages.py",
-    "replay/simulation/faults.py": "all faults of the fuzzer and how they are drawn",
     "unicrond/planning/kernel_numba.py:useful": "one compiled loop: numba compiles it as one, calls in it cost time",
     "unicrond/planning/kernel_numba.py:answer": "one compiled loop: numba compiles it as one, calls in it cost time",
 }

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from replay.simulation import invariants as rules
-from replay.simulation.faults import FAULTY_UNTIL_S, Fault, arrange, draw
+from replay.simulation.fault_effects import arrange
+from replay.simulation.faults import FAULTY_UNTIL_S, Fault, draw
 from replay.simulation.virtual_time import VirtualLoop
 from replay.simulation.world import World
 from unicrond.state import ClusterState, TaskStatus

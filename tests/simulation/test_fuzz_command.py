@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replay.simulation.faults import _EFFECTS
+from replay.simulation.fault_effects import _EFFECTS
 from replay.simulation.fuzz import Report, _page
 from replay.simulation.invariants import RULES
 from replay.simulation.mutants import MUTANTS
