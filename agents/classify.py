@@ -19,9 +19,9 @@ from events.vocabulary import ErrorKind, ExitCause
 EXIT_NO_MEMBERSHIP = 75
 
 _SIGNALS: dict[int, tuple[ErrorKind, str]] = {
-    signal.SIGKILL: ("process_exit", "somebody did that; unicron and the kernel's OOM killer did not"),
-    signal.SIGTERM: ("process_exit", "somebody asked the process to end; unicron did not"),
-    signal.SIGINT: ("process_exit", "somebody interrupted the process; unicron did not"),
+    signal.SIGKILL: ("process_exit", "from outside unicron; not the OOM killer"),
+    signal.SIGTERM: ("process_exit", "from outside unicron: something asked the process to end"),
+    signal.SIGINT: ("process_exit", "from outside unicron: something interrupted the process"),
     signal.SIGSEGV: ("process_exit", "invalid memory access in native code; look at the log's last lines"),
     signal.SIGBUS: ("process_exit", "bus error: /dev/shm may be full, or memory is faulty"),
     signal.SIGABRT: ("process_exit", "native code called abort(); the log's last lines say which assertion failed"),
@@ -31,11 +31,11 @@ _SIGNALS: dict[int, tuple[ErrorKind, str]] = {
 }
 
 _CODES: dict[int, tuple[ErrorKind, str]] = {
-    0: ("process_exit", "ended in good order before it was ever a member of its task"),
+    0: ("process_exit", "ended cleanly before it joined its task"),
     1: ("exception", "an exception ended it; the log's last lines hold the traceback"),
     EXIT_NO_AGENT: (
         "process_exit",
-        "heard of no agent for its lease time, so it ended itself; its place may be taken",
+        "heard no agent for its lease time, so it ended itself; another worker may have its place",
     ),
     EXIT_NO_MEMBERSHIP: ("process_exit", "waited too long for a membership, saved its state and stopped"),
 }
@@ -44,9 +44,9 @@ _CODES: dict[int, tuple[ErrorKind, str]] = {
 _CAUSES: dict[ExitCause, tuple[ErrorKind, str]] = {
     "oom_killed": (
         "out_of_memory",
-        "that was the kernel's OOM killer: give the task a smaller micro_batch, or the node fewer slots or more memory",
+        "the kernel's OOM killer: give the task a smaller micro_batch, or the node fewer slots or more memory",
     ),
-    "maybe_oom_killed": ("process_exit", "if nobody did that, look for the OOM killer in dmesg"),
+    "maybe_oom_killed": ("process_exit", "from outside unicron; look for the OOM killer in dmesg"),
 }
 
 

@@ -45,32 +45,39 @@ def parser() -> Parser:
         option("--slots", "N", "workers at a time, one per GPU", type=whole(1, 1024), required=True),
         option("--address", "IP", "where other nodes reach this one (%(default)s)", type=_address, default="127.0.0.1"),
         option("--run-dir", "DIR", "sockets, logs, memory ($XDG_RUNTIME_DIR/unicron/NAME)", type=Path),
-        option("--heartbeat-s", "S", "between heartbeats (%(default)s)", type=number(0.05, 60, "seconds"), default=1.0),
+        option(
+            "--heartbeat-s", "S", "time between heartbeats (%(default)s)", type=number(0.05, 60, "seconds"), default=1.0
+        ),
         option(
             "--lease-s",
             "S",
-            "workers end themselves after so long without an agent (%(default)s)",
+            "workers end themselves after this long without an agent (%(default)s)",
             type=number(1, 3600, "seconds"),
             default=60.0,
         ),
         option(
             "--memory-gib",
             "GIB",
-            "for states of training, kept and copied between nodes; 0: none (a quarter of the host's)",
+            "memory for training states, kept and copied between nodes; 0: none (a quarter of the host's)",
             type=_gib,
         ),
-        option("--logs-dir", "DIR", "workers' logs; on a disk, they outlive the machine (RUN_DIR/logs)", type=Path),
-        option("--logs-days", "DAYS", "how long logs of workers that have ended are kept (14)", type=_days),
+        option(
+            "--logs-dir",
+            "DIR",
+            "directory of workers' logs; on a disk, they survive a reboot (RUN_DIR/logs)",
+            type=Path,
+        ),
+        option("--logs-days", "DAYS", "how long to keep logs of workers that have ended (14)", type=_days),
         option(
             "--logs-gib",
             "GIB",
-            "how much workers' logs may hold; the oldest of ended workers go (4, or a tenth of a smaller volume)",
+            "limit of all workers' logs; the oldest of ended workers go (4, or a tenth of a smaller volume)",
             type=_gib,
         ),
         option(
             "--accelerators",
             None,
-            "what tells the GPUs' health: nvml, fake (only ordered XIDs), none (auto: nvml where it works)",
+            "source of the GPUs' health: nvml, fake (only ordered XIDs), none (auto: nvml where it works)",
             choices=get_args(Choice),
             default="auto",
         ),
@@ -132,10 +139,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _node(text: str) -> str:
     if not re.fullmatch(NAME_PATTERN, text):
-        raise ValueError(f"{text!r} is no name; use letters, digits, - and _, at most 63, no dots")
+        raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63, no dots")
     if text in RESERVED_NAMES:
         taken = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
-        raise ValueError(f"{text!r} is no node's name ({taken} are taken); name the node otherwise")
+        raise ValueError(f"{text!r} cannot be a node's name ({taken} are taken); give the node another name")
     return text
 
 
@@ -143,9 +150,9 @@ def _address(text: str) -> str:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no IP address; give the one that other nodes use") from None
+        raise ValueError(f"{text!r} is not an IP address; give the one that other nodes use") from None
     if address.is_unspecified or address.is_multicast:
-        raise ValueError(f"{text} cannot be connected to; give the address that other nodes use")
+        raise ValueError(f"nothing can connect to {text}; give the address that other nodes use")
     return text
 
 

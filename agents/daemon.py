@@ -301,7 +301,7 @@ class Agent(Shell):
         try:
             self._run_dir.remember_exchange(self._memory_server.port, self._token)
         except OSError as error:
-            logger.error("cannot write down where states are taken (%s): the next agent takes another port", error)
+            logger.error("cannot record the port for states (%s): the next agent takes another one", error)
         service = MemoryService(
             node=options.node, host=options.address, port=self._memory_server.port, token=self._token
         )
@@ -343,7 +343,7 @@ class Agent(Shell):
         try:
             return self._run_dir.recall()
         except BadRunDir as error:
-            logger.error("%s; the fork server's inventory says what there is", error)
+            logger.error("%s; the fork server's inventory says which workers live", error)
             return Memory()
 
     async def _prune_logs(self) -> None:
@@ -438,8 +438,8 @@ class Agent(Shell):
 
     def _outrun(self, boot: int) -> None:
         logger.critical(
-            "the log holds a later boot of %s (%d, this one has %d) and nobody is heard under it: this agent is not "
-            "listened to. It ends; started again, it has a later one",
+            "the log holds a later boot of %s (%d, this one has %d) and hears no agent under it: the log ignores "
+            "this agent. It ends; the next one gets a later boot",
             self._options.node,
             boot,
             self._boot,
@@ -468,12 +468,12 @@ class Agent(Shell):
         """What is still to be done before the connections go."""
         if self._superseded_by:  # the log takes nothing of ours
             if self._run_dir.is_newer_ones(self._superseded_by):
-                logger.warning("the newer agent works in %s too: the workers are left to it", self._run_dir.path)
+                logger.warning("the newer agent works in %s too and keeps the workers", self._run_dir.path)
                 return
             await self._retire(linking)
             return
         if not await self.outbox.drained(_DRAIN_TIMEOUT_S):
-            logger.error("%d observations did not reach the log in time and are lost", len(self.outbox))
+            logger.error("%d observations did not reach the log in time and were lost", len(self.outbox))
         if self._is_left:
             await self._retire(linking)
 
@@ -512,7 +512,7 @@ def prune_logs(options: Options, run_dir: RunDir, living: frozenset[WorkerId]) -
         limits = Limits.of(run_dir.logs, options.logs_max_age_s, options.logs_max_bytes)
         count, size_bytes = prune(run_dir.logs, living, limits, time.time())
     except OSError as error:
-        logger.error("cannot look after the workers' logs: %s", error)
+        logger.error("cannot prune the workers' logs: %s", error)
         return
     if count:
         logger.warning("removed the logs of %d ended workers (%d bytes)", count, size_bytes)

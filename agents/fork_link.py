@@ -106,7 +106,7 @@ class ForkLink:
                 self._forget_process()
                 return
             if has_ended:
-                logger.error("the fork server has ended (%s): its workers ended with it; starting another", why)
+                logger.error("the fork server ended (%s) and its workers with it; starting another", why)
                 self._forget_process()
                 self._on_death()
             else:
@@ -163,7 +163,7 @@ class ForkLink:
             return
         code = await asyncio.to_thread(child.wait)
         if code == EXIT_OCCUPIED:
-            raise ForkServerFailed("another one is starting in this run directory")
+            raise ForkServerFailed("another fork server is starting in this run directory")
         log_end = tail(self._run_dir.fork_server_log, 2048).decode(errors="replace").strip()
         raise ForkServerFailed(f"it ended with code {code} before it served; its log ends with:\n{log_end}")
 
@@ -229,7 +229,7 @@ async def _says_ready(fd: int) -> bool:
         async with asyncio.timeout(_START_TIMEOUT_S):
             await readable.wait()
     except TimeoutError:
-        raise ForkServerFailed(f"it has not served for {_START_TIMEOUT_S:g} s") from None
+        raise ForkServerFailed(f"it did not serve within {_START_TIMEOUT_S:g} s") from None
     finally:
         loop.remove_reader(fd)
     return os.read(fd, len(READY)) == READY

@@ -213,7 +213,7 @@ class ForkServer:
                 pass
         self._reap()
         if self._ending:
-            raise _Retired("asked to by SIGTERM")
+            raise _Retired("SIGTERM")
 
     # --- the agent -------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class ForkServer:
             logger.warning("an agent could not be accepted: %s", error)
             return
         if (uid := _peer_uid(connection)) != os.getuid():
-            logger.warning("refused a connection of uid %d: not ours", uid)
+            logger.warning("refused a connection of uid %d: it is not this user's", uid)
             connection.close()
             return
         self._drop_agent("a newer agent has connected")
@@ -312,7 +312,7 @@ class ForkServer:
         for message in messages:
             self._obey(message)
         if not data:
-            self._drop_agent("end of its connection")
+            self._drop_agent("the agent closed the connection")
 
     def _obey(self, message: ToForkServer) -> None:
         match message:
@@ -327,7 +327,7 @@ class ForkServer:
             case Forget(task=task):
                 self._forget(task)
             case Retire():
-                raise _Retired("the agent retires it")
+                raise _Retired("the agent ends it")
 
     # --- workers ---------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class ForkServer:
     def _require_startable(self, spawn: Spawn) -> None:
         cwd = spawn.launch.spec.cwd
         if cwd and not os.access(cwd, os.X_OK):
-            raise FileNotFoundError(2, "the task's cwd is no directory that can be entered on this node", cwd)
+            raise FileNotFoundError(2, "the task's cwd is not a directory that this node can enter", cwd)
         if self._gpus and spawn.slot >= len(self._gpus):
             raise OSError(
                 19, f"slot {spawn.slot} has no GPU: the node has {len(self._gpus)}; start it with fewer slots"
@@ -590,12 +590,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
     )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1", help="where the rendezvous store listens")
-    parser.add_argument("--lease-s", type=float, default=60.0, help="ends itself without an agent for so long")
-    parser.add_argument("--memory-max-bytes", type=int, default=0, help="bound of each shard's memory; 0: none is held")
-    parser.add_argument("--preload", default="agents.trainer.preload", help="module that imports all that is heavy")
+    parser.add_argument("--lease-s", type=float, default=60.0, help="ends itself after this long without an agent")
+    parser.add_argument("--memory-max-bytes", type=int, default=0, help="limit of each shard's memory; 0: keep none")
+    parser.add_argument("--preload", default="agents.trainer.preload", help="module with the heavy imports")
     parser.add_argument("--worker", default="agents.trainer.worker:run", help="function that a worker runs")
     parser.add_argument("--store", default="agents.trainer.rendezvous_store:serve", help="function that the store runs")
-    parser.add_argument("--ready-fd", type=int, default=-1, help="told when agents may connect")
+    parser.add_argument("--ready-fd", type=int, default=-1, help="notified when agents may connect")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 

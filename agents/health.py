@@ -69,5 +69,5 @@ async def run(argv: Sequence[str], limit_s: float, environment: dict[str, str]) 
     except (OSError, ValueError) as error:
         return False, f"{argv[0]} cannot be run: {error}"
     if code is None:
-        return False, f"no end within {limit_s:g} s: {said}"
+        return False, f"did not end within {limit_s:g} s: {said}"
     return code == 0, said if code in (0, 1) and said != bounded_process.SILENT else f"exit code {code}: {said}"

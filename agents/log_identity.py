@@ -34,8 +34,8 @@ async def log_identity(connection: Connection) -> str:
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s * 2, _PAUSE_MAX_S)
     logger.warning(
-        "cannot ask for the event stream's information; allow $JS.API.STREAM.INFO.%s, or remove agent.memory whenever "
-        "the log is made anew",
+        "cannot ask for the event stream's information; allow $JS.API.STREAM.INFO.%s, or remove agent.memory when "
+        "you recreate the log",
         EVENT_STREAM,
     )
     return ""

@@ -66,7 +66,7 @@ class MemoryRegions:
         """Raises NoRegion."""
         kept = self._kept.get((task, shard))
         if kept is None:
-            raise NoRegion("this node keeps nothing of it")
+            raise NoRegion("this node keeps no state of it")
         try:
             return Memory(f"/proc/{self._pid}/fd/{kept.fd}", kept.max_bytes)
         except OSError as error:
@@ -76,7 +76,7 @@ class MemoryRegions:
         """The same, and there from now on. Raises NoRegion."""
         if (task, shard) not in self._kept:
             if len(self._kept) >= self._most:
-                raise NoRegion(f"this node keeps {len(self._kept)} states already, it has no room for more")
+                raise NoRegion(f"this node already keeps {len(self._kept)} states and has no room for more")
             answered = asyncio.get_running_loop().create_future()
             self._waiting.setdefault((task, shard), []).append(answered)
             self._ask(Keep(task=task, shard=shard))

@@ -142,7 +142,7 @@ class MemoryServer:
                 except _Refusal as refusal:
                     say(connection, Refused(reason=str(refusal)[:1024]))
         except (NoAnswer, OSError) as error:
-            logger.info("a request for a state broke off: %s", error)
+            logger.info("a request for a state was cut off: %s", error)
         except Exception:
             logger.exception("a request for a state failed")
         finally:
@@ -156,7 +156,7 @@ class MemoryServer:
 
     def _answer_in_turn(self, connection: socket.socket, request: Request) -> None:
         if not self._free.acquire(timeout=TURN_TIMEOUT_S):
-            raise _Refusal(f"{CONNECTIONS_MAX} other requests are being served")
+            raise _Refusal(f"already serving {CONNECTIONS_MAX} other requests")
         try:
             self._answer(connection, request)
         finally:
@@ -199,7 +199,7 @@ class MemoryServer:
     def _give(self, connection: socket.socket, memory: Memory, wanted: Fetch) -> None:
         with memory.reading(wanted.iteration, (wanted.tp, wanted.pp)) as found:
             if found is None:
-                raise _Refusal(f"iteration {wanted.iteration} is not here, or is being overwritten")
+                raise _Refusal(f"iteration {wanted.iteration} is not in memory, or is being overwritten")
             head, view = found
             say(connection, Fetched(head=HeadOf.of(head)))
             send(connection, view)
@@ -208,13 +208,13 @@ class MemoryServer:
         started, head = time.monotonic(), push.head.head()
         newest = memory.newest()
         if newest is not None and (newest.generation, newest.iteration) >= (head.generation, head.iteration):
-            raise _Refusal(f"iteration {newest.iteration} of generation {newest.generation} is here already")
+            raise _Refusal(f"iteration {newest.iteration} of generation {newest.generation} is already in memory")
         try:
             draft = memory.draft(head.size_bytes)
         except TooLarge as error:
             raise _Refusal(str(error)) from None
         if draft is None:
-            raise _Refusal("the memory is being written to, or read")
+            raise _Refusal("another request is writing or reading the memory")
         try:
             say(connection, Accepted())
             read_into(connection, draft.view)

@@ -128,9 +128,11 @@ class NamesakeWatch:
         """Until no older agent is heard; that one ends once it hears our beats (`can_beat`). Bounded."""
         await self._looked.wait()
         if self._known.is_older_there(time.monotonic()):
-            logger.warning("an older agent of the name %s may be at work: waiting until it has ended", self._node)
+            logger.warning("an older agent of the name %s may be running: waiting until it ends", self._node)
             if not await until_alone(self._known, can_beat, time.monotonic):
-                logger.error("the older agent of the name %s does not end: joining beside it; stop it", self._node)
+                logger.error(
+                    "the older agent of the name %s does not end: joining beside it; stop that agent", self._node
+                )
 
     async def _look(self) -> None:
         for stream, subject in (

@@ -42,7 +42,7 @@ class NodeFaults:
 
     def strike(self, fault: Fault) -> str:
         """Let it happen; why it cannot, or "". Does not return from a kill. Needs a running loop."""
-        logger.warning("an ordered fault strikes this node: %s", fault.kind)
+        logger.warning("ordered fault on this node: %s", fault.kind)
         match fault.kind:
             case "kill":
                 self._kill_fork_server()
@@ -62,9 +62,9 @@ class NodeFaults:
         try:
             names = [name for _, name in socket.if_nameindex() if name != "lo" and set_link(name, up=False)]
         except OSError as error:
-            return f"drop_network: a link cannot be set down: {error.strerror}"
+            return f"drop_network: cannot set a link down: {error.strerror}"
         if not names:
-            return "drop_network: no link of this namespace is up"
+            return "drop_network: this namespace has no link that is up"
         if seconds:
             asyncio.get_running_loop().call_later(seconds, _mend, names)
         return ""
@@ -75,7 +75,7 @@ def _mend(names: list[str]) -> None:
         try:
             set_link(name, up=True)
         except OSError as error:
-            logger.error("the link %s cannot be set up again: %s", name, error.strerror)
+            logger.error("cannot set the link %s up again: %s", name, error.strerror)
     logger.warning("the network is back: %s", ", ".join(names))
 
 

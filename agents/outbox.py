@@ -87,7 +87,7 @@ class Outbox:
         try:
             encode(envelope)
         except BadEvent as error:
-            self._lose(envelope, f"it is no valid event: {error.reason}")
+            self._lose(envelope, f"not a valid event: {error.reason}")
             return
         if len(self._items) >= self._capacity:
             self._make_room()
@@ -106,7 +106,7 @@ class Outbox:
                 if told:
                     await log.append(told)
             except LogError as error:
-                logger.error("the log takes nothing (%s); %d observations are kept and tried again", error, len(self))
+                logger.error("the log accepts nothing (%s); keeping %d observations to try again", error, len(self))
                 await asyncio.sleep(_PAUSE_S)
                 continue
             finally:
@@ -123,7 +123,7 @@ class Outbox:
         """In the form that the coordinator can read."""
         event = lowered(envelope.event, self.schema)
         if event is None:
-            logger.info("%s is not told: the coordinator reads schema %d", envelope.event_id, self.schema)
+            logger.info("not sending %s: the coordinator reads schema %d", envelope.event_id, self.schema)
             return None
         return envelope if event is envelope.event else replace(envelope, event=event)
 
@@ -142,7 +142,7 @@ class Outbox:
         victim = next((i for i, item in waiting if isinstance(item.envelope.event, StepCommitted)), self._under_way)
         item = self._items[victim]
         del self._items[victim]
-        self._lose(item.envelope, f"{self._capacity} observations wait for a log that is away")
+        self._lose(item.envelope, f"{self._capacity} observations wait for the log")
 
     def _lose(self, envelope: Envelope, why: str) -> None:
         self.lost += 1

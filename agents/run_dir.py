@@ -134,7 +134,7 @@ class RunDir:
                 _overwrite(self._boot, written)  # a full disk has no room for a second file
             except OSError:
                 logger.error(
-                    "cannot write %s (%s): this agent starts all the same; the next one's number comes from the clock",
+                    "cannot write %s (%s): this agent starts anyway; the next one takes its number from the clock",
                     self._boot,
                     error.strerror,
                 )
@@ -152,8 +152,8 @@ class RunDir:
             return int(text)
         shown = content[:20].decode("ascii", "backslashreplace")
         logger.error(
-            "%s is damaged (it begins with %r): it is replaced, and the boot number comes from the clock. "
-            "Should the log know a later one, this node is not heard until the clock has passed that",
+            "%s is damaged (it begins with %r): replacing it; the boot number comes from the clock. "
+            "If the log knows a later one, it ignores this node until the clock has passed that",
             self._boot,
             shown,
         )

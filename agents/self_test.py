@@ -75,20 +75,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"self-test: {problem}", flush=True)
         return 1
     took_s = time.monotonic() - began_s
-    print(f"self-test: nothing wrong was found in {took_s:.1f} s: {'; '.join(told)}", flush=True)
+    print(f"self-test: found nothing wrong in {took_s:.1f} s: {'; '.join(told)}", flush=True)
     return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m agents.self_test", description="Check this node's health.")
-    parser.add_argument("--slots", type=int, default=1, help="workers that the node carries (%(default)s)")
-    parser.add_argument("--accelerators", choices=get_args(Choice), default="auto", help="who tells of its GPUs")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="it ends in this time (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m agents.self_test", description="Check this node's health: compute, memory, GPUs."
+    )
+    parser.add_argument("--slots", type=int, default=1, help="number of workers on the node (%(default)s)")
+    parser.add_argument("--accelerators", choices=get_args(Choice), default="auto", help="source of its GPUs' health")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="time limit of the whole test (%(default)s)")
     parser.add_argument("--break", dest="breakage", default="", metavar="PART:SLOT", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     part, _, slot = options.breakage.partition(":")
     if options.slots < 1 or options.limit_s <= 0 or (part and (part not in _PARTS or not slot.isdecimal())):
-        parser.error("--slots and --limit-s are to be above 0, --break one of " + ", ".join(_PARTS) + " and a slot")
+        parser.error("--slots and --limit-s must be above 0, --break one of " + ", ".join(_PARTS) + " and a slot")
     options.breakage = Breakage(part, int(slot)) if part else Breakage()
     return options
 
@@ -106,7 +108,7 @@ def _drivers_word(choice: Choice, slots: int) -> list[str]:
                 raise Broken(f"{name}: {message}")
     finally:
         driver.close()
-    return [f"the driver of {len(driver.names)} accelerators is content"]
+    return [f"the driver of {len(driver.names)} accelerators reports no fault"]
 
 
 # --- the slots -----------------------------------------------------------------------------------
@@ -136,14 +138,14 @@ def _gather(slots: list[tuple[int, Connection]], limit_s: float) -> list[str]:
     while open_ends:
         ready = wait(list(open_ends), max(0.0, ends_s - time.monotonic()))
         if not ready:
-            raise Broken(f"slot {min(open_ends.values())} gave no answer within {limit_s:.0f} s")
+            raise Broken(f"slot {min(open_ends.values())} did not answer within {limit_s:.0f} s")
         for end in ready:
             assert isinstance(end, Connection)  # only our own are waited for
             slot = open_ends.pop(end)
             try:
                 wrong, text = end.recv()
             except EOFError:
-                raise Broken(f"slot {slot} ended without an answer") from None
+                raise Broken(f"slot {slot} ended before it answered") from None
             if wrong:
                 raise Broken(f"slot {slot}: {text}")
             told[slot] = text
@@ -209,7 +211,7 @@ def _check_products(torch: Any, device: Any, slot: int, breakage: Breakage) -> i
             if breakage.hits("matmul", slot) and repeat == _REPEATS[kind] - 1:
                 product[size // 2, size // 3] += 1
             if first is not None and not torch.equal(first, product):
-                raise Broken(f"a matrix product in {precision} is not the same twice on {_name(torch, device)}")
+                raise Broken(f"a matrix product in {precision} differs between two runs on {_name(torch, device)}")
             first = product if first is None else first
             count += 1
         if precision is not torch.bfloat16:  # whose products are rounded

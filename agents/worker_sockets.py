@@ -77,7 +77,7 @@ class WorkerSockets:
                 told, self._bound = str(error), None
             else:
                 told = ""
-                logger.warning("%s was gone: bound again; workers that are connected did not notice", self._path)
+                logger.warning("%s was gone: bound it again; connected workers are not affected", self._path)
 
     async def close(self) -> None:
         """Stop listening and close all connections; workers notice and look for the next agent."""
@@ -98,7 +98,7 @@ class WorkerSockets:
             return
         writer.write(frame(message))
         if writer.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
-            logger.error("%s does not read what it is sent: cutting it off", worker)
+            logger.error("%s does not read its messages: disconnecting it", worker)
             writer.transport.abort()
 
     def disconnect(self, worker: WorkerId) -> None:
@@ -113,7 +113,7 @@ class WorkerSockets:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if (uid := _peer_uid(writer.get_extra_info("socket"))) != os.getuid():
-            logger.warning("refused a connection of uid %d: not ours", uid)
+            logger.warning("refused a connection of uid %d: it is not this user's", uid)
             writer.close()
             return
         try:
@@ -136,7 +136,9 @@ class WorkerSockets:
                         worker = message.worker
                         self._greet(message, writer)
                     elif not worker or isinstance(message, Hello):
-                        raise BadFrame(f"{type(message).__name__}: the first message, and it alone, must be a Hello")
+                        raise BadFrame(
+                            f"{type(message).__name__}: the first message must be a Hello, and no other one may be"
+                        )
                     elif self._writers.get(worker) is writer:
                         self._on_message(worker, message)
         except BadFrame as error:

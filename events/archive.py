@@ -84,15 +84,13 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
     server_now = datetime.fromisoformat(info["ts"])
     cut = await _newest_older_than(connection, info, server_now.timestamp() - keep_s)
     if cut > newest.seq:
-        raise CannotTrim(
-            f"{directory}: ends with entry {newest.seq}, and entry {cut} is older than that; archive first"
-        )
+        raise CannotTrim(f"{directory}: ends with entry {newest.seq}, which is newer than entry {cut}; archive first")
     if cut < before:
         return 0
     term_seq = await _term_seq(connection)
     if term_seq <= cut:
         raise CannotTrim(
-            f"the coordinator's term began with entry {term_seq}, which would go; restart the coordinator, or keep more"
+            f"the coordinator's term began with entry {term_seq}, and must stay; restart the coordinator, or keep more"
         )
     await _set_limit(connection, info, int(keep_s * NANOS))
     try:
@@ -101,7 +99,7 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
                 await asyncio.sleep(0.05)  # the server offers no event for it
                 info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
     except TimeoutError:
-        raise CannotTrim(f"the server has not removed what is older within {_WAIT_S:g} s") from None
+        raise CannotTrim(f"the server did not remove the older entries within {_WAIT_S:g} s") from None
     finally:
         info = await take_limit_away(connection)
     return int(info["state"]["first_seq"]) - before

@@ -109,13 +109,15 @@ async def require_same(log: EventLog, archived: Entry, directory: Path) -> None:
     """LogDamaged if `log` has another entry under that number."""
     if await log.last_seq() < archived.seq:
         raise LogDamaged(
-            f"{directory}: ends with entry {archived.seq}, beyond the log's end: it is another log's archive"
+            f"{directory}: ends with entry {archived.seq}, beyond the log's end: this is another log's archive"
         )
     try:
         async with aclosing(log.read(archived.seq - 1, until_seq=archived.seq)) as entries:
             async for entry in entries:
                 if repr(entry) != repr(archived):  # by repr: a loss may be NaN
-                    raise LogDamaged(f"{directory}: entry {archived.seq} is not the log's: it is another log's archive")
+                    raise LogDamaged(
+                        f"{directory}: entry {archived.seq} is not the log's: this is another log's archive"
+                    )
     except LogDamaged as error:
         if "is not the log's" in str(error):
             raise

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 #: What is told of a command that said nothing.
-SILENT = "it said nothing"
+SILENT = "no output"
 _OUTPUT_BYTES = 16 * 1024
 _SAID_CHARS = 600
 

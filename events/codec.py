@@ -137,7 +137,7 @@ def check(envelope: Envelope) -> None:  # noqa: C901  # one branch for each rule
         elif event.node != envelope.producer:
             raise BadEvent(f"$.event.node: {event.node!r} differs from the producer {envelope.producer!r}")
         elif event.node in RESERVED_NAMES and not (isinstance(event, Heartbeat) and event.node == COORDINATOR):
-            raise BadEvent(f"$.event.node: {event.node!r} is not a node's name; name the node otherwise")
+            raise BadEvent(f"$.event.node: {event.node!r} is not a node's name; give the node another name")
     if isinstance(event, WorkerExited) and (event.exit_code is None) == (event.signal is None):
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
     if isinstance(event, _WITH_SPEC):

@@ -130,12 +130,12 @@ def add_command(commands: Commands, name: str, what: str, epilog: Epilog, *flags
 def add_login(parser: Parser) -> None:
     """How to log in to NATS; `login_of` reads it."""
     add(
-        parser.add_argument_group("login to NATS"),
+        parser.add_argument_group("user name for NATS"),
         option("--user", "NAME", "with --password-file"),
-        option("--password-file", "FILE", "holds the password alone", type=existing_file),
+        option("--password-file", "FILE", "file with the password and nothing else", type=existing_file),
         option("--creds", "FILE", "a NATS credentials file", type=existing_file),
         option("--nkey-seed", "FILE", "an nkey seed file", type=existing_file),
-        option("--tls-ca", "FILE", "CA certificate of the server; turns TLS on", type=existing_file),
+        option("--tls-ca", "FILE", "CA certificate of the server; switches TLS on", type=existing_file),
     )
 
 

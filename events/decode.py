@@ -32,8 +32,8 @@ def line(body: bytes, *, as_json: bool = False) -> str:
     try:
         envelope, unknown = read(body)
     except BadEvent as error:
-        return _plain(f"no valid event: {error.reason}")
-    return _plain(" ".join([_sentence(envelope), *(f"[unknown here: {what}]" for what in unknown)]))
+        return _plain(f"not a valid event: {error.reason}")
+    return _plain(" ".join([_sentence(envelope), *(f"[unknown to this version: {what}]" for what in unknown)]))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def _json(body: bytes) -> str:
         value = msgpack.unpackb(body, strict_map_key=False)
         return json.dumps(value, default=str, ensure_ascii=True)
     except Exception as error:  # any input gives a line
-        return json.dumps({"error": f"no msgpack: {type(error).__name__}: {error}"})
+        return json.dumps({"error": f"not msgpack: {type(error).__name__}: {error}"})
 
 
 def _plain(text: str) -> str:

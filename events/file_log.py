@@ -124,7 +124,7 @@ class SegmentWriter:
         except OSError as error:
             os.close(self._file)
             self._file = None
-            raise LogDamaged(f"{self._directory}: a failed write cannot be taken back: {error}") from error
+            raise LogDamaged(f"{self._directory}: cannot undo a failed write: {error}") from error
 
 
 class FileLog(LocalLog):
@@ -165,7 +165,7 @@ class FileLog(LocalLog):
             if at_bytes == had_bytes:
                 segment, at_bytes = segment + 1, 0
                 if segment == len(self._writer.segments):
-                    raise LogDamaged(f"{self._directory}: entries after {seq} are gone from the files")
+                    raise LogDamaged(f"{self._directory}: entries after {seq} are missing from the files")
 
     async def skips(self) -> dict[int, str]:
         """See EventLog. Reads the files anew."""

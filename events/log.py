@@ -126,7 +126,7 @@ def encode_batch(envelopes: Sequence[Envelope]) -> list[bytes]:
         if isinstance(envelope.event, Heartbeat):
             raise BadEvent("$.event: a Heartbeat belongs on the heartbeat stream (BeatLog.publish)")
         if isinstance(envelope.event, CoordinatorStarted):
-            raise BadEvent("$.event: a CoordinatorStarted is written by claim_term alone")
+            raise BadEvent("$.event: only claim_term writes a CoordinatorStarted")
         if envelope.event_id in seen:
             raise BadEvent(f"$.number: {envelope.event_id} occurs twice in one batch")
         seen.add(envelope.event_id)

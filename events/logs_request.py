@@ -63,7 +63,7 @@ def decode_request(body: bytes) -> LogsRequest:
     """Raises BadLogsMessage, also where worker and task do not belong together."""
     request = _decode(body, LogsRequest)
     if request.worker is not None and request.worker.rpartition(".")[0] != request.task:
-        raise BadLogsMessage(f"$.worker: {request.worker} is no worker of task {request.task}")
+        raise BadLogsMessage(f"$.worker: {request.worker} is not a worker of task {request.task}")
     return request
 
 

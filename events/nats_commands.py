@@ -141,7 +141,7 @@ class NatsCommandFeed:
                         self._handled_seq = max(self._handled_seq, found.seq)
                         await session.publish(message.reply, b"+ACK")
             except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:
-                logger.info("commands for %s were interrupted (%s); going on", self._node, error)
+                logger.info("reading commands for %s was interrupted (%s); continuing", self._node, error)
                 await patience.lose(error)
 
     def _say_unread(self, found: Quarantined, body: bytes) -> None:
@@ -197,4 +197,4 @@ async def _pull(session: Session, consumer: str) -> AsyncGenerator[Msg, None]:
             try:
                 await subscription.unsubscribe()
             except nats.errors.Error:
-                logger.debug("inbox %s goes away with its session", inbox)
+                logger.debug("inbox %s ends with its session", inbox)

@@ -171,7 +171,7 @@ class Session:
         finally:
             self._waiting.pop(token, None)
         if message.headers and message.headers.get("Status") == "503":
-            raise Unanswered(f"{subject}: nobody serves this subject (is the stream created, JetStream up?)")
+            raise Unanswered(f"{subject}: no responder on this subject (does the stream exist, is JetStream up?)")
         return message
 
     async def publish(
@@ -181,7 +181,7 @@ class Session:
         try:
             await self.client.publish(subject, body, reply=reply, headers=dict(headers) if headers else None)
         except nats.errors.MaxPayloadError:
-            raise LogError(f"{subject}: {len(body)} bytes exceed the server's max_payload; raise it there") from None
+            raise LogError(f"{subject}: {len(body)} bytes exceed the server's max_payload; raise that limit") from None
         except (nats.errors.Error, OSError) as error:
             raise Unanswered(f"{subject}: {_said(error)}") from None
 
@@ -321,7 +321,7 @@ class Connection:
             await self.close()
             if isinstance(error, TimeoutError):
                 raise LogUnavailable(
-                    f"cannot reach NATS at {self.urls}: {self._reason}; is the server running there?"
+                    f"cannot reach NATS at {self.urls}: {self._reason}; is the server running?"
                 ) from None
             raise
 
@@ -340,7 +340,7 @@ class Connection:
             finally:
                 self._session = None
                 await session.close()
-            logger.warning("lost the connection to NATS at %s; connecting again", self.urls)
+            logger.warning("lost the connection to NATS at %s; reconnecting", self.urls)
 
     async def _open_session(self) -> Session | None:
         self._has_reason = False

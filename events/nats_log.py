@@ -128,7 +128,7 @@ class NatsEventLog:
                         if number:
                             yield batch[:number]
                         first = int((await self._info())["state"]["first_seq"])
-                        why = " (they were trimmed and stand in the archive)" if stored.seq == first else ""
+                        why = " (they were trimmed and are in the archive)" if stored.seq == first else ""
                         raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing{why}")
                     if seq == until_seq:
                         yield batch[: number + 1]
@@ -224,7 +224,7 @@ class NatsEventLog:
         if isinstance(error, ApiError) and error.code == NO_ROOM:
             self.trouble = "NATS has no room for the log: free disk space there, or raise jetstream max_file_store"
         else:
-            self.trouble = f"NATS does not store: {error}"
+            self.trouble = f"NATS did not store the events: {error}"
         await patience.lose(error)
 
     async def _write(self, messages: Sequence[_Message], conditions: dict[str, str]) -> dict[str, int]:

@@ -98,7 +98,7 @@ async def read_batches(
                     patience.succeed()
                     yield batch
         except (_Interrupted, Unanswered, ApiError, nats.errors.Error) as error:
-            logger.info("reading %s was interrupted (%s); going on", stream, error)
+            logger.info("reading %s was interrupted (%s); continuing", stream, error)
             interruption = error
         finally:
             await consumer.close()
@@ -182,7 +182,7 @@ class _Consumer:
                 await self._session.unsubscribe_raw(self._subscription)
                 await self._session.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._name}", b"")
             except (nats.errors.Error, OSError, Unanswered):
-                logger.debug("consumer %s is left to the server to remove", self._name)
+                logger.debug("the server will remove consumer %s", self._name)
 
     def _take(self, subject: bytes, reply: bytes, body: bytes, headers: bytes) -> None:
         self._queue.append(_Raw(subject, reply, body, headers))

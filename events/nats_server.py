@@ -115,7 +115,7 @@ class EmbeddedServer:
     async def kill(self) -> None:
         """SIGKILL it and wait for its end."""
         if not await self._end(signal.SIGKILL, STOP_TIMEOUT_S):
-            raise ServerError(f"process {self.pid} survives SIGKILL for {STOP_TIMEOUT_S:g} s")
+            raise ServerError(f"process {self.pid} is still alive after SIGKILL for {STOP_TIMEOUT_S:g} s")
 
     async def restart(self) -> None:
         """Stop and start again on the same port and store."""

@@ -84,7 +84,7 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
                 raise
             info = await api(connection, f"STREAM.INFO.{name}", {})
             if IMPORTED in (info["config"].get("metadata") or {}):
-                raise LogError(f"stream {name}: was imported, for replay alone; use another NATS server") from None
+                raise LogError(f"stream {name} was imported, for replay only; use another NATS server") from None
             _require_same(name, config, info["config"])
             if TRIMMING in (info["config"].get("metadata") or {}):
                 await end_trim(connection, name, info["config"])
@@ -131,9 +131,9 @@ def answer(subject: str, body: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(body)
     except ValueError:
-        raise Unanswered(f"{subject}: the answer is no JSON: {body[:80]!r}") from None
+        raise Unanswered(f"{subject}: the answer is not JSON: {body[:80]!r}") from None
     if not isinstance(parsed, dict):
-        raise Unanswered(f"{subject}: the answer is no JSON object: {body[:80]!r}")
+        raise Unanswered(f"{subject}: the answer is not a JSON object: {body[:80]!r}")
     error = parsed.get("error")
     if error is not None:
         raise ApiError(

@@ -42,7 +42,7 @@ class Terms:
             except ApiError as error:
                 if not error.is_passing:
                     logger.warning(
-                        "cannot ask for the coordinator's term (%s): writing what every version reads", error
+                        "cannot read the coordinator's term (%s): writing what every version can read", error
                     )
                     return
                 await patience.lose(error)
@@ -61,7 +61,7 @@ class Terms:
         try:
             event = decode(message.data).event
         except BadEvent as error:
-            logger.warning("a message on %s is no valid event: %s", TERM_SUBJECT, error.reason)
+            logger.warning("a message on %s is not a valid event: %s", TERM_SUBJECT, error.reason)
             return
         if isinstance(event, CoordinatorStarted):
             self._take(event)

@@ -11,7 +11,7 @@ def parse_urls(text: str) -> tuple[str, ...]:
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("nats", "tls") or not parts.hostname:
-            raise ValueError(f"{url!r} is no NATS URL; write nats://HOST:PORT")
+            raise ValueError(f"{url!r} is not a NATS URL; write nats://HOST:PORT")
         try:
             parts.port  # noqa: B018 - raises where it is no port
         except ValueError:

@@ -130,7 +130,7 @@ def _of_worker(event: _OfWorker) -> str:
         case WorkerReady():
             return f"worker {event.worker} on {event.node} is ready for a membership"
         case WorkerRegrouped():
-            dealt = f", {_count(event.dealt, 'micro-batch', 'micro-batches')} dealt to it" if event.dealt else ""
+            dealt = f", {_count(event.dealt, 'micro-batch', 'micro-batches')} assigned to it" if event.dealt else ""
             return (
                 f"worker {event.worker} is in generation {event.generation} at iteration {event.iteration}"
                 f" after {_seconds(event.duration_us)}, state from {event.source}{dealt}"
@@ -146,7 +146,7 @@ def _of_worker(event: _OfWorker) -> str:
             expected = ", as expected" if event.expected else ""
             return f"worker {event.worker} on {event.node} ended by {how}{expected}"
         case WorkerBusy(what=""):
-            return f"worker {event.worker} on {event.node} is busy no more"
+            return f"worker {event.worker} on {event.node} is no longer busy"
         case WorkerBusy():
             return (
                 f"worker {event.worker} on {event.node} is busy with {event.what}, for at most"
@@ -155,7 +155,7 @@ def _of_worker(event: _OfWorker) -> str:
         case WorkerWaits():
             return f"worker {event.worker} on {event.node} waits for the others of generation {event.generation}"
         case StateTaken():
-            anew = f", put together anew from shards of {event.resharded_from}" if event.resharded_from else ""
+            anew = f", reassembled from shards of {event.resharded_from}" if event.resharded_from else ""
             tried = f", after {_count(len(event.tried), 'source')} that failed" if event.tried else ""
             saved = (
                 f"; storage has {event.storage_iteration}, {_seconds(event.saved_us)} saved" if event.saved_us else ""
@@ -209,17 +209,17 @@ def _of_training(event: _OfTraining) -> str:
             )
         case StragglerObserved():
             return (
-                f"worker {event.straggler} (rank {event.rank}) on {event.straggler_node} straggles: it takes"
+                f"worker {event.straggler} (rank {event.rank}) on {event.straggler_node} is a straggler: it takes"
                 f" {event.factor:.2f} times as long as the other replicas since iteration {event.since_iteration},"
                 f" {_seconds(event.compute_us)} per micro-batch against {_seconds(event.others_us)}"
             )
         case StragglerRecovered():
             return (
-                f"worker {event.straggler} (rank {event.rank}) on {event.straggler_node} straggles no more, as of"
+                f"worker {event.straggler} (rank {event.rank}) on {event.straggler_node} no longer straggles, as of"
                 f" iteration {event.iteration}: {event.factor:.2f} times the time of the other replicas"
             )
         case CorruptionSuspected():
-            who = event.suspect or "a worker that cannot be told"
+            who = event.suspect or "an unknown worker"
             if event.sign == "checksum":
                 return f"parameters of {who} differ from other replicas' before iteration {event.iteration}"
             return (
@@ -238,7 +238,7 @@ def _of_node(event: _OfNode) -> str:
         case NodeLeft():
             return f"node {event.node} left: {event.reason}"
         case Heartbeat():
-            return f"node {event.node} lives, beat {event.beat}, {_count(event.workers, 'worker')}"
+            return f"node {event.node} is alive, beat {event.beat}, {_count(event.workers, 'worker')}"
         case AcceleratorReported():
             what = f" reports {event.kind}" if event.kind else ""
             who = f" (worker {event.worker})" if event.worker else ""
@@ -253,12 +253,12 @@ def _of_node(event: _OfNode) -> str:
                 f" ({event.size_bytes} bytes{copied}, {_seconds(event.duration_us)})"
             )
         case PeersRemembered():
-            peers = ", ".join(event.peers) or "nobody"
-            return f"node {event.node} remembers {peers} as peers of task {event.task}"
+            peers = ", ".join(event.peers) or "no node"
+            return f"node {event.node} knows {peers} as peers of task {event.task}"
         case CommandApplied():
             return f"node {event.node} applied command {event.command_id}"
         case CommandFailed():
-            return f"node {event.node} refused or failed command {event.command_id}: {event.reason}"
+            return f"node {event.node} did not apply command {event.command_id}: {event.reason}"
         case _:
             assert_never(event)
 
@@ -273,7 +273,7 @@ def _asked(event: _Asked) -> str:
             )
         case ReshapeRequested():
             return (
-                f"task {event.task} is to go on with tp {event.tp}, pp {event.pp} and {event.min_workers} to"
+                f"task {event.task} is to continue with tp {event.tp}, pp {event.pp} and {event.min_workers} to"
                 f" {event.max_workers} workers: {event.reason}"
             )
         case TaskCancelled():
@@ -304,12 +304,10 @@ def _remedy(event: _Remedy) -> str:
         case NodeReadmitted():
             return f"node {event.node} readmitted: {event.reason}"
         case RepairEnded():
-            how = "has done its work" if event.passed else "has failed"
+            how = "succeeded" if event.passed else "failed"
             return f"the repair of node {event.node} {how} after {_seconds(event.duration_us)}: {event.detail}"
         case IncidentEscalated():
-            return (
-                f"incident {event.incident} escalated to SEV{event.severity}, {event.worker} given up: {event.reason}"
-            )
+            return f"incident {event.incident} escalated to SEV{event.severity}, worker {event.worker} evicted: {event.reason}"
         case TransitionCompleted():
             return (
                 f"incident {event.incident} closed by {event.response}: detected in {_seconds(event.detection_us)},"
@@ -330,7 +328,7 @@ def _course(event: _Course) -> str:
         case DeadlinePassed():
             return f"deadline {event.deadline_id} passed"
         case PlanAdopted():
-            shares = ", ".join(_share(assignment) for assignment in event.assignments) or "nothing runs"
+            shares = ", ".join(_share(assignment) for assignment in event.assignments) or "no task runs"
             took = f", {event.way} in {event.took_us} us" if event.took_us else ""
             return f"plan {event.epoch} ({event.trigger}{took}): {shares}; {event.reason}"
         case MembershipDecided():
@@ -372,12 +370,12 @@ def _commanded(event: AnyCommand) -> str:
             members = _count(len(event.members), "member")
             return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
         case SetPeers():
-            nodes = ", ".join(peer.node for peer in event.peers) or "nowhere"
-            return f"copies of the state of task {event.task} on {event.node} go to {nodes}"
+            nodes = ", ".join(peer.node for peer in event.peers) or "no node"
+            return f"node {event.node} copies the state of task {event.task} to {nodes}"
         case DropState():
-            return f"forget the state of task {event.task} on {event.node}"
+            return f"drop the state of task {event.task} on {event.node}"
         case InjectFault():
-            return f"inject {_fault(event.fault, event.node)}, as {event.injection} asks"
+            return f"inject {_fault(event.fault, event.node)}, ordered by {event.injection}"
         case CheckNode():
             what = " ".join(event.argv) if event.argv else "its self-test"
             return f"check node {event.node} by {what}, isolated because: {event.reason}"
@@ -400,7 +398,7 @@ _NEEDS: dict[RepairNeed, str] = {
     "reset": " (it needs a reset)",
     "reboot": " (it needs a reboot of the node)",
     "replace": " (it needs to be replaced)",
-    "other": " (it needs what this version does not know)",
+    "other": " (it needs an action that this version does not know)",
 }
 
 

@@ -160,7 +160,7 @@ def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
             try:
                 records = _batch_decoder.decode(body)
             except msgspec.MsgspecError as error:
-                raise LogDamaged(f"{path}: the frame that ends at byte {end_bytes} is no batch: {error}") from None
+                raise LogDamaged(f"{path}: the frame that ends at byte {end_bytes} is not a batch: {error}") from None
             entries = [_entry(record) for record in records if isinstance(record, _EventRecord | _QuarantineRecord)]
             told = [record for record in records if isinstance(record, _BeatRecord)]
             held_entries, held_beats = held_entries + len(entries), held_beats + len(told)
@@ -178,7 +178,7 @@ def read_entries(path: Path) -> Iterator[Entry]:
     """
     segments = segment_paths(path)
     if not segments:
-        raise LogDamaged(f"{path}: holds no segment (a file named like {segment_name(1)})")
+        raise LogDamaged(f"{path}: holds no segment (a file with a name like {segment_name(1)})")
     seq = 0
     for segment in segments:
         for batch in read_segment(segment):
@@ -229,7 +229,7 @@ def _require_end(path: Path, file: BinaryIO, at_bytes: int, size_bytes: int) -> 
         if length <= _END_BYTES_MAX and _is_end(head, file.read(length)):
             return
         at_bytes += FRAME_HEAD_BYTES + length
-    raise LogDamaged(f"{path}: is cut: the mark at which an export ends is not there; export the log again")
+    raise LogDamaged(f"{path}: cut short: it lacks the end mark of an export; export the log again")
 
 
 def _is_end(head: bytes, body: bytes) -> bool:
@@ -253,7 +253,7 @@ def _read_header(path: Path, file: BinaryIO, size_bytes: int) -> tuple[int, int]
     if magic != MAGIC:
         if MAGIC.startswith(magic) or not magic.strip(b"\0"):
             raise TornTail(path, 0)
-        raise LogDamaged(f"{path}: is no event log (it begins with {magic!r})")
+        raise LogDamaged(f"{path}: not an event log (it begins with {magic!r})")
     try:
         body = _read_frame(path, file, len(MAGIC), size_bytes)
     except TornTail:

@@ -58,7 +58,7 @@ def upcast(body: bytes, steps: Mapping[int, Step] | None = None, to: int = SCHEM
         try:
             message = step(message)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise NoStep(f"$.schema: cannot be raised from {schema} to {schema + 1}: {error!r}") from None
+            raise NoStep(f"$.schema: cannot upgrade from {schema} to {schema + 1}: {error!r}") from None
         schema += 1
         message["schema"] = schema
     return msgspec.msgpack.encode(message)

@@ -32,7 +32,7 @@ def command(commands: Commands, name: str, run: str, what: str, *flags: Flag) ->
         source.add_mutually_exclusive_group(required=True),
         option("--file", "PATH", "an exported log, or a directory of segments", type=Path),
         option("--nats", "URL", "a NATS server; of a cluster several, with commas", type=parse_urls),
-        option("--state-dir", "DIR", "a coordinator's, whose embedded NATS server runs", type=Path),
+        option("--state-dir", "DIR", "a coordinator's directory; its embedded NATS server must run", type=Path),
     )
     what = "the log's older part (default: that of --state-dir, if it has one)"
     add(source, option("--archive", "DIR", what, type=Path))
@@ -66,14 +66,14 @@ def setting_argument(text: str) -> tuple[str, str]:
     """PATH=VALUE."""
     path, equals, value = text.partition("=")
     if not equals or "." not in path or not value:
-        raise ValueError(f"{text!r} is no setting; give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
+        raise ValueError(f"{text!r} is not a setting; give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE")
     return path, value
 
 
 def places_argument(text: str) -> list[int]:
     """Places in a list, from 0: "0,2,5"; "" is none."""
     if not re.fullmatch(r"[0-9]*(,[0-9]*)*", text, re.ASCII):
-        raise ValueError(f"{text!r} names no places; give numbers from 0 with commas: 0,2,5")
+        raise ValueError(f"{text!r} does not name places; give numbers from 0 with commas: 0,2,5")
     return [int(place) for place in text.split(",") if place]
 
 
@@ -87,5 +87,5 @@ def type_name(text: str) -> str:
 def name_argument(text: str) -> str:
     """A node's or task's name."""
     if not re.fullmatch(NAME_PATTERN, text):
-        raise ValueError(f"{text!r} is no name; names are letters, digits, - and _, at most 63")
+        raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
     return text

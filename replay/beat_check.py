@@ -80,13 +80,13 @@ class BeatCheck:
         """Why the verdict that was recorded at `at_us` does not follow; empty if it does. Unverifiable."""
         liveness = self._liveness
         if liveness is None or not self._beats:
-            raise Unverifiable("no heartbeats are kept beside this log")
+            raise Unverifiable("this log has no heartbeats with it")
         patience_us = MOST_SILENT_FACTOR * liveness.limit_us + SLACK_US
         began_us = max(self._from_us, self._joined_us.get(verdict.node, 0))
         if self._beats[0].recorded_at_us > max(began_us, at_us - patience_us):
             raise Unverifiable("beats expired")
         if self._beats[-1].recorded_at_us < at_us - liveness.limit_us:
-            raise Unverifiable("the heartbeats end before it")
+            raise Unverifiable("the heartbeats end before this entry")
         evidence = verdict.evidence
         if evidence.beat_seq:
             beat = self._by_seq.get(evidence.beat_seq)
@@ -101,7 +101,7 @@ class BeatCheck:
         if said_us is None or said_us < at_us - SLACK_US:
             heard = liveness.beats.get(verdict.node)
             last = f"beat {heard.seq}, {(at_us - heard.at_us) / 1e6:.2f} s before" if heard else "none in this term"
-            return f"by the retained heartbeats it does not follow: the last one of {verdict.node} was {last}"
+            return f"the retained heartbeats do not support it: the last one of {verdict.node} was {last}"
         return ""
 
     def _begin_at(self, at_us: int) -> None:

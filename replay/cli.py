@@ -60,7 +60,7 @@ def parser() -> Parser:
     """All commands and flags of `unicron-replay`."""
     root = Parser(
         prog=PROGRAM,
-        description="Replay an event log to any point, explain it, decide again. Never acts on a cluster.",
+        description="Replay an event log to any point, explain it, repeat its decisions. Never acts on a cluster.",
         epilog=f"{EXAMPLES['']}\n{EXIT_CODES}; damage to the log and a decision that does not verify are failures.",
         version=VERSION,
     )
@@ -73,7 +73,7 @@ def parser() -> Parser:
 
 
 _AT = point("--at", "the point to stop at (default: the end)")
-_FROM_SNAPSHOT = switch("--from-snapshot", "trust the coordinator's snapshot, fold only what came after it")
+_FROM_SNAPSHOT = switch("--from-snapshot", "start from the coordinator's snapshot, fold only later entries")
 
 
 def _look(commands: Commands) -> None:
@@ -116,22 +116,22 @@ def _explain(commands: Commands) -> None:
         "timeline",
         "timeline_command:timeline_command",
         "nodes, tasks, incidents and WAF by time",
-        option("--html", "FILE", "a page that needs nothing from the network", type=Path),
-        option("--png", "FILE", "a picture, by matplotlib", type=Path),
+        option("--html", "FILE", "a self-contained HTML page", type=Path),
+        option("--png", "FILE", "a picture (needs matplotlib)", type=Path),
         _AT,
     )
-    what = "make every decision again from its recorded inputs, and compare"
+    what = "repeat every decision from its recorded inputs, and compare"
     command(commands, "verify", "verify_command:verify_command", what)
     command(
         commands,
         "whatif",
         "whatif_command:whatif_command",
-        "decide afresh from a point, with other inputs",
+        "decide again from a point, with other inputs",
         point("--at", "the point to fork at (default: the end)"),
         repeated("--set", "PATH=VALUE", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE", type=setting_argument),
         repeated("--lose", "NODE", "without this node", type=name_argument),
         option("--add-nodes", "K", "spare nodes that join", type=whole(0, 10_000), default=0),
-        option("--slots", "N", "of each (default: as most have)", type=whole(0, 10_000), default=0),
+        option("--slots", "N", "slots of each (default: as most nodes have)", type=whole(0, 10_000), default=0),
     )
 
 

@@ -81,7 +81,7 @@ async def events_command(options: argparse.Namespace) -> None:
                         matched += 1
                         say(as_json(entry_json(entry)) if options.json else entry_line(entry))
     if not matched:
-        print(f"{PROGRAM}: no event matches", file=sys.stderr)
+        print(f"{PROGRAM}: no events match", file=sys.stderr)
 
 
 def _require_export(path: Path, *, replace: bool) -> None:

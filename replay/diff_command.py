@@ -37,7 +37,7 @@ async def diff_command(options: argparse.Namespace) -> int:
     say(f"A: {when(before)}, digest {digest(before)}")
     say(f"B: {when(after)}, digest {digest(after)}")
     if options.other:
-        say(f"the logs part at entry {parted}" if parted else "the logs agree as far as both go")
+        say(f"the logs differ from entry {parted} on" if parted else "the logs agree to the end of the shorter one")
     for line in lines(found) or ["the states are equal"]:
         say(clean(line))
     return 0

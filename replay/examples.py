@@ -41,15 +41,15 @@ examples:
   unicron-replay verify --state-dir unicron-state
   unicron-replay verify --file incident.log --json
 
-Exit code 1 at the first decision that this version, with the recorded inputs, would make otherwise. Node losses
-are derived again from the heartbeats while they are kept (10 minutes, and in an export for ever).""",
+Exit code 1 at the first decision that this version, with the recorded inputs, would make differently. Node losses
+are derived again from the heartbeats while they are kept (10 minutes in NATS, always in an export).""",
     "import": """\
 examples:
   unicron-replay import incident.log --into copy              # segments in a new directory, for --file
   unicron-replay import incident.log --nats nats://127.0.0.1:4333
 
 The server must be a fresh one, started for this (nats-server -js -sd /tmp/nats -p 4333): where a stream of ours
-stands, nothing is written. Imported logs are marked, and no coordinator works on one. NATS dates what it stores, so
+exists, nothing is written. Imported logs are marked, and coordinators refuse them. NATS dates what it stores, so
 there the recorded times are those of the import; --into keeps them.""",
     "diff": """\
 examples:

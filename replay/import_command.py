@@ -27,6 +27,10 @@ async def import_command(options: argparse.Namespace) -> int:
     if options.json:
         say(as_json({"into": where, "last_seq": last, "times_kept": times == "kept"}))
     else:
-        note = "" if times == "kept" else " (NATS dates what it stores), and so are the digests; compare by --file"
+        note = (
+            ""
+            if times == "kept"
+            else " (NATS dates what it stores), and the digests differ accordingly; compare by --file"
+        )
         say(f"{where}: entries 1 to {last}; the recorded times are {times}{note}" if last else f"{where}: an empty log")
     return 0

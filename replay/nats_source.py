@@ -104,7 +104,7 @@ class NatsSource:
 
     async def skips(self) -> dict[int, str]:
         """See Source."""
-        async with self._bounded("no word of the skipped entries"):
+        async with self._bounded("no answer about the skipped entries"):
             return await self._log.skips()
 
     async def end_us(self) -> int:
@@ -119,7 +119,7 @@ class NatsSource:
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
         """See Source. Nothing where the server has no heartbeat stream."""
         try:
-            async with self._bounded("no word of the heartbeats"):
+            async with self._bounded("no answer about the heartbeats"):
                 newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
         except ApiError as error:
             if error.code != STREAM_NOT_FOUND:

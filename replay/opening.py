@@ -60,7 +60,7 @@ async def _snapshot(source: Source) -> ClusterState:
         raise UsageError("--from-snapshot: a file has none; give --nats or --state-dir")
     state = await source.snapshot()
     if state is None:
-        raise UsageError("--from-snapshot: there is none that fits; leave it out")
+        raise UsageError("--from-snapshot: no snapshot fits; leave it out")
     return state
 
 
@@ -68,7 +68,7 @@ def _archive(options: argparse.Namespace) -> Path | None:
     """The one that is named, or the state directory's own."""
     named: Path | None = options.archive
     if named is not None and not named.is_dir():
-        raise UsageError(f"--archive: {named} is no directory; give the one that `unicrond archive` wrote")
+        raise UsageError(f"--archive: {named} is not a directory; give the one that `unicrond archive` wrote")
     if named is None and options.state_dir is not None and (options.state_dir / "archive").is_dir():
         return Path(options.state_dir / "archive")
     return named
@@ -77,9 +77,9 @@ def _archive(options: argparse.Namespace) -> Path | None:
 def require_place(what: str, path: Path) -> None:
     """A file can be written at `path`, in place of an older one at most. UsageError, which begins with `what`."""
     if not path.parent.is_dir():
-        raise UsageError(f"{what}: {path.parent} is no directory; create it or name another place")
+        raise UsageError(f"{what}: {path.parent} is not a directory; create it or name another place")
     if path.exists() and not path.is_file():
-        raise UsageError(f"{what}: {path} is no regular file, and none takes its place; name another one")
+        raise UsageError(f"{what}: {path} is not a regular file and cannot be replaced; name another one")
 
 
 async def fold_to(source: Source, at: Point | BeforeEnd | None, start: ClusterState = EMPTY) -> ClusterState:

@@ -70,7 +70,7 @@ def parse_point(text: str) -> Point | BeforeEnd:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no point of a log; give {HOW}") from None
+        raise ValueError(f"{text!r} is not a point of a log; give {HOW}") from None
     if time.tzinfo is None:
         raise ValueError(f"{text!r} has no time zone; append Z or an offset like +02:00")
     return AtTime((time - EPOCH) // timedelta(microseconds=1))

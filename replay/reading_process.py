@@ -100,7 +100,7 @@ async def _batches(reader: asyncio.StreamReader, seq: int, until_seq: int) -> As
             said = _said.decode(await _received(reader))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise LogUnavailable(
-                f"the process that reads the log was ended, after entry {seq} of {until_seq}; try again"
+                f"the process that reads the log ended after entry {seq} of {until_seq}; try again"
             ) from None
         if isinstance(said, Failure):
             raise next(kind for kind in _ERRORS if kind.__name__ == said.kind)(said.reason)

@@ -110,7 +110,7 @@ class Index:
             raise NoSuchSubject(f"{text}: is the name of several things; give {choice}")
         if not found:
             what = "; ".join(f"{kind}s: {_some(names)}" for kind, names in known.items())
-            raise NoSuchSubject(f"{text}: nothing in the log has this name ({what})")
+            raise NoSuchSubject(f"{text}: the log has nothing of this name ({what})")
         return Subject(found[0], text)
 
 
@@ -238,11 +238,11 @@ class Story:
                 if incident.symptoms != old.symptoms:
                     return f" -> a symptom of incident {name}"
                 if incident.resumed_us and not old.resumed_us:
-                    return f" -> training goes on, incident {name} has its cure"
+                    return f" -> training continues, incident {name} is healed"
         if isinstance(event, v.MembershipDecided):
             told = [node for node in dict.fromkeys(nodes_of(event)) if node]
             because = f", because of incident {event.incident}" if event.incident else ""
-            return f" (told to {', '.join(told)}{because})" if told else because
+            return f" (sent to {', '.join(told)}{because})" if told else because
         return ""
 
     def _tell(self, entry: Recorded, remark: str) -> None:

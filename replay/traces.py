@@ -92,7 +92,7 @@ def trace(spec: str, nodes: int, seed: int) -> Trace:
     path = Path(spec)
     if not path.is_file():
         known = "trace-a, trace-b, poisson:mtbf_d=30,repair_h=24 or the path of a trace in InfiniteHBD's format"
-        raise TraceError(f"--trace {spec}: no such file, and no such trace; give {known}")
+        raise TraceError(f"--trace {spec}: no such file or trace; give {known}")
     return read_infinitehbd(path, nodes, seed)
 
 
@@ -214,7 +214,7 @@ def _whole_days(days: float) -> int:
 def _entries(path: Path) -> list[_Entry]:
     try:
         if path.stat().st_size > TRACE_BYTES_MAX:
-            raise TraceError(f"--trace {path.name}: larger than 64 MiB; this is no trace of nodes")
+            raise TraceError(f"--trace {path.name}: larger than 64 MiB; it is not a trace of nodes")
         data: Any = json.loads(path.read_bytes())
     except OSError as error:
         raise TraceError(f"--trace {path.name}: cannot be read: {error.strerror}") from None

@@ -66,7 +66,7 @@ class Divergence(Exception):
         decided_again: Sequence[str],
         differing: Sequence[str] = (),
     ) -> None:
-        super().__init__(f"entry {seq} (based on entry {based_on}) is not what is decided today")
+        super().__init__(f"entry {seq} (based on entry {based_on}) differs from today's decision")
         self.seq = seq
         self.based_on = based_on
         self.recorded = list(recorded)
@@ -209,7 +209,7 @@ class Verifier:
             return
         if state is None or batch.based_on >= batch.seq:
             raise Divergence(
-                batch.seq, batch.based_on, _sentences(batch.events), ["nothing: it is not based on an earlier entry"]
+                batch.seq, batch.based_on, _sentences(batch.events), ["nothing: it has no earlier entry as its basis"]
             )
         again = self._decide(state, answered=any(isinstance(event, v.PlanAdopted) for event in batch.events))
         cut = at_end and len(batch.events) % MAX_BATCH == 0
@@ -247,12 +247,12 @@ class Verifier:
                     entry.seq,
                     based_on,
                     [summary(event)],
-                    ["no such deadline stood; these did: " + (", ".join(sorted(stood)) or "none")],
+                    ["no such deadline existed; these did: " + (", ".join(sorted(stood)) or "none")],
                 )
             self.findings.deadlines += 1
             return
         if isinstance(event, v.RepairEnded):
-            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: an operator's command said so")
+            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: by an operator's command")
             return
         try:
             contradiction = self._beats.contradiction(event, entry.recorded_at_us, self._state)

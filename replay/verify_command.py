@@ -20,7 +20,7 @@ async def verify_command(options: argparse.Namespace) -> int:
     """Exit code 1 if a decision cannot be made again."""
     async with open_source(options) as source:
         if not source.has_own_times:
-            raise UsageError("--nats: this log was imported, its times are those of the import; verify the file")
+            raise UsageError("--nats: this log was imported, so its times are those of the import; verify the file")
         verifier = await _verifier(source)
         try:
             async with aclosing(with_bar(read(source), "deciding again")) as chunks:
@@ -70,12 +70,12 @@ def _page(findings: Findings, divergence: Divergence | None) -> str:
         f" decided again, {findings.deadlines} deadlines, {findings.node_verdicts} node verdicts from heartbeats"
     )
     if findings.inert:
-        lines.append(f"{findings.inert} decisions of an old term, or repeated, are inert and were not compared")
+        lines.append(f"{findings.inert} decisions of an old term, or repeated, have no effect and were not compared")
     if findings.unverifiable:
         lines.append(f"{len(findings.unverifiable)} node verdicts are not verifiable:")
         lines += [f"  {text}" for text in findings.unverifiable]
     if divergence is None:
-        lines.append("verified: every decision is what is decided today")
+        lines.append("verified: every decision equals today's")
     else:
         lines += [f"NOT VERIFIED: {divergence}", "  recorded:", *(f"    {text}" for text in divergence.recorded)]
         lines += ["  decided again:", *(f"    {text}" for text in divergence.decided_again or ["nothing"])]

@@ -122,7 +122,7 @@ def waf_of(state: ClusterState, plan: Plan) -> dict[str, int]:
 def _with_setting(struct: Any, field: str, text: str, path: str) -> Any:
     kinds = get_type_hints(type(struct), include_extras=True)
     if field not in kinds:
-        raise BadChange(f"--set {path}: there is no such field; known: {', '.join(kinds)}")
+        raise BadChange(f"--set {path}: no such field; known: {', '.join(kinds)}")
     try:
         return replace(struct, **{field: msgspec.convert(text, kinds[field], strict=False)})
     except msgspec.ValidationError as error:
@@ -132,17 +132,17 @@ def _with_setting(struct: Any, field: str, text: str, path: str) -> Any:
 def _with_task_setting(state: ClusterState, name: str, fields: list[str], text: str, path: str) -> ClusterState:
     task = state.tasks.get(name)
     if task is None:
-        raise BadChange(f"--set {path}: there is no task {name} at this point; there are {', '.join(state.tasks)}")
+        raise BadChange(f"--set {path}: no task {name} at this point; tasks are {', '.join(state.tasks)}")
     inner = task.spec
     if fields == ["name"]:
-        raise BadChange(f"--set {path}: a task's name is what the log knows it by; set something else")
+        raise BadChange(f"--set {path}: a task's name identifies it in the log; set another field")
     if len(fields) == 2 and isinstance(getattr(inner, fields[0], None), v.Value):
         part = _with_setting(getattr(inner, fields[0]), fields[1], text, path)
         spec = replace(inner, **{fields[0]: part})
     elif len(fields) == 1:
         spec = _with_setting(inner, fields[0], text, path)
     else:
-        raise BadChange(f"--set {path}: there is no such field of a task")
+        raise BadChange(f"--set {path}: no such field of a task")
     # What was wrong before (a script that is on another machine) is none of our business.
     wrong = [each for each in problems(spec) if each not in problems(task.spec)]
     if wrong:

@@ -103,11 +103,11 @@ def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: di
     counts = Counter(type(event).__name__ for event in with_changes.decisions if not isinstance(event, PlanAdopted))
     return "\n".join(
         [
-            f"decided afresh at {when(state)}",
+            f"decided again at {when(state)}",
             "",
             *plain(table),
             "",
-            f"WAF {before:.4g} -> {after:.4g} FLOP/s{share}, both by the changed settings",
+            f"WAF {before:.4g} -> {after:.4g} FLOP/s{share}, both under the changed settings",
             f"unchanged: {clean(said['reason_without'])}",
             f"what if:   {clean(said['reason_with'])}",
             "at once:   " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing else"),

@@ -146,7 +146,7 @@ def _curve(task: TrainingTask, cluster: Cluster) -> tuple[int, ...]:
             curve.append(curve[-1])
         curve[-1] = max(curve[-1], flops.get(gpus, 0))
     if not any(curve):
-        raise WorkloadError(f"task {task.name}: {task.model} fits on no number of these GPUs; give more nodes")
+        raise WorkloadError(f"task {task.name}: {task.model} does not fit on these GPUs; give more nodes")
     return tuple(curve[: most + 1])
 
 
@@ -214,7 +214,7 @@ def parse_tasks(text: str) -> tuple[TrainingTask, ...]:
             known = guess(task.model, list(MODELS))
             raise WorkloadError(f"--tasks: {task.name}: unknown model {task.model!r}; {known}")
         if sum(other.name == task.name for other in tasks) > 1:
-            raise WorkloadError(f"--tasks: {task.name} stands there twice; give each task its own name")
+            raise WorkloadError(f"--tasks: {task.name} appears twice; give each task its own name")
     return tasks
 
 

@@ -57,7 +57,7 @@ from unicrond.what_if import BadChange, Changes, foreseen, what_if
 from unicrond.work import achieved_waf, delivered_flop
 
 T = TypeVar("T", bound=msgspec.Struct)
-_ASKED = "asked by a person"
+_ASKED = "requested by an operator"
 #: What tells of the whole state and of nothing less: not before the log is folded.
 _OF_THE_STATE = ("/v1/state", "/v1/plan/", "/v1/logs/")
 #: Digits of a number in a query; no log, rank or file has so many.
@@ -121,18 +121,18 @@ class Api:
             return _error(403, f"host: {host} is not loopback; call 127.0.0.1, or set api.token_file")
         # It could send us a form, though; browsers say where such a thing comes from.
         if request.method == "POST" and "Origin" in request.headers:
-            return _error(403, "origin: pages in browsers may not steer a cluster; use unicronctl")
+            return _error(403, "origin: web pages may not control a cluster; use unicronctl")
         if self._token and request.path != "/healthz":
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
                 return _error(401, "token: missing or wrong; give --token-file")
         asks_the_state = request.method == "POST" or request.path.startswith(_OF_THE_STATE)
         if asks_the_state and not self._coordinator.live.is_set():
-            return _error(503, "coordinator: still folding its log; try again in a moment")
+            return _error(503, "coordinator: still reading its log; try again in a moment")
         if request.method == "POST" and (trouble := self._trouble()):
-            return _error(503, f"log: {trouble}; try again when it does")
+            return _error(503, f"log: {trouble}; try again later")
         if request.method == "POST" and self._coordinator.fault:
-            return _error(503, f"coordinator: decides nothing more: {self._coordinator.fault}")
+            return _error(503, f"coordinator: has stopped deciding: {self._coordinator.fault}")
         try:
             return await handler(request)
         except Refused as refusal:
@@ -180,7 +180,7 @@ class Api:
         foresight, epoch = self._coordinator.foresight, self._coordinator.state.plan.epoch
         table = foresight.table
         if table is None or foresight.epoch != epoch:
-            return _error(503, f"table: plan {epoch} is not looked ahead from yet; try again in a moment")
+            return _error(503, f"table: plan {epoch} has no table yet; try again in a moment")
         return _json({"epoch": epoch, "rows": await asyncio.to_thread(foreseen, table)})
 
     async def plan_whatif(self, request: web.Request) -> web.Response:
@@ -216,7 +216,7 @@ class Api:
             return _error(400, str(wrong[0]))
         known = self._coordinator.state.tasks.get(spec.name)
         if known is not None and (known.status is TaskStatus.ACTIVE or not known.at_rest):
-            return _error(409, f"name: task {spec.name} is already there; choose another name, or cancel it first")
+            return _error(409, f"name: task {spec.name} already exists; choose another name, or cancel it first")
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
@@ -346,7 +346,7 @@ def _number(asked: web.Request, field: str) -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
         shown = ascii(text[:40])  # as it is written may be what JSON cannot carry
-        raise Refused(400, f"{field}: {shown} is no number; give an integer from 0 to {'9' * _DIGITS_MAX}")
+        raise Refused(400, f"{field}: {shown} is not a number; give an integer from 0 to {'9' * _DIGITS_MAX}")
     return int(text)
 
 

@@ -38,11 +38,11 @@ def parser() -> Parser:
     commands = root.commands()
 
     nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
-    injection = switch("--allow-injection", "let people order faults (unicronctl inject)")
+    injection = switch("--allow-injection", "allow ordered faults (unicronctl inject)")
     add_command(
         commands,
         "run",
-        "run the coordinator in the foreground; SIGTERM leaves the embedded nats-server to the next one",
+        "run the coordinator in the foreground; SIGTERM leaves the embedded nats-server running for the next one",
         examples("unicrond run --config /etc/unicron.yaml"),
         option("--config", "FILE", "YAML (docs/operate/configuration.md); default: defaults", type=Path),
         nats,
@@ -50,20 +50,20 @@ def parser() -> Parser:
         repeated(
             "--skip",
             "SEQ",
-            "pass over this entry of the log, from now on and for every reader (docs/operate/recovery.md)",
+            "skip this entry of the log, from now on and for every reader (docs/operate/recovery.md)",
             type=whole(1),
         ),
-        switch("--verbose", "log committed steps as well"),
+        switch("--verbose", "log committed steps too"),
     )
     add_command(
         commands,
         "archive",
-        "copy the event log to <state_dir>/archive, from where it was left the last time; with --keep, remove what "
-        "is older from NATS then, while the coordinator goes on",
+        "copy the event log to <state_dir>/archive, from where the last archive ends; with --keep, then remove older "
+        "entries from NATS, while the coordinator runs",
         examples("unicrond archive --config /etc/unicron.yaml --keep 30d"),
-        option("--config", "FILE", "that of the coordinator", type=Path),
+        option("--config", "FILE", "the coordinator's configuration", type=Path),
         nats,
-        option("--keep", "SPAN", "like 12h or 30d: what is younger stays in NATS", type=_span),
+        option("--keep", "SPAN", "a span like 12h or 30d: younger entries stay in NATS", type=_span),
         switch("--json", "JSON instead of text"),
     )
     iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
@@ -91,7 +91,7 @@ def _span(text: str) -> float:
     """A span like 12h or 30d, in seconds."""
     unit_s = {"h": 3600.0, "d": 86400.0}.get(text[-1:])
     if unit_s is None or len(text) > 7:
-        raise ValueError(f"{text!r} is no span; give one like 12h or 30d")
+        raise ValueError(f"{text!r} is not a span; give one like 12h or 30d")
     return whole(1)(text[:-1]) * unit_s
 
 

@@ -57,7 +57,7 @@ class Client:
         """Raises ValueError where `url` is no http or https address."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"{url!r} is no http address; give one like {DEFAULT_URL}")
+            raise ValueError(f"{url!r} is not an http address; give one like {DEFAULT_URL}")
         self.url = url.rstrip("/")
         self._host = parts.hostname
         self._port = parts.port  # a ValueError that says what is wrong, too
@@ -78,7 +78,7 @@ class Client:
             return Snapshot(body, from_json(body.get("state")))
         except msgspec.ValidationError as error:
             raise Unreachable(
-                f"{self.url} answers with a state that is not understood ({error}); is it another version of unicrond?"
+                f"{self.url} sent a state that this version cannot read ({error}); is it another version of unicrond?"
             ) from None
 
     def state(self) -> tuple[ClusterState, str]:
@@ -152,11 +152,11 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from None
         except ValueError:
-            raise Unreachable(f"{self.url} answers, but not as a coordinator does; check --url") from None
+            raise Unreachable(f"{self.url} answers, but not like a coordinator; check --url") from None
         finally:
             connection.close()
         if not isinstance(answer, dict):
-            raise Unreachable(f"{self.url} answers, but not as a coordinator does; check --url")
+            raise Unreachable(f"{self.url} answers, but not like a coordinator; check --url")
         return answer
 
     def _open(

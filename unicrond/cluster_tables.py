@@ -86,16 +86,14 @@ def nodes_table(
     if hidden:
         counts = ", ".join(f"{count} {status}" for status, count in Counter(map(node_status, hidden)).items())
         rows.append((f"and {len(hidden)} more", counts, "", "", ""))
-    return Table(
-        ("node", "status", "used", "workers", "reason"), tuple(rows), frozenset({"used"}), "no node has joined"
-    )
+    return Table(("node", "status", "used", "workers", "reason"), tuple(rows), frozenset({"used"}), "no nodes")
 
 
 def _keeps_back(kept_back: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
     kept = (kept_back or {}).get(node.name)
     if kept is None:
         return ""
-    return f"keeps back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
+    return f"holds back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
 
 
 def task_workers(task: Task) -> str:
@@ -127,7 +125,7 @@ def tasks_table(state: ClusterState) -> Table:
     ]
     headers = ("task", "status", "weight", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
     right = frozenset({"weight", "iteration", "loss", "ms/iteration", "WAF"})
-    return Table(headers, tuple(rows), right, "no task was submitted")
+    return Table(headers, tuple(rows), right, "no tasks")
 
 
 def stragglers_table(state: ClusterState) -> Table:
@@ -170,7 +168,7 @@ def _slow(task: Task) -> str:
 
 def _reshaping(task: Task) -> str:
     asked = task.reshaping.reshape
-    return f"is to have tp {asked.tp}, pp {asked.pp}" if asked else ""
+    return f"changes to tp {asked.tp}, pp {asked.pp}" if asked else ""
 
 
 def plan_table(state: ClusterState) -> Table:

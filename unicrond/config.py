@@ -95,7 +95,7 @@ def check(config: Config, where: str) -> None:
     """What concerns several fields. Raises ConfigError."""
     if not is_loopback(config.api.host) and not config.api.token_file:
         raise ConfigError(
-            f"{where}: api.host: {config.api.host} is open to others, and to submit a task is to run code; "
+            f"{where}: api.host: {config.api.host} is open to others, and a task can run any code; "
             "set api.token_file, or use 127.0.0.1"
         )
     for kind, level in config.severity.items():
@@ -103,7 +103,8 @@ def check(config: Config, where: str) -> None:
         if level in impossible:
             possible = " or ".join(str(other) for other in (1, 2, 3) if other not in impossible)
             raise ConfigError(
-                f"{where}: severity.{kind}: {level} cannot be, what is gone is not mended; use {possible}"
+                f"{where}: severity.{kind}: {level} is impossible, a reattempt cannot restore what is lost; "
+                f"use {possible}"
             )
     if (
         not config.nats.url

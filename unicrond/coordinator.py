@@ -164,9 +164,7 @@ class Coordinator:
         assert self._fence is not None
         if self.state.term > self._fence.term:
             raise fenced
-        log.warning(
-            "term %d was fenced by a claim that does not count (%s); claiming the next", self.state.term, fenced
-        )
+        log.warning("a claim that does not count fenced term %d (%s); claiming the next", self.state.term, fenced)
 
     async def _claim(self) -> None:
         term = self.state.term + 1
@@ -211,7 +209,7 @@ class Coordinator:
 
     async def _catch_up(self, until_seq: int) -> None:
         self._skips = await self._event_log.skips()
-        fresh = {seq: "asked for with --skip" for seq in self._skip if seq not in self._skips}
+        fresh = {seq: "ordered by --skip" for seq in self._skip if seq not in self._skips}
         needed = Needed(fresh, until_seq)
         self._skips |= fresh
         if until_seq == 0:
@@ -252,7 +250,7 @@ class Coordinator:
             async for entry in entries:
                 self._read_us = self._clock.monotonic_us()
                 await self._inbox.put(entry)
-        raise RuntimeError("the event log ended; it should never")
+        raise RuntimeError("the event log ended, which must not happen")
 
     def _fold(self, entry: Entry) -> None:
         before = self.state
@@ -268,7 +266,9 @@ class Coordinator:
             self._cause = entry.envelope.event_id
             event = entry.envelope.event
             if isinstance(event, EntrySkipped) and event.seq < entry.seq and event.seq not in self._skips:
-                raise LogDamaged(f"entry {event.seq} is skipped since it was folded; start the coordinator anew")
+                raise LogDamaged(
+                    f"entry {event.seq} was skipped after this coordinator folded it; restart the coordinator"
+                )
             if self._fence is not None and entry.envelope.term == self._fence.term:
                 self._breaker.folded(before, self.state, entry.envelope.event)
             self._watch.folded(event, live=self.live.is_set())
@@ -331,7 +331,8 @@ class Coordinator:
             timer.cancel()
         self._timers.clear()
         log.error(
-            "NOTHING MORE IS DECIDED: %s; training goes on, faults are not healed (docs/operate/recovery.md)", why
+            "DECIDING HAS STOPPED: %s; training continues, faults are not healed (docs/operate/recovery.md)",
+            why,
         )
 
     def _keep_snapshot(self) -> None:
@@ -431,5 +432,5 @@ class Coordinator:
 
 
 def _bug(error: Exception) -> str:
-    log.error("a bug of the coordinator's", exc_info=error)
-    return f"deciding fails: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    log.error("a bug in the coordinator", exc_info=error)
+    return f"cannot decide: {type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -58,11 +58,11 @@ def _token(path: Path | None) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise UsageError(f"--token-file: {path}: {error.strerror}; give a file that holds the token") from None
+        raise UsageError(f"--token-file: {path}: {error.strerror}; give the file with the token") from None
     except UnicodeDecodeError:
         token = ""
     if not token or not token.isprintable():
-        raise UsageError(f"--token-file: {path}: does not hold one line of plain text; give the API's token file")
+        raise UsageError(f"--token-file: {path}: is not one line of plain text; give the API's token file")
     return token
 
 
@@ -107,7 +107,7 @@ def status(options: argparse.Namespace) -> None:
         "digest": str(snapshot.body.get("digest")),
     }
     if state.quarantined:
-        lines["quarantined"] = f"{state.quarantined} messages in the log are no valid events"
+        lines["quarantined"] = f"{state.quarantined} messages in the log are not valid events"
     for name, text in lines.items():
         print(f"{name:<12} {text}")
     if state.incidents:
@@ -125,7 +125,7 @@ def _active(state: ClusterState) -> list[Any]:
 def costs_line(costs: dict[str, float] | None) -> str:
     """What the failure-free work has become."""
     if not costs or not costs["failure_free_flop"]:
-        return "nothing planned yet"
+        return "no plan yet"
     free = costs["failure_free_flop"]
     parts = [("delivered", "delivered"), ("detection", "detection"), ("transition", "transition")]
     parts.append(("sub_health", "sub-health"))
@@ -187,18 +187,18 @@ def submit(options: argparse.Namespace) -> None:
     except UnicodeDecodeError:
         raise UsageError("stdin: is not UTF-8 text; give a YAML file") from None
     if options.check:
-        _say(options, {"task": spec.name, "ok": True}, f"{options.file}: task {spec.name} is well described")
+        _say(options, {"task": spec.name, "ok": True}, f"{options.file}: task {spec.name} is valid")
         return
     answer = client_of(options).submit(msgspec.to_builtins(spec))
     for warning in answer.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
-    _say(options, answer, f"task {spec.name} is submitted, at sequence {answer.get('seq')}")
+    _say(options, answer, f"task {spec.name} submitted, at sequence {answer.get('seq')}")
 
 
 def cancel(options: argparse.Namespace) -> None:
     """End a task."""
     answer = client_of(options).cancel(options.task, options.reason)
-    _say(options, answer, f"task {options.task} is cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
+    _say(options, answer, f"task {options.task} cancelled, at sequence {answer.get('seq')}; its checkpoints stay")
 
 
 def reshape(options: argparse.Namespace) -> None:
@@ -208,7 +208,7 @@ def reshape(options: argparse.Namespace) -> None:
     answer = client_of(options).reshape(options.task, order)
     form = f"tp {answer.get('tp')}, pp {answer.get('pp')}"
     workers = f"{answer.get('min_workers')} to {answer.get('max_workers')} workers"
-    _say(options, answer, f"task {options.task} is to have {form} and {workers}, from sequence {answer.get('seq')} on")
+    _say(options, answer, f"task {options.task} changes to {form} and {workers}, from sequence {answer.get('seq')} on")
 
 
 def cordon(options: argparse.Namespace) -> None:
@@ -236,7 +236,7 @@ def inject(options: argparse.Namespace) -> None:
     order = {"kind": options.kind.replace("-", "_")} | {name: getattr(options, name) for name in fields}
     answer = client_of(options).inject(order)
     whom = f"{answer.get('worker')} on {answer.get('node')}" if answer.get("worker") else f"node {answer.get('node')}"
-    _say(options, answer, f"{options.kind} is ordered for {whom}, at sequence {answer.get('seq')}")
+    _say(options, answer, f"ordered {options.kind} for {whom}, at sequence {answer.get('seq')}")
 
 
 def _say(options: argparse.Namespace, data: Any, text: str) -> None:
@@ -307,7 +307,7 @@ class Away:
             raise error
         if not self._since_s:
             self._since_s = now_s
-            print(f"unicronctl: {error}; waiting for it", file=sys.stderr)
+            print(f"unicronctl: {error}; trying again", file=sys.stderr)
         time.sleep(RETRY_S)
 
 

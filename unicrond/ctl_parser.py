@@ -64,7 +64,7 @@ def parser() -> Parser:
     """All commands; `events decode` alone is found before (ctl.py)."""
     root = Parser(
         prog=PROG,
-        description="See and steer a training cluster that unicrond coordinates.",
+        description="See and control a training cluster that unicrond coordinates.",
         epilog=_EPILOG,
         parents=[_common(None)],
         version=VERSION,
@@ -89,7 +89,7 @@ def _common(default: object) -> Parser:
     add(
         flags,
         option("--url", "URL", "the coordinator's API", default=default),
-        option("--token-file", "FILE", "holds the API's bearer token", type=Path, default=default),
+        option("--token-file", "FILE", "file with the API's bearer token", type=Path, default=default),
     )
     what = "JSON instead of text (events: JSON lines)"
     flags.add_argument("--json", action="store_true", default=default or False, help=what)
@@ -103,7 +103,7 @@ def _add(commands: Commands, name: str, text: str, shown: tuple[str, ...] | Epil
 
 
 _TASK = option("task", "TASK", "its name")
-_REASON = option("--reason", "TEXT", "what the log is to say (default: asked by a person)", default="")
+_REASON = option("--reason", "TEXT", "reason for the log (default: requested by an operator)", default="")
 
 
 def _add_tasks_control(commands: Commands) -> None:
@@ -113,17 +113,17 @@ def _add_tasks_control(commands: Commands) -> None:
         "submit the task that a file describes (docs/use/task-files.md)",
         ("submit examples/big.yaml", "submit - < task.yaml"),
         option("file", "FILE", "YAML; - reads stdin"),
-        switch("--check", "check the file only; needs no coordinator"),
+        switch("--check", "only check the file; needs no coordinator"),
     )
     _add(commands, "cancel", "end a task; its checkpoints stay", ("cancel big --reason 'wrong data'",), _TASK, _REASON)
     _add(
         commands,
         "reshape",
-        "another layout or size for a running task; it goes on from where it stands (docs/use/reshape.md)",
+        "change the layout or size of a running task; it continues from its present iteration (docs/use/reshape.md)",
         ("reshape big --tp 2 --pp 1", "reshape big --max-workers 4"),
         _TASK,
-        option("--tp", "N", "tensor parallel size (default: as it is)", type=whole(1)),
-        option("--pp", "N", "pipeline parallel size (default: as it is)", type=whole(1)),
+        option("--tp", "N", "tensor parallel size (default: unchanged)", type=whole(1)),
+        option("--pp", "N", "pipeline parallel size (default: unchanged)", type=whole(1)),
         option("--min-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
         option("--max-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
         _REASON,
@@ -132,9 +132,9 @@ def _add_tasks_control(commands: Commands) -> None:
 
 def _add_node_control(commands: Commands) -> None:
     for name, text in (
-        ("cordon", "no new workers for a node; those that it has stay"),
+        ("cordon", "give a node no new workers; those that it has stay"),
         ("drain", "empty a node: its workers move at an iteration boundary, and nothing is lost"),
-        ("uncordon", "a cordoned, drained or isolated node may have workers again"),
+        ("uncordon", "give a cordoned, drained or isolated node workers again"),
     ):
         _add(commands, name, text, (f"{name} node3 --reason 'new fan'",), option("node", "NODE", "its name"), _REASON)
 
@@ -145,7 +145,7 @@ def _add_inject(commands: Commands) -> None:
     _add(
         commands,
         "inject",
-        "order a fault, where the coordinator runs with --allow-injection (docs/operate/faults.md)",
+        "order a fault, if the coordinator runs with --allow-injection (docs/operate/faults.md)",
         (
             "inject kill --task big --rank 1 --at-iteration 20 --phase reduce",
             "inject slow --task big --rank 0 --seconds 0.5",
@@ -161,7 +161,7 @@ def _add_inject(commands: Commands) -> None:
             "--seconds", "S", "how slow; or how long (drop-network)", type=number(0, 86_400, "seconds"), default=0.0
         ),
         option("--xid", "CODE", "the code that an xid fault reports", type=whole(), default=0),
-        switch("--counts", "hold it against node and task (strikes, as if unordered)"),
+        switch("--counts", "count it against node and task, like an unordered fault"),
     )
 
 
@@ -169,26 +169,26 @@ def _add_reading(commands: Commands) -> None:
     _add(
         commands,
         "logs",
-        "what a worker of a task wrote",
+        "show the output of a task's worker",
         ("logs big", "logs big --rank 1 -f"),
         _TASK,
         option("--rank", "R", "the worker's rank (default: 0)", type=whole()),
         option(
             "--tail-bytes",
             "N",
-            "begin so many bytes before the end (8192, at most 65536)",
+            "begin this many bytes before the end (8192, at most 65536)",
             type=whole(1),
             default=8192,
         ),
-        switch("-f", "--follow", "go on as more is written, across restarts"),
+        switch("-f", "--follow", "follow the output, across restarts"),
     )
     _add(
         commands,
         "events",
-        "the event log, as sentences",
+        "show the event log, as sentences",
         ("events --after 100", "events -f --type PlanAdopted"),
         option("--after", "SEQ", "begin after this sequence number (0)", type=whole(), default=0),
-        switch("-f", "--follow", "go on with what is yet to happen"),
+        switch("-f", "--follow", "follow new events"),
         repeated("--type", "T", "only this type of event"),
     )
 
@@ -196,21 +196,21 @@ def _add_reading(commands: Commands) -> None:
 def _add_plan(commands: Commands) -> None:
     plan = _add(commands, "plan", "the plan: adopted, foreseen, or of another cluster", ("plan show", "plan table"))
     plans = plan.commands("plan_command")
-    _add(plans, "show", "who has what, what it is worth, why, how it was come by, what all has cost", ("plan show",))
+    _add(plans, "show", "each task's slots and WAF, the reason, the method, the costs so far", ("plan show",))
     _add(
         plans,
         "table",
-        "what would happen if: the plan for each event that may come next",
+        "the plan for each event that may come next",
         ("plan table", "plan table --json"),
     )
     _add(
         plans,
         "whatif",
-        "the plan that would be adopted, were the cluster otherwise; nothing changes",
+        "the plan for a changed cluster; changes nothing",
         ("plan whatif --lose node3", "plan whatif --add-nodes 4 --slots 8 --task big:weight=3"),
         repeated("--lose", "NODE", "without this node"),
-        option("--add-nodes", "N", "with N nodes more", type=whole(), default=0),
-        option("--slots", "N", "workers on each (default: as most have)", type=whole(), default=0),
+        option("--add-nodes", "N", "with N more nodes", type=whole(), default=0),
+        option("--slots", "N", "workers on each (default: as most nodes have)", type=whole(), default=0),
         repeated("--task", "NAME:FIELD=N", "a task with another weight, min_workers or max_workers"),
     )
     _add(
@@ -227,7 +227,7 @@ def _add_throughput(commands: Commands) -> None:
     _add(
         commands,
         "throughput",
-        "the achieved model FLOP/s of a GPT on so many GPUs, in its best 3D-parallel layout",
+        "the achieved model FLOP/s of a GPT on these numbers of GPUs, in its best 3D-parallel layout",
         _presets,
         option("--model", "MODEL", "preset, see below (required)"),
         option("--gpu", "GPU", "preset, see below (required)"),

@@ -76,7 +76,7 @@ def plan_foreseen(options: argparse.Namespace) -> None:
         waf = planned_waf(state, row["waf"], row["workers"]) if row["workers"] else "0"
         rows.append((row["event"], f"{row['subject']}{others}", waf, ", ".join(changes) or "nobody moves"))
     print(f"after plan {body['epoch']}, should this come next:")
-    show(Table(("event", "of", "WAF then", "workers"), tuple(rows), frozenset({"WAF then"}), "no event can come"))
+    show(Table(("event", "of", "WAF then", "workers"), tuple(rows), frozenset({"WAF then"}), "no event is possible"))
 
 
 def plan_whatif(options: argparse.Namespace) -> None:
@@ -124,7 +124,7 @@ def _task_changes(given: list[str]) -> dict[str, dict[str, float]]:
         if not (name and colon and equals and field in ("weight", "min_workers", "max_workers")):
             raise UsageError(f"--task: {text!r}; give NAME:weight=3, or min_workers, max_workers")
         if not _NUMBER.fullmatch(number):
-            raise UsageError(f"--task: {text!r}: {number!r} is no number; give one like 3 or 0.5")
+            raise UsageError(f"--task: {text!r}: {number!r} is not a number; give one like 3 or 0.5")
         value: float = float(number)
         changes.setdefault(name, {})[field] = int(value) if value.is_integer() and field != "weight" else value
     return changes

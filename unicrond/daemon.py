@@ -142,7 +142,7 @@ async def _serve_until_stopped(
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
         log.warning("%s", warning)
     if config.injection:
-        log.warning("injection is on: whoever reaches the API may order faults")
+        log.warning("injection is on: anyone with access to the API may order faults")
     token = read_secret(config.api.token_file) if config.api.token_file else ""
     probe = StreamProbe(connection, lambda: coordinator.state.seq)
     keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
@@ -180,7 +180,7 @@ async def _serve_until_stopped(
 async def _keep_running(server: EmbeddedServer) -> None:
     while True:
         await server.ended()
-        log.warning("nats-server ended; starting it again")
+        log.warning("nats-server ended; restarting it")
         await server.start()
         log.info("nats-server runs again at %s (pid %s)", server.url, server.pid)
 

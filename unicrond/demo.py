@@ -75,10 +75,10 @@ class Story:
 
         self._fault(f"node {node} comes back", count=False)
         await self.cluster.bring_back(node)
-        state = await self.until(f"{node} is used again", lambda s: whole(s, 4))
+        state = await self.until(f"{node} has workers again", lambda s: whole(s, 4))
         reached = {name: task.progress.iteration for name, task in state.tasks.items()}
         state = await self.until(
-            "both tasks go on",
+            "both tasks continue",
             lambda s: all(s.tasks[name].progress.iteration >= at + 10 for name, at in reached.items()),
         )
         state, self.digest = await self.cluster.state()

@@ -219,7 +219,7 @@ class DevCluster:
                 if (await asyncio.to_thread(self.client.health))["status"] == "live":
                     return
             if time.monotonic() > deadline:
-                raise DevError(f"the coordinator is not live after {timeout_s:g} s; see {self.coordinator.output}")
+                raise DevError(f"the coordinator is not ready after {timeout_s:g} s; see {self.coordinator.output}")
             await asyncio.sleep(0.05)
 
     def _end_leftovers(self) -> None:

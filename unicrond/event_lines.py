@@ -126,4 +126,4 @@ class EventStreamParser:
             # json reads NaN, which a loss may be; msgspec's own decoder does not.
             return msgspec.convert({"type": kind, **json.loads(data)}, EventLine, strict=True)
         except (ValueError, TypeError, RecursionError) as error:
-            raise BadEventStream(f"not understood: {clean(str(error))}") from None
+            raise BadEventStream(f"cannot read it: {clean(str(error))}") from None

@@ -84,7 +84,9 @@ _WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "
 def _sentence(message: str, value: Any, kind: Any) -> str:
     if "matching regex" in message:
         if NAME_PATTERN in (getattr(meta, "pattern", None) for meta in get_args(kind)[1:]):
-            return f"{value!r} is no name; use letters, digits, - and _, at most 63, the first a letter or digit"
+            return (
+                f"{value!r} is not a valid name; use letters, digits, - and _, at most 63, the first a letter or digit"
+            )
         return f"{value!r} has the wrong form; {message}"
     if get_origin(kind) is Literal:
         known = [str(choice) for choice in get_args(kind)]

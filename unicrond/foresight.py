@@ -94,12 +94,12 @@ class Foresight:
                     self.table = await asyncio.to_thread(self._foresee, survey)
                     self.epoch = survey.state.plan.epoch
                 except ProblemError as error:
-                    log.warning("nothing is foreseen: %s", error)
+                    log.warning("no table of plans: %s", error)
                     self.table = None
             if self.table is not None:
                 effort, took_ms = self.table.effort, (self._monotonic_us() - asked_us) / 1000
                 rows = f"{effort.rows_computed} rows computed, {effort.rows_reused} reused"
-                log.debug("foreseen: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
+                log.debug("table of plans: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
 
     def _foresee(self, survey: Survey) -> Table | None:
         """In the thread."""

@@ -37,7 +37,7 @@ ROOM_SHARE = 0.1
 PROBE_EVERY_S = 2.0
 #: What nodes keep back for less may be under way.
 KEPT_BACK_US = 3_000_000
-SILENT_BUS = "NATS does not give the coordinator's own heartbeats back"
+SILENT_BUS = "NATS does not return the coordinator's own heartbeats"
 
 
 class TroubledLog(Protocol):
@@ -135,8 +135,8 @@ class LogKeeper:
         entries = sum(one.entries for one in kept.values())
         names = ", ".join([*list(kept)[:3], *(["..."] if len(kept) > 3 else [])])
         return (
-            f"{len(kept)} of the nodes ({names}) keep back {entries} observations, "
-            f"the oldest for {oldest_us / 1e6:.0f} s, and nothing was appended meanwhile"
+            f"{len(kept)} of the nodes ({names}) hold back {entries} observations, "
+            f"the oldest for {oldest_us / 1e6:.0f} s, and the log got no new entry meanwhile"
         )
 
     async def run(self) -> None:
@@ -160,7 +160,7 @@ class LogKeeper:
             trouble = self.trouble
             if not trouble:
                 if told:
-                    log.info("the log takes appends again")
+                    log.info("the log accepts appends again")
                 since_s, told, restarted = None, "", False
                 continue
             now_s = time.monotonic()
@@ -168,7 +168,7 @@ class LogKeeper:
                 since_s = now_s
             elif not told and now_s - since_s >= self._look_every_s:
                 told = trouble
-                log.warning("nothing can be decided: %s; appends wait, nothing is lost", trouble)
+                log.warning("the coordinator cannot decide: %s; appends wait, nothing is lost", trouble)
             refuses = self._probe is not None and self._probe.is_settled
             if now_s - since_s < self._restart_after_s or refuses or (restarted and not self._seen_here):
                 continue
@@ -184,7 +184,7 @@ class LogKeeper:
         enough = min(ROOM_BYTES, ROOM_SHARE * usage.total) if self._room_bytes is None else self._room_bytes
         if usage.free < enough:
             return False
-        log.warning("nats-server takes nothing, with %d MiB free; ending it to start it anew", usage.free >> 20)
+        log.warning("nats-server accepts nothing, with %d MiB free; restarting it", usage.free >> 20)
         await server.stop()
         return True
 
@@ -192,8 +192,8 @@ class LogKeeper:
 def kept_back_lines(kept: Mapping[str, KeptBack]) -> list[str]:
     """One line for each node that keeps observations back for long."""
     return [
-        f"node {name} keeps back {one.entries} observations, the oldest for {one.oldest_us / 1e6:.0f} s: the log "
-        "does not take what it appends"
+        f"node {name} holds back {one.entries} observations, the oldest for {one.oldest_us / 1e6:.0f} s: the log "
+        "does not accept its appends"
         for name, one in kept.items()
         if one.oldest_us >= KEPT_BACK_US
     ]

@@ -41,7 +41,7 @@ class LogReader:
             message = await self._connection.request(logs_subject(node), encode(request), timeout_s=_TIMEOUT_S)
             reply = decode_reply(message.data)
         except (LogError, BadLogsMessage) as error:
-            raise LogsUnavailable(f"node {node} does not give its logs: {error}") from None
+            raise LogsUnavailable(f"node {node} does not send its logs: {error}") from None
         if reply.error:
             raise LogsUnavailable(reply.error)
         return {
@@ -56,7 +56,7 @@ def _worker_of(state: ClusterState, name: str, rank: int) -> tuple[str, str]:
     """(worker, node) of the task's rank: of the newest membership, also when its workers have ended."""
     task = state.tasks.get(name)
     if task is None:
-        raise LookupError(f"task: there is no task {name}; see `unicronctl tasks`")
+        raise LookupError(f"task: no task {name}; see `unicronctl tasks`")
     members = task.membership.members if task.membership is not None else ()
     known = [(m.worker, m.node) for m in members] or [(w.worker, w.node) for w in task.workers.values()]
     if not known:

@@ -59,17 +59,17 @@ class StateCollector(Collector):
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
         yield _gauge("unicron_plan_healthy_waf_flops", "WAF of a plan for healthy nodes", state.plan.healthy_waf)
         yield _gauge("unicron_plan_took_seconds", "From the question to the adopted plan", state.plan.took_us / 1e6)
-        yield _gauge("unicron_log_takes_appends", "1, or 0 where the log takes nothing", float(not self._trouble()))
+        yield _gauge("unicron_log_takes_appends", "1, or 0 while the log accepts nothing", float(not self._trouble()))
         kept = self._kept_back().items()
-        text = "Observations that a node cannot append"
+        text = "Observations that a node holds back"
         yield _labelled("unicron_kept_back", text, "node", ((node, one.entries) for node, one in kept))
         text = "Age of the oldest of them"
         yield _labelled("unicron_kept_back_seconds", text, "node", ((node, one.oldest_us / 1e6) for node, one in kept))
         text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
-        yield _counter("unicron_quarantined", "Messages in the log that are no valid events", state.quarantined)
-        text = "Messages that are no valid events, of those whom the cluster knows: facts or orders are missing"
+        yield _counter("unicron_quarantined", "Messages in the log that are not valid events", state.quarantined)
+        text = "Invalid messages from known producers: facts or orders are missing"
         refused = ((producer, one.count) for producer, one in self._alarms.refused.items())
         yield _labelled("unicron_quarantined_known", text, "producer", refused, CounterMetricFamily)
         yield _counter("unicron_duplicates", "Events delivered again and ignored", state.duplicates)
@@ -85,13 +85,13 @@ class StateCollector(Collector):
         waits = ((node.name, phase(state, node).value, 1) for node in isolated)
         yield _labelled("unicron_node_isolated", "Isolated nodes, by phase", "node phase", waits)
         failed = ((node.name, node.isolation.attempts if node.isolation else 0) for node in isolated)
-        yield _labelled("unicron_node_failed_checks", "Checks and repairs without success", "node", failed)
+        yield _labelled("unicron_node_failed_checks", "Failed checks and repairs", "node", failed)
         for name, (text, value) in TASK_GAUGES.items():
             yield _labelled(name, text, "task", ((task.name, value(task)) for task in tasks))
         text = "Achieved weighted FLOP/s since the first step"
         achieved = ((task.name, achieved_waf(task, state.now_us)) for task in tasks)
         yield _labelled("unicron_task_waf_flops", text, "task", achieved)
-        text = "How many times as long as the other replicas a straggler takes per micro-batch; none: nobody straggles"
+        text = "How many times as long as the other replicas a straggler takes per micro-batch; none: no straggler"
         slow = (
             (one.worker.rpartition(".")[0], one.worker, rank, one.node, one.factor) for rank, one in stragglers(state)
         )

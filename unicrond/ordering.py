@@ -55,7 +55,7 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
     if not allowed:
         raise Refused(
             409,
-            "injection: this coordinator takes no ordered faults; start it with `unicrond run --allow-injection` "
+            "injection: this coordinator accepts no ordered faults; start it with `unicrond run --allow-injection` "
             "(configuration: injection: true)",
         )
     if not 0.0 <= order.seconds <= 86400.0:
@@ -69,7 +69,7 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
     if known is None:
         raise Refused(404, f"node: no node {node}; see `unicronctl nodes`")
     if known.status is not NodeStatus.UP:
-        raise Refused(409, f"node: {node} is {known.status.value}; a fault needs a node that is up")
+        raise Refused(409, f"node: {node} is {known.status.value}; only a node that is up can have a fault")
     fault = Fault(
         kind=order.kind,
         worker="" if order.kind == "drop_network" else worker,
@@ -85,11 +85,11 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
 def _check_fields(order: FaultOrder) -> None:
     is_of_node = order.kind in NODE_FAULTS or (order.kind == "kill" and order.task is None)
     if order.task is None and order.node is None:
-        raise Refused(400, f"{'node' if is_of_node else 'task'}: say whom the fault is for; give --task or --node")
+        raise Refused(400, f"{'node' if is_of_node else 'task'}: name the fault's target; give --task or --node")
     if order.task is None and not is_of_node:
         raise Refused(400, f"task: {order.kind} is a worker's fault; give --task (and --rank)")
     if order.rank is not None and order.task is None:
-        raise Refused(400, "rank: is a task's; give --task as well")
+        raise Refused(400, "rank: belongs to a task; give --task too")
     problem = fault_problem(
         Fault(
             kind=order.kind,
@@ -122,7 +122,7 @@ def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:
     if order.at_iteration and order.at_iteration <= task.progress.iteration:
         raise Refused(
             409,
-            f"at_iteration: {order.at_iteration} is past, {task.name} has committed {task.progress.iteration};"
+            f"at_iteration: {order.at_iteration} has passed, {task.name} has committed {task.progress.iteration};"
             " give a later one",
         )
     return found[0].node, found[0].worker

@@ -40,14 +40,14 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
         after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
         told = f"{type(envelope.event).__name__} ({summary(envelope.event)})"
         if after.quarantined > state.quarantined:
-            raise Stopped(f"an own decision is not sound: {told}: {after.refused[-1].reason}")
+            raise Stopped(f"a decision does not fit the state: {told}: {after.refused[-1].reason}")
         if after.duplicates > state.duplicates or after.inert > state.inert:
-            raise Stopped(f"an own decision would pass for a repetition: {told}")
+            raise Stopped(f"a decision looks like a repetition: {told}")
         state = after
     try:
         check(state)
     except InvariantError as error:
-        raise Stopped(f"own decisions are not sound: {error}") from None
+        raise Stopped(f"decisions do not fit the state: {error}") from None
 
 
 def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
@@ -94,7 +94,7 @@ class Breaker:
         said = [_unnumbered(event) for event in events]
         self._idle = self._idle + 1 if not self._had_effect or said == self._last else 0
         if self._idle >= self._idle_max:
-            raise Stopped(f"{self._idle} batches of own decisions had no effect, the last: {summary(events[0])}")
+            raise Stopped(f"{self._idle} batches of decisions had no effect, the last: {summary(events[0])}")
         self._last, self._had_effect = said, False
 
 

@@ -44,7 +44,9 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
         slots = [node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned]
         largest = max(slots, default=0)
         if asked.tp > largest:
-            return f"tp: {asked.tp} workers of a stage share a node, and none has more than {largest} slots; lower it"
+            return (
+                f"tp: {asked.tp} workers of a stage share a node, and no node has more than {largest} slots; lower it"
+            )
         stages = sum(each // asked.tp for each in slots)
         if asked.pp > stages:
             return f"pp: the nodes have room for {stages} stages of tp {asked.tp}, not for {asked.pp}; lower it, or tp"

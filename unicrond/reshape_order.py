@@ -41,13 +41,13 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
         pp=pp,
         min_workers=order.min_workers or least,
         max_workers=order.max_workers or most,
-        reason=order.reason or "asked by a person",
+        reason=order.reason or "requested by an operator",
     )
     problem = reshape_problem(state, task, asked)
     if problem:
         raise Refused(400, problem)
     if changes_nothing(spec, asked) and task.reshaping.reshape is None:
-        raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; ask for others")
+        raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; give others")
     return asked
 
 

@@ -34,7 +34,7 @@ class Needed:
         """An entry as it stands in the log. Raises SkipRefused for one that cannot be skipped at all."""
         if entry.seq in self._skips:
             if not can_be_skipped(entry):
-                raise SkipRefused(f"--skip: entry {entry.seq} is a claim or a skip; the log cannot do without it")
+                raise SkipRefused(f"--skip: entry {entry.seq} is a claim or a skip; the log needs it")
             return
         event = entry.envelope.event if isinstance(entry, Recorded) else None
         if isinstance(event, v.MembershipDecided):
@@ -49,8 +49,8 @@ class Needed:
         for name, generation in self._generations.items():
             task = state.tasks.get(name)
             if task is None or task.generation < generation:
-                raise SkipRefused(f"--skip: without {named}, generation {generation} of task {name} would not be known")
+                raise SkipRefused(f"--skip: without {named}, generation {generation} of task {name} would be unknown")
         for name, number in self._workers.items():
             task = state.tasks.get(name)
             if task is None or task.numbers.next_worker <= number:
-                raise SkipRefused(f"--skip: without {named}, worker {name}.{number} would not be known")
+                raise SkipRefused(f"--skip: without {named}, worker {name}.{number} would be unknown")

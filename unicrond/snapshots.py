@@ -88,9 +88,9 @@ def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterSt
     try:
         snapshot = msgspec.msgpack.decode(body, type=_Snapshot)
     except msgspec.MsgspecError as error:
-        raise BadSnapshot(f"it is no snapshot: {error}") from None
+        raise BadSnapshot(f"not a snapshot: {error}") from None
     if snapshot.fingerprint != fingerprint():
-        raise BadSnapshot("it was written by another version's fold")
+        raise BadSnapshot("another version's fold wrote it")
     if snapshot.checksum != _checksum(snapshot.state):
         raise BadSnapshot("its checksum is wrong")
     try:
@@ -100,7 +100,7 @@ def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterSt
     if digest(state) != snapshot.digest or state.seq != snapshot.mark.seq:
         raise BadSnapshot("its state has another digest")
     if snapshot.skipped != _up_to(snapshot.mark.seq, skips):
-        raise BadSnapshot("other entries are skipped by now")
+        raise BadSnapshot("other entries are skipped now")
     return state, snapshot.mark
 
 
@@ -128,7 +128,7 @@ class Snapshots:
             state, mark = decode_snapshot(body, await event_log.skips() if skips is None else skips)
             await _require_same_log(event_log, mark)
         except (BadSnapshot, LogError) as error:
-            log.warning("the snapshot is not used: %s; folding the log from its beginning", error)
+            log.warning("not using the snapshot: %s; folding the log from its beginning", error)
             return None
         self._saved_seq = state.seq
         log.info("snapshot of entry %d", state.seq)
@@ -145,7 +145,7 @@ class Snapshots:
             await self._store.save(encode_snapshot(state, mark, skips))
             log.info("wrote a snapshot of entry %d", state.seq)
         except LogError as error:
-            log.warning("no snapshot of entry %d: %s", state.seq, error)
+            log.warning("could not write a snapshot of entry %d: %s", state.seq, error)
         finally:
             self._saved_seq = state.seq
             self._saving = False
@@ -157,4 +157,4 @@ async def _require_same_log(event_log: EventLog, mark: Mark) -> None:
     async with aclosing(event_log.read(mark.seq - 1, until_seq=mark.seq)) as entries:
         async for entry in entries:
             if mark_of(entry) != mark:
-                raise BadSnapshot(f"entry {mark.seq} of the log is not the one that it ends with")
+                raise BadSnapshot(f"entry {mark.seq} of the log differs from the one at its end")

@@ -34,7 +34,7 @@ class StreamProbe:
         try:
             info = await api_once(self._connection, f"STREAM.INFO.{EVENT_STREAM}", {})
         except Unanswered as error:
-            self.trouble, self.is_settled = f"NATS says nothing of the event log: {error}", False
+            self.trouble, self.is_settled = f"NATS does not answer about the event log: {error}", False
         except ApiError as error:
             self.trouble = f"NATS has no event log: {error}"
             self.is_settled = not error.is_passing
@@ -48,8 +48,8 @@ def refusal(info: dict[str, Any], folded_seq: int) -> str:
     config, state = info["config"], info["state"]
     if state["last_seq"] < folded_seq:
         return (
-            f"stream {EVENT_STREAM} ends at entry {state['last_seq']}, and {folded_seq} were read: it was made anew, "
-            "or restored from an older backup"
+            f"stream {EVENT_STREAM} ends at entry {state['last_seq']}, and the coordinator has read {folded_seq}: the "
+            "stream was recreated, or restored from an older backup"
         )
     if config.get("sealed"):
         return f"stream {EVENT_STREAM} is sealed"

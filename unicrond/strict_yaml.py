@@ -58,7 +58,9 @@ class _Loader(yaml.SafeLoader):
         """As PyYAML's, without anchors and aliases."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) is not None:
-            raise BadYaml("anchors and aliases (& and *) are not read; write the value out", event.start_mark.line + 1)
+            raise BadYaml(
+                "anchors and aliases (& and *) are not supported; write the value out", event.start_mark.line + 1
+            )
         return super().compose_node(parent, index)
 
 
@@ -113,11 +115,11 @@ def _value(node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
             case "float":
                 return float(text.replace(".inf", "inf").replace(".nan", "nan")) if "." in text else float(text)
             case _:
-                raise BadYaml(f"tag {node.tag} is not read; write the plain value", line)
+                raise BadYaml(f"tag {node.tag} is not supported; write the plain value", line)
     except ValueError as error:
         if isinstance(error, BadYaml):
             raise
-        raise BadYaml(f"no number: {text[:40]}", line) from None
+        raise BadYaml(f"not a number: {text[:40]}", line) from None
 
 
 def _mapping(node: yaml.MappingNode, place: Place, lines: dict[Place, int]) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def _mapping(node: yaml.MappingNode, place: Place, lines: dict[Place, int]) -> d
             raise BadYaml("a key must be a plain word or number", line)
         key = key_node.value
         if key in mapping:
-            raise BadYaml(f"{key} stands here twice; remove one (the other is on line {lines[(*place, key)]})", line)
+            raise BadYaml(f"{key} appears twice; remove one (the other is on line {lines[(*place, key)]})", line)
         mapping[key] = _value(value_node, (*place, key), lines)
         lines[(*place, key)] = line
     return mapping

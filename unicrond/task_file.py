@@ -46,7 +46,7 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
         raise TaskFileError(f"{where}:{error.line}: {error.what}") from None
     data = document.value
     if data is None:
-        raise TaskFileError(f"{where}: is empty; the least is `name: my-task` (see docs/use/task-files.md)")
+        raise TaskFileError(f"{where}: is empty; the minimum is `name: my-task` (see docs/use/task-files.md)")
     if isinstance(data, dict):
         _whole_numbers(data.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())
@@ -114,4 +114,4 @@ def _line(lines: dict[Place, int], place: Place) -> str:
 def _problems(spec: TaskSpec) -> Iterator[Fault]:
     yield from spec_faults(spec)
     if spec.entry != BUILT_IN and Path(spec.entry).is_absolute() and not Path(spec.entry).is_file():
-        yield Fault(("entry",), f"{spec.entry!r} is no file; give {BUILT_IN} or the path of a script")
+        yield Fault(("entry",), f"{spec.entry!r} is not a file; give {BUILT_IN} or the path of a script")

@@ -52,7 +52,7 @@ def _not_finite(part: msgspec.Struct, place: Place = ()) -> Iterator[Fault]:
         if isinstance(value, msgspec.Struct):
             yield from _not_finite(value, (*place, name))
         elif isinstance(value, float) and not math.isfinite(value):
-            yield Fault((*place, name), f"{value} is no usable number; give a finite one")
+            yield Fault((*place, name), f"{value} is not finite; give a finite number")
 
 
 def _workers(spec: TaskSpec) -> Iterator[Fault]:
@@ -66,7 +66,7 @@ def _workers(spec: TaskSpec) -> Iterator[Fault]:
         value = getattr(spec, name)
         if value % unit:
             near = " or ".join(str(n) for n in (value // unit * unit, (value // unit + 1) * unit) if n)
-            yield Fault((name,), f"{value} is no multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
+            yield Fault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
 
 
 def _membership_max(name: str) -> int:
@@ -80,7 +80,7 @@ def _batches(spec: TaskSpec) -> Iterator[Fault]:
     if spec.global_batch % spec.micro_batch:
         yield Fault(
             ("global_batch",),
-            f"{spec.global_batch} is no multiple of micro_batch ({spec.micro_batch});"
+            f"{spec.global_batch} is not a multiple of micro_batch ({spec.micro_batch});"
             f" use {_multiples(spec.global_batch, spec.micro_batch)}",
         )
         return
@@ -136,7 +136,7 @@ def _worth(spec: TaskSpec) -> Iterator[Fault]:
     if not best:
         yield Fault(("throughput",), "every entry is 0, so the task would never run; give measured FLOP/s")
     elif int(spec.weight * best) < 1:
-        yield Fault(("weight",), f"{spec.weight:g} makes the task worth nothing beside others; raise it")
+        yield Fault(("weight",), f"{spec.weight:g} is too small to count beside other tasks; raise it")
     elif int(spec.weight * best) > WAF_MAX:
         yield Fault(("weight",), f"{spec.weight:g} * {best:.3g} FLOP/s is more than the planner can add up; lower it")
 
@@ -163,9 +163,9 @@ def _program(spec: TaskSpec) -> Iterator[Fault]:
             choice = f"; give {BUILT_IN} or an absolute path" if place == ("entry",) else "; give an absolute path"
             yield Fault(place, f"{value!r} is a relative path, and nodes have other directories{choice}")
     if spec.entry == BUILT_IN and spec.args:
-        yield Fault(("args",), f"entry {BUILT_IN} takes none; remove them, or name a script as entry")
+        yield Fault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
     for name, text in spec.env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            yield Fault(("env", name), "is no variable's name; use letters, digits and _")
+            yield Fault(("env", name), "is not a variable's name; use letters, digits and _")
         elif "\0" in text:
             yield Fault(("env", name), "holds a NUL character; remove it")

@@ -60,17 +60,17 @@ def contradictions(policy: Policy, heartbeat_s: float, env: Mapping[str, str]) -
         ),
         (
             policy.symptom_window_s >= policy.regroup_s,
-            f"policy.symptom_window_s: {policy.symptom_window_s:g} s are waited for an explanation, no less than a "
+            f"policy.symptom_window_s: {policy.symptom_window_s:g} s for an explanation are no less than a "
             f"whole regroup may take ({policy.regroup_s:g} s); set it to less than a second",
         ),
         (
             policy.symptom_window_s > 3 * max(floor_s, 1.0),
-            f"policy.symptom_window_s: a broken connection waits {policy.symptom_window_s:g} s, longer than a hang is "
-            f"let go on ({3 * max(floor_s, 1.0):g} s); set it to less than a second",
+            f"policy.symptom_window_s: a broken connection waits {policy.symptom_window_s:g} s, longer than a hang may "
+            f"last ({3 * max(floor_s, 1.0):g} s); set it to less than a second",
         ),
         (
             policy.exit_s >= policy.regroup_s,
-            f"policy.exit_s: who has failed is waited for {policy.exit_s:g} s, longer than a regroup may take "
+            f"policy.exit_s: a failed process gets {policy.exit_s:g} s, longer than a regroup may take "
             f"({policy.regroup_s:g} s)",
         ),
     ]

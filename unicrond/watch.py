@@ -55,7 +55,7 @@ class Watch:
                     self.liveness.heard(
                         entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us()
                     )
-        raise RuntimeError("the heartbeat log ended; it should never")
+        raise RuntimeError("the heartbeat log ended, which must not happen")
 
     async def pause(self) -> None:
         """Until it is time to judge again."""

@@ -125,11 +125,11 @@ def changed(state: ClusterState, changes: Changes) -> ClusterState:
         node = nodes.get(name)
         if node is None or node.status is not NodeStatus.UP:
             up = [node.name for node in state.nodes.values() if node.status is NodeStatus.UP]
-            raise BadChange(f"lose: {name} is no node that is up; {guess(name, up)}")
+            raise BadChange(f"lose: {name} is not a node that is up; {guess(name, up)}")
         nodes[name] = replace(node, status=NodeStatus.LOST)
     slots = changes.slots or _usual_slots(state.nodes)
     if changes.add_nodes and not slots:
-        raise BadChange("slots: there is no node to take the number of slots from; give --slots")
+        raise BadChange("slots: no node to take the number of slots from; give --slots")
     added = 0
     while added < changes.add_nodes:
         name = f"new-{len(nodes) + 1}"

@@ -117,7 +117,7 @@ def _kind(
         kind = row.kind if row.kind in _BROKEN else "gpu_broken"
         return kind, f"; the driver says that the GPU needs {_NEEDS[seen.action]}"
     if seen.code == RECOVERY_ACTION_CHANGED and seen.action == "none":
-        return None, "; the driver says that the GPU needs nothing any more"
+        return None, "; the driver says that the GPU needs nothing now"
     if row.recurring and before is not None and before[1] != workers and now_s - before[0] < RECURS_S:
         return "gpu_broken", ", again on this GPU under another worker"
     if row.kind in _BROKEN and seen.action == "none":
@@ -170,7 +170,7 @@ def states_of(now: Reading) -> Iterator[tuple[str, ErrorKind, str, RepairNeed]]:
         message = f"the driver says that the GPU needs {_NEEDS[now.action]}"
         yield f"action {now.action}", "gpu_broken", message, _REPAIRS[now.action]
     if now.rows_failed:
-        yield "rows", "ecc_error", "memory rows can be remapped no more", "replace"
+        yield "rows", "ecc_error", "no more memory rows can be remapped", "replace"
 
 
 def _growth(history: History, before: Reading, now: Reading, now_s: float) -> Iterator[Finding]:
@@ -196,10 +196,10 @@ def _explained(history: History, now_s: float, *kinds: ErrorKind) -> bool:
 
 def _news(before: Reading | None, now: Reading, throttled: Mapping[Throttle, int]) -> Iterator[tuple[str, str]]:
     if now.rows_pending:
-        yield "rows", "a row remapping waits for the GPU's next reset"
+        yield "rows", "a row remapping takes effect at the GPU's next reset"
     for reason, count in sorted(throttled.items()):
         if count >= SUSTAINED:
-            why = "it is too hot" if reason == "thermal" else "its power is cut back"
+            why = "too hot" if reason == "thermal" else "power capped"
             yield f"throttled {reason}", f"the GPU is throttled: {why}"
     if before is None or now.lost:
         return
@@ -208,4 +208,4 @@ def _news(before: Reading | None, now: Reading, throttled: Mapping[Throttle, int
         yield "link errors", f"{errors} more CRC errors and replays on its NVLinks"
     recoveries = _more(before.link_recoveries, now.link_recoveries)
     if recoveries:
-        yield "link recoveries", f"its NVLinks were retrained {recoveries} times more"
+        yield "link recoveries", f"{recoveries} more retrainings of its NVLinks"

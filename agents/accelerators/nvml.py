@@ -60,7 +60,7 @@ class NvmlDriver:
             self._open(slots)
         except pynvml.NVMLError as error:
             pynvml.nvmlShutdown()
-            raise NoDriver(f"NVML cannot tell of the GPUs {', '.join(slots)}: {error}") from None
+            raise NoDriver(f"NVML cannot see the GPUs {', '.join(slots)}: {error}") from None
 
     def _open(self, slots: Sequence[str]) -> None:
         nvml = self._nvml
@@ -87,7 +87,7 @@ class NvmlDriver:
                 nvml.nvmlDeviceRegisterEvents(device, nvml.nvmlEventTypeXidCriticalError, self._events)
                 self._has_events = True
             except nvml.NVMLError as error:
-                logger.warning("%s: no XID events here (%s); its counters are watched", name, error)
+                logger.warning("%s: no XID events here (%s); only its counters are watched", name, error)
 
     def _device(self, name: str) -> Any:
         nvml = self._nvml
@@ -192,7 +192,7 @@ class NvmlDriver:
             except nvml.NVMLError_Timeout:
                 continue
             except nvml.NVMLError as error:
-                self._complain(f"NVML does not tell of events: {error}")
+                self._complain(f"NVML does not report events: {error}")
                 self._woken.wait(min(left_s, _AGAIN_S))
                 continue
             seen = self._seen(event)

@@ -152,7 +152,7 @@ class AcceleratorWatch:
     def _complain(self, where: str, error: Exception) -> None:
         if where not in self._complained:
             self._complained.add(where)
-            logger.warning("the accelerators' driver failed in %s, which is tried again", where, exc_info=error)
+            logger.warning("the accelerators' driver failed in %s; trying again", where, exc_info=error)
 
     def _hand_over(self, gpu: int, sighting: Sighting) -> None:
         if not self._closing.is_set():

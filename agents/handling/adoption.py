@@ -102,7 +102,7 @@ def requeue(turn: Turn, record: Worker) -> None:
         starting.arm_wait(turn, record.worker)
         return
     if record.starting:
-        turn.answer(record.starting.order, f"stopped before it was started: {record.stop_reason}"[:MAX_TEXT])
+        turn.answer(record.starting.order, f"stopped before it started: {record.stop_reason}"[:MAX_TEXT])
     for order in record.stop_orders:
         turn.answer(order)
 

@@ -94,4 +94,4 @@ def forget_log(turn: Turn) -> None:
     turn.state = replace(turn.state, holds=frozenset(), untold={})
     turn.actions.append(TellForkServer(message=Forget(task="")))
     for worker in sorted(memory.workers):
-        stopping.stop(turn, turn.memory.workers[worker], "the log that it was started from is gone")
+        stopping.stop(turn, turn.memory.workers[worker], "the log that started it is gone")

@@ -14,7 +14,7 @@ def set_membership(turn: Turn, command: SetMembership, order: Order) -> None:
     """Keep the membership and tell it to the task's workers; an older one than the known is refused."""
     newest = turn.memory.memberships.get(command.task)
     if newest and command.generation < newest.generation:
-        turn.answer(order, f"old generation {command.generation}: {newest.generation} is known already")
+        turn.answer(order, f"old generation {command.generation}: {newest.generation} is already known")
         return
     membership = Membership(
         generation=command.generation,

@@ -43,7 +43,7 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
         case StartWorker() | InjectFault() | CheckNode() if given.age_s > turn.config.start_max_age_s:
             turn.answer(
                 order,
-                f"stale: commanded {given.age_s:.0f} s ago, it acts within {turn.config.start_max_age_s:g} s "
+                f"stale: commanded {given.age_s:.0f} s ago, this node acts within {turn.config.start_max_age_s:g} s "
                 "(if it is not that old, the clocks of this node and of the log differ)",
             )
         case StartWorker():
@@ -53,7 +53,7 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
         case SetMembership():
             memberships.set_membership(turn, command, order)
         case InjectFault(agent_boot=asked) if 0 < asked < turn.memory.since_boot:
-            turn.answer(order, "stale: it was for an agent whose run directory is lost; it may have obeyed")
+            turn.answer(order, "stale: it was for an agent whose run directory is lost; that agent may have obeyed")
         case InjectFault(fault=fault):
             inject(turn, fault, order)
         case CheckNode():

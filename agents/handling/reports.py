@@ -83,7 +83,7 @@ def connected(turn: Turn, hello: Hello) -> None:
     worker = hello.worker
     record = turn.memory.workers.get(worker)
     if record is None or record.task != hello.task or record.pid not in (0, hello.pid):
-        turn.actions.append(Disconnect(worker=worker, why="no such worker was started here"))
+        turn.actions.append(Disconnect(worker=worker, why="this node started no such worker"))
         return
     turn.link(worker, Link(told=hello.generation))
     if hello.generation > record.generation:

@@ -17,7 +17,7 @@ def start(turn: Turn, command: StartWorker, order: Order) -> None:
     if turn.state.phase in ("leaving", "left"):
         turn.answer(order, "the node is leaving")
     elif worker.rpartition(".")[0] != command.spec.name:
-        turn.answer(order, f"worker {worker} is not of task {command.spec.name}")
+        turn.answer(order, f"worker {worker} does not belong to task {command.spec.name}")
     elif worker in turn.memory.workers and turn.memory.workers[worker].foreign:
         turn.answer(order, f"a worker {worker} of an older log has not ended yet")
     elif is_known(turn, worker):

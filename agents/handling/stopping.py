@@ -16,7 +16,7 @@ def stop_commanded(turn: Turn, command: StopWorker, order: Order) -> None:
     """Begin to end the worker; the order is answered when it is gone. `kill`: with SIGKILL at once."""
     for waiting in turn.memory.waiting:
         if waiting.command.worker == command.worker:
-            starting.give_up_start(turn, waiting, f"stopped before it was started: {command.reason}")
+            starting.give_up_start(turn, waiting, f"stopped before it started: {command.reason}")
     record = turn.memory.workers.get(command.worker)
     if record is None:
         turn.answer(order)  # gone, or never here: nothing runs

@@ -270,7 +270,7 @@ class AgentChannel:
 
     def _end_if_due(self) -> None:
         if self._quit_reason is not None and time.monotonic() - self._quit_at > QUIT_GRACE_S:
-            self._end(f"asked to end ({self._quit_reason}) and the main thread does not get to it: ending", 0)
+            self._end(f"asked to end ({self._quit_reason}) and the main thread does not react: ending", 0)
 
     def _end(self, why: str, code: int) -> None:
         print(f"{self._launch.worker}: {why}", file=sys.stderr, flush=True)

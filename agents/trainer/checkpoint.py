@@ -147,7 +147,7 @@ def newest_iterations(directory: Path, task: str) -> dict[int, tuple[int, int]]:
         try:
             manifest = _manifest(path, task, iteration)
         except (OSError, BadState) as error:
-            print(f"checkpoint {path} is passed over: {error}", file=sys.stderr, flush=True)
+            print(f"skipping checkpoint {path}: {error}", file=sys.stderr, flush=True)
         else:
             found[iteration] = manifest.tp, manifest.pp
     return found
@@ -167,7 +167,7 @@ def load(directory: Path, task: str, iteration: int, shard: int) -> tuple[dict[s
     expected = shapes(skeleton)
     tensors = [_read(path, place) for place in record.tensors]
     if expected != [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]:
-        raise BadState("the tensors are not those that the skeleton names")
+        raise BadState("the tensors differ from those that the skeleton names")
     return check(unflatten(skeleton, tensors)), sum(file.size_bytes for file in record.files)
 
 
@@ -195,10 +195,10 @@ def _manifest(path: Path, task: str, iteration: int) -> Manifest:
     for number, record in enumerate(manifest.shards):
         for file in record.files:
             if Path(file.name).parts[:-1] != (f"shard-{number}",) or "\0" in file.name:
-                raise BadState(f"its manifest names {file.name!r}, which is no file of shard {number}")
+                raise BadState(f"its manifest names {file.name!r}, which is not a file of shard {number}")
             size = (path / file.name).stat().st_size
             if size != file.size_bytes:
-                raise BadState(f"{file.name} has {size} bytes, {file.size_bytes} were written")
+                raise BadState(f"{file.name} has {size} bytes instead of {file.size_bytes}")
         sizes = {file.name: file.size_bytes for file in record.files}
         for place in (record.skeleton, *record.tensors):
             if place.offset < 0 or place.length < 0 or place.offset + place.length > sizes.get(place.file, -1):
@@ -213,7 +213,7 @@ def _read(path: Path, place: Place) -> torch.Tensor:
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load names no types
-        raise BadState(f"{place.file}, byte {place.offset}: no tensor: {error}") from None
+        raise BadState(f"{place.file}, byte {place.offset}: not a tensor: {error}") from None
     if not isinstance(tensor, torch.Tensor):
         raise BadState(f"{place.file}, byte {place.offset}: no tensor")
     return tensor

@@ -56,14 +56,14 @@ class Patience:
 def _count(name: str, default: int, of: str) -> int:
     text = os.environ.get(name, "")
     if text and not text.isdecimal():
-        raise ValueError(f"{name}: {text!r} is no number of {of}; give a whole one, 0 for never, or leave it out")
+        raise ValueError(f"{name}: {text!r} is not a number of {of}; give a whole number, 0 for never, or leave it out")
     return int(text) if text else default
 
 
 def _bytes(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     if text and not (text.isdecimal() and int(text) > 0):
-        raise ValueError(f"{name}: {text!r} is no number of bytes; give a whole one above 0, or leave it out")
+        raise ValueError(f"{name}: {text!r} is not a number of bytes; give a whole number above 0, or leave it out")
     return int(text or default)
 
 
@@ -74,7 +74,7 @@ def _seconds(name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 < value < float("inf"):
-        raise ValueError(f"{name}: {text!r} is no number of seconds; give one above 0, or leave it out")
+        raise ValueError(f"{name}: {text!r} is not a number of seconds; give one above 0, or leave it out")
     return value
 
 
@@ -117,5 +117,5 @@ def enter(context: Context) -> None:
 def current() -> Context:
     """This process's context. Raises RuntimeError outside a worker."""
     if _current is None:
-        raise RuntimeError("Hook.attach: this process was not started by unicrond; submit the script as a task's entry")
+        raise RuntimeError("Hook.attach: unicrond did not start this process; submit the script as a task's entry")
     return _current

@@ -68,7 +68,7 @@ class Corpus:
     def __init__(self, prefix: Path, seq: int) -> None:
         """Raises DataError where the files are missing or too short."""
         if not _part(prefix, ".idx").exists() or not _part(prefix, ".bin").exists():
-            raise DataError(f"data: no {prefix}.idx and .bin; give the path prefix of an indexed dataset")
+            raise DataError(f"data: {prefix}.idx or .bin is missing; give the path prefix of an indexed dataset")
         self._documents = IndexedDataset(str(prefix))
         self._ends = numpy.cumsum(self._documents.sequence_lengths, dtype=numpy.int64)
         self._seq = seq

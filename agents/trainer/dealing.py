@@ -21,7 +21,7 @@ def deal(held: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[int, 
     `held[r]`: what replica `r` holds, a subset of range(micro_batches), pairwise disjoint (ValueError if not).
     """
     if not held:
-        raise ValueError("held: no replica is left to deal to")
+        raise ValueError("held: no replica to deal to")
     taken = [micro_batch for hand in held for micro_batch in hand]
     if len(set(taken)) != len(taken):
         raise ValueError(f"held: {held} has a micro-batch twice")

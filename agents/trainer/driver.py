@@ -78,7 +78,7 @@ class Driver:
     def _go_on(self, enter: Callable[[e.Flow[None]], e.Effect[Any]]) -> None:
         flow, self._flow = self._flow, None
         if flow is None:
-            raise RuntimeError("the lifecycle has not begun, or an error has ended it: let that end the program")
+            raise RuntimeError("the lifecycle has not begun, or an error has ended it: let that error end the program")
         try:
             effect = enter(flow)
             while not isinstance(effect, e.Seam):
@@ -267,7 +267,7 @@ class Driver:
         sources, candidate = self._sources, effect.candidate
         assert sources is not None
         tree: Tree | None = None
-        size_bytes, reason = 0, "another shard of the replica could not take it"
+        size_bytes, reason = 0, "another shard of the replica could not load it"
         try:
             found, size_bytes = sources.load(candidate)
             self.state.require_fitting(found)

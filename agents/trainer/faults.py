@@ -10,7 +10,7 @@ from agents.trainer.messages import Trouble
 from events.vocabulary import ErrorKind, Phase
 
 #: What the person is to do whose program ends before its training does.
-LEFT_EARLY = "let hook.steps() run to its end, or say hook.stop(reason) first; `iterations` says how long the task is"
+LEFT_EARLY = "let hook.steps() run to its end, or call hook.stop(reason) first; `iterations` sets the task's length"
 _MESSAGE_CHARS = 1024
 _DETAIL_CHARS = 32768
 
@@ -39,9 +39,13 @@ class Symptom:
 
 SYMPTOMS: tuple[Symptom, ...] = (
     Symptom("left the loop early", r"^LeftEarly$", r"", "left_early"),
-    Symptom("loss is no number", r"^NanLoss$", r"", "nan_loss"),
+    Symptom("loss is not a number", r"^NanLoss$", r"", "nan_loss"),
     Symptom(
-        "gradient is no number", r"", r"[Ff]ound (NaN|Inf) in local|Unexpected result (nan|inf)", "nan_loss", "backward"
+        "gradient is not a number",
+        r"",
+        r"[Ff]ound (NaN|Inf) in local|Unexpected result (nan|inf)",
+        "nan_loss",
+        "backward",
     ),
     Symptom("memory of the device", r"OutOfMemoryError", r"", "out_of_memory"),
     Symptom("memory of the host", r"^MemoryError$", r"", "out_of_memory"),

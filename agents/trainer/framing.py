@@ -35,7 +35,7 @@ def frame(message: msgspec.Struct) -> bytes:
     """One message as a frame. Raises BadFrame where it would be longer than MAX_FRAME_BYTES."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise BadFrame(f"{type(message).__name__} takes {len(body)} bytes, at most {MAX_FRAME_BYTES} may be sent")
+        raise BadFrame(f"{type(message).__name__} takes {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
     return len(body).to_bytes(_HEADER_BYTES, "big") + body
 
 
@@ -57,7 +57,7 @@ class Unframer(Generic[T]):
         while len(self._buffer) - start >= _HEADER_BYTES:
             size_bytes = int.from_bytes(self._buffer[start : start + _HEADER_BYTES], "big")
             if size_bytes > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of {size_bytes} bytes is announced, at most {MAX_FRAME_BYTES} are allowed")
+                raise BadFrame(f"announced frame of {size_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
             end = start + _HEADER_BYTES + size_bytes
             if len(self._buffer) < end:
                 break
@@ -81,7 +81,7 @@ class Unframer(Generic[T]):
                         known = without_unknown(plain, self._kinds[name])
                         return self._decoder.decode(msgspec.msgpack.encode(known))
                     if name not in _NAMES:
-                        logger.warning("a message %s is unknown here and skipped: its sender is younger", name)
+                        logger.warning("skipping an unknown message %s: its sender is of a newer version", name)
                         return None
             except (msgspec.MsgspecError, ValueError, RecursionError):
                 pass

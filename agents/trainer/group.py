@@ -330,5 +330,5 @@ def form(
             raise Broken(error)
         if in_time:
             raise Superseded(f"generation {generation} was superseded while it formed")
-        raise Broken(f"not all members of generation {generation} came within {timeout_s} s")
+        raise Broken(f"not all members of generation {generation} joined within {timeout_s} s")
     return Group(process_group, sockets, generation, place.rank, place.size, channel, place.device)

@@ -176,7 +176,7 @@ class Hook:
                 self._left()
                 raise
             if not step.agreed:
-                raise RuntimeError("the loop left a step before its micro-batches were all computed and agreed on")
+                raise RuntimeError("the loop left a step before all its micro-batches were computed and agreed on")
             driver.advance()
         self._over = True
 
@@ -185,7 +185,7 @@ class Hook:
         on all of them, and the task is complete, with its state saved. One replica may say it, or all. `reason`: for
         people. Raises ValueError without one."""
         if not reason:
-            raise ValueError("hook.stop(reason): say why, in a few words; the task's status tells it")
+            raise ValueError("hook.stop(reason): give the reason in a few words; the task's status shows it")
         told = self._driver.books.stop(reason)
         if told is not None:
             self._context.channel.send(told)
@@ -199,7 +199,7 @@ class Hook:
         """
         if not what or not 0.0 < at_most_s <= _BUSY_MAX_S:
             raise ValueError(
-                f"hook.busy({what!r}, at_most_s={at_most_s}): say with what, and for how many seconds at most (above 0,"
+                f"hook.busy({what!r}, at_most_s={at_most_s}): say with what, and give its most seconds (above 0,"
                 f" at most {_BUSY_MAX_S:g})"
             )
         with self._driver.detection.busy(what[:MAX_REASON], at_most_s):
@@ -274,7 +274,7 @@ class Hook:
             with contextlib.suppress(QuitAsked):
                 self._leave_as_said()
         else:
-            where = f"the loop over hook.steps() was left in iteration {self._context.iteration}"
+            where = f"the program left the loop over hook.steps() in iteration {self._context.iteration}"
             self._early = LeftEarly(f"{where}: {LEFT_EARLY}")
             late = threading.Timer(_LEFT_S, self._tell_left_early)
             late.daemon = True

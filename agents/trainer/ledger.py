@@ -118,7 +118,7 @@ class Total:
         peak = sum(account.peak for account in self.accounts)
         if not peak <= PEAK_MAX:
             raise Overflow(
-                f"iteration {iteration}: gradients add up to as much as {peak:.4g}, accumulation: exact holds"
+                f"iteration {iteration}: gradients add up to {peak:.4g}, accumulation: exact holds"
                 f" {PEAK_MAX:.0f}; use accumulation: float, or a smaller loss"
             )
 

@@ -212,7 +212,7 @@ class Draft:
         found = digest_of(self.view)
         if digest is not None and digest != found:
             self.abandon()
-            raise ValueError("the payload does not have the digest that it was announced with")
+            raise ValueError("the payload's digest differs from the announced one")
         head = Head(iteration, generation, len(self.view), found, *layout)
         self._memory._seal(self._slot, self._at, head)
         self.abandon()

@@ -153,7 +153,7 @@ class Fetching:
             try:
                 read_into(self._connection, view)
             except OSError as error:
-                raise NoAnswer(f"the state broke off: {error}") from None
+                raise NoAnswer(f"the transfer of the state broke off: {error}") from None
 
 
 def push(service: MemoryService, task: str, shard: int, origin: str, head: Head, view: memoryview) -> None:
@@ -185,7 +185,7 @@ def hear(connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> T:
     try:
         length = int.from_bytes(_read(connection, 4), "big")
         if length > _FRAME_MAX_BYTES:
-            raise NoAnswer(f"a frame of {length} bytes is announced")
+            raise NoAnswer(f"announced frame of {length} bytes")
         return decoder.decode(_read(connection, length))
     except (OSError, msgspec.MsgspecError) as error:
         raise NoAnswer(" ".join(str(error).split()) or type(error).__name__) from None

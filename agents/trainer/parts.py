@@ -138,7 +138,7 @@ def _divided(held: Sequence[Sequence[Span]], missing: Sequence[tuple[int, int, i
                 continue
             holders = [member for member, spans in enumerate(held) if any(s <= here and there <= e for s, e in spans)]
             if not holders:
-                raise NowhereHeld(f"nobody holds elements {here} to {there}")
+                raise NowhereHeld(f"no member holds elements {here} to {there}")
             source = min(holders, key=lambda member: (given[member], member))
             given[source] += there - here
             found.append(Move(here, there, source, target))

@@ -177,7 +177,7 @@ def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = Tr
     if not behind and all(positions[member].sums_complete for member in with_state):
         step_first, iteration = frozenset(with_state), top + 1
     if not step_first.issuperset(member for member in with_state if positions[member].stepped):
-        raise PositionsContradict(f"somebody has stepped what others have not reduced: {list(positions)}")
+        raise PositionsContradict(f"a member has stepped what others have not reduced: {list(positions)}")
     held = [
         position.held if position.has_state and member not in step_first else ()
         for member, position in enumerate(positions)

@@ -203,7 +203,7 @@ class Rendezvous:
             mine = 0 if membership is None else membership.generation
             newest, missing = self._replica.highest(mine, int(membership is None))
             if missing:
-                raise Stranded(f"no membership after generation {self.generation} came in time")
+                raise Stranded(f"no membership after generation {self.generation} arrived in time")
             return newest
 
         newest = await_shared(lambda: self._channel.newest(self.generation))

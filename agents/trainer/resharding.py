@@ -73,11 +73,11 @@ class NoLayout(BadState):
 def layout_in(tree: dict[str, Any]) -> Layout:
     """The layout that the state carries. Raises BadState."""
     if tree.get("layout") is None:
-        raise NoLayout("cannot be cut anew: its model or optimizer does not tell how its tensors lie in the whole")
+        raise NoLayout("cannot be resharded: its model or optimizer does not say where its tensors lie in the whole")
     try:
         return msgspec.convert(tree["layout"], Layout)
     except msgspec.ValidationError as error:
-        raise BadState(f"its layout is not understood: {error}") from None
+        raise BadState(f"cannot read its layout: {error}") from None
 
 
 def reshard(own: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class _Assembly:
         is_number = not isinstance(value, torch.Tensor) or (not value.dim() and len(shape) > 0)
         if not is_number and tuple(value.shape) != tuple(shape):
             raise BadState(
-                f"{role}: {name} is {tuple(shape)}, what belongs to it {tuple(value.shape)}: it cannot be cut"
+                f"{role}: {name} is {tuple(shape)}, its optimizer state {tuple(value.shape)}: it cannot be cut"
             )
         for piece in theirs.tensors.get(name, ()):
             for own_name, wanted in self._wanted.get(piece.key, ()):
@@ -163,7 +163,7 @@ class _Assembly:
         made, covered = self._made.get((role, name)), self._covered.get((role, name), {})
         if made is None or sum(covered.values()) != made.numel():
             come = sum(covered.values())
-            raise BadState(f"{role or 'model'}: of {name} {come} of {self.tensors[name].numel()} numbers are there")
+            raise BadState(f"{role or 'model'}: of {name} {come} of {self.tensors[name].numel()} numbers are present")
         return made
 
     def value(self, role: str, name: str) -> Any:

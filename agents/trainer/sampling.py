@@ -59,10 +59,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.dataset_size is not None and self.dataset_size < 1:
-            raise ValueError(f"dataset_size: {self.dataset_size} samples; give at least one (a longer text?)")
+            raise ValueError(
+                f"dataset_size: {self.dataset_size} samples; give at least one, for example by a longer text"
+            )
         if self.global_batch % self.micro_batch:
             raise ValueError(
-                f"global_batch: {self.global_batch} is no multiple of micro_batch {self.micro_batch}; make it one"
+                f"global_batch: {self.global_batch} is not a multiple of micro_batch {self.micro_batch}; make it one"
             )
 
     def samples(self, iteration: int, micro_batch: int) -> tuple[int, ...]:

@@ -190,7 +190,7 @@ class Saving:
             try:
                 return self.memory.draft(size_bytes)
             except TooLarge as error:
-                print(f"{self._context.launch.worker}: {error}: states are not kept in memory", file=sys.stderr)
+                print(f"{self._context.launch.worker}: {error}; keeping no states in memory", file=sys.stderr)
                 self.memory.close()
                 self.memory, self._to_memory = None, Rhythm(0)
         if not private:
@@ -235,7 +235,9 @@ class Saving:
             try:
                 self._write(job, read(view, copy=False), midway)
             except (OSError, BadState) as error:
-                print(f"{self._context.launch.worker}: no checkpoint of {job.iteration}: {error}", file=sys.stderr)
+                print(
+                    f"{self._context.launch.worker}: did not save checkpoint {job.iteration}: {error}", file=sys.stderr
+                )
 
     def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
         """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.

@@ -89,14 +89,16 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         """Moves the models' parameters into spaces. ValueError for what it cannot do (docs/use/task-files.md)."""
         if config.fp16 or config.loss_scale or config.optimizer != "adam":
             raise ValueError(
-                "optimizer.distributed: Adam without loss scaling only; use fp32 or bf16, or the plain one"
+                "optimizer.distributed: Adam without loss scaling only; use fp32 or bf16, or the unsharded optimizer"
             )
         super().__init__([])
         self.config = replace(config, use_distributed_optimizer=True)
         self.is_stub_optimizer = False
         groups = _get_param_groups(list(models), self.config, None)
         if any(group["is_expert_parallel"] for group in groups):
-            raise ValueError("optimizer.distributed: expert parallel parameters are not supported; use the plain one")
+            raise ValueError(
+                "optimizer.distributed: expert parallel parameters are not supported; use the unsharded optimizer"
+            )
         #: The models' parameters by optimizer group, in the order in which the plain optimizer numbers them.
         self.whole_groups: list[list[torch.nn.Parameter]] = [group["params"] for group in groups]
         by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
@@ -133,7 +135,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     def step(self) -> Any:
         """Step all parts that are held here. The parameters are whole again when the hook has them gathered."""
         if not self._held or self._staged:
-            raise RuntimeError("a sharded optimizer was stepped outside of the hook's steps")
+            raise RuntimeError("the program stepped a sharded optimizer outside of hook.steps()")
         done = super().step()
         self.steps += 1
         return done
@@ -193,7 +195,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             here, there = held.part.within(self.spaces[row[0]].extent)
             if here <= start and stop <= there:
                 return held.rows[row][start - here : stop - here]
-        raise KeyError(f"elements {start} to {stop} of {row} are not held here")
+        raise KeyError(f"elements {start} to {stop} of {row} are not on this replica")
 
     def bytes_at(self, start: int, stop: int) -> torch.Tensor:
         """The bytes of the parameters in a span of one space, counted through all spaces; not a copy."""
@@ -301,7 +303,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             tensor.copy_(theirs_by_name[name])
         steps = {int(entry["step"]) for entry in inner["state"].values()}
         if len(steps) != 1:
-            raise BadState(f"optimizer: parameters have made different numbers of steps: {sorted(steps)}")
+            raise BadState(f"optimizer: parameters are at different numbers of steps: {sorted(steps)}")
         return rows, steps.pop(), list(inner["param_groups"])
 
 

@@ -120,22 +120,22 @@ class Sources:
 
     def _from_memory(self, iteration: int) -> tuple[Tree, int]:
         if self._memory is None:
-            raise BadState("this node keeps no memory")
+            raise BadState("this node keeps no states in memory")
         with self._memory.reading(iteration, self._layout) as found:
             if found is None:
-                raise BadState("it has been overwritten, or is being")
+                raise BadState("it was overwritten, or is being overwritten")
             return _checked(*found)
 
     def _from_peer(self, iteration: int) -> tuple[Tree, int]:
         if iteration not in self._held:
-            raise BadState("no node keeps it")
+            raise BadState("no node has it in memory")
         layout, shards = self._held[iteration]
         return self._put_together(layout, lambda shard: self._fetched(shards[shard], shard, iteration, layout))
 
     def _fetched(self, service: MemoryService, shard: int, iteration: int, layout: Degrees) -> tuple[Tree, int]:
         fetching = Fetching(service, self._context.launch.task, shard, iteration, layout)
         if fetching.head.size_bytes > _size_limit():
-            raise BadState(f"it is said to be {fetching.head.size_bytes} bytes long")
+            raise BadState(f"its announced size is {fetching.head.size_bytes} bytes")
         view = memoryview(bytearray(fetching.head.size_bytes))
         fetching.receive(view)
         return _checked(fetching.head, view)
@@ -173,7 +173,7 @@ def _in_words(layout: Degrees) -> str:
 
 def _checked(head: Head, view: memoryview) -> tuple[Tree, int]:
     if digest_of(view) != head.digest:
-        raise BadState("its bytes do not have the digest that was taken of them")
+        raise BadState("the digest of its bytes is wrong")
     return read(view, copy=True), head.size_bytes
 
 

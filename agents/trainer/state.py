@@ -25,7 +25,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 if sys.byteorder != "little":
-    raise ImportError("the trainer's state format is little-endian; this machine is not")
+    raise ImportError("the trainer's state format is little-endian; this machine is big-endian")
 
 
 class BadState(ValueError):
@@ -83,7 +83,7 @@ def shapes(skeleton: bytes) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     try:
         msgpack.unpackb(skeleton, ext_hook=unpack, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise BadState(f"no skeleton of a state: {error}") from None
+        raise BadState(f"not a skeleton of a state: {error}") from None
     return found
 
 

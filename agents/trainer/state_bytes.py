@@ -60,7 +60,7 @@ class Flat:
 def read(view: memoryview, *, copy: bool) -> dict[str, Any]:
     """The tree; unless copied, its tensors alias `view`. Raises BadState."""
     if len(view) < _FIXED_BYTES or view[:8] != _MAGIC:
-        raise BadState("these bytes are no state of this format")
+        raise BadState("these bytes are not a state of this format")
     length = int.from_bytes(view[8:_FIXED_BYTES], "little")
     if length > len(view) - _FIXED_BYTES:
         raise BadState("the skeleton is longer than the bytes that hold it")
@@ -86,7 +86,7 @@ def check(tree: object) -> dict[str, Any]:
         raise BadState("these bytes are a tree, but no training state")
     for name, tensor in named(tree):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise BadState(f"{name} holds what is not finite")
+            raise BadState(f"{name} holds values that are not finite")
     return tree
 
 

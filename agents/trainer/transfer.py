@@ -47,7 +47,7 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
     group.finish()
     length, count = (int(value) for value in head.tolist())
     if not 0 < length <= _SKELETON_BYTES_MAX or not 0 <= count <= length:
-        raise BadState(f"a skeleton of {length} bytes with {count} tensors is announced")
+        raise BadState(f"announced skeleton of {length} bytes with {count} tensors")
     told = torch.zeros(length + count, dtype=torch.uint8, device=group.device)
     group.broadcast(told, source)
     group.finish()
@@ -55,7 +55,7 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
     skeleton, on_cpu = received[:length], received[length:]
     found = shapes(skeleton)
     if len(found) != count:
-        raise BadState(f"{count} tensors are announced, the skeleton has {len(found)}")
+        raise BadState(f"{count} tensors announced, the skeleton has {len(found)}")
     sizes = [size_bytes(dtype, shape) for dtype, shape in found]
     tensors = []
     for together in _chunks(sizes):

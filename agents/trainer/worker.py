@@ -78,7 +78,7 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
     code = _run(spec)
     if code == 0 and not channel.quit_asked():
         if here.finish is None:
-            raise LeftEarly("the program ended, and never trained: it has to run through hook.steps()")
+            raise LeftEarly("the program ended without training: it must loop over hook.steps()")
         here.finish()
     return code
 
@@ -105,7 +105,7 @@ def _run(spec: TaskSpec) -> int:
 def _run_script(spec: TaskSpec) -> None:
     script = Path(spec.entry)
     if not script.is_file():
-        raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path, or set cwd")
+        raise FileNotFoundError(f"entry: no script {script} in {Path.cwd()}; give its path or set cwd")
     sys.argv = [str(script), *spec.args]
     sys.path.insert(0, str(script.resolve().parent))
     runpy.run_path(str(script), run_name="__main__")

@@ -169,7 +169,7 @@ class Agent(Shell):
     def _checked(self, command_id: str) -> None:
         """See agents/health.py."""
         took_us, ill = int(self.host.check_s * 1e6), self.host.ill
-        detail = "it is ill" if ill else "nothing wrong was found"
+        detail = "it is ill" if ill else "found nothing wrong"
         self.feed(Checked(command_id=command_id, passed=not ill, duration_us=took_us, detail=detail))
 
     def _copy(self, task: str, shard: int) -> None:
@@ -205,7 +205,7 @@ class Agent(Shell):
     def leave(self) -> None:
         """SIGINT: the node is to leave the cluster; it stays away until somebody lets it run again."""
         self.host.has_left = True
-        self.feed(Leave(reason="a person asked for it"))
+        self.feed(Leave(reason="requested by an operator"))
 
     async def _finish(self) -> None:
         await self.outbox.drained(5.0)

@@ -49,7 +49,7 @@ async def fuzz_command(options: argparse.Namespace) -> int:
     stopped = threading.Event()
     processes = options.processes or cores()
     if not options.seeds:
-        raise UsageError("--seeds: 0 seeds say nothing; give at least 1")
+        raise UsageError("--seeds: give at least 1 seed")
     try:
         # In a thread: a simulation has an event loop of its own.
         report = await asyncio.to_thread(fuzz, options.first_seed, options.seeds, processes, options.faults, stopped)
@@ -58,7 +58,7 @@ async def fuzz_command(options: argparse.Namespace) -> int:
         raise
     say(as_json(report) if options.json else _page(report))
     if report.seeds < options.seeds:
-        told = f"stopped after {report.seeds} of {options.seeds} seeds: {len(report.failed)} failures are enough"
+        told = f"stopped after {report.seeds} of {options.seeds} seeds: {len(report.failed)} failures suffice"
         print(f"{PROGRAM}: {told}", file=sys.stderr)
     return 1 if report.failed else 0
 

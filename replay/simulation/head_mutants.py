@@ -182,7 +182,7 @@ def _start_on_cordoned_nodes() -> None:
     patch(Batch, "has_room", make)
 
 
-def _judge_nobody() -> None:
+def _find_no_hang() -> None:
     patch_fold(v.HangSuspected, lambda _: lambda before, event, envelope: before)
 
 
@@ -197,7 +197,7 @@ def _need_all_reports() -> None:
     patch(suspicions, "judge", make)
 
 
-def _end_all_who_are_late() -> None:
+def _end_all_late_workers() -> None:
     def make(_: Any) -> Any:
         def harsh(before: Any, task: Any, observed_at_us: int) -> Any:
             for worker in task.workers.values():
@@ -214,7 +214,7 @@ def _order_again() -> None:
     patch_fold(v.InjectFault, lambda _: lambda before, event, envelope: before)
 
 
-def _keep_for_ever() -> None:
+def _keep_states() -> None:
     patch(copies, "drop_state", lambda _: lambda batch, task: None)
 
 
@@ -289,33 +289,33 @@ def _take_a_claim_for_another() -> None:
 HEAD_MUTANTS: dict[str, Mutant] = {
     "drop_the_hold": Mutant("the coordinator decides before it has read its own events", _drop_the_hold),
     "skip_the_fence": Mutant("appends carry no fence", _skip_the_fence),
-    "rule_in_another_name": Mutant("an old coordinator reads of a newer term and goes on", _rule_in_another_name),
-    "forget_repetitions": Mutant("the fold takes a repeated event for a new one", _forget_repetitions),
-    "fold_what_must_not_be": Mutant("the fold takes in what breaks the state", _fold_what_must_not_be),
-    "believe_any_claim": Mutant("a claim of any term counts, under any boot", _believe_any_claim),
-    "skip_the_symptom_merge": Mutant("every symptom is an incident of its own", _skip_the_symptom_merge),
-    "blame_the_peers": Mutant("of a broken link the wrong end is given up", _blame_the_peers),
+    "rule_in_another_name": Mutant("an old coordinator reads a newer term and continues", _rule_in_another_name),
+    "forget_repetitions": Mutant("the fold counts a repeated event again", _forget_repetitions),
+    "fold_what_must_not_be": Mutant("the fold accepts an event that breaks the state", _fold_what_must_not_be),
+    "believe_any_claim": Mutant("a claim of any term counts, with any boot number", _believe_any_claim),
+    "skip_the_symptom_merge": Mutant("every symptom opens its own incident", _skip_the_symptom_merge),
+    "blame_the_peers": Mutant("the wrong endpoint of a broken link is evicted", _blame_the_peers),
     "forget_lost_workers": Mutant("the workers of a lost node are forgotten", _forget_lost_workers),
     "believe_no_stop": Mutant("the answer to a stop changes nothing", _believe_no_stop),
     "fold_by_the_machine": Mutant("the fold reads a clock", _fold_by_the_machine),
     "reuse_a_generation": Mutant("a membership gets the number of the one before", _reuse_a_generation),
     "double_start": Mutant("missing workers are started twice", _double_start),
-    "plan_with_isolated_nodes": Mutant("lost and isolated nodes are planned with", _plan_with_isolated_nodes),
+    "plan_with_isolated_nodes": Mutant("plans use lost and isolated nodes", _plan_with_isolated_nodes),
     "keep_broken_replicas": Mutant("dead members stay members", _keep_broken_replicas),
-    "command_in_new_words": Mutant("every node is commanded as if its agent were of today", _command_in_new_words),
+    "command_in_new_words": Mutant("every node gets commands in the newest schema", _command_in_new_words),
     "start_on_cordoned_nodes": Mutant("cordoned nodes get workers", _start_on_cordoned_nodes),
-    "judge_nobody": Mutant("no hang is ever found", _judge_nobody),
-    "need_all_reports": Mutant("nobody hangs before all members were told of", _need_all_reports),
-    "end_all_who_are_late": Mutant("who waits for a meeting is ended with who is awaited", _end_all_who_are_late),
-    "order_again": Mutant("an ordered fault is commanded again and again", _order_again),
-    "keep_for_ever": Mutant("states of ended tasks stay in memory", _keep_for_ever),
-    "share_a_name": Mutant("an agent does not mind a newer one of its name", _share_a_name),
-    "tell_no_peers": Mutant("copies of states go where they went before nodes came or left", _tell_no_peers),
-    "hurry_a_handover": Mutant("who hands its state over is stopped at once", _hurry_a_handover),
-    "readmit_unchecked": Mutant("an isolated node is taken back unchecked", _readmit_unchecked),
-    "believe_any_check": Mutant("a failed health check is taken for a passed one", _believe_any_check),
-    "check_what_needs_hands": Mutant("what needs a reboot is taken back by a check alone", _check_what_needs_hands),
-    "never_check": Mutant("no health check is ever asked for", _never_check),
+    "find_no_hang": Mutant("no hang is ever found", _find_no_hang),
+    "need_all_reports": Mutant("a hang waits for reports of all members", _need_all_reports),
+    "end_all_late_workers": Mutant("a regroup ends waiting workers with the late one", _end_all_late_workers),
+    "order_again": Mutant("the coordinator repeats the command of an ordered fault", _order_again),
+    "keep_states": Mutant("states of ended tasks stay in memory", _keep_states),
+    "share_a_name": Mutant("an agent ignores a newer agent of its name", _share_a_name),
+    "tell_no_peers": Mutant("copies of states ignore nodes that joined or left", _tell_no_peers),
+    "hurry_a_handover": Mutant("a worker is stopped before it has handed its state over", _hurry_a_handover),
+    "readmit_unchecked": Mutant("an isolated node returns without a check", _readmit_unchecked),
+    "believe_any_check": Mutant("a failed health check counts as passed", _believe_any_check),
+    "check_what_needs_hands": Mutant("a node that needs a reboot returns after a check alone", _check_what_needs_hands),
+    "never_check": Mutant("no health check is ordered", _never_check),
     "no_deadlines": Mutant("no deadline ever passes", _no_deadlines),
     "take_a_claim_for_another": Mutant("the log knows a claim by its id alone", _take_a_claim_for_another),
     "acknowledge_before_the_disk": Mutant("the log acknowledges what a crash can lose", _acknowledge_before_the_disk),

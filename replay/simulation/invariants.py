@@ -29,39 +29,39 @@ from unicrond.survey import Survey
 
 #: Name -> what it says; docs/design/simulation.md is held to this table by a test.
 RULES: dict[str, str] = {
-    "acknowledged_events_stay": "An event that the log has acknowledged stands in it, at the number it was given.",
-    "newest_term_decides": "No decision or command of an older term stands in the log after a newer claim.",
-    "decisions_take_effect": "Every decision of the ruling coordinator fits the state that it meets: none comes twice.",
-    "repeats_change_nothing": "An event that stands in the log twice changes the state once.",
+    "acknowledged_events_stay": "An acknowledged event is in the log, at its acknowledged number.",
+    "newest_term_decides": "The log has no decision or command of an older term after a newer claim.",
+    "decisions_take_effect": "Every decision of the ruling coordinator fits the state that it meets; none repeats.",
+    "repeats_change_nothing": "An event that is in the log twice changes the state once.",
     "state_is_sound": "The coordinator's own invariants hold after every entry.",
-    "symptoms_are_no_incidents": "A broken connection opens no incident where one of the same generation is open.",
-    "plan_within_healthy_nodes": "A plan seats no worker on a node that was not healthy, and no more than its slots.",
-    "commands_can_be_read": "A node is commanded in what its agent reads, and in what the coordinator may write.",
-    "cordoned_nodes_get_nobody": "No worker is started on a node that people have cordoned.",
-    "innocents_stay": "No node that nothing has happened to is clearly to blame for broken connections.",
-    "unchecked_nodes_stay_out": "A node that is isolated for its hardware works again after a check, or by a person.",
-    "handovers_are_awaited": "Who leaves for another layout is not stopped before it has handed over and parked.",
-    "ordered_faults_strike_once": "A fault that people have ordered strikes once, whatever is repeated.",
-    "stale_commands_never_act": "An agent that has seen a newer term or epoch does nothing about an older command.",
-    "generations_never_go_back": "A worker is never told a membership older than one that it was told before.",
-    "slots_are_held_once": "No GPU slot is held by two living processes, and no worker id by two processes.",
-    "steps_have_one_membership": "All that commit an iteration commit the same sums, reduced under one membership.",
-    "micro_batches_used_once": "After every step the parameters are those of training with each micro-batch once.",
-    "states_are_whole": "What is saved and taken is the whole state after its iteration, sharded or not.",
-    "parts_are_of_one_step": "The parts of sharded state that a replica holds are those after the last commit.",
-    "parts_are_held_twice": "Old parts are dropped when all members have theirs, and each part is with two of them.",
+    "symptoms_are_no_incidents": "A broken connection opens no second incident of the same generation.",
+    "plan_within_healthy_nodes": "A plan uses healthy nodes only, and no more than their slots.",
+    "commands_can_be_read": "Commands use a schema that the agent reads and the coordinator may write.",
+    "cordoned_nodes_stay_empty": "No worker starts on a cordoned node.",
+    "innocents_stay": "No node without a fault is clearly to blame for broken connections.",
+    "unchecked_nodes_stay_out": "A node isolated for its hardware returns after a check, or by an operator.",
+    "handovers_are_awaited": "A worker that leaves for another layout hands over and parks before it is stopped.",
+    "ordered_faults_strike_once": "An ordered fault happens once, whatever is repeated.",
+    "stale_commands_never_act": "An agent that has seen a newer term or epoch ignores older commands.",
+    "generations_never_go_back": "A worker never gets an older membership after a newer one.",
+    "slots_are_held_once": "No two living processes hold one GPU slot, and no two processes one worker id.",
+    "steps_have_one_membership": "All replicas that commit an iteration commit the same sums of one membership.",
+    "micro_batches_used_once": "After every step the parameters equal those of training with each micro-batch once.",
+    "states_are_whole": "A saved or taken state is whole, sharded or not.",
+    "parts_are_of_one_step": "A replica's parts of sharded state are those after the last commit.",
+    "parts_are_held_twice": "Members drop old parts only when all have the new ones, each part at two of them.",
     "reports_are_exact": "The samples that the log names for an iteration are exactly those of its global batch.",
     "trainers_agree": "The members of a group never contradict each other.",
-    "nothing_crashes": "No input makes a coordinator, an agent or a worker fail of itself.",
-    "coordinators_decide": "No coordinator has to stop deciding because of what it decided itself.",
+    "nothing_crashes": "No input crashes a coordinator, an agent or a worker.",
+    "coordinators_decide": "No coordinator stops deciding because of its own decisions.",
     "replay_equals_live": "The state of a living coordinator has the digest of a replay of the log.",
     "incidents_close": "At rest no incident is open.",
     "decide_is_quiet_at_rest": "At rest `decide` asks for nothing.",
-    "tasks_train": "At rest a task with enough healthy nodes is being trained, and gets on.",
-    "states_have_copies": "At rest the newest states of a task lie in the memory of two nodes, where there are two.",
+    "tasks_train": "At rest a task with enough healthy nodes trains and makes progress.",
+    "states_have_copies": "At rest two nodes, if there are two, have a task's newest states in memory.",
     "memory_is_given_back": "At rest no node keeps states of a task that has ended.",
-    "nobody_is_left_over": "At rest the living processes are those that the state knows.",
-    "one_agent_of_a_name": "At rest no second agent lives under a node's name: who started first has ended itself.",
+    "no_process_is_left": "At rest the living processes are exactly those in the state.",
+    "one_agent_of_a_name": "At rest each node's name has one agent: the older of two has ended itself.",
     "nodes_are_seen": "At rest every node that runs is up and takes work.",
 }
 
@@ -156,7 +156,7 @@ def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
         node = known.nodes.get(name)
         healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
         if node is None or not healthy or count > node.slots:
-            return f"plan {plan.epoch} seats {count} workers on {name}, which is {node}"
+            return f"plan {plan.epoch} puts {count} workers on {name}, which is {node}"
     return ""
 
 
@@ -170,7 +170,7 @@ def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int
 # --- when somebody acts --------------------------------------------------------------------------
 
 
-def cordoned_nodes_get_nobody(known: ClusterState, start: v.StartWorker) -> str:
+def cordoned_nodes_stay_empty(known: ClusterState, start: v.StartWorker) -> str:
     """`known`: the state that the start was decided in."""
     return f"{start.worker} is started on {start.node}, which is cordoned" if known.nodes[start.node].cordoned else ""
 
@@ -183,7 +183,7 @@ def innocents_stay(known: ClusterState, isolated: v.NodeIsolated, touched: Colle
     for task in known.tasks.values():
         clear = task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear.get(isolated.node, 0) >= strikes_max
         if clear:
-            return f"{isolated.node} is isolated, though nothing ever happened to it: {isolated.reason}"
+            return f"{isolated.node} is isolated, though it never had a fault: {isolated.reason}"
     return ""
 
 
@@ -195,7 +195,7 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
     if not before.check_limit_us or known.schema < since(v.CheckNode):
         return ""  # an old head or an old agent knows no checks
     if known.needs in ("reboot", "replace", "other") and "repair" not in cleared:
-        return f"{node} is readmitted, which needs {known.needs}, and nobody has been there"
+        return f"{node} is readmitted, which needs {known.needs}, and no operator has been there"
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {known.reason}"
 
 
@@ -334,7 +334,7 @@ def memory_is_given_back(state: ClusterState, keeping: Sequence[tuple[str, str]]
     return "; ".join(f"{node} keeps states of {task}" for node, task in sorted(keeping) if task in ended)
 
 
-def nobody_is_left_over(state: ClusterState, living: Sequence[tuple[str, str, str]]) -> str:
+def no_process_is_left(state: ClusterState, living: Sequence[tuple[str, str, str]]) -> str:
     """`living`: (node, task, worker) of every process."""
     known = {(w.node, task.name, w.worker) for task in state.tasks.values() for w in task.workers.values()}
     strays = [process for process in living if process not in known]

@@ -7,7 +7,7 @@ from typing import Any
 
 from agents import commit_sums, core
 from agents.handling import exits, orders, starting
-from agents.state import Memory
+from agents.state import Remembered
 from agents.trainer import dealing, regrouping
 from agents.trainer.lifecycle import groups, iteration, joining, sharded, shares
 from agents.trainer.lifecycle.effects import Pending, Rows
@@ -41,7 +41,7 @@ def _start_again() -> None:
 
 
 def _forget_the_memory() -> None:
-    patch(core, "resume", lambda resume: lambda config, memory: resume(config, Memory()))
+    patch(core, "resume", lambda resume: lambda config, memory: resume(config, Remembered()))
 
 
 def _early_end_is_expected() -> None:
@@ -129,7 +129,7 @@ def _gather_nothing() -> None:
     patch(shares.Shares, "gathering", lambda _: lambda self: [])
 
 
-def _gather_from_anybody() -> None:
+def _gather_from_any_member() -> None:
     def make(gathering: Any) -> Any:
         def careless(self: Any) -> Any:
             return [dataclasses.replace(move, source=0) for move in gathering(self)]
@@ -148,22 +148,24 @@ def _divide_what_is_lost() -> None:
 
 
 NODE_MUTANTS: dict[str, Mutant] = {
-    "act_on_a_stale_epoch": Mutant("an agent takes a command of an old epoch for a new one", _act_on_a_stale_epoch),
-    "start_again": Mutant("an agent forgets what it has answered and who has ended", _start_again),
+    "act_on_a_stale_epoch": Mutant("an agent obeys a command of an old epoch", _act_on_a_stale_epoch),
+    "start_again": Mutant("an agent forgets its answers and the ended workers", _start_again),
     "forget_the_memory": Mutant("an agent starts without the memory of the one before", _forget_the_memory),
-    "early_end_is_expected": Mutant("exit code 0 in mid-training is as good as the end", _early_end_is_expected),
+    "early_end_is_expected": Mutant("exit code 0 in mid-training counts as the end", _early_end_is_expected),
     "slots_are_not_counted": Mutant("an agent gives every worker the first slot", _slots_are_not_counted),
-    "commits_are_summed_twice": Mutant("a sum is continued by whatever comes", _commits_are_summed_twice),
+    "commits_are_summed_twice": Mutant("any report continues a sum", _commits_are_summed_twice),
     "commit_without_agreement": Mutant("a replica steps as soon as it has the sums", _commit_without_agreement),
-    "throw_away_complete_sums": Mutant("who is behind does not step before it goes on", _throw_away_complete_sums),
+    "throw_away_complete_sums": Mutant("a member that is behind continues without the step", _throw_away_complete_sums),
     "keep_any_bucket": Mutant("a bucket counts as final where one member has its sum", _keep_any_bucket),
-    "deal_what_is_held": Mutant("survivors are dealt what they have computed already", _deal_what_is_held),
+    "deal_what_is_held": Mutant("survivors recompute finished micro-batches", _deal_what_is_held),
     "keep_one_copy": Mutant("a part of sharded state has one holder", _keep_one_copy),
     "drop_parts_early": Mutant("old parts are dropped before all members have their new ones", _drop_parts_early),
-    "gather_nothing": Mutant("an iteration is committed with the parameters that were stepped here", _gather_nothing),
-    "gather_from_anybody": Mutant("parameters are taken from a member that has not stepped them", _gather_from_anybody),
-    "join_before_the_gathering": Mutant(
-        "who could not step goes on without what was stepped", _join_before_the_gathering
+    "gather_nothing": Mutant("a replica commits with its own parameters only", _gather_nothing),
+    "gather_from_any_member": Mutant(
+        "parameters come from a member that has not stepped them", _gather_from_any_member
     ),
-    "divide_what_is_lost": Mutant("a part that no member holds is not missed", _divide_what_is_lost),
+    "join_before_the_gathering": Mutant(
+        "a member that could not step continues with old parameters", _join_before_the_gathering
+    ),
+    "divide_what_is_lost": Mutant("a part without a holder goes unnoticed", _divide_what_is_lost),
 }

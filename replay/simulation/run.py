@@ -146,7 +146,7 @@ def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str
         for process in host.processes
         if process.alive or not host.is_twin  # nobody looks after a second machine's fork server once it has ended
     ]
-    yield "nobody_is_left_over", rules.nobody_is_left_over(state, living)
+    yield "no_process_is_left", rules.no_process_is_left(state, living)
     yield "decide_is_quiet_at_rest", rules.decide_is_quiet_at_rest(state, world.policy)
     yield "tasks_train", rules.tasks_train(state, _training(world, state, before))
     yield "states_have_copies", rules.states_have_copies(state, _copies(world, state, before))

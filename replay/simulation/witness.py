@@ -87,7 +87,7 @@ class Witness:
         after = folding.fold(before, entry)
         self.states.append(after)
         if len(self.states) > _ENTRIES_MAX:
-            self.broke("decide_is_quiet_at_rest", f"more than {_ENTRIES_MAX} entries: somebody answers without end")
+            self.broke("decide_is_quiet_at_rest", f"more than {_ENTRIES_MAX} entries: something answers without end")
         self.broke("state_is_sound", rules.state_is_sound(after))
         if not isinstance(entry, Recorded):
             return
@@ -118,7 +118,7 @@ class Witness:
             self.broke("innocents_stay", story)
         if isinstance(event, v.StartWorker) and envelope.term == before.term:
             known = self.states[envelope.based_on]
-            self.broke("cordoned_nodes_get_nobody", rules.cordoned_nodes_get_nobody(known, event))
+            self.broke("cordoned_nodes_stay_empty", rules.cordoned_nodes_stay_empty(known, event))
         if isinstance(event, v.StopWorker) and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("handovers_are_awaited", rules.handovers_are_awaited(known, event))
@@ -190,7 +190,7 @@ class Witness:
         """A worker hears of a membership for the first time."""
         before = self._told.get(worker, 0)
         if membership.generation < before:
-            story = f"{worker} is told generation {membership.generation} of {task} after {before}"
+            story = f"{worker} gets generation {membership.generation} of {task} after {before}"
             self.broke("generations_never_go_back", story)
         self._told[worker] = max(before, membership.generation)
 

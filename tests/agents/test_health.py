@@ -72,9 +72,9 @@ async def test_an_operators_command_is_niced_and_told_why() -> None:
 
 async def test_a_command_that_fails_hangs_or_is_not_there_has_not_passed() -> None:
     assert await run(("/bin/sh", "-c", "echo ill; exit 1"), 60.0, dict(os.environ)) == (False, "ill")
-    assert await run(("/bin/sh", "-c", "exit 9"), 60.0, dict(os.environ)) == (False, "exit code 9: it said nothing")
+    assert await run(("/bin/sh", "-c", "exit 9"), 60.0, dict(os.environ)) == (False, "exit code 9: no output")
     passed, why = await run(("/bin/sh", "-c", "echo on it; exec sleep 600"), 3.0, dict(os.environ))
-    assert not passed and why == "no end within 3 s: on it"
+    assert not passed and why == "did not end within 3 s: on it"
     passed, why = await run(("/no/such/check",), 60.0, dict(os.environ))
     assert not passed and "/no/such/check cannot be run" in why
 
@@ -101,17 +101,17 @@ def self_test(*arguments: str) -> tuple[int, str]:
 
 def test_a_sound_node_passes() -> None:
     code, told = self_test()
-    assert code == 0 and "nothing wrong was found" in told and "a sum over 2 slots by gloo" in told
+    assert code == 0 and "found nothing wrong" in told and "a sum over 2 slots by gloo" in told
     assert len(told.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("breakage", "says"),
     [
-        ("matmul:0", "slot 0: a matrix product in torch.float32 is not the same twice"),
+        ("matmul:0", "slot 0: a matrix product in torch.float32 differs between two runs"),
         ("memory:1", "slot 1: memory of the CPU does not keep its bits"),
         ("collective:1", "slot 1: a sum over the node's 2 slots by gloo is wrong"),
-        ("silence:1", "gave no answer within 5 s"),
+        ("silence:1", "did not answer within 5 s"),
     ],
 )
 def test_a_broken_one_does_not(breakage: str, says: str) -> None:

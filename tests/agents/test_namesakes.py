@@ -72,7 +72,7 @@ async def test_the_older_agent_ends_itself_with_its_workers_and_the_newer_is_obe
         assert has_ended(pid) and has_ended(fork_server), "its workers end with it"
         (said,) = [line for line in agent.log().splitlines() if "CRITICAL" in line]
         assert f"a newer agent of the name n1 is at work (boot {joined.agent_boot}" in said
-        assert "waiting until it has ended" in newer.log()
+        assert "waiting until it ends" in newer.log()
         await coordinator.start("b.1")
         await coordinator.until(WorkerStarted, worker="b.1")
         newer.process.send_signal(signal.SIGINT)
@@ -97,7 +97,7 @@ async def test_in_one_run_directory_the_workers_are_the_newer_ones(
     assert [worker.pid for worker in joined.workers] == [pid]
     assert await asyncio.to_thread(older.wait, 20) == EXIT_SUPERSEDED
     assert not has_ended(pid, 0)
-    assert "the workers are left to it" in agent.log()
+    assert "keeps the workers" in agent.log()
 
 
 async def test_a_later_boot_that_is_nobodys_is_passed(

@@ -92,7 +92,7 @@ async def test_the_entry_that_fences_stays(nats_connection: Connection, tmp_path
     await log.append([said(number) for number in range(1, 6)])
     await asyncio.sleep(0.3)
     await archive(nats_connection, tmp_path)
-    with pytest.raises(CannotTrim, match="term began with entry 1, which would go; restart the coordinator"):
+    with pytest.raises(CannotTrim, match="term began with entry 1, and must stay; restart the coordinator"):
         await trim(nats_connection, tmp_path, 0.1, keep_least_s=0.0)
     decision = Envelope(
         producer="coordinator",
@@ -152,10 +152,10 @@ async def test_another_logs_archive_is_refused(nats_connection: Connection, tmp_
     name = f"STREAM.DELETE.{EVENT_STREAM}"
     await api(nats_connection, name, {})
     await create_streams(nats_connection)
-    with pytest.raises(LogDamaged, match="beyond the log's end: it is another log's archive"):
+    with pytest.raises(LogDamaged, match="beyond the log's end: this is another log's archive"):
         await entries(ArchivedLog(log, tmp_path))
     await filled(nats_connection)
-    with pytest.raises(LogDamaged, match="entry 40 is not the log's: it is another log's archive"):
+    with pytest.raises(LogDamaged, match="entry 40 is not the log's: this is another log's archive"):
         await archive(nats_connection, tmp_path)
 
 

@@ -136,7 +136,7 @@ def test_what_is_no_log_is_named(tmp_path: Path) -> None:
     with pytest.raises(LogDamaged, match="holds no segment"):
         list(read_entries(tmp_path))
     (tmp_path / "notes.txt").write_text("Dear diary")
-    with pytest.raises(LogDamaged, match="is no event log"):
+    with pytest.raises(LogDamaged, match="not an event log"):
         list(read_entries(tmp_path / "notes.txt"))
 
 

@@ -121,6 +121,6 @@ def test_the_log_keeps_what_was_said(tmp_path: Path) -> None:
 
 
 def test_events_decode_shows_it() -> None:
-    assert line(with_more(EXITED, rack="r7")).endswith("[unknown here: $.event.rack = 'r7']")
+    assert line(with_more(EXITED, rack="r7")).endswith("[unknown to this version: $.event.rack = 'r7']")
     assert "unknown here" not in line(encode(EXITED))
     assert msgspec.json.decode(line(with_more(EXITED, rack="r7"), as_json=True))["event"]["rack"] == "r7"

@@ -53,7 +53,7 @@ def test_an_old_message_is_read_as_todays(envelope: Envelope) -> None:
 def test_an_old_message_that_is_nonsense_is_refused_with_a_reason() -> None:
     message = msgspec.msgpack.decode(lower_1_to_0(encode(joined())))
     del message["event"]["capacity"]
-    with pytest.raises(BadEvent, match=r"cannot be raised from 0 to 1: KeyError\('capacity'\)"):
+    with pytest.raises(BadEvent, match=r"cannot upgrade from 0 to 1: KeyError\('capacity'\)"):
         decode(msgspec.msgpack.encode(message))
     with pytest.raises(BadEvent, match=r"slots"):
         decode(msgspec.msgpack.encode({**message, "event": {**message["event"], "capacity": "three"}}))

@@ -52,7 +52,7 @@ class Regions(MemoryRegions):
 
     def open(self, task: str, shard: int) -> Memory:
         if shard not in self._shards:
-            raise NoRegion("this node keeps nothing of it")
+            raise NoRegion("this node keeps no state of it")
         return self._shards[shard].reopen()
 
     async def make(self, task: str, shard: int) -> Memory:

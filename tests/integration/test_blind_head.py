@@ -67,9 +67,9 @@ async def test_a_log_that_takes_nothing_is_told_though_the_head_has_nothing_to_w
             assert found["status"] == "log takes nothing" and "--max-msgs=-1" in str(found["trouble"])
             os.kill(agent.fork_server(), signal.SIGKILL)  # the agent has something to say: it joins anew
             found = await health(url, lambda found: found["kept_back"] and found["alarms"])
-            assert "node n1 keeps back" in str(found["alarms"])
+            assert "node n1 holds back" in str(found["alarms"])
             assert "n1" in found["kept_back"]  # type: ignore[operator]
-            assert "TROUBLE" in await said(url, "status") and "keeps back" in await said(url, "nodes")
+            assert "TROUBLE" in await said(url, "status") and "holds back" in await said(url, "nodes")
             shown = await asyncio.to_thread(metrics, url)
             assert "unicron_log_takes_appends 0.0" in shown and 'unicron_kept_back{node="n1"}' in shown
 

@@ -141,7 +141,7 @@ def test_a_bad_nats_address_is_refused_at_once() -> None:
         [UNICROND, "run", "--nats", "garbage"], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == "unicrond: without --config: nats.url: 'garbage' is no NATS URL; write nats://HOST:PORT\n"
+    assert done.stderr == "unicrond: without --config: nats.url: 'garbage' is not a NATS URL; write nats://HOST:PORT\n"
 
 
 def ctl(url: str, *arguments: str) -> str:

@@ -325,14 +325,14 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     told = live.events("MembershipDecided", "IncidentEscalated", "WorkerStarted", "NodeIsolated", after=pair.seq)
     first = told[0]
     assert first["urgent"] and [member["worker"] for member in first["members"]] == list(was)
-    assert first["reason"] == "the group broke and all members live", "first the same processes try again"
+    assert first["reason"] == "the group broke and all members are alive", "first the same processes try again"
     escalated = [event for event in told if event["type"] == "IncidentEscalated"]
     suspect = escalated[0]["worker"]
     assert suspect in was and "reattempted in place once" in escalated[0]["reason"]
     node_of = {worker: node for worker, (node, _) in was.items()}
     node_of |= {event["worker"]: event["node"] for event in told if event["type"] == "WorkerStarted"}
     innocent = [event["reason"] for event in escalated if node_of[event["worker"]] != guilty]
-    assert workers == 2 or (len(innocent) <= 1 and all(", as others were" in reason for reason in innocent))
+    assert workers == 2 or (len(innocent) <= 1 and all(", like others" in reason for reason in innocent))
     started = next(event for event in told if event["type"] == "WorkerStarted")
     assert started["node"] == was[suspect][0], "then another takes its place, on the same node"
     assert started["pid"] not in {pid for _, pid in was.values()}
@@ -340,9 +340,9 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     isolation = next(event for event in told if event["type"] == "NodeIsolated")
     before = escalated[: sum(event["type"] == "IncidentEscalated" for event in told[: told.index(isolation)])]
     times = sum(node_of[event["worker"]] == isolation["node"] for event in before)
-    given_up = f"workers given up for it {times} times"
+    given_up = f"workers evicted {times} times"
     assert isolation["reason"] == f"groups of {name} broke here again and again: {given_up}"
-    doubted = sum(", as others were" in event["reason"] for event in before)
+    doubted = sum(", like others" in event["reason"] for event in before)
     assert 2 <= times <= 2 + doubted, "and no earlier, nor later than doubt explains"
     await live.until("all nodes are back", lambda s: not any(node.isolated for node in s.nodes.values()))
 

@@ -49,9 +49,11 @@ async def ended(live: Live, name: str, *orders: str, **fields: object) -> Cluste
 @pytest.mark.parametrize(
     ("name", "order", "says"),
     [
-        pytest.param("breaks", "5:all:break", "LeftEarly: the loop over hook.steps() was left in iteration"),
+        pytest.param("breaks", "5:all:break", "LeftEarly: the program left the loop over hook.steps() in iteration"),
         pytest.param("exits", "5:all:exit", "exit code 0 in mid-training", marks=matrix),
-        pytest.param("sysexits", "5:all:sys.exit", "LeftEarly: the loop over hook.steps() was left", marks=matrix),
+        pytest.param(
+            "sysexits", "5:all:sys.exit", "LeftEarly: the program left the loop over hook.steps()", marks=matrix
+        ),
         pytest.param("leads", "5:lead:break", "LeftEarly", marks=matrix),
     ],
 )
@@ -62,7 +64,7 @@ async def test_a_program_that_ends_early_fails_with_the_reason(live: Live, name:
     state = await ended(live, name, *orders)
     task = state.tasks[name]
     assert task.status is TaskStatus.FAILED
-    assert "its program ended 3 times in mid-training, and never said hook.stop(reason)" in task.ending.reason
+    assert "its program ended 3 times in mid-training without hook.stop(reason)" in task.ending.reason
     assert says in task.ending.reason and "let hook.steps() run to its end" in task.ending.reason
     incidents = [incident for incident in state.closed if name in incident.generations]
     # Of two that leave at once the second may be told of with the first, and what is left of it is its exit.

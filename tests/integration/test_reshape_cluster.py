@@ -84,7 +84,7 @@ async def test_a_task_gets_another_layout(tmp_path: Path, capsys: pytest.Capture
         await until(dev, "one of two workers", lambda task: trains(task, (2, 1, 2), 10))
         await check_story(dev, [(2, 1, 2)])
         assert unicronctl(["--url", dev.url, "reshape", "big", "--tp", "4"]) == 1
-        assert "tp: 4 workers of a stage share a node, and none has more than 2 slots" in capsys.readouterr().err
+        assert "tp: 4 workers of a stage share a node, and no node has more than 2 slots" in capsys.readouterr().err
 
 
 @pytest.mark.matrix
@@ -129,4 +129,4 @@ async def test_a_task_changes_its_form_again_and_again(tmp_path: Path) -> None:
         assert set(taken) == {"tp 1, pp 1", "tp 2, pp 1"}
         assert told(client, "TaskReshaped")[1]["reason"] == "one GPU is small"
         reasons = [event["reason"] for event in told(client, "MembershipDecided")]
-        assert any(reason == "tp 1, pp 1 is to be tp 2, pp 1: all leave" for reason in reasons)
+        assert any(reason == "tp 1, pp 1 becomes tp 2, pp 1: all leave" for reason in reasons)

@@ -100,8 +100,8 @@ def changed(old: str, new: str) -> str:
         (changed("[0, 5]", "[0, -5]"), r"tasks\[0\].T\[1\]: -5; give a number >= 0"),
         (changed("[0, 5]", "[0, true]"), r"tasks\[0\].T\[1\]: expected int | float, got bool"),
         (changed("[0, 5]", "7"), r"tasks\[0\].T: expected object | array, got int"),
-        (changed("[0, 5]", '{"one": 5}'), r"tasks\[0\].T: 'one' is no number of workers"),
-        (changed("[0, 5]", '{"01": 5}'), r"tasks\[0\].T: '01' is no number of workers"),
+        (changed("[0, 5]", '{"one": 5}'), r"tasks\[0\].T: 'one' is not a number of workers"),
+        (changed("[0, 5]", '{"01": 5}'), r"tasks\[0\].T: '01' is not a number of workers"),
         (changed("[0, 5]", "[0, 1e308]"), "tasks: weight . throughput . duration is beyond"),
     ],
 )

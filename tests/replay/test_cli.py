@@ -164,7 +164,7 @@ def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: l
 
 def test_nothing_that_matches_is_said_and_is_no_error(log: Path) -> None:
     done = unicron_replay("events", "--file", log, "--node", "nobody")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "unicron-replay: no event matches\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "unicron-replay: no events match\n")
 
 
 # --- export -------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
         ("", 2, "COMMAND"),
         ("digest", 2, "one of the arguments --file --nats --state-dir is required"),
         ("digest --file LOG --nats nats://h:1", 2, "not allowed with"),
-        ("digest --file LOG --at yesterday", 2, "--at: 'yesterday' is no point of a log; give a sequence number"),
+        ("digest --file LOG --at yesterday", 2, "--at: 'yesterday' is not a point of a log; give a sequence number"),
         ("digest --file LOG --at 2026-11-20T09:30:00", 2, "append Z"),
         ("digest --file LOG --at 100000", 2, "--at: entry 100000 is not in the log, which ends at entry"),
         ("events --file LOG --type NodLost", 2, "--type: no event type 'NodLost'; did you mean NodeLost?"),
@@ -210,8 +210,8 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
         ("digest --nats nats://h:99999", 2, "bad port"),
         ("digest --nats nats://h:1 --creds /missing", 2, "--creds: '/missing' is not a file"),
         ("digest --file /missing", 2, "--file: /missing cannot be read: No such file"),
-        ("export /missing/x --file LOG", 2, "FILE: /missing is no directory"),
-        ("digest --file README", 1, "is no event log"),
+        ("export /missing/x --file LOG", 2, "FILE: /missing is not a directory"),
+        ("digest --file README", 1, "not an event log"),
         ("digest --state-dir /missing", 1, "no nats-server runs there"),
     ],
 )

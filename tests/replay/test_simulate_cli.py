@@ -128,7 +128,7 @@ def test_a_bad_list_of_tasks_names_the_place(tmp_path: Path, text: str, told: st
 
 
 def test_a_model_that_fits_nowhere_is_said_so() -> None:
-    with pytest.raises(WorkloadError, match="fits on no number"):
+    with pytest.raises(WorkloadError, match="does not fit on these GPUs"):
         workload(Cluster("a800-80g", 1), (TrainingTask(name="t", model="gpt3-175b"),))
 
 

@@ -224,11 +224,11 @@ async def test_a_server_that_dies_while_we_read_is_an_error_not_a_wait_for_ever(
     monkeypatch.setattr("replay.nats_source.STALL_S", 0.5)
     async with open_nats([nats_server.url]) as source:
         await nats_server.kill()
-        with pytest.raises(LogUnavailable, match=r"no word of the skipped entries in 0\.5 s"):
+        with pytest.raises(LogUnavailable, match=r"no answer about the skipped entries in 0\.5 s"):
             await entries_of(source)
         with pytest.raises(LogUnavailable, match="nothing after entry 0 of 30"):
             await anext(source.chunks())
-        with pytest.raises(LogUnavailable, match="no word of the heartbeats"):
+        with pytest.raises(LogUnavailable, match="no answer about the heartbeats"):
             await anext(source.beats())
 
 

@@ -154,7 +154,7 @@ def test_names_that_mean_nothing_or_several_things_are_refused() -> None:
     with pytest.raises(NoSuchSubject, match="n1: is the name of several things; give node:n1 or task:n1"):
         index.subject("n1")
     assert index.subject("task:n1").kind == "task"
-    with pytest.raises(NoSuchSubject, match="nothing in the log has this name"):
+    with pytest.raises(NoSuchSubject, match="the log has nothing of this name"):
         index.subject("i9999")
     with pytest.raises(NoSuchSubject, match="node:x: no such node; the log has n1, n2, n3"):
         index.subject("node:x")

@@ -152,7 +152,7 @@ def test_the_command_draws(tmp_path: Path) -> None:
     said = json.loads(unicron_replay("timeline", "--file", log, "--json", "--at", "50").stdout)
     assert set(said) == {"start_us", "end_us", "nodes", "tasks", "incidents", "waf"}
     wrong = unicron_replay("timeline", "--file", log, "--html", tmp_path / "no" / "x.html")
-    assert wrong.returncode == 2 and "is no directory" in wrong.stderr
+    assert wrong.returncode == 2 and "is not a directory" in wrong.stderr
     wrong = unicron_replay("timeline", "--file", log, "--png", tmp_path / "x.pdf")
     assert wrong.returncode == 2 and "does not end in .png" in wrong.stderr
     log = log.rename(tmp_path / "log.html")

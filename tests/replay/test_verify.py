@@ -240,7 +240,7 @@ def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> Non
 def test_the_command_says_what_it_compared(tmp_path: Path) -> None:
     done = unicron_replay("verify", "--file", write_log(tmp_path / "log.bin", list(troubled(2).log)))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "verified: every decision is what is decided today" in done.stdout
+    assert "verified: every decision equals today's" in done.stdout
     assert "not verifiable" in done.stdout
 
 

@@ -97,12 +97,12 @@ def test_a_policy_is_changed_by_its_field() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (Changes(settings=[("tasks.big.wheight", "1")]), "there is no such field; known: name, weight"),
-        (Changes(settings=[("tasks.huge.weight", "1")]), "there is no task huge"),
+        (Changes(settings=[("tasks.big.wheight", "1")]), "no such field; known: name, weight"),
+        (Changes(settings=[("tasks.huge.weight", "1")]), "no task huge"),
         (Changes(settings=[("tasks.big.weight", "much")]), "--set tasks.big.weight=much"),
         (Changes(settings=[("tasks.big.min_workers", "7")]), "--set tasks.big.min_workers=7"),
         (Changes(settings=[("policy.strikes_max", "0")]), "Expected `int` >= 1"),
-        (Changes(settings=[("tasks.big.name", "huge")]), "a task's name is what the log knows it by"),
+        (Changes(settings=[("tasks.big.name", "huge")]), "a task's name identifies it in the log"),
         (Changes(settings=[("weather.x", "1")]), "give tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE"),
         (Changes(lose=["n9"]), "no such node is up at this point; up are n0, n1, n2, n3"),
         (Changes(lose=["n1", "n1"]), "no such node is up"),

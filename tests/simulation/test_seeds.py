@@ -110,7 +110,7 @@ def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
         ("slots_are_not_counted", "slots_are_held_once"),
         ("deal_what_is_held", "trainers_agree"),
         ("fold_by_the_machine", "replay_equals_live"),
-        ("keep_for_ever", "memory_is_given_back"),
+        ("keep_states", "memory_is_given_back"),
     ],
 )
 def test_a_deliberate_bug_is_caught_by_the_rule_that_it_breaks(mutant: str, rule: str) -> None:

@@ -26,9 +26,9 @@ class AcceleratorError(RuntimeError):
 
 #: Row -> exceptions that it must be the first to describe.
 EXAMPLES: dict[str, list[BaseException]] = {
-    "left the loop early": [faults.LeftEarly("the loop over hook.steps() was left in iteration 3")],
-    "loss is no number": [faults.NanLoss("the loss of a micro-batch of iteration 3 is nan")],
-    "gradient is no number": [
+    "left the loop early": [faults.LeftEarly("the program left the loop over hook.steps() in iteration 3")],
+    "loss is not a number": [faults.NanLoss("the loss of a micro-batch of iteration 3 is nan")],
+    "gradient is not a number": [
         RuntimeError("found NaN in local grad norm for bucket #0 in backward pass before data-parallel communication"),
         RuntimeError("Rank 0, node n1, device 0, iteration 7: Unexpected result nan (message='found NaN in loss')"),
     ],
@@ -167,7 +167,7 @@ def test_rows_are_regular_expressions_that_match_something() -> None:
         ("[/p/pair.cc:553] Connection closed by peer [127.0.0.1]:5. This is typically a crash", "connection_broken"),
         ("[/p/unbound_buffer.cc:84] Timed out waiting 100ms for recv operation to complete", "collective_timeout"),
         ("DistNetworkError: The client socket has timed out", "store_error"),
-        ("not all members of generation 3 came within 120 s", "connection_broken"),
+        ("not all members of generation 3 joined within 120 s", "connection_broken"),
     ],
 )
 def test_broken_groups_are_classified(text: str, kind: str) -> None:

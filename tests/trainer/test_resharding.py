@@ -125,7 +125,7 @@ def test_fp32_masters_are_cut_as_their_parameters() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(BadState, match=r"of 0\.0\.weight 18 of 36 numbers are there"):
+    with pytest.raises(BadState, match=r"of 0\.0\.weight 18 of 36 numbers are present"):
         reshard(state((1, 1), 0, trained=False), shards((2, 1))[:1])
 
 
@@ -150,9 +150,9 @@ def test_shards_of_different_iterations_are_no_state() -> None:
 
 
 def test_without_a_layout_it_cannot_be() -> None:
-    with pytest.raises(NoLayout, match="does not tell how its tensors lie"):
+    with pytest.raises(NoLayout, match="does not say where its tensors lie"):
         reshard(state((1, 1), 0, trained=False), [{**state((2, 1), 0), "layout": None}])
-    with pytest.raises(BadState, match="layout is not understood"):
+    with pytest.raises(BadState, match="cannot read its layout"):
         reshard(state((1, 1), 0, trained=False), [{**state((2, 1), 0), "layout": {"tp": 2}}])
 
 

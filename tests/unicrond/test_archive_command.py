@@ -68,7 +68,7 @@ async def test_a_coordinator_and_a_replay_read_the_archive_first(
     directory = tmp_path / "archive"
     log = await trimmed(nats_connection, directory)
     alone = Coordinator(log, NatsBeatLog(nats_connection), Policy(), heartbeat_s=30.0)
-    with pytest.raises(LogDamaged, match="were trimmed and stand in the archive"):
+    with pytest.raises(LogDamaged, match="were trimmed and are in the archive"):
         await alone.run()
     coordinator = Coordinator(ArchivedLog(log, directory), NatsBeatLog(nats_connection), Policy(), heartbeat_s=30.0)
     live = await caught_up(coordinator)
@@ -76,7 +76,7 @@ async def test_a_coordinator_and_a_replay_read_the_archive_first(
     done = await asyncio.to_thread(unicron_replay, *ask, "--archive", directory)
     assert done.stdout.split()[0] == live, done.stderr
     without = await asyncio.to_thread(unicron_replay, *ask)
-    assert without.returncode == 1 and "were trimmed and stand in the archive" in without.stderr
+    assert without.returncode == 1 and "were trimmed and are in the archive" in without.stderr
 
 
 async def test_the_command(tmp_path: Path) -> None:

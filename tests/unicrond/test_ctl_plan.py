@@ -76,9 +76,12 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--lose", "n9"], "unicronctl: --lose: n9 is no node that is up; choose from n1, n2, n3, n4"),
+        (["--lose", "n9"], "unicronctl: --lose: n9 is not a node that is up; choose from n1, n2, n3, n4"),
         (["--task", "bgi:weight=2"], "unicronctl: --task: bgi is not active; did you mean big?"),
-        (["--task", "big:weight=-1"], "unicronctl: --task: 'big:weight=-1': '-1' is no number; give one like 3 or 0.5"),
+        (
+            ["--task", "big:weight=-1"],
+            "unicronctl: --task: 'big:weight=-1': '-1' is not a number; give one like 3 or 0.5",
+        ),
         (["--task", "big:weight=0"], "unicronctl: --task: big:weight: "),
         (["--task", "big:max_workers=99"], "unicronctl: --task: big:max_workers: "),
         (

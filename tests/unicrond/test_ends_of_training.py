@@ -22,7 +22,7 @@ def leave_early(cluster: MiniCluster) -> None:
         node = task.workers[name].node
         told = v.ErrorReported(
             node=node, task="big", worker=name, kind="left_early", generation=task.generation, iteration=4,
-            phase="step", message="LeftEarly: the loop over hook.steps() was left in iteration 4",
+            phase="step", message="LeftEarly: the program left the loop over hook.steps() in iteration 4",
         )  # fmt: skip
         cluster.say(cluster.hosts[node], told)
         cluster.kill_worker(cluster.hosts[node], name)
@@ -38,7 +38,7 @@ def test_a_program_that_leaves_again_and_again_fails_its_task_and_accuses_no_nod
     leave_early(cluster)
     task = cluster.state.tasks["big"]
     assert task.status is TaskStatus.FAILED
-    assert task.ending.reason.startswith("its program ended 3 times in mid-training, and never said hook.stop(reason)")
+    assert task.ending.reason.startswith("its program ended 3 times in mid-training without hook.stop(reason)")
     assert not [e for e in cluster.log if isinstance(e.envelope.event, v.NodeIsolated)]
 
 

@@ -71,7 +71,7 @@ def test_a_failed_reattempt_restarts_who_is_at_fault_and_a_failed_restart_isolat
     cluster.assert_whole()
     (escalated,) = said(cluster, v.IncidentEscalated)
     assert (escalated.severity, escalated.worker) == (2, suspect)
-    assert f"reattempted in place once; {node} was an end of " in escalated.reason
+    assert f"after reattempts in place: once; {node} is an endpoint of " in escalated.reason
     assert [i.severity for i in cluster.state.closed] == [Severity.SEV3, Severity.SEV2]
     successor = next(w.worker for w in cluster.state.tasks["big"].workers.values() if w.node == node)
     assert successor != suspect and len(members(cluster, "big")) == 3

@@ -162,7 +162,7 @@ async def test_a_server_is_only_ended_when_there_is_room(tmp_path: Path, caplog:
             finally:
                 watching.cancel()
         assert server.stopped.is_set() is ended
-    assert caplog.text.count("nothing can be decided: full; appends wait, nothing is lost") == 2
+    assert caplog.text.count("the coordinator cannot decide:  full; appends wait, nothing is lost") == 2
 
 
 async def test_a_bus_that_is_silent_is_trouble_too(tmp_path: Path) -> None:
@@ -209,11 +209,13 @@ def test_what_nodes_keep_back_is_trouble_of_the_log_where_it_does_not_grow() -> 
     assert keeper.trouble == "", "it may be under way"
     nodes.kept = {"n1": KeptBack(5, 7_000_000), "n2": KeptBack(2, 4_000_000)}
     nodes.quiet_s = 8
-    said = "2 of the nodes (n1, n2) keep back 7 observations, the oldest for 7 s, and nothing was appended meanwhile"
+    said = (
+        "2 of the nodes (n1, n2) hold back 7 observations, the oldest for 7 s, and the log got no new entry meanwhile"
+    )
     assert keeper.trouble == said
     nodes.quiet_s = 0.1
     assert keeper.trouble == "", "others append: it is these nodes' own trouble"
-    assert kept_back_lines(nodes.kept)[0].startswith("node n1 keeps back 5 observations, the oldest for 7 s")
+    assert kept_back_lines(nodes.kept)[0].startswith("node n1 holds back 5 observations, the oldest for 7 s")
     nodes.kept = {}
     assert kept_back_lines(nodes.kept) == []
 
@@ -222,7 +224,7 @@ async def test_a_stream_that_refuses_is_told_and_no_server_is_ended_for_it(tmp_p
     probe, server = Probe(), Stuck(tmp_path)
     probe.trouble, probe.is_settled = "holds 50 messages", True
     log = Log()
-    log.trouble = "NATS does not store: maximum messages exceeded"
+    log.trouble = "NATS did not store the events: maximum messages exceeded"
     keeper = LogKeeper(log, Bus(), server, restart_after_s=0.02, look_every_s=0.01, room_bytes=1, probe=probe)
     watching = asyncio.create_task(keeper.run())
     try:

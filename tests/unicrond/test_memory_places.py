@@ -110,9 +110,9 @@ def test_the_last_replica_is_lost_and_the_log_says_what_that_cost() -> None:
     cluster.kill_worker(cluster.hosts[worker.node], worker.worker)
     cluster.run()
     decided = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.MembershipDecided)][-1]
-    assert decided.reason == f"nobody has state: start from the memory of {worker.node} (iteration 3 or later)"
+    assert decided.reason == f"no member has state: start from the memory of {worker.node} (iteration 3 or later)"
     closed = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.TransitionCompleted)][-1]
-    assert closed.reason.endswith("no replica was left: 2 iterations lost, state from a member's node's memory")
+    assert closed.reason.endswith("no replica survived: 2 iterations lost, state from memory of a member's node")
     assert cluster.state.closed[-1].iterations_lost == 2
 
 

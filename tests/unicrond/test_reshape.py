@@ -168,7 +168,7 @@ def test_taken_back_by_asking_for_what_is_there() -> None:
     cluster = cluster_of(3)
     ask(cluster, tp=2)
     cluster.decide()
-    assert tasks_table(cluster.state).rows[0][-1] == "is to have tp 2, pp 1"
+    assert tasks_table(cluster.state).rows[0][-1] == "changes to tp 2, pp 1"
     ask(cluster, tp=1, min_workers=1, max_workers=4)
     cluster.run()
     cluster.assert_whole()
@@ -197,15 +197,15 @@ def test_an_ended_task_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("order", "status", "line"),
     [
-        ({"tp": 3}, 400, "tp: 3 workers of a stage share a node, and none has more than 2 slots; lower it"),
+        ({"tp": 3}, 400, "tp: 3 workers of a stage share a node, and no node has more than 2 slots; lower it"),
         ({"tp": 2, "pp": 3}, 400, "pp: the nodes have room for 2 stages of tp 2, not for 3; lower it, or tp"),
         ({"pp": 4}, 400, "model.layers: 2 does not divide among pp (4); use 4, or another pp"),
-        ({"tp": 2, "max_workers": 3}, 400, "max_workers: 3 is no multiple of tp * pp = 2 * 1; use 2 or 4"),
+        ({"tp": 2, "max_workers": 3}, 400, "max_workers: 3 is not a multiple of tp * pp = 2 * 1; use 2 or 4"),
         ({"tp": 2, "min_workers": 6}, 400, "min_workers: 6 is more than max_workers (4); lower it"),
         ({"max_workers": 9}, 400, "max_workers: 9 replicas share 8 micro-batches"),
         ({"tp": 2, "min_workers": 6, "max_workers": 8}, 400, "min_workers: the nodes have room for 4; lower it"),
         ({"min_workers": 5, "max_workers": 8}, 400, "min_workers: the nodes have room for 4; lower it"),
-        ({}, 409, "tp, pp: task big has tp 1, pp 1 and these bounds already; ask for others"),
+        ({}, 409, "tp, pp: task big has tp 1, pp 1 and these bounds already; give others"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(order: dict[str, int], status: int, line: str) -> None:

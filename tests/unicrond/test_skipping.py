@@ -107,7 +107,7 @@ async def test_what_the_log_needs_is_not_skipped() -> None:
     length = await log.last_seq()
     for skip, why in (
         (seqs[v.CoordinatorStarted], "is a claim or a skip"),
-        (seqs[v.TaskSubmitted], r"worker a\.1 would not be known"),
+        (seqs[v.TaskSubmitted], r"worker a\.1 would be unknown"),
         (length + 1, f"which ends at entry {length}"),
         (0, "is not in the log"),
     ):

@@ -87,9 +87,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(monkeypatch: pytest.Monkey
     body, _ = snapshot_of()
     state = msgspec.msgpack.decode(body)["state"]
     for bad, why in [
-        (b"", "it is no snapshot"),
-        (b"\x80", "it is no snapshot"),
-        (body[:-40], "it is no snapshot"),
+        (b"", "not a snapshot"),
+        (b"\x80", "not a snapshot"),
+        (body[:-40], "not a snapshot"),
         (broken(body, state=state[:-1]), "its checksum is wrong"),
         (broken(body, digest="00"), "its state has another digest"),
         (broken(body, mark={"seq": 61, "recorded_at_us": 1, "event_id": ""}), "its state has another digest"),
@@ -170,7 +170,7 @@ async def test_a_wrong_snapshot_is_ignored_with_one_line(fault: str, caplog: pyt
     }[fault]
     with caplog.at_level(logging.WARNING, logger="unicrond"):
         assert await Snapshots(store).restore(log) is None
-    assert len(caplog.records) == 1 and "the snapshot is not used" in caplog.text
+    assert len(caplog.records) == 1 and "not using the snapshot" in caplog.text
     async with running(log, heartbeat_s=30.0, snapshots=Snapshots(store)) as coordinator:
         assert coordinator.state.tasks
 
@@ -201,7 +201,7 @@ async def test_a_store_that_is_away_does_not_stop_the_coordinator(caplog: pytest
             store.tried.clear()
             await chatter(log, turn * 6 + 1, 6)
             await asyncio.wait_for(store.tried.wait(), 5)
-    assert caplog.text.count("no snapshot of entry") == 2
+    assert caplog.text.count("could not write a snapshot of entry") == 2
 
 
 async def test_unicron_replay_starts_from_it_when_asked(
@@ -214,7 +214,7 @@ async def test_unicron_replay_starts_from_it_when_asked(
         state, mark = fold(state, entry), mark_of(entry)
     ask = ("digest", "--nats", nats_server.url, "--json")
     none = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")
-    assert none.returncode == 2 and "there is none that fits" in none.stderr
+    assert none.returncode == 2 and "no snapshot fits" in none.stderr
     await NatsSnapshotStore(nats_connection).save(encode_snapshot(state, mark))
     full = await asyncio.to_thread(unicron_replay, *ask)
     quick = await asyncio.to_thread(unicron_replay, *ask, "--from-snapshot")

@@ -126,6 +126,6 @@ def test_the_view_and_the_events_say_it_in_words(cluster: MiniCluster) -> None:
     Console(file=file, width=120).print(render(cluster.state, cluster.state.now_us))
     assert "stragglers" in file.getvalue() and "1.25" in file.getvalue()
     assert summary(told) == (
-        f"worker {told.straggler} (rank 2) on {told.straggler_node} straggles: it takes 1.25 times as long as the other"
-        " replicas since iteration 11, 0.125 s per micro-batch against 0.100 s"
+        f"worker {told.straggler} (rank 2) on {told.straggler_node} is a straggler: it takes 1.25 times as long as the"
+        " other replicas since iteration 11, 0.125 s per micro-batch against 0.100 s"
     )

@@ -59,18 +59,18 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
             parts.append(f"{name} {task.status.value if task else 'unknown'}")
         else:
             members = len(task.membership.members) if task.membership else 0
-            parts.append(f"{name} goes on with {members} workers in generation {task.generation}")
+            parts.append(f"{name} continues with {members} workers in generation {task.generation}")
     if incident.state_from:
         source = _SOURCES.get(incident.state_from, incident.state_from)
         whole = any(state.tasks[name].spec.optimizer.distributed for name in incident.tasks if name in state.tasks)
         what = "whole optimizer state" if whole else "replica"
-        parts.append(f"no {what} was left: {incident.iterations_lost} iterations lost, state from {source}")
-    return "; ".join(parts)[:1024] or "no task was hit"
+        parts.append(f"no {what} survived: {incident.iterations_lost} iterations lost, state from {source}")
+    return "; ".join(parts)[:1024] or "no task affected"
 
 
 _SOURCES = {
-    "memory": "a member's node's memory",
-    "peer": "another node's memory",
+    "memory": "memory of a member's node",
+    "peer": "memory of another node",
     "checkpoint": "storage",
     "init": "the seed",
 }

@@ -37,10 +37,10 @@ def escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
     if task.status is not TaskStatus.ACTIVE:
         return
     if incident.severity is not Severity.SEV3:
-        _give_up(batch, incident, worker, incident.severity, f"it has reported {incident.kind} and still runs")
+        _give_up(batch, incident, worker, incident.severity, f"it reported {incident.kind} and still runs")
     elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
-        again = f"the group broke again, reattempted in place {_times(task.group.reattempts)}"
-        found = list(_suspects(task, incident)) or [(worker, "nobody knows where")]
+        again = f"the group broke again after reattempts in place: {_times(task.group.reattempts)}"
+        found = list(_suspects(task, incident)) or [(worker, "cause unknown")]
         for suspect, why in found:
             _give_up(batch, incident, suspect, Severity.SEV2, f"{again}; {why}")
 
@@ -65,12 +65,12 @@ def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
     able = [worker for worker in able if worker.alive]
     verdict, weights = blame.verdict(task, incident), blame.evidence(task, incident)
     for node in verdict.blamed:
-        broken = f"{node} was an end of {_links(weights[node] + task.troubles.ends.get(node, 0))} that broke"
-        doubt = "" if node in verdict.clear else ", as others were"
+        broken = f"{node} is an endpoint of {_links(weights[node] + task.troubles.ends.get(node, 0))} that broke"
+        doubt = "" if node in verdict.clear else ", like others"
         yield from [(worker, broken + doubt) for worker in able if worker.node == node][:1]
     if not verdict.blamed and able:
         suspect = max(able, key=lambda worker: (task.troubles.breaks.get(worker.node, 0), -_number(worker)))
-        yield suspect, "it was suspected before" if task.troubles.breaks.get(suspect.node) else "nobody knows where"
+        yield suspect, "suspected before" if task.troubles.breaks.get(suspect.node) else "cause unknown"
 
 
 def _links(weight: int) -> str:
@@ -113,9 +113,9 @@ def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
         return
     own = [incident for incident in batch.state.incidents.values() if task.name in incident.generations]
     last = own[-1] if own else None
-    stuck = f"struck {task.troubles.stuck} times without a new iteration after {task.progress.best_iteration}"
+    stuck = f"failed {task.troubles.stuck} times without a new iteration after {task.progress.best_iteration}"
     why = (
-        f"its program ended {_times(task.troubles.early)} in mid-training, and never said hook.stop(reason)"
+        f"its program ended {_times(task.troubles.early)} in mid-training without hook.stop(reason)"
         if early
         else f"its workers failed to restart on {' and '.join(struck)}"
         if len(struck) >= 2
@@ -133,14 +133,14 @@ def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple
         for node in struck:
             if node not in training:
                 ended = _times(held.strikes[node])
-                yield node, f"workers of {task.name} ended here {ended} without a step between"
+                yield node, f"workers of {task.name} ended here {ended} without a committed step"
     unclear = [node for node, times in held.unclear.items() if times >= policy.strikes_max]
     for node, times in held.breaks.items():
         if times < policy.strikes_max:
             continue
         clear = times - held.unclear.get(node, 0) >= policy.strikes_max
         if clear or (len(unclear) < _UNCLEAR_MAX and (held.stuck >= policy.strikes_max or _can_be_tried(state, task))):
-            given_up = f"workers given up for it {_times(times)}"
+            given_up = f"workers evicted {_times(times)}"
             yield node, f"groups of {task.name} broke here again and again: {given_up}"
 
 

@@ -21,17 +21,17 @@ def mend(batch: Batch, task: Task) -> bool:
         survivors = living + reconcile.leaving_members(task)
         if any(task.workers[m.worker].status is WorkerStatus.MEMBER for m in survivors):
             gone = len(current) - len(living)
-            reason = f"{gone} of {len(current)} members are gone"
+            reason = f"{gone} of {len(current)} members are lost"
             set_membership(batch, task, survivors, urgent=True, reason=reason)
             return True
     if _with_state(task, living) and _ripe(batch.state, task):
         # Who was to leave has not, so its work counts here as well.
         stay = living + reconcile.leaving_members(task)
-        set_membership(batch, task, stay, urgent=True, reason="the group broke and all members live")
+        set_membership(batch, task, stay, urgent=True, reason="the group broke and all members are alive")
         return True
     if task.membership is not None and task.group.unread == task.generation and len(living) == len(current):
         urgent, handover = task.membership.urgent, not current
-        reason = "a node could not read it: told again as it can"
+        reason = "a node could not read the membership: sent again in its schema"
         set_membership(batch, task, current, urgent=urgent, reason=reason, handover=handover)
         return True
     return False
@@ -57,7 +57,7 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
         untried = places(wanted) != places(current) or _ripe(batch.state, task)
         if wanted and untried and not staff.missing and not task.leavers:
             source = memory_places.nearest(batch.state, task)
-            set_membership(batch, task, wanted, urgent=True, reason=f"nobody has state: start from {source}")
+            set_membership(batch, task, wanted, urgent=True, reason=f"no member has state: start from {source}")
         return
     if not task.confirmed or task.leavers or places(wanted) == places(current):
         return
@@ -90,12 +90,12 @@ def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
         return  # on the way from one group to the next, or about to be
     if members and with_state:
         before, after = (f"tp {form.tp}, pp {form.pp}" for form in (task.spec, asked))
-        set_membership(batch, task, (), urgent=False, reason=f"{before} is to be {after}: all leave", handover=True)
+        set_membership(batch, task, (), urgent=False, reason=f"{before} becomes {after}: all leave", handover=True)
         return
     broken = batch.survey.staffing(task).broken  # those end anyway, as those that have parked do
     for worker in task.workers.values():
         if worker.can_train and worker.replica not in broken:
-            batch.stop(task, worker, "the task is to have another layout")
+            batch.stop(task, worker, "the task gets another layout")
 
 
 def settled(survey: Survey, task: Task) -> bool:

@@ -40,7 +40,7 @@ def staff(batch: Batch, task: Task, policy: Policy) -> None:
             in_group = worker.status is WorkerStatus.MEMBER
             has_left = task.confirmed and task.membership is not None and task.membership.members
             if not task.is_member(worker.worker) and (not in_group or has_left):
-                batch.stop(task, worker, f"plan {state.plan.epoch} needs it no more")
+                batch.stop(task, worker, f"plan {state.plan.epoch} no longer needs it")
 
 
 def end_unwanted(batch: Batch, task: Task) -> None:
@@ -50,8 +50,8 @@ def end_unwanted(batch: Batch, task: Task) -> None:
         if task.status is not TaskStatus.ACTIVE:
             batch.stop(task, worker, f"task {task.status.value}")
         elif worker.status is WorkerStatus.LOST:
-            batch.stop(task, worker, "it was given up", kill=True)
+            batch.stop(task, worker, "the coordinator evicted it", kill=True)
         elif worker.status is WorkerStatus.PARKED:
-            batch.stop(task, worker, "it has left its group")
+            batch.stop(task, worker, "it left its group")
         elif worker.replica in broken:
-            batch.stop(task, worker, "another rank of its replica is gone")
+            batch.stop(task, worker, "another rank of its replica is lost")

@@ -78,7 +78,7 @@ def place(
             raise ValueError(f"shapes: {task} is missing; give its tp and pp")
         for replica in current.get(task, ()):
             if not shapes[task].fits(replica):
-                raise ValueError(f"current: a replica of {task} stands on {replica}, which is not of its shape")
+                raise ValueError(f"current: a replica of {task} is on {replica}, which does not have its shape")
     hall = _Hall(shapes, nodes, {task: _kept(current.get(task, ()), counts[task], nodes) for task in sorted(counts)})
     wanted = {task: counts[task] - len(hall.seated[task]) for task in counts}
     short: dict[str, int] = {}

@@ -199,7 +199,7 @@ class Problem:
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ProblemError(f"tasks: {twice} stands there twice; give each task its own name")
+            raise ProblemError(f"tasks: {twice} appears twice; give each task its own name")
 
     def transition_of(self, task: TaskProblem) -> Number:
         """D_transition for this task."""

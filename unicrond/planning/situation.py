@@ -100,12 +100,12 @@ class Situation:
     def __post_init__(self) -> None:
         names = [task.name for task in self.lineup]
         if len(set(names)) != len(names):
-            raise ProblemError("tasks: a name stands there twice; give each task its own name")
+            raise ProblemError("tasks: a name appears twice; give each task its own name")
         if any(task.faulty for task in self.lineup):
-            raise ProblemError("tasks: one is faulty; a situation is what stands before the fault")
+            raise ProblemError("tasks: one is faulty; a situation describes the time before the fault")
         for node in self.nodes:
             if strangers := node.tasks - self._running.keys():
-                raise ProblemError(f"nodes: {node.name} carries {min(strangers)}, which is no running task")
+                raise ProblemError(f"nodes: {node.name} carries {min(strangers)}, which is not a running task")
 
     @cached_property
     def workers(self) -> int:

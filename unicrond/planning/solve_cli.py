@@ -61,7 +61,7 @@ def _task(where: str, task: _Task) -> TaskProblem:
     points = task.T if isinstance(task.T, dict) else {str(k): flops for k, flops in enumerate(task.T)}
     for count, flops in points.items():
         if not _COUNT.fullmatch(count):
-            raise ProblemError(f'{where}.T: {count!r} is no number of workers; give keys like "8"')
+            raise ProblemError(f'{where}.T: {count!r} is not a number of workers; give keys like "8"')
         _not_negative(f"{where}.T[{count}]", flops)
     return TaskProblem(
         name=task.name or where,

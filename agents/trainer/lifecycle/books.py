@@ -70,7 +70,7 @@ class Books:
     def enter(self, state: State) -> None:
         """Go to another state. Raises RuntimeError where the table has no such step: a defect of ours."""
         if state not in FOLLOWS[self.state]:
-            raise RuntimeError(f"the lifecycle goes from {self.state} to {state}, which its table does not have")
+            raise RuntimeError(f"the lifecycle goes from {self.state} to {state}, a step that its table lacks")
         self.state = state
 
     # --- this member's place ---------------------------------------------------------------------

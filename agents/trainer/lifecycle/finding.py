@@ -56,8 +56,8 @@ def _untouched(books: Books) -> Flow[int]:
     untouched = [rank for rank, (trained,) in enumerate(rows) if not trained]
     if not untouched:
         raise NothingLeft(
-            "all holders of a part of the optimizer's state are lost, and nothing was saved: training has to begin"
-            " anew, in new processes"
+            "all holders of a part of the optimizer's state are lost, and nothing was saved: training must start"
+            " again, in new processes"
         )
     return untouched[0]
 

@@ -97,7 +97,7 @@ def test_a_wait_that_fails_does_not_spin(library: Library, caplog: pytest.LogCap
     for _ in range(100):
         library.events.put(pynvml.NVML_ERROR_GPU_IS_LOST)
     assert driver.wait(0.05) is None
-    assert library.events.qsize() == 99 and caplog.text.count("does not tell of events") == 1
+    assert library.events.qsize() == 99 and caplog.text.count("does not report events") == 1
 
 
 def test_a_gpu_without_events_is_read_all_the_same(library: Library, caplog: pytest.LogCaptureFixture) -> None:
