@@ -1,4 +1,4 @@
-"""Whether a Unix socket can still be found: somebody may have unlinked its file, or put another in its place."""
+"""Whether a Unix socket can still be found: its file may have been unlinked or replaced."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class BoundPath:
-    """A path that a listening socket was just bound to. Who is connected stays so whatever becomes of the file."""
+    """A path that a listening socket was just bound to. Connections live on whatever becomes of the file."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where nothing is there."""

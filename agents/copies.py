@@ -56,7 +56,7 @@ class Copies:
                 return
             with memory.reading(newest.iteration) as found:
                 if found is None:
-                    return  # a newer one is being written; it is told when it is sealed
+                    return  # a newer one is being written; it is reported when it is sealed
                 for peer in peers:
                     try:
                         memory_exchange.push(peer, key[0], key[1], self._node, *found)

@@ -1,4 +1,4 @@
-"""The agent's core: what one node does about what it is told. Pure: `handle(state, input) -> (state, actions)`.
+"""The agent's core: how one node answers its inputs. Pure: `handle(state, input) -> (state, actions)`.
 
 Rules
 -----
@@ -17,21 +17,21 @@ Commands
   obeyed. What ends this agent is answered before it happens, or it would happen to the next agent again; all else once
   it is done.
 * CheckNode: one check at a time, and none by an old command; its outcome is NodeChecked, then the command is applied.
-  One that is cut off by the agent's end is not told of: who asked hears of the next agent, and asks again.
+  One that the agent's end cuts off is not reported: the coordinator hears of the next agent, and asks again.
 * SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
-  of the task that is or ever was a member (leavers must hear that they leave); who connects later gets it then.
+  of the task that is or ever was a member (leavers must hear that they leave), and to later connections too.
 
 Workers
 * A worker that the fork server neither lists nor reports as ended has ended with its fork server: the kernel
   kills the workers of a dead fork server (so that no worker runs on unattended).
-* A worker whose iteration is late (watch.py) is told of as it stands; who hangs and who waits for it, the coordinator
-  knows, who hears of all members.
+* The agent reports a late worker (watch.py) as it stands. Only the coordinator, which sees all members, decides which
+  one hangs.
 * Exits are acknowledged to the fork server only once the log holds them, so no exit status is ever lost.
 * An exit is *expected* when the worker was told to stop, or ended with code 0 and its mark says that its part of the
   task is done, or it has asked to stop training. A member that ends with code 0 otherwise has left its training loop
-  early: its program has failed. An unexpected one is told with its cause (ErrorReported, unless the worker
+  early: its program has failed. An unexpected one is reported with its cause (ErrorReported, unless the worker
   itself has told it) and the end of its log, cause first.
-* What a program declares to be busy with (hook.busy) is told once it has lasted for BUSY_TOLD_AFTER_S.
+* What a program declares to be busy with (hook.busy) is reported once it has lasted for BUSY_TOLD_AFTER_S.
 * Commits are summed to at most one StepCommitted per task and `commit_interval_s`; the first after a pause is
   told at once. A sum is closed early by whatever does not continue it, by a loss that is not finite, and by any
   news of its worker that its place in the log matters to (regroup, park, trouble, completion, exit).
@@ -47,7 +47,7 @@ The life of an agent
 
 States in memory
 * A capture that a worker tells of is copied to the first of its membership's peers; the next one while the
-  copy is under way waits (copies.py). What the node's memory holds is told at most once in `held_interval_s`.
+  copy is under way waits (copies.py). What the node's memory holds is reported at most once in `held_interval_s`.
 * DropState, and the log's end: the fork server gives the memory up.
 
 What does not live here: clocks, sockets, the outbox and its numbering, the wording of exit statuses (classify.py).

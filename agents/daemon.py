@@ -5,8 +5,8 @@ Ends
 * SIGTERM (a restart): the agent goes, fork server and workers stay for the next one.
 * SIGINT, or the core's Finish (the node leaves): workers, store and fork server are ended first.
 * A newer agent of the same name (namesakes.py): exit code EXIT_SUPERSEDED, the workers end; a later boot in the log
-  that is nobody's: exit code 1, and the next boot is above it.
-* Anything unexpected: exit code 1 with a traceback; whoever supervises the agent starts the next one.
+  that no agent has: exit code 1, and the next boot is above it.
+* Anything unexpected: exit code 1 with a traceback; the agent's supervisor starts the next one.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ _PRUNE_EVERY_S = 60.0
 class Options:
     """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server.
 
-    `memory_bytes`: for states of training; None: a quarter of the host's, 0: none. `accelerators`: who watches them.
-    `logs_dir`: of workers; None: in the run directory. `logs_max_age_s`, `logs_max_bytes`: None: see log_pruning.py.
+    `memory_bytes`: for states of training; None: a quarter of the host's, 0: none. `accelerators`: the source of their
+    health. `logs_dir`: of workers; None: in the run directory. `logs_max_age_s`, `logs_max_bytes`: None: see
+    log_pruning.py.
     """
 
     nats: tuple[str, ...]
@@ -311,7 +312,7 @@ class Agent(Shell):
     # --- accelerators ----------------------------------------------------------------------------
 
     def _watch_accelerators(self) -> None:
-        """From when the log knows the node and its workers: before that, nobody could make anything of it."""
+        """From when the log knows the node and its workers: an earlier report would mean nothing to readers."""
         if self._accelerator_driver and not self._accelerators:
             self._accelerators = AcceleratorWatch(self._accelerator_driver, self._workers_by_slot, self._found)
 
@@ -347,7 +348,7 @@ class Agent(Shell):
             return Memory()
 
     async def _prune_logs(self) -> None:
-        """Once it is known who lives, and now and then."""
+        """Once the living workers are known, and now and then."""
         await self.has_inventory.wait()
         while True:
             living = frozenset(self.state.memory.workers)
@@ -416,7 +417,7 @@ class Agent(Shell):
 
         async def on_request(message: object) -> None:
             data, respond = message.data, message.respond  # type: ignore[attr-defined]  # a nats Msg
-            with contextlib.suppress(Exception):  # a requester that has gone is no concern of ours
+            with contextlib.suppress(Exception):  # a requester that has gone does not concern this agent
                 await respond(answer(node, self._run_dir.logs, data))
 
         await connection.subscribe(logs_subject(node), on_request)
@@ -501,7 +502,7 @@ def make_room(options: Options, run_dir: RunDir) -> None:
     if usage.free >= Limits.of(run_dir.path, None, None).reserve_bytes:
         return
     logger.error("the volume of %s is full (%d of %d bytes free)", run_dir.path, usage.free, usage.total)
-    with contextlib.suppress(BadRunDir):  # without the memory nobody here knows who lives
+    with contextlib.suppress(BadRunDir):  # without the memory this agent does not know which workers live
         prune_logs(options, run_dir, frozenset(run_dir.recall().workers))
 
 

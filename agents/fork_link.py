@@ -5,7 +5,7 @@ Rules
 * A fork server that serves the run directory is adopted; one is started only where none answers.
 * Nothing is sent before the inventory of the present connection has come: what the core asked for on an older
   connection is settled by that inventory, and would be done twice otherwise.
-* When the connection ends, the process's pidfd says whether the process has: dead is told to the core at once
+* When the connection ends, the process's pidfd says whether the process has: the core hears of its death at once
   (its workers died with it), before the next one has loaded torch; alive means connect again.
 """
 

@@ -8,12 +8,12 @@ Rules
   `select` and is woken by sockets, pipes and SIGCHLD; nothing is polled.
 * It is the parent of the node's workers and of its rendezvous store, and adopts their orphans. If it dies, the
   kernel kills them (PR_SET_PDEATHSIG): no worker runs on unattended.
-* It outlives the agent and serves the newest connection alone. A new agent is told the exits that no agent has
+* It outlives the agent and serves the newest connection alone. A new agent receives the exits that no agent has
   acknowledged, then the inventory. Without an agent for the lease time it kills all and ends: another node may
   have been given its work by then (self-fencing).
 * A worker's stdout and stderr come through a pipe into its log; an exit is reported once what the pipe held is
   written. What a dead worker left in its process group is killed with it.
-* A SIGKILL that was not sent from here may have been the kernel's: the witnesses are asked before the exit is told.
+* A SIGKILL that was not sent from here may have been the kernel's: the witnesses are asked before the exit is reported.
 * The store's listening socket belongs to the fork server: a store that dies is replaced on the same port.
 * It holds the memory of the node's shards' states (trainer/memory.py): one memfd for each, made with the first
   worker of the shard or when the agent wants to keep a copy, given up when the agent says so, gone with it.
@@ -471,7 +471,7 @@ class ForkServer:
             pid = ended.si_pid
             worker = self._workers.pop(pid, None)
             if worker is not None or pid == self._store_pid:
-                # While it is not waited for, its pid, and so its group's id, is nobody else's.
+                # While it is not waited for, its pid, and so its group's id, belongs to no other process.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)

@@ -2,7 +2,8 @@
 
 Rules
 -----
-* The operator's command, or the agent's own self-test (`self_test.py`). Exit code 0 passes; what it said last is told.
+* The operator's command, or the agent's own self-test (`self_test.py`). Exit code 0 passes; the report holds its last
+  words.
 * It runs niced, in a process group of its own, and dies with the agent. At its time limit the group is killed: failed.
 * Its environment has UNICRON_NODE and UNICRON_REASON.
 * One at a time; the core sees to that.
@@ -26,7 +27,7 @@ _NICENESS = 10
 
 
 class Health:
-    """Runs the checks of one node. `accelerators`: who tells of its GPUs (cli.py). `feed`: takes Checked."""
+    """Runs the checks of one node. `accelerators`: the source of its GPUs' health (cli.py). `feed`: takes Checked."""
 
     def __init__(self, node: str, slots: int, accelerators: str, feed: Callable[[Input], None]) -> None:
         self._node = node

@@ -1,4 +1,5 @@
-"""Workers' logs do not grow for ever: those of workers that have ended go, by age, by size, and where the disk is full.
+"""Workers' logs do not grow without bound: those of workers that have ended go, by age, by size, and where the disk is
+full.
 
     <logs>/<task>/<worker>.log, .log.1, ...     (rotated_log.py bounds each by itself)
 
@@ -6,7 +7,7 @@ Rules
 -----
 * A living worker's logs are never touched: only whole logs of workers that have ended go, the one that was written
   to the longest ago first.
-* They go when nobody has written to them for `max_age_s`; then while all logs together hold more than `max_bytes`;
+* They go when no process has written to them for `max_age_s`; then while all logs together hold more than `max_bytes`;
   then while less than `reserve_bytes` are free.
 * Whatever cannot be read or removed is passed over: it is only tidying up.
 """

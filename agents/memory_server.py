@@ -4,8 +4,8 @@ A thread for each connection, so that no transfer holds up the agent; the bytes 
 shared memory. One request each, no wait without a bound. A copy is believed when its digest is right, and is sealed
 only then.
 
-Who has not named the token yet is a stranger. Strangers take no place from who has: at most `CONNECTIONS_MAX` requests
-are served at a time, and of `STRANGERS_MAX` strangers the oldest has to leave for the next.
+A requester that has not named the token yet is a stranger. Strangers take no other's place: at most `CONNECTIONS_MAX`
+requests are served at a time, and of `STRANGERS_MAX` strangers the oldest has to leave for the next.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 16
 STRANGERS_MAX = 64
-#: Whoever connects says at once what it wants: its request is one small frame.
+#: A requester says at once what it wants: its request is one small frame.
 REQUEST_TIMEOUT_S = 2.0
-#: For a place among the served. Who asks waits longer for its answer.
+#: For a place among the served. The requester waits longer for its answer.
 TURN_TIMEOUT_S = SILENCE_TIMEOUT_S / 2
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 

@@ -3,14 +3,15 @@
 Rules
 -----
 * Of two agents the one with the higher boot number started later, and is obeyed: the log ignores the other's
-  observations already (fold.py). Whoever hears a beat of a higher boot under its own name ends, for good: a supervisor
-  that started it again would only have it take the name back (EXIT_SUPERSEDED).
+  observations already (fold.py). An agent that hears a beat of a higher boot under its own name ends, for good: a
+  supervisor that started it again would only have it take the name back (EXIT_SUPERSEDED).
 * Its workers are no longer the log's, so they end with it; unless the newer one works in the same run directory, and
   adopts them.
-* Commands of a name go to whoever asks first. So a newcomer beats, but does not join, while an older one is heard: that
-  one has time to end with its workers. Its own predecessor in the run directory is dead (the lock), and not waited for.
-* A later boot that only stands in the log, and is not heard, is nobody's: the run directory was lost and the clock is
-  behind, or the newer one has come and gone while this one was cut off. The number is raised above it, and the agent
+* Commands of a name go to the agent that asks first. So a newcomer beats, but does not join, while an older one is
+  heard: that one has time to end with its workers. Its own predecessor in the run directory is dead (the lock), and
+  not waited for.
+* A later boot that is only in the log, and is not heard, belongs to no agent: the run directory was lost and the clock
+  is behind, or the newer one has come and gone while this one was cut off. The number is raised above it, and the agent
   started again by its supervisor is heard.
 """
 

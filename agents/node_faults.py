@@ -85,7 +85,7 @@ def is_in_own_namespace() -> bool:
     try:
         return own != Path("/proc/1/ns/net").readlink()
     except OSError:
-        # Who may not look lives in a user namespace, and may touch no links but those of its own.
+        # An agent that may not look lives in a user namespace, and may touch only that namespace's links.
         return Path("/proc/self/uid_map").read_text().split() != _WHOLE_RANGE
 
 

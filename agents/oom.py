@@ -5,7 +5,7 @@ Rules
 * The kernel log (/dev/kmsg) names the process. In a container it may be closed, or count processes otherwise.
 * The OOM counter of the process's memory cgroup: as many SIGKILLs as it has grown by are its work. cgroup v2 keeps it
   in memory.events, v1 in memory.oom_control.
-* The machine's counter (/proc/vmstat): if it stands still, nobody was OOM-killed anywhere. If it has grown, or cannot
+* The machine's counter (/proc/vmstat): if it stands still, no process was OOM-killed. If it has grown, or cannot
   be read, the answer is "maybe".
 * Read once at a process's birth and once at its death by SIGKILL; never in between.
 """
@@ -53,7 +53,7 @@ class OomWitness:
         self._counters.pop(pid, None)
 
     def ended(self, pid: int) -> OomKill:
-        """A SIGKILL that nobody here sent has ended the process: was it the kernel's?"""
+        """A SIGKILL that unicron did not send has ended the process: was it the kernel's?"""
         counter = self._counters.pop(pid, None)
         before, self._machine = self._machine, self._machine_kills()
         kills = _kills(counter) if counter is not None else None

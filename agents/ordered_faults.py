@@ -3,9 +3,9 @@
 Rules
 -----
 * A worker's kill or stop at once is a signal; anything that waits for an iteration or a phase, and every fault inside
-  the training loop, is the worker's own affair: it is told (`Inject`), and obeys at its next chance.
+  the training loop, is the worker's own affair: it receives `Inject`, and obeys at its next chance.
 * A node's fault (no worker named) and an xid are the shell's affair (node_faults.py).
-* A fault for a worker that is not here any more, or cannot hear, is refused: it would strike somebody else, or later.
+* A fault for a worker that is gone, or cannot hear, is refused: it would hit another worker, or come later.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Rules
 * An outage of the log costs nothing but memory, and that is bounded: when full, the oldest report of progress
   goes (StepCommitted), or where there is none the oldest of all; it is said loudly how many were lost.
 * What the coordinator of the moment cannot read is sent in the form that it can read (`events/schemas.py`).
-* What is no valid event would be refused for ever: it is lost where it is put in, as loudly.
+* An invalid event would always be refused: it is dropped on arrival, as loudly.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Outbox:
         self._filled.set()
 
     async def run(self, log: EventLog) -> None:
-        """Append to `log` what is put in, for ever."""
+        """Append to `log` what is put in, without end."""
         while True:
             await self._filled.wait()
             batch = list(islice(self._items, _BATCH_MAX))

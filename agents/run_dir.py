@@ -10,7 +10,7 @@
     <run_dir>/fork_server.log
     <run_dir>/logs/<task>/<worker>.log, .log.1, ...    (log_pruning.py; may lie elsewhere, on a disk)
 
-The directory is private (0700): who may write to its sockets may run code.
+The directory is private (0700): write access to its sockets is enough to run code.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from agents.state import Memory
 #: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_SOCKET = "agent.sock"
-#: Boot numbers are microseconds since 1970; what is no smaller was never given out (events.vocabulary.Boot).
+#: Boot numbers are microseconds since 1970; larger numbers were never given out (events.vocabulary.Boot).
 BOOT_LIMIT = 2**52
-#: How much of a small file is read: more is no number, port or token of ours.
+#: How much of a small file is read: our numbers, ports and tokens are shorter.
 _SMALL_BYTES = 256
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class RunDir:
 
 
 def _refuse_foreign_links(path: Path) -> None:
-    """Whoever owns a link decides where it leads: in a directory for all, such as /tmp, that may be anybody."""
+    """The owner of a link decides where it leads: in a shared directory such as /tmp, that may be any user."""
     for part in (path, *path.parents):
         try:
             status = part.lstat()

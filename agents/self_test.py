@@ -14,7 +14,7 @@ Rules
 * No GPU and no network are needed: one process per slot, which meet at a file. No other node takes part: whether links
   to others are sound, the groups of the next tasks will tell.
 * It ends in time: each part takes at most a share of `--limit-s`, and an alarm ends the whole.
-* It takes little: one thread and at most MEMORY_BYTES per slot, niced by who starts it.
+* It takes little: one thread and at most MEMORY_BYTES per slot, niced by its starter.
 * Exit code 0 and one line: nothing wrong was found. Exit code 1: the line says what, on which slot.
 * `--break PART:SLOT` makes a part go wrong on purpose (matmul, memory, collective, silence), for drills and tests.
 """
@@ -116,7 +116,7 @@ def _drivers_word(choice: Choice, slots: int) -> list[str]:
 
 def _test_slots(options: argparse.Namespace) -> list[str]:
     """One process per slot, forked before anybody has touched a GPU; the first that fails ends the test."""
-    import torch  # here: who asks for --help need not wait for it
+    import torch  # here: --help need not wait for it
 
     torch.set_num_threads(1)
     gpus = visible_gpus() if torch.backends.cuda.is_built() else ()

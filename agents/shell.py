@@ -186,7 +186,7 @@ class Shell(ABC):
     # --- what is heard ---------------------------------------------------------------------------
 
     def worker_connected(self, hello: Hello) -> None:
-        """A worker has said who it is."""
+        """A worker has said its id."""
         self.feed(WorkerConnected(hello=hello))
         if hello.worker in self.state.memory.workers and not self.closed:
             self.watch.follow(hello.worker, hello.pid)
@@ -212,7 +212,7 @@ class Shell(ABC):
             age_s = max(0.0, (self.now_us() - recorded.recorded_at_us) / 1e6)
             self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
 
-    # --- what is told now and then ---------------------------------------------------------------
+    # --- reports now and then --------------------------------------------------------------------
 
     def beat(self, **load: Any) -> Envelope:
         """The next heartbeat. `load`: further fields of Heartbeat."""

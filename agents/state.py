@@ -1,4 +1,4 @@
-"""What the agent's core knows, what it is told and what it may ask for. Rules: core.py.
+"""What the agent's core knows, its inputs and its actions. Rules: core.py.
 
 `Memory` is the part that the next agent of this node must know as well: the shell writes it down before it
 acts on it. The rest of `State` is found out anew: from the fork server's inventory and the workers' Hellos.
@@ -39,7 +39,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Config(_Part, frozen=True, kw_only=True):
-    """What an agent is told at its start. Times in seconds."""
+    """An agent's settings at its start. Times in seconds."""
 
     node: Name
     address: str
@@ -54,7 +54,7 @@ class Config(_Part, frozen=True, kw_only=True):
     #: How long a start waits for a slot whose worker is about to end, or for the fork server.
     slot_wait_s: float = 20.0
     fork_server_wait_s: float = 60.0
-    #: A start that is older acts no more: whoever wanted it has long since planned without this node.
+    #: An older start is not carried out: the coordinator has long since planned without this node.
     start_max_age_s: float = 60.0
     #: How long a new agent waits for the Hellos of the workers that it adopts.
     hello_wait_s: float = 2.0
@@ -103,7 +103,7 @@ class Worker(_Part, frozen=True, kw_only=True):
     stopping: bool = False
     #: It has said itself why it is going to end.
     cause_told: bool = False
-    #: It was started from a log that is no more.
+    #: The log that started it is gone.
     foreign: bool = False
 
 
@@ -137,7 +137,7 @@ class Held(_Part, frozen=True, kw_only=True):
 class Memory(_Part, frozen=True, kw_only=True):
     """What one agent tells the next one of the same run directory."""
 
-    #: The boot of the first agent of this run directory; what those before it did, nobody here knows.
+    #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
     since_boot: int = 0
     #: The log that all this is about (log_identity.py); "": not known.
     log: str = ""
@@ -150,7 +150,7 @@ class Memory(_Part, frozen=True, kw_only=True):
     answered: dict[str, str] = {}
     #: The newest MAX_GONE workers that have ended.
     gone: dict[WorkerId, Gone] = {}
-    #: Workers of a log that is no more whose exits the fork server may still tell.
+    #: Workers of a log that is gone, whose exits the fork server may still tell.
     foreign_gone: tuple[WorkerId, ...] = ()
     #: Per task, the last commit that the log holds from this node.
     reported: dict[Name, Position] = {}
@@ -185,7 +185,7 @@ class State(_Part, frozen=True, kw_only=True):
     #: adopting: the inventory is not known, or Hellos are still awaited; nothing was appended for the node yet.
     phase: Literal["adopting", "up", "leaving", "left"] = "adopting"
     log_seen: bool = False
-    #: The port of the node's rendezvous store; 0: there is no fork server now.
+    #: The port of the node's rendezvous store; 0: no fork server runs now.
     store_port: int = 0
     #: The port that the newest NodeJoined told.
     joined_port: int = 0
@@ -281,7 +281,7 @@ class StateHeld(_Part, frozen=True, kw_only=True):
 
 
 class AcceleratorSaw(_Part, frozen=True, kw_only=True):
-    """What was found about an accelerator (accelerators/); `worker` runs on it, "" = nobody."""
+    """What was found about an accelerator (accelerators/); `worker` runs on it, "" = none."""
 
     accelerator: str
     worker: str
@@ -392,7 +392,7 @@ class RunCheck(_Part, frozen=True, kw_only=True):
 
 
 class Disconnect(_Part, frozen=True, kw_only=True):
-    """Close a worker's connection: nobody here started it. `why` is for the log of the agent."""
+    """Close the connection of a worker that this agent did not start. `why` is for the log of the agent."""
 
     worker: WorkerId
     why: str

@@ -5,11 +5,11 @@ Rules
 * A worker says in its mark when its iteration began and how long it may last (trainer/baseline.py). The watch looks
   when that time is over: once in several iterations. It looks every IDLE_S besides, because a limit becomes shorter
   as soon as the usual time is known, and between groups there is none; a look costs some 20 microseconds.
-* Late is told once, and again when it has lasted two, four, eight ... limits: what is slow moves on meanwhile.
+* Lateness is reported once, and again when it has lasted two, four, eight ... limits: what is slow moves on meanwhile.
 * A process that the kernel shows as stopped for STOPPED_S is late, whatever its limit, which may be long: while
   state is saved, or as long as nothing is known of its iterations.
-* What a worker waited for a CPU in is no time of its iteration: on a machine that is too busy, as when a fork server
-  imports torch beside it, who gets no CPU does not move either, and does not hang.
+* Time that a worker waits for a CPU does not count as time of its iteration: on a machine that is too busy, as when a
+  fork server imports torch beside it, a worker without a CPU does not move either, and does not hang.
 * A look that comes late itself proves nothing: this process, or the machine, stood still as well. It is repeated.
 """
 
@@ -27,7 +27,7 @@ from agents.trainer.marks import Mark
 from events.vocabulary import WorkerId
 
 IDLE_S = 0.5
-#: Who only passes by, as a profiler does that takes a look at the stack, does not stop a process for so long.
+#: A brief stop, as by a profiler that looks at the stack, does not last so long.
 STOPPED_S = 1.0
 #: A look that comes so much later than it was to is not believed.
 _HELD_UP_US = 250_000
@@ -120,7 +120,7 @@ class Watch:
         self._watched: dict[WorkerId, _Watched] = {}
 
     def follow(self, worker: WorkerId, pid: int) -> None:
-        """Watch a worker; again is no harm."""
+        """Watch a worker; repeating this is harmless."""
         if worker not in self._watched:
             self._watched[worker] = _Watched(pid, waited_us=self._signs.waited_us(pid))
             self._look_in(worker, int(IDLE_S * 1e6))

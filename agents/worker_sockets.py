@@ -1,7 +1,7 @@
 """Where workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
 
-Somebody may unlink the socket's file (a cleaner of temporary files). Whoever is connected does not notice; a worker
-that starts later would find nobody, and end after the lease. So the file is looked at, and bound again.
+The socket's file may be unlinked (by a cleaner of temporary files). Connected workers do not notice; a worker
+that starts later would find no agent, and end after the lease. So the file is looked at, and bound again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from events.vocabulary import WorkerId
 
 logger = logging.getLogger(__name__)
 
-#: A worker that does not read is not waited for; beyond this it is cut off (it connects again and is told anew).
+#: A worker that does not read is not waited for; beyond this it is cut off (it connects again and gets all anew).
 _MAX_UNREAD_BYTES = 16 * 1024 * 1024
 _LOOK_EVERY_S = 1.0
 
@@ -119,7 +119,7 @@ class WorkerSockets:
         try:
             await self._serve(reader, writer)
         except asyncio.CancelledError:
-            pass  # close() ends us; there is nobody who waits for more
+            pass  # close() ends this loop; no reader waits for more
         finally:
             writer.close()
             with contextlib.suppress(OSError, asyncio.CancelledError):

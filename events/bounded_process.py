@@ -15,7 +15,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-#: What is told of a command that said nothing.
+#: The text for a command without output.
 SILENT = "no output"
 _OUTPUT_BYTES = 16 * 1024
 _SAID_CHARS = 600

@@ -63,7 +63,7 @@ def _sentence(envelope: Envelope) -> str:
 
 
 def _json(body: bytes) -> str:
-    """The msgpack as it is, valid or not: whoever asks for JSON wants to see every field."""
+    """The msgpack as it is, valid or not: JSON shows every field."""
     try:
         value = msgpack.unpackb(body, strict_map_key=False)
         return json.dumps(value, default=str, ensure_ascii=True)

@@ -1,4 +1,4 @@
-"""The envelope: who says it, under which term, because of what, seen when."""
+"""The envelope: producer, term, cause and time of an event."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How a field's default stands in the bytes.
 
 Rule: `events/vocabulary.py` and the state's structs leave a field that has its default out of their bytes. So a
-field that is added later changes neither the bytes nor the digest of what was written before it, and who does not know
-it reads on. The fields of schema 1 were written whatever they held; `always` keeps them so.
+field that is added later changes neither the bytes nor the digest of what was written before it, and a reader that
+does not know it reads on. The fields of schema 1 were written whatever they held; `always` keeps them so.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from events.skips import skips_in_files
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 1024 * 1024
-#: Who holds it writes to the directory.
+#: Its holder writes to the directory.
 LOCK = "lock"
 
 

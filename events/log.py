@@ -1,4 +1,4 @@
-"""What every log promises, whoever keeps it (memory, files, NATS).
+"""What every log promises, wherever it is kept (memory, files, NATS).
 
 Rules
 -----
@@ -9,10 +9,10 @@ Rules
 * `claim_term` is how a coordinator takes over. It returns a `Fence`; an `append` that carries a fence
   raises `Fenced` as soon as a newer term was claimed, and then nothing of it is written.
 * Claims that stand in the log where the claimer has read it (`based_on`) do not count against a new one: its fold has
-  judged them, and a forged one is nobody's term.
+  judged them, and a forged one belongs to no coordinator.
 * A claim is recognised by all that it says, not by its event id: of two that claim one term, both as its
   first event, one gets it.
-* Reading never raises on what a message holds: what is no valid event comes as `Quarantined`.
+* Reading never raises on what a message holds: an invalid message comes as `Quarantined`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class EventLog(Protocol):
         ...
 
     def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
-        """Entries after_seq+1, after_seq+2, ...: history, then live, for ever, or up to and with `until_seq`.
+        """Entries after_seq+1, after_seq+2, ...: history, then live, without end, or up to and with `until_seq`.
 
         `read(0, until_seq=await log.last_seq())` is the history as it stands. Close the generator
         (contextlib.aclosing) where it is left early.
@@ -78,7 +78,7 @@ class EventLog(Protocol):
         ...
 
     async def skips(self) -> dict[int, str]:
-        """Which entries whoever folds the log passes over, and why (events/skips.py); `read` gives them as they are."""
+        """Which entries every fold of the log skips, and why (events/skips.py); `read` gives them as they are."""
         ...
 
     async def last_seq(self) -> int:
@@ -109,7 +109,7 @@ class CommandFeed(Protocol):
     """One node's commands, at least once each, in order."""
 
     def read(self) -> AsyncGenerator[Recorded, None]:
-        """Commands not yet acknowledged, then live, for ever.
+        """Commands not yet acknowledged, then live, without end.
 
         To ask for the next command acknowledges the one before; leaving the loop (break, exception,
         cancellation) does not, so the command comes again, even to another process.
@@ -190,7 +190,7 @@ class LocalLog(ABC):
         self._store(entries)
         for entry in entries:
             self._take_in(entry)
-        self._grown.set()  # wakes all who wait at the end; the next ones wait on a fresh event
+        self._grown.set()  # wakes all readers at the end; later ones wait on a fresh event
         self._grown = asyncio.Event()
 
     def _take_in(self, entry: Entry) -> None:

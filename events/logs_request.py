@@ -40,7 +40,7 @@ class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`data` stands at `next_offset - len(data)`. `error` is one plain sentence; then there is no data."""
+    """`data` stands at `next_offset - len(data)`. `error` is one plain sentence; then `data` is empty."""
 
     node: Name
     worker: WorkerId | None = None

@@ -54,7 +54,7 @@ def command_consumer_config(node: str) -> dict[str, Any]:
 
 
 class UnreadOrder(NamedTuple):
-    """A command that is no valid event to this version, as far as it says who it is. `reason`: why it is none."""
+    """A command that this version cannot read, as far as it can be identified. `reason`: why it cannot."""
 
     command_id: str
     event_id: str

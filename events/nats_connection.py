@@ -6,8 +6,8 @@ Rules
   half-sent batches and can lose its reader without noticing. Whatever kills a session (server gone,
   missed pongs, an unknown -ERR, an exception in the reader) ends its reading task, and that end is the
   one signal, `lost`, that everybody waits for.
-* A `Connection` replaces a lost session by a new one, for ever, with a back-off of at most a second.
-* Whoever uses a session does its work anew on the next one: readers go on from the last sequence, a
+* A `Connection` replaces a lost session by a new one, without end, with a back-off of at most a second.
+* Users of a session repeat their work on the next one: readers go on from the last sequence, a
   publisher repeats its message ids.
 * `NATS errors never raise here`: a request that got no answer raises `Unanswered`, which means "unknown,
   try again", never "no".
@@ -119,7 +119,7 @@ class _Client(Client):  # type: ignore[misc]
 
     async def give_up(self) -> None:
         """Close the socket. What nats-py raises while it closes is of no use to anybody; and where a TLS handshake has
-        failed, it waits for ever for a transport that is no more."""
+        failed, it waits without end for a transport that is gone."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self.close()
@@ -312,7 +312,7 @@ class Connection:
         self._announce()
 
     async def start(self, timeout_s: float | None) -> None:
-        """Begin to keep a session; LogUnavailable if there is none within `timeout_s` (None: wait for ever)."""
+        """Begin to keep a session; LogUnavailable if there is none within `timeout_s` (None: wait without end)."""
         self._keeper = asyncio.create_task(self._keep(), name="nats-connection")
         try:
             async with asyncio.timeout(timeout_s):
@@ -378,7 +378,7 @@ class Connection:
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
         if not self._has_reason:
             self._reason, self._has_reason = said, True
-        # An outage is told by _keep. The rest (permissions!) is told here, but not the same every second.
+        # _keep reports an outage. The rest (permissions!) is reported here, but not the same every second.
         if not isinstance(error, OSError | nats.errors.UnexpectedEOF | TimeoutError | nats.errors.NoServersError):
             logger.log(logging.DEBUG if said == self._told_reason else logging.WARNING, "NATS says: %s", said)
             self._told_reason = said
@@ -393,7 +393,7 @@ async def connect(
 ) -> Connection:
     """A lasting connection to a NATS server or cluster. `name` is what `nats server report connections` shows.
 
-    Waits for the first session: for ever, or at most `timeout_s` (then LogUnavailable says why).
+    Waits for the first session: without end, or at most `timeout_s` (then LogUnavailable says why).
     """
     servers = [urls] if isinstance(urls, str) else list(urls)
     connection = Connection(servers, name=name, login=login or Login())

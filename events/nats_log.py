@@ -3,7 +3,7 @@
 Rules
 -----
 * One append = one message, or one atomic batch (a group commit: one fsync for the lot). An attempt that
-  got no answer is repeated with the same message ids, for ever or until `give_up_s`.
+  got no answer is repeated with the same message ids, without end or until `give_up_s`.
 * The server refuses a batch that repeats an id. Then we look up what stands in the log already, and
   write only the rest.
 * A fence is the sequence number of the newest message on the term subject, as the header that the
@@ -88,7 +88,7 @@ class NatsEventLog:
     async def claim_term(self, envelope: Envelope) -> Fence:
         """See EventLog. Tries again over outages, at most `give_up_s` seconds."""
         term = claimed_term(envelope)
-        # Without a message id: whoever claims the same term has the same one, and a server that looks at it first (a
+        # Without a message id: two claims of one term would have the same one, and a server that looks at it first (a
         # stream of several replicas does) would acknowledge the other's claim to us as a repeat of ours.
         marks = headers(envelope)
         del marks["Nats-Msg-Id"]

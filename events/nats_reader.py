@@ -62,7 +62,7 @@ class _Interrupted(Exception):
 
 
 async def read_stream(connection: Connection, stream: str, **how: Any) -> AsyncGenerator[Stored, None]:
-    """Messages of `stream` in order, for ever: `read_batches`, one by one; `how`: its other arguments."""
+    """Messages of `stream` in order, without end: `read_batches`, one by one; `how`: its other arguments."""
     async with aclosing(read_batches(connection, stream, **how)) as batches:
         async for batch in batches:
             for stored in batch:
@@ -78,7 +78,7 @@ async def read_batches(
     headers_only: bool = False,
     resume: bool = True,
 ) -> AsyncGenerator[list[Stored], None]:
-    """Messages of `stream` in order, for ever; each time those that are there, at most BATCH.
+    """Messages of `stream` in order, without end; each time those that are there, at most BATCH.
 
     `start`: where to begin, in the words of JetStream's consumer configuration ("deliver_policy" and
     what belongs to it). After an interruption, reading goes on right after what was read last, or with
@@ -176,7 +176,7 @@ class _Consumer:
             lost.cancel()
 
     async def close(self) -> None:
-        """Forget the inbox; the server drops a consumer that nobody listens to."""
+        """Forget the inbox; the server drops a consumer without a listener."""
         if self._subscription is not None and not self._session.lost.is_set():
             try:
                 await self._session.unsubscribe_raw(self._subscription)

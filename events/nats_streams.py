@@ -19,7 +19,7 @@ HEADER_BYTES = 8 * 1024
 
 STREAM_EXISTS_WITH_OTHER_CONFIG = 10058
 NO_MESSAGE_FOUND = 10037
-#: Mark of an event stream that was imported for looking at it; its commands are old, so nobody may work on it.
+#: Mark of an event stream that was imported for looking at it; its commands are old, so no coordinator may work on it.
 IMPORTED = "unicron.imported"
 #: Mark of an age limit that stands only while the stream is trimmed (`archive.py`).
 TRIMMING = "unicron.trimming"
@@ -127,7 +127,7 @@ async def api_once(connection: Connection, subject: str, request: dict[str, Any]
 
 
 def answer(subject: str, body: bytes) -> dict[str, Any]:
-    """The JSON object in an answer; ApiError if it holds an error, Unanswered if it is no JSON object."""
+    """The JSON object in an answer; ApiError if it holds an error, Unanswered if it is not a JSON object."""
     try:
         parsed = json.loads(body)
     except ValueError:

@@ -13,7 +13,7 @@ def parse_urls(text: str) -> tuple[str, ...]:
         if parts.scheme not in ("nats", "tls") or not parts.hostname:
             raise ValueError(f"{url!r} is not a NATS URL; write nats://HOST:PORT")
         try:
-            parts.port  # noqa: B018 - raises where it is no port
+            parts.port  # noqa: B018 - raises where it is not a port
         except ValueError:
             raise ValueError(f"{url!r} has a bad port; write nats://HOST:PORT") from None
     return urls

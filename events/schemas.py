@@ -1,4 +1,4 @@
-"""Schemas: what came into the vocabulary with which number, and how an event is told to who reads an older one.
+"""Schemas: what came into the vocabulary with which number, and how an event is written for readers of an older one.
 
 Rules
 -----
@@ -8,7 +8,7 @@ Rules
   has a default and is left out of the bytes at that (`fields.py`); a younger value names the older one that stands for
   it.
 * `lowered` gives the form that a reader of an older schema can read: younger fields at their defaults, younger values
-  replaced, or None for a type that it does not know. Who writes asks what its reader reads; nobody else need know.
+  replaced, or None for a type that it does not know. A writer asks what its reader reads; no other part need know.
 * Names here are never taken away: logs hold them.
 
 What does not live here: messages of *older* schemas (`upcast.py`), unknown fields of newer ones (`tolerance.py`).
@@ -27,7 +27,7 @@ from msgspec import inspect
 from events import vocabulary
 from events.vocabulary import Event
 
-#: The newest schema: what this version reads, and writes to who reads it.
+#: The newest schema: what this version reads, and writes to readers of it.
 SCHEMA = 2
 #: What every reader reads.
 FIRST = 1

@@ -13,7 +13,7 @@ Format
             | ["z", entries, heartbeats]                (the end mark of an export: how many it holds; format 3)
 
 Format 1 had no heartbeats; it is read as well. An export has format 3, the segments of a log that goes on have
-format 2: they have no end, and of an older export, which has no mark, nobody can tell whether it is whole. A
+format 2: they have no end, and of an older export, which has no mark, it is unknown whether it is whole. A
 segment is named after its first sequence number, 20 digits and ".log".
 
 Rules
@@ -217,7 +217,7 @@ def has_end_mark(path: Path) -> bool:
 
 
 def _require_end(path: Path, file: BinaryIO, at_bytes: int, size_bytes: int) -> None:
-    """LogDamaged where no end mark follows `at_bytes`. Other damage is for who reads the frames to tell."""
+    """LogDamaged where no end mark follows `at_bytes`. The reader of the frames finds other damage."""
     while at_bytes < size_bytes:
         file.seek(at_bytes)
         head = file.read(FRAME_HEAD_BYTES)

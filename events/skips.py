@@ -2,7 +2,7 @@
 
 Rules
 -----
-* `EntrySkipped` stands in the log after the entry that it names, on a subject of its own. Whoever folds the log asks
+* `EntrySkipped` stands in the log after the entry that it names, on a subject of its own. Every fold of the log asks
   for all of them first (`EventLog.skips`) and reads a skipped entry as a quarantined message, wherever the reading
   begins or ends: the state at any point, before the skip as well, is the same for every reader.
 * A claim of a term and a skip itself cannot be skipped: fences and readers rest on them.

@@ -61,10 +61,10 @@ def subject(envelope: Envelope) -> str:
 
 
 class MessageIds:
-    """What the server knows messages of one process again by: the event id, and a part that nobody else can guess.
+    """How the server recognises messages of one process: the event id, and a part that no other process can guess.
 
     Else somebody could write a message under an id that is yet to come, and the event itself would be taken for its
-    repetition. The part follows from a secret of this process and the event id, so that those who read one id of a
+    repetition. The part follows from a secret of this process and the event id, so that readers of one id of a
     boot do not know the next.
     """
 

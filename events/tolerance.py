@@ -4,9 +4,9 @@ Rules
 -----
 * An observation is a fact, and a fact with more to it than one understands is still a fact: its unknown fields are
   set aside and the rest is read as strictly as ever. The log keeps the bytes as they came (`Recorded.body`).
-* Decisions and commands stay strict: to obey half of an order is worse than to refuse it. Who gives orders writes them
-  so that they can be read (`schemas.lowered`). The envelope is strict, too.
-* An unknown type is no event.
+* Decisions and commands stay strict: to obey half of an order is worse than to refuse it. A sender of orders writes
+  them so that they can be read (`schemas.lowered`). The envelope is strict, too.
+* An unknown type is not an event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS: dict[str, type[msgspec.Struct]] = {kind.__name__: kind for kind in typin
 def set_aside(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
     """An observation's bytes without the fields unknown here, and these, as "$.event.field = value".
 
-    None where that changes nothing, or where it is no observation. Raises msgspec's errors on what is no msgpack.
+    None where that changes nothing, or where it is not an observation. Raises msgspec's errors on what is not msgpack.
     """
     message = msgspec.msgpack.decode(body)
     event = message.get("event") if isinstance(message, dict) else None

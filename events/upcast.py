@@ -4,11 +4,11 @@ Rules
 -----
 * The log is never rewritten. What stands in it is raised to today's schema when it is read, one number at a
   time: `STEPS[n]` makes a message of schema n one of schema n + 1.
-* A step works on the plain map of the wire and may change, add and drop fields. It never changes who said it
+* A step works on the plain map of the wire and may change, add and drop fields. It never changes the producer
   (producer, boot, number), nor the type's name, node or task: subjects are made of these.
 * A new number is due where an old message would be refused or mean something else. A new field with a default
   needs none: old messages have the default. (What an older version reads of newer messages: `schemas.py`.)
-* With each new number comes a golden log of the last one, which must fold to the same facts for ever.
+* With each new number comes a golden log of the last one, which must always fold to the same facts.
 * Steps are pure and may raise on nonsense; the message is then quarantined like any other.
 """
 

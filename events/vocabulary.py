@@ -102,7 +102,7 @@ ErrorKind: TypeAlias = Literal[
     "left_early",
 ]
 #: How a process came to its end: by itself with a code, by a signal, by one with a core dump, or by SIGKILL from the
-#: kernel's OOM killer. "maybe_oom_killed": that cannot be told here, and nobody else is known to have done it.
+#: kernel's OOM killer. "maybe_oom_killed": this cannot be found out here, and no other cause is known.
 ExitCause: TypeAlias = Literal["unknown", "exited", "signalled", "core_dumped", "oom_killed", "maybe_oom_killed"]
 #: What a suspicion of silent corruption rests on.
 CorruptionSign: TypeAlias = Literal["loss", "gradient_norm", "checksum"]
@@ -125,7 +125,7 @@ FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "ch
 class Value(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, repr_omit_defaults=True
 ):
-    """A part of an event that is no event by itself."""
+    """A part of an event, not an event by itself."""
 
 
 class Event(
@@ -272,7 +272,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     checkpoint: CheckpointSpec = always(CheckpointSpec())
     throughput: dict[str, Flops] = always({})
     backend: Literal["auto", "gloo", "nccl"] = always("auto")
-    #: "exact": gradients are summed as integers, so that no bit depends on who computed what, nor on how many replicas.
+    #: "exact": gradients are summed as integers, so that no bit depends on the replicas or their number.
     accumulation: Literal["float", "exact"] = always("float")
     start_timeout_s: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
 
@@ -313,7 +313,7 @@ class StoreAddress(Value, frozen=True, kw_only=True):
 
 
 class MemoryService(Value, frozen=True, kw_only=True):
-    """Where a node's agent takes and gives states of training. `token`: what who asks must name.
+    """Where a node's agent takes and gives states of training. `token`: requesters must name it.
 
     Bounds: `port` 0..65535.
     """
@@ -595,7 +595,7 @@ class StragglerRecovered(StragglerSeen, frozen=True, kw_only=True):
 
 
 class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
-    """Numbers that no sound replica should have; `worker` tells it, `suspect` has them ("": one cannot tell who).
+    """Numbers that no sound replica should have; `worker` tells it, `suspect` has them ("": unknown).
 
     `sign` "checksum": its parameters differ from those of the majority; else its share of the iteration has a loss or
     a gradient norm far off the usual, `value` instead of about `usual`.
@@ -610,7 +610,7 @@ class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
 class AcceleratorReported(Observation, frozen=True, kw_only=True):
     """What was seen of an accelerator of the node, outside any process of ours. `accelerator`: its name.
 
-    `worker`: who runs on it, "" = nobody. `kind` None: news for people, nothing follows from it. `xid`: the driver's
+    `worker`: the one on it, "" = none. `kind` None: news for people, nothing follows from it. `xid`: the driver's
     code, 0 = seen in counters or states. `needs`: what has to be done before it can be used again.
 
     Bounds: `xid` < 2**31.
@@ -811,7 +811,7 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     `policy`: the numbers that its decisions depend on, so that they can be made again from the log alone;
     empty in logs older than the field.
     `severity`: error kinds whose severity the configuration sets; the fold looks here first.
-    `process`: who claims, as HOST:PID; without it two that claim one term at the same time could be taken for one.
+    `process`: the claimant, as HOST:PID; without it two claims of one term at the same time would look like one.
 
     Bounds: `term` < 10**9, >= 1.
     """
@@ -888,8 +888,8 @@ class DeadlinePassed(Decision, frozen=True, kw_only=True):
 
 
 class EntrySkipped(Decision, frozen=True, kw_only=True):
-    """Entry `seq` of the log is passed over by whoever reads it, from the log's beginning on: an operator has started
-    the coordinator with `--skip` (events/skips.py). It stands before this one, and is no claim and no skip itself.
+    """Entry `seq` of the log is skipped by every reader, from the log's beginning on: an operator has started
+    the coordinator with `--skip` (events/skips.py). It comes before this one, and is neither a claim nor a skip itself.
 
     Bounds: `seq` < 2**53, >= 1.
     """
@@ -925,10 +925,10 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
 
 
 class MembershipDecided(Decision, frozen=True, kw_only=True):
-    """Who trains the task from now on. `urgent`: a member is gone; leave the broken group at once.
+    """The workers that train the task from now on. `urgent`: a member is gone; leave the broken group at once.
 
-    Not urgent: switch at the next iteration boundary that all members agree on in band; who is no
-    member any more parks there. Where nobody stays, the lead writes a checkpoint before it parks.
+    Not urgent: switch at the next iteration boundary that all members agree on in band; a worker that is no
+    longer a member parks there. Where no member stays, the lead writes a checkpoint before it parks.
     `joiners` have no state; they take it from the other members, or from the nearest checkpoint.
 
     Bounds: `generation` < 10**9, >= 1.

@@ -52,7 +52,7 @@ class BeatCheck:
         self._joined_us = {}
         self._said_us = {}
         while self._next < len(self._beats) and self._beats[self._next].recorded_at_us <= at_us:
-            self._next += 1  # heard by nobody: a coordinator listens from its start on
+            self._next += 1  # unheard: a coordinator listens from its start on
 
     def joined(self, node: str, at_us: int) -> None:
         """The coordinator reads a NodeJoined."""

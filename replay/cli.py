@@ -39,7 +39,7 @@ from unicrond import VERSION
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     log_lines.set_up(logging.WARNING, f"{PROGRAM}: %(message)s")
-    logging.getLogger("events").setLevel(logging.CRITICAL)  # what it retries is no news; what fails is raised
+    logging.getLogger("events").setLevel(logging.CRITICAL)  # retries are not news; failures are raised
     return command_line.run(PROGRAM, lambda: _run(sys.argv[1:] if arguments is None else arguments), LogError)
 
 

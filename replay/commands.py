@@ -72,7 +72,7 @@ async def events_command(options: argparse.Namespace) -> None:
     async with open_source(options) as source:
         after, until = await resolve(source, options.after), await resolve(source, options.until)
         chunks: AsyncGenerator[Chunk, None] = read(source, after=after, until=until)
-        if not sys.stdout.isatty():  # a bar among the lines would help nobody
+        if not sys.stdout.isatty():  # a bar among the lines would be useless
             chunks = with_bar(chunks, "reading")
         async with aclosing(chunks):
             async for chunk in chunks:

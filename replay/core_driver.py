@@ -156,7 +156,7 @@ class CoreDriver:
         self._notice(believed)
 
     def fault(self, node: int, severity: int) -> None:
-        """SEV2: the process dies. SEV3: its connection breaks; outside a group that trains nobody would notice."""
+        """SEV2: the process dies. SEV3: its connection breaks; outside a training group it goes unnoticed."""
         host = self.hosts[node]
         process = host.process
         if process is None:

@@ -3,7 +3,7 @@
 It holds the entries, and the heartbeats that were retained (`verify` derives node losses from them).
 
 The file is one segment (`events/segments.py`) of any length, and a mark at its end says how much it holds. It is
-written beside its place under a temporary name, made durable, and renamed: nobody ever sees half of it.
+written beside its place under a temporary name, made durable, and renamed: no reader ever sees half of it.
 """
 
 from __future__ import annotations

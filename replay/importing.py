@@ -7,7 +7,7 @@ Rules
   the imported log has the digests of the original. On NATS the server dates what it stores: the times are those
   of the import, and with them the digests; what the events themselves say is the same.
 * A server is a target only if no cluster lives there: the stream must be new (it is marked as imported, and no
-  coordinator will work on it), and no agent's consumer or heartbeat may be there. Old commands must reach nobody.
+  coordinator will work on it), and no agent's consumer or heartbeat may be there. Old commands must reach no agent.
 * A quarantined message is imported as its size in zeros, which is quarantined again: its bytes were not exported.
 """
 

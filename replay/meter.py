@@ -6,7 +6,7 @@ A task that runs on x nodes is worth F(t, x), weighted FLOP/s. The measure is th
 nodes there, the best plan, nothing ever wrong. In every moment a task is in one phase:
 
     running      F(t, x) is delivered; what is missing to failure-free is sub-healthy
-    detection    it stands still and nobody knows: F(t, x) of before the fault is lost to detection
+    detection    it stands still, unnoticed: F(t, x) of before the fault is lost to detection
     transition   somebody knows; it does not train yet: F(t, x) of before is lost to transition
     idle         it has no nodes to run on: all that is missing is sub-healthy
 

@@ -144,7 +144,7 @@ class NatsSource:
 
     @asynccontextmanager
     async def _bounded(self, otherwise: str) -> AsyncIterator[None]:
-        """LogUnavailable, which says `otherwise`, after STALL_S: what asks the server asks it for ever."""
+        """LogUnavailable, which says `otherwise`, after STALL_S: requests to the server are repeated without end."""
         try:
             async with asyncio.timeout(STALL_S):
                 yield

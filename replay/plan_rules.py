@@ -25,7 +25,7 @@ def optimal(problem: Problem) -> Solution:
 
 
 def equal(problem: Problem) -> Solution:
-    """The same for everybody."""
+    """The same for every task."""
     return _shared(problem, {task.name: 1.0 for task in problem.tasks})
 
 
@@ -40,7 +40,7 @@ def sized(sizes: Mapping[str, float]) -> Rule:
 
 
 def _shared(problem: Problem, share: Mapping[str, float]) -> Solution:
-    """Floors first, in order, as far as they go; then unit by unit to who is furthest below its share."""
+    """Floors first, in order, as far as they go; then unit by unit to the task furthest below its share."""
     counts = {task.name: 0 for task in problem.tasks}
     left = problem.workers
     for task in problem.tasks:
@@ -63,7 +63,7 @@ def _shared(problem: Problem, share: Mapping[str, float]) -> Solution:
 
 
 def stay(home: Mapping[str, int]) -> Rule:
-    """Everybody keeps what it has; who is hit shrinks, who is below its first plan (`home`) grows back."""
+    """Every task keeps what it has; a hit one shrinks, one below its first plan (`home`) grows back."""
 
     def rule(problem: Problem) -> Solution:
         counts = {task.name: task.workers for task in problem.tasks}

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for logs that take a while; nothing where stderr is no terminal."""
+"""A progress bar on stderr for logs that take a while; nothing where stderr is not a terminal."""
 
 from __future__ import annotations
 

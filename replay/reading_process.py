@@ -3,7 +3,7 @@
 Rules
 -----
 * The child reads as everybody does: order checked, interruptions resumed, nothing written to the cluster. It waits
-  for a server for ever; patience is its asker's.
+  for a server without end; the caller sets the limit.
 * One socket joins the two, the child's stdin. First the asker says the job, so that no command line and no
   environment tells the login; then the child says what it reads, or why it cannot. Frames: length, msgpack.
 * Neither outlives the other unnoticed: the asker kills its child when it is done or leaves early; the child ends when
@@ -58,7 +58,7 @@ _jobs = msgspec.msgpack.Decoder(Job, dec_hook=lambda _, text: Path(text))
 _said = msgspec.msgpack.Decoder(list[Stored] | Failure)
 
 
-# --- who asks ------------------------------------------------------------------------------------
+# --- the caller ----------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -162,6 +162,6 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("events").setLevel(logging.CRITICAL)  # what it retries is no news; what fails is told
+    logging.getLogger("events").setLevel(logging.CRITICAL)  # retries are not news; failures are reported
     gc.disable()  # as unicron-replay does
     asyncio.run(_main())

@@ -43,7 +43,7 @@ async def simulate_command(options: argparse.Namespace) -> None:
     try:
         made = _run(options)
         print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
-        if options.plot is not None:  # last: what was computed for long is told, wherever it can be drawn to
+        if options.plot is not None:  # last: long results are printed even where drawing fails
             loss_over_time(made, options.plot)
     except ValueError as problem:  # TraceError, WorkloadError, PolicyError are ValueErrors
         raise UsageError(str(problem)) from None
@@ -87,7 +87,8 @@ def _setting(text: str) -> tuple[str, str]:
 
 @contextmanager
 def runs_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr, nothing where that is no terminal; it is told the runs done, all, and the last one."""
+    """A progress bar on stderr, nothing where that is not a terminal. Its arguments: runs done, all runs, the last
+    one."""
     console = Console(file=sys.stderr)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

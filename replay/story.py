@@ -7,7 +7,7 @@ Rules
 * A `Story` is made in a second pass: it takes the entries that belong to its subject. Causes are told by what
   the log holds: a decision by the entries that the coordinator had read (`based_on`), a membership by its
   incident, a command by the plan's epoch and by the batch in which it was committed.
-* What is routine is told in one sentence: steps of a task by their range, acknowledgements not at all.
+* Routine takes one sentence: steps of a task by their range, acknowledgements not at all.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 A fault is a node's (SEV1: it is away until repaired), a process's (SEV2) or a connection's (SEV3). The
 faults of the paper's traces that are not SEV1 are half SEV2, half SEV3 (assumed); times are uniform, the node
-of a SEV1 is drawn from those that are there. A trace is made for a cluster's size and knows nothing of who
+of a SEV1 is drawn from those that are there. A trace is made for a cluster's size and knows nothing of what
 works where: a fault on an idle node is one that no task feels.
 """
 
@@ -148,7 +148,7 @@ def _poisson(name: str, nodes: int, seed: int, settings: dict[str, float]) -> Tr
 def _on_nodes(
     draw: random.Random, nodes: int, times: list[tuple[int, int]], repair_h: tuple[float, float]
 ) -> tuple[Fault, ...]:
-    """A node for every fault, of those that are there; with none left there is nothing to break."""
+    """A node for every fault, of those that are there; with none left nothing can break."""
     away_until: dict[int, int] = {}
     faults = []
     for at_us, severity in times:

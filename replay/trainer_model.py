@@ -8,8 +8,8 @@ Rules
 -----
 * A membership forms when all its members have a ready process. Until then the group that trains goes on.
 * FORMING takes `regroup_s`; plus `transfer_s` where members come or fewer go on (state moves); plus `redeal_s`
-  where survivors compute a lost replica's micro-batches; where nobody has state, `checkpoint_load_s` instead.
-* CATCHING_UP: work since the last checkpoint (`recompute_s`) is done again where nobody had state, unless that was
+  where survivors compute a lost replica's micro-batches; where no member has state, `checkpoint_load_s` instead.
+* CATCHING_UP: work since the last checkpoint (`recompute_s`) is done again where no member had state, unless that was
   saved on purpose when the last group parted. Interrupted, what has been caught up stays done.
 * Steps are reported in sums: one event after the first iteration of a membership, one when training stops. The
   fold learns no less from them than from one a second.
@@ -94,7 +94,7 @@ class TrainerGroup:
             self._enter(Activity.STANDING)
 
     def break_up(self) -> None:
-        """A member is gone or cannot be reached: the group stands, and nobody outside knows yet."""
+        """A member is gone or cannot be reached: the group stands, unnoticed outside."""
         was_training = self.activity is Activity.TRAINING
         self._enter(Activity.STANDING)
         self.intact = False
@@ -119,7 +119,7 @@ class TrainerGroup:
     # --- what it does ------------------------------------------------------------------------
 
     def _form(self, told: v.SetMembership, fresh: bool) -> None:
-        """All say that they are in; who is left out parks."""
+        """All say that they are in; members left out park."""
         if fresh:
             self._owed_us = 0 if self.saved else to_us(self.world.assumptions.recompute_s)
         self.formed, self.intact, self.saved = told, True, False
@@ -141,7 +141,7 @@ class TrainerGroup:
         self._report_steps()
 
     def _part(self, told: v.SetMembership) -> None:
-        """Nobody stays: the state is saved and all park."""
+        """No member stays: the state is saved and all park."""
         self.saved = self.saved or self.intact
         self._enter(Activity.STANDING)
         self.formed, self.intact = told, False

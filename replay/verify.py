@@ -11,7 +11,7 @@ Rules
   deadline must have stood since the term's last decision; a lost or returned node must follow from the
   retained heartbeats (`beat_check.py`), else it is counted as not verifiable; so is the end of a repair command.
 * Decisions of an old term are inert and not compared.
-* Another version or configuration is no error by itself; it is named, since it may explain a difference.
+* Another version or configuration is not an error by itself; it is named, since it may explain a difference.
 
 Pure: entries in, findings out. One pass over the log finds where decisions were based (`bases`), a second
 one decides again (`Verifier`).

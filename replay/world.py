@@ -1,6 +1,6 @@
 """The simulated world that every policy lives in: the clock, which nodes are there, what it all costs.
 
-A policy is told of faults and repairs at the moment they happen: noticing them late is the policy's own
+A policy hears of faults and repairs at the moment they happen: noticing them late is the policy's own
 affair. It tells the meter what each task does. Before time 0 it may start everything; that does not count.
 """
 

@@ -1,4 +1,4 @@
-"""Who comes in by the one door: what stands in the log, is a valid event, and still must not be folded. Pure.
+"""The one door: which valid events of the log must not be folded all the same. Pure.
 
 Rules
 -----
@@ -46,7 +46,8 @@ def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
     last = state.seen.get(envelope.producer, (-1, 0))
     if (envelope.boot, envelope.number) > last:
         return False
-    # The boots of the coordinator and the API are terms: one above the present is nobody's, and is in nobody's way.
+    # The boots of the coordinator and the API are terms: one above the present belongs to no process, and disturbs
+    # none.
     future = last[0] > max(state.term, envelope.boot) and isinstance(envelope.event, (v.Decision, v.Command))
     return not (future and envelope.term >= state.term)
 
@@ -67,7 +68,7 @@ def problem(state: ClusterState, event: v.AnyEvent) -> str:
         reached = event.last
     else:
         reached = getattr(event, "iteration", 0)
-    if reached > task.spec.iterations + 1:  # one more: who has done the last waits for what is next
+    if reached > task.spec.iterations + 1:  # one more: a member that has done the last waits for the next
         return f"$.event: iteration {reached} of {task.name}, which has {task.spec.iterations}"
     return ""
 

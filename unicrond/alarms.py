@@ -2,7 +2,7 @@
 
 Rules
 -----
-* A message in the log that is no valid event is lost to the fold. Where one who is known wrote it (a node of the
+* An invalid message in the log is lost to the fold. Where a known producer wrote it (a node of the
   cluster, the API, a coordinator) a fact or an order is missing: most likely another version is at work there.
 * They follow from the log and the time alone, so that a restart brings none back that is over. The state knows nothing
   of them: nothing is decided from them.
@@ -45,7 +45,7 @@ class Alarms:
         self._schemas: dict[str, int] = {}
 
     def quarantined(self, entry: Quarantined, state: ClusterState) -> str:
-        """Take in a quarantined entry; the alarm that it raises, "" where nobody known wrote it."""
+        """Take in a quarantined entry; the alarm that it raises, "" where its producer is unknown."""
         producer, kind = written_by(entry.subject)
         if producer not in state.nodes and producer not in (API_PRODUCER, OWN_NAME):
             return ""
@@ -69,7 +69,7 @@ class Alarms:
 
 
 def written_by(subject: str) -> tuple[str, str]:
-    """Who alone writes on this subject, and the type of event; two empty texts where that is nobody."""
+    """The only producer on this subject, and the type of event; two empty texts where there is none."""
     tokens = subject.removeprefix(f"{PREFIX}.").split(".")
     if subject == TERM_SUBJECT:
         return OWN_NAME, "CoordinatorStarted"

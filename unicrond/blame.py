@@ -1,12 +1,12 @@
-"""Blame: whose fault it is that connections break, from what all who noticed have told.
+"""Blame: which node is at fault for broken connections, from the reports of all that noticed.
 
 Rules
 -----
-* What was told is a set: in which order it came says nothing, nor does who came first.
-* Evidence is a *link*: two nodes, one of which has lost the other. Who notices leaves the group and so ends all its
-  connections: a loss of somebody who has told of the break, and not of this loss, may be the *echo* of that. (An agent
-  of an older version tells of a break, and of no loss.) An echo only decides between explanations that are equal
-  otherwise, and where there is nothing but echoes nothing is clear.
+* The reports are a set: their order says nothing, nor does the first one.
+* Evidence is a *link*: two nodes, one of which has lost the other. A member that notices leaves the group and so ends
+  all its connections: the loss of a member that has reported the break, and not this loss, may be the *echo* of that.
+  (An agent of an older version tells of a break, and of no loss.) An echo only decides between explanations that are
+  equal otherwise, and where there is nothing but echoes nothing is clear.
 * The best explanation is the fewest nodes that have an end in every link. A node with bad links to all others is one,
   two bad nodes of five are two, a bad switch is its smaller side. More than half of the nodes explain nothing.
 * Of explanations of one size: the nodes that were ends more often, in this break and since the last calm, of links to
@@ -14,8 +14,8 @@ Rules
   better state trains on (a live one, then the newest that is kept); else those without whom the first by name does.
 * An explanation is *clear* if no other has its size, or none is an end half as often, or the links are those between
   two sides of several nodes: then it is the way between them, and one side has to go on alone. Of several links that
-  one node alone has told of nothing is clear: they may be echoes of others who left and have not told yet.
-* Where nobody knows whom it has lost: two replicas have lost each other; of more there is no evidence, and
+  one node alone has reported nothing is clear: they may be echoes of members that left and have not reported yet.
+* Where no member knows which peer it has lost: two replicas have lost each other; of more there is no evidence, and
   nothing is clear.
 
 What follows from it (which worker is given up, which node isolated) is decided in `deciding/ladder.py`.
@@ -63,7 +63,7 @@ def evidence(task: Task, incident: Incident) -> dict[str, int]:
 
 
 def reports(task: Task, incident: Incident) -> dict[str, tuple[str, ...]]:
-    """Who has told that the group broke -> whom it had lost, () where it does not know."""
+    """Member that reported the break -> the peers that it had lost, () where it does not know."""
     told = {name: incident.links.get(name) or ((peer,) if peer else ()) for name, peer in incident.lost.items()}
     members = task.membership.members if task.membership else ()
     if not any(told.values()) and incident.kind == "connection_broken":

@@ -32,7 +32,7 @@ class ApiError(Exception):
 
 
 class Unreachable(ApiError, ConnectionError):
-    """Nobody answers, or not as a coordinator does; it may pass."""
+    """No answer, or not a coordinator's; it may pass."""
 
 
 class Refused(ApiError):
@@ -54,7 +54,7 @@ class Client:
     """One coordinator. Every call opens a connection of its own. All raise Unreachable and Refused."""
 
     def __init__(self, url: str = DEFAULT_URL, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        """Raises ValueError where `url` is no http or https address."""
+        """Raises ValueError where `url` is not an http or https address."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is not an http address; give one like {DEFAULT_URL}")
@@ -127,11 +127,11 @@ class Client:
         return self._object("GET", f"/v1/logs/{quote(task, safe='')}" + (f"?{given}" if given else ""))
 
     def events(self, after: int = 0, *, follow: bool = False) -> Iterator[EventLine]:
-        """Entries after sequence number `after`; with `follow` for ever, otherwise to the log's end."""
+        """Entries after sequence number `after`; with `follow` without end, otherwise to the log's end."""
         connection, response = self._open("GET", f"/v1/events?after={after}&follow={int(follow)}")
         try:
             if follow and connection.sock is not None:
-                # A quiet log is no sign of trouble; a peer that is gone is found by the kernel's probes.
+                # A quiet log is not a sign of trouble; a peer that is gone is found by the kernel's probes.
                 connection.sock.settimeout(None)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             parser = EventStreamParser()

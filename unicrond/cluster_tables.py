@@ -19,7 +19,7 @@ NODES_SHOWN = 16
 
 
 def si(value: float, unit: str = "") -> str:
-    """1.5e12, "FLOP/s" -> "1.5 TFLOP/s"; what rounds up to the next unit is told in it."""
+    """1.5e12, "FLOP/s" -> "1.5 TFLOP/s"; what rounds up to the next unit is given in it."""
     value = float(f"{value:.3g}")
     for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
@@ -172,7 +172,7 @@ def _reshaping(task: Task) -> str:
 
 
 def plan_table(state: ClusterState) -> Table:
-    """Who has what under the adopted plan, and what each share is worth."""
+    """Each task's share under the adopted plan, and its worth."""
     rows = []
     for name, assignment in state.plan.assignments.items():
         task = state.tasks.get(name)

@@ -19,7 +19,7 @@ PACKAGES: tuple[Path, ...] = (Path(unicrond.__file__).parent, Path(events.__file
 
 @functools.cache
 def fingerprint() -> str:
-    """32 hexadecimal digits over all of the sources, for nobody keeps a list of those that matter true."""
+    """32 hexadecimal digits over all of the sources, since a list of those that matter would not stay true."""
     found = hashlib.blake2b(VERSION.encode(), digest_size=16)
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):

@@ -145,7 +145,7 @@ def read_secret(path: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """The address reaches nobody else."""
+    """The address is reachable from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

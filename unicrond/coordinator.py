@@ -11,7 +11,7 @@ Rules
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
 * A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
 * Fenced means that another coordinator has taken over: stop at once. Where the claim that fenced us does not count (the
-  fold has refused it), nobody has: claim the next term, and go on.
+  fold has refused it), none has: claim the next term, and go on.
 * What is decided is tried first (own_decisions.py). A decision that is not sound, that has no effect again and again,
   or that cannot be come by, is a bug of ours: nothing more is decided (`fault` says why), and everything else goes on.
 """
@@ -228,7 +228,7 @@ class Coordinator:
         log.info("folded entries %d to %d in %.2f s", first_seq, until_seq, time.monotonic() - started)
 
     async def _write_skips(self) -> None:
-        """Under the new term, so that nobody decides by now who has folded what is skipped."""
+        """Under the new term, so that no coordinator that has folded the skipped entry still decides."""
         written = await self._event_log.skips()
         events = [EntrySkipped(seq=seq, reason=why) for seq, why in self._skips.items() if seq not in written]
         if events:

@@ -138,7 +138,7 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
 
 
 def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
-    """Whoever joins a group before the last one changes nothing yet: the one before trains on, or nobody does."""
+    """A join into a group before the last one changes nothing yet: the one before trains on, or none does."""
     task = state.tasks.get(event.task)
     return task is not None and task.confirmed
 

@@ -329,7 +329,7 @@ def logs(options: argparse.Namespace) -> None:
                 following = client.logs(options.task, rank=options.rank, offset=0)
             away.over()
         except (Unreachable, Refused) as error:
-            away.bear(error)  # between two lives of a worker nobody has that rank
+            away.bear(error)  # between two lives of a worker the rank is empty
             continue
         piece = following
         _write_piece(options, piece)

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def plan_show(options: argparse.Namespace) -> None:
-    """Who has what, what it is worth, why, how the plan was come by, and what everything has cost."""
+    """Each task's slots and WAF, the reason, how the plan was obtained, and what everything has cost."""
     snapshot = client_of(options).snapshot()
     plan, costs = snapshot.state.plan, snapshot.body.get("costs")
     if options.json:
@@ -74,7 +74,7 @@ def plan_foreseen(options: argparse.Namespace) -> None:
         others = f" and {len(row['nodes'])} alike" if row["nodes"] else ""
         changes = [f"{task} {now.get(task, 0)} -> {n}" for task, n in row["workers"].items() if n != now.get(task, 0)]
         waf = planned_waf(state, row["waf"], row["workers"]) if row["workers"] else "0"
-        rows.append((row["event"], f"{row['subject']}{others}", waf, ", ".join(changes) or "nobody moves"))
+        rows.append((row["event"], f"{row['subject']}{others}", waf, ", ".join(changes) or "no change"))
     print(f"after plan {body['epoch']}, should this come next:")
     show(Table(("event", "of", "WAF then", "workers"), tuple(rows), frozenset({"WAF then"}), "no event is possible"))
 

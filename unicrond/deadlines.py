@@ -27,7 +27,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
         if incident.severity is Severity.SEV3:
             standing[f"symptom:{incident.id}"] = int(policy.symptom_window_s * _SECOND_US)
         elif _lives(state, incident.worker):
-            # Who has raised an error ends by itself, and tells more by that; who hangs does not.
+            # A worker with an error ends by itself, and tells more by that; a hanging one does not.
             length_s = policy.symptom_window_s if incident.kind == "hang" else policy.exit_s
             standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
     standing.update(isolation.deadlines(state, policy.isolation_s))

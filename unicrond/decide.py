@@ -10,7 +10,7 @@ Rules
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
 Order in one call: escalate incidents, isolate and readmit nodes, fail tasks; adopt a plan; per task regroup,
-staff; end what nobody wants; close incidents; pass on ordered faults; where none of this is asked for, learn.
+staff; end what is unwanted; close incidents; pass on ordered faults; where none of this is asked for, learn.
 
 The ladder, for one task's incident; each step is a decision with its reason:
   SEV3  a new generation of the same members; breaks it again before it is calm, `reattempts_max` times -> SEV2
@@ -22,7 +22,7 @@ The ladder, for one task's incident; each step is a decision with its reason:
 A task's membership changes for five reasons:
   a member is gone            -> urgent, without its replica, at once
   the group broke, all live   -> urgent, same members (SEV3 reattempt in place)
-  nobody has state            -> all that are ready; state from a checkpoint, or from the seed
+  no member has state         -> all that are ready; state from a checkpoint, or from the seed
   the plan says otherwise     -> planned, at an iteration boundary, when all newcomers are ready
   it is to have another tp, pp -> planned, with no members at all: all hand over at an iteration boundary and park.
                                  When the last has ended the task is described anew, and planned for.
@@ -60,7 +60,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     ladder.isolate_nodes(batch, policy)
     readmission.readmit_nodes(batch)
     if batch.events:
-        return batch.events  # who may work has changed: plan with that
+        return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh
     if not fresh and not gathering:
         plan = plans.planned(survey, solutions)

@@ -1,7 +1,7 @@
 """`unicrond demo`: train two tasks, kill a worker, kill a node, bring it back, and tell how each was healed.
 
 Everything is real: the parts are `unicrond dev`'s, the training is Megatron-core's on the Python standard
-library's sources, the faults are SIGKILLs. What is told at the end comes from the log.
+library's sources, the faults are SIGKILLs. The story at the end comes from the log.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Story:
 
 
 def _where_things_stand(state: ClusterState) -> str:
-    """What is not as it should be, for a person who must find out why."""
+    """What is not as it should be, to find out why."""
     told = [f"incident {i.id} ({i.kind}, {i.worker or i.node}: {i.message}) is open" for i in state.incidents.values()]
     for node in state.nodes.values():
         isolated = f", isolated ({node.reason})" if node.isolated else ""

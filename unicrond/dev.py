@@ -48,7 +48,7 @@ class DevError(RuntimeError):
 
 
 class Part:
-    """One process that is kept running until it is told to rest."""
+    """One process, kept running until `rest`."""
 
     def __init__(self, name: str, command: list[str], output: Path, env: dict[str, str]) -> None:
         self.name = name
@@ -276,7 +276,7 @@ def working_directory(arguments: argparse.Namespace) -> Any:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on at this moment."""
+    """A TCP port on loopback without a listener at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

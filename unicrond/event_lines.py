@@ -13,7 +13,7 @@ from events.envelope import Entry, Quarantined
 from events.prose import summary
 from unicrond.tables import clean
 
-#: What a person who watches wants to hear of; the rest is the machinery that brings it about.
+#: What a watching person wants to see; the rest is the machinery that brings it about.
 NOTEWORTHY = frozenset(
     {
         "AcceleratorReported",
@@ -60,11 +60,11 @@ def entry_json(entry: Entry) -> dict[str, Any]:
 
 
 class BadEventStream(ValueError):
-    """What came is no event stream of a coordinator."""
+    """The answer is not an event stream of a coordinator."""
 
 
 class EventLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the log. `quarantined`: why it is no event, or ""; then `summary` and `envelope` are empty."""
+    """One entry of the log. `quarantined`: why it is not an event, or ""; then `summary` and `envelope` are empty."""
 
     seq: int
     recorded_at_us: int
@@ -75,7 +75,7 @@ class EventLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def noteworthy(self) -> bool:
-        """Worth a line to somebody who watches. A worker that ended because it was told to is not."""
+        """Worth a line in the live view. A worker that ended by order is not."""
         expected = self.type == "WorkerExited" and self.envelope.get("event", {}).get("expected") is True
         return self.type in NOTEWORTHY and not expected
 

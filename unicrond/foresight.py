@@ -83,7 +83,7 @@ class Foresight:
             self._wanted.set()
 
     async def run(self) -> None:
-        """Make tables as they are wanted, for ever."""
+        """Make tables as they are wanted, without end."""
         while True:
             await self._wanted.wait()
             async with self._rows:

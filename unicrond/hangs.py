@@ -1,22 +1,22 @@
-"""Who hangs, from what the agents read off their workers' phase marks: judge(task) -> verdict.
+"""Which worker hangs, from the agents' reports of phase marks: judge(task) -> verdict.
 
 Rules
 -----
 * An agent tells of a worker whose iteration lasts longer than three times the usual (HangSuspected), and again while
-  that lasts. One late iteration makes all members late: most of them are victims, who wait in a collective.
+  that lasts. One late iteration makes all members late: most of them are victims, which wait in a collective.
 * A process that the kernel shows as stopped is a culprit by itself.
 * A program that is busy for longer than it has declared (hook.busy) is a culprit by itself, too; one that is not late
-  by that is not told of, and whoever waits for it is a victim of nobody.
-* Else, who is told of is compared with the others that are told of; the rest may be silent (an agent is away, a limit
+  by that is not reported, and workers that wait for it are no victims.
+* Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
   is longer). Only in logs older than `HangSuspected.told` nothing is judged before all members have been told of.
-    who has not entered the collective that others wait in, and has stood still for a usual iteration -> hangs
-    who has not entered it, but moves                                        -> is slow: nothing yet
+    a worker outside the collective that others wait in, still for a usual iteration -> hangs
+    a worker outside it that moves                                           -> is slow: nothing yet
     all wait in a collective, and all are told of                            -> it is the group: SEV3
-    nobody waits for anybody                                                 -> hangs, after ALONE_LIMITS of it
-* Who is still on the way into the group has no limit, and is not told of. Where all others have waited in a
+    no worker waits for another                                              -> hangs, after ALONE_LIMITS of it
+* A worker on its way into the group has no limit, and is not reported. Where all others have waited in a
   collective for ALONE_LIMITS, it has lost its peers without noticing: it is the group: SEV3.
 * Of a replica of several workers the one that has stood still for longest is blamed; the replica falls as a whole.
-* A committed step, and a new membership, make all earlier suspicions void. What is told of the iteration that was
+* A committed step, and a new membership, make all earlier suspicions void. A report of the iteration that was
   committed last is late itself, or of one that has agreed to its step and has stood still since, while the others
   wait in the next iteration: it is believed of a process that is stopped, and after ALONE_LIMITS without a move.
 
@@ -31,9 +31,9 @@ from typing import NamedTuple
 from events.vocabulary import HangSuspected
 from unicrond.state import Task
 
-#: A limit is three usual iterations, or more: who has not moved for a third of it does not move.
+#: A limit is three usual iterations, or more: a worker without a move for a third of it does not move.
 _STILL = 3
-#: Where nobody waits, an iteration that is merely long looks like a hang: more patience, in limits.
+#: Where no worker waits, an iteration that is merely long looks like a hang: more patience, in limits.
 ALONE_LIMITS = 3
 
 
@@ -74,7 +74,8 @@ def judge(task: Task, generation: int = 0) -> Verdict | None:
     if not living or not members:
         return None
     told = list(living.values())
-    #: Agents of today tell of each late worker at its limit: who is late by its own mark needs no other's report.
+    #: Agents of today tell of each late worker at its limit: a worker that is late by its own mark needs no other's
+    #: report.
     alone_will_do = all(one.told for one in told)
     if silent and not alone_will_do:
         return _left_waiting(task, silent, told)
@@ -100,7 +101,7 @@ def judge(task: Task, generation: int = 0) -> Verdict | None:
 
 
 def _members(task: Task, generation: int) -> list[str]:
-    """Who trains in that generation: the newest membership, or who is still in the group that it is to follow."""
+    """The workers of that generation: the newest membership, or those still in the group before it."""
     if generation == task.generation:
         return [member.worker for member in task.membership.members] if task.membership else []
     return [worker.worker for worker in task.workers.values() if worker.generation == generation and worker.alive]

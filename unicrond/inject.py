@@ -40,7 +40,7 @@ class Order:
         return Order(self.client, self.fields | {"phase": phase})
 
     def counting(self) -> Order:
-        """Held against node and task (strikes, returns), as if nobody had ordered it."""
+        """Counted against node and task (strikes, returns), like an unordered fault."""
         return Order(self.client, self.fields | {"counts": True})
 
     def now(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Inject:
         return self._order("slow", task, rank, node, seconds=seconds)
 
     def hang(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:
-        """The worker's training loop waits for ever."""
+        """The worker's training loop waits without end."""
         return self._order("hang", task, rank, node)
 
     def exit(self, *, task: str, rank: int | None = None, node: str | None = None) -> Order:

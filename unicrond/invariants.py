@@ -71,7 +71,7 @@ def _task_story(task: Task, was: Task | None) -> str:
 
 
 def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker]:
-    """Those that the event may have put there: whom it names, and who came last."""
+    """Those that the event may have put there: the named one, and the last one."""
     if was is not None and task.workers is was.workers:
         return []
     named = task.workers.get(getattr(event, "worker", ""))

@@ -11,15 +11,15 @@ Rules
   repair, and a check whose node or agent went away meanwhile make it rest again, twice as long as before, at most
   2**BACK_OFF_MAX times `isolation_s`: the log grows by a few entries in each.
 * Agents that are too old to be asked for a check are taken back by time, as they always were.
-* Who turns out to be innocent is readmitted at any time: the tasks whose workers ended there have failed elsewhere too.
-  Not where the hardware itself was blamed.
+* A node that turns out to be innocent is readmitted at any time: the tasks whose workers ended there have failed
+  elsewhere too. Not where the hardware itself was blamed.
 * None is readmitted while an incident blames it: it would be isolated for that again.
 
 | phase | is | until |
 |---|---|---|
 | in service | not isolated | NodeIsolated |
 | resting | the time is not over | DeadlinePassed `isolation:` |
-| awaits a person | it needs hands, and there is no repair command | NodeUncordoned; a coordinator with such a command |
+| awaits a person | it needs hands, without a repair command | NodeUncordoned; a coordinator with such a command |
 | in repair | it needs hands; the head runs the repair command | RepairEnded: on to the check, or resting again |
 | away | a check is due, and the node is lost or has left | NodeJoined, NodeReturned |
 | to be checked | a check is due | CheckNode |
@@ -28,7 +28,7 @@ Rules
 
 NodeUncordoned clears a node from each of them.
 
-What does not live here: who is isolated and why (deciding/ladder.py), the commands' processes (readmission.py,
+What does not live here: which nodes are isolated and why (deciding/ladder.py), the commands' processes (readmission.py,
 agents/health.py).
 """
 
@@ -49,7 +49,7 @@ from unicrond.state import ClusterState, Isolation, Node, NodeStatus, Severity
 BACK_OFF_MAX = 10
 #: From the end of a check to its NodeChecked in the log, at most.
 ANSWER_US = 15_000_000
-#: What nobody but a person, or the operator's command, can do. A reset shows in the check.
+#: What only a person, or the operator's command, can do. A reset shows in the check.
 _NEEDS_HANDS: tuple[v.RepairNeed, ...] = ("reboot", "replace", "other")
 #: Worst last.
 _NEEDS: tuple[v.RepairNeed, ...] = ("", "reset", "reboot", "other", "replace")
@@ -155,7 +155,7 @@ def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
 
 
 def check_lost(state: ClusterState, name: str, why: str) -> ClusterState:
-    """Who was to answer is gone."""
+    """The agent that was to answer is gone."""
     node = state.nodes.get(name)
     if node is None or node.isolation is None or not node.isolation.command_id:
         return state

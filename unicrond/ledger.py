@@ -20,7 +20,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `rate`: what its group achieves, since `since_us`. `workers`: how many do.
     While a fault keeps it from training: `had` is the rate before (since `had_since_us`), `lost_from_us` from
-    when on that counts as lost, `incident` who is charged.
+    when on that counts as lost, `incident` the one charged.
     """
 
     rate: int = always(0)

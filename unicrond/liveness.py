@@ -12,7 +12,7 @@ Rules
 * When most of three or more nodes fall silent together, the network is the likelier culprit: they are
   given three times as long.
 * A lost node whose beats are heard again has returned.
-* Whoever is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
+* A node that is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
   within one window are one decision: a plan waits for them (`gathers`). Survivors do not wait for the plan.
 * A verdict is said once, and again only if the fold has not taken it a second later (`Said`).
 

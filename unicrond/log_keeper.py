@@ -11,7 +11,7 @@ Rules
   trouble of its own: an alarm names it.
 * A nats-server that met a full disk stays closed when there is room again (2.15: no answer after a failed write;
   its limit is three quarters of what was free when it started). So an embedded one that takes nothing for
-  RESTART_AFTER_S although there is room is ended, and started anew by who keeps it running; once, where nothing but
+  RESTART_AFTER_S although there is room is ended, and its keeper starts it again; once, where nothing but
   what nodes say speaks for it, and not where the stream itself refuses.
 """
 

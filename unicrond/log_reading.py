@@ -28,7 +28,7 @@ class LogReader:
     ) -> dict[str, Any]:
         """A piece of the log of the task's rank (default 0): worker, node, next offset, text.
 
-        Raises LookupError where there is no such task or rank, LogsUnavailable where its node does not answer.
+        Raises LookupError for an unknown task or rank, LogsUnavailable where its node does not answer.
         """
         worker, node = _worker_of(state, task, rank or 0)
         request = LogsRequest(

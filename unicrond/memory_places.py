@@ -2,8 +2,8 @@
 
 A task's *peers* are told with its membership, and again when the targets among them change. Targets are the first
 `COPIES` nodes by highest random weight of (task, node), so that they stay the same while nodes come and go around
-them, and the copies of many tasks spread over the cluster. Whoever captures the state copies it to the first that is
-not itself. The other peers are nodes that already keep something of it, and can be asked.
+them, and the copies of many tasks spread over the cluster. The node that captures the state copies it to the first
+that is not itself. The other peers are nodes that already keep something of it, and can be asked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def newest_first(task: Task) -> list[KeptState]:
 
 
 def nearest(state: ClusterState, task: Task) -> str:
-    """In words: what the task would start from if nobody had state."""
+    """In words: what the task would start from without live state."""
     layouts: dict[int, dict[int, KeptState]] = {}
     for kept in newest_first(task):
         node = state.nodes.get(kept.node)

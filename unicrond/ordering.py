@@ -29,7 +29,7 @@ WHOEVER = "a.1"
 
 class FaultOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/faults. Empty names, and a rank of None, are not given. `counts`: what follows is held against node
-    and task, as if nobody had ordered it. See events.vocabulary.Fault."""
+    and task, like an unordered fault. See events.vocabulary.Fault."""
 
     kind: FaultKind
     task: Name | None = None

@@ -2,7 +2,7 @@
 
 A stranger's package can stand before ours on the path, or in ours: pip lets openai-agents overwrite
 `agents/__init__.py` without a word. So each of the four says whose it is, and nothing of them is imported
-before that was read. (This module stands in `unicrond`, whose name nobody else uses.)
+before that was read. (This module stands in `unicrond`, whose name no other project uses.)
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Rules
 * A batch that is read back has had an effect if one of its decisions, or a command of it, changed more than what is
   counted, and if the next batch does not ask for the same again. IDLE_MAX batches without effect, one after the
   other, and nothing more is appended: `decide` and the fold do not understand each other, and only fill the log.
-* Whoever finds either says why (`Stopped`); the coordinator decides nothing more, and training goes on.
+* Each check says why (`Stopped`); the coordinator decides nothing more, and training goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
     """The events in batches that can be written atomically, a decision together with the commands behind it.
 
     Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn. Should the
-    coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those who
+    coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those that
     replace them take the nearest state.
     """
     batch: list[v.AnyEvent] = []
@@ -84,7 +84,7 @@ class Breaker:
 
     def folded(self, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> None:
         """An own event was read back."""
-        # Of a command, the count of the node's commands is no effect.
+        # Of a command, the count of the node's commands is not an effect.
         parts = ("tasks", "injections") if isinstance(event, v.Command) else _SUBSTANCE
         if any(getattr(before, part) is not getattr(after, part) for part in parts):
             self._had_effect = True

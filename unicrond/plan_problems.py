@@ -2,7 +2,7 @@
 
     problem_of          what to do now (paper, section "plan generation")
     situation_of        what stands now, so that every next problem can be answered before it comes
-    healthy_problem_of  who would have what, were every node in health: the measure of sub-health (costs.py)
+    healthy_problem_of  the shares if every node were healthy: the measure of sub-health (costs.py)
 
 Rules
 -----

@@ -19,7 +19,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     collective is tried again in place (SEV3).
     `worker_start_s`: from StartWorker to WorkerReady, where the task does not say (start_timeout_s).
     `regroup_s`: from a membership to its last member in the group; never less than four iterations of the task. Where
-    nobody stays, ten times as long: who leaves may have to write the whole state to storage first.
+    no member stays, ten times as long: leavers may have to write the whole state to storage first.
     `exit_s`: how long a worker that has reported an error (SEV2, SEV1) may take to end by itself.
     `reattempts_max`: reattempts in place, none of them calm, before one end of what broke is restarted (SEV2).
     `isolation_s`: how long an isolated node gets no workers at least; doubles with each isolation, and with each health

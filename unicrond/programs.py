@@ -1,6 +1,6 @@
 """The four commands as they are installed: whose code this is comes first, then the program is found.
 
-They start here, in the one package whose name nobody else uses: a stranger's `agents` or `events` would run
+They start here, in the one package whose name no other project uses: a stranger's `agents` or `events` would run
 before any check in it could. Programs are found by name, for this package knows neither `agents` nor `replay`.
 """
 

@@ -1,7 +1,7 @@
 """How a plan was come by, written onto the decision that adopts it.
 
 `decide` says which plan; whether it was looked up or solved, and how long that took, is the shell's own
-knowledge. It is in the log for people; whoever decides again compares the decision without it.
+knowledge. It is in the log for people; a repeated decision is compared the decision without it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class Staffing(msgspec.Struct, frozen=True):
     """`kept` and `surplus`: whole replicas, by replica number, workers in shard order.
 
     `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes.
-    `settled`: the group is whole, is what the plan wants, and nobody else is there: nothing to do, unless it breaks.
+    `settled`: the group is whole, is what the plan wants, and no other worker is there: nothing to do, unless it
+    breaks.
     """
 
     kept: dict[int, tuple[Worker, ...]]

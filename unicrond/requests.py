@@ -3,8 +3,8 @@
 Rules
 -----
 * The API refuses with these words (400); the fold quarantines with them what stands in the log all the same
-  (`admission.py`), so nobody gets past them by another way.
-* What only meets the wrong moment (a task that is not active, a node that is away) is no breach: it changes nothing,
+  (`admission.py`), so no request gets past them by another way.
+* What only meets the wrong moment (a task that is not active, a node that is away) is not a breach: it changes nothing,
   and the API says so by itself (404, 409).
 """
 
@@ -34,8 +34,8 @@ def request_problem(state: ClusterState, event: v.Request) -> str:
 def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) -> str:
     """What keeps the task from being so.
 
-    Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. Whoever keeps
-    tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
+    Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that
+    keeps tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
     """
     needs_room = not is_in_place(task.spec, asked) or asked.min_workers > task.spec.min_workers
     stages = 0

@@ -4,9 +4,9 @@ Rules
 -----
 * What is not given stays as it is; bounds on workers that are not given come to whole replicas of the new tp * pp.
 * What cannot be is refused in one line: a model that does not divide so, a stage that no node has room for, a least
-  number of workers that the nodes have no room for: all would end, and nobody could begin.
-* Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. Whoever keeps tp
-  and pp and asks for no more workers than before needs none: nothing gets worse by that.
+  number of workers that the nodes have no room for: all would end, and none could begin.
+* Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that keeps
+  tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
 """
 
 from __future__ import annotations

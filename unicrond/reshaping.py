@@ -2,7 +2,7 @@
 
 The way of a reshape: somebody asks (`ReshapeRequested`); the task is brought to the end of an iteration and hands its
 state over; its workers end; it is described anew (`TaskReshaped`), planned for, and the first new workers put the
-state together (decide.py). Where tp and pp stay, only the bounds change, and nobody has to leave.
+state together (decide.py). Where tp and pp stay, only the bounds change, and no member has to leave.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether the log can do without an entry: what has been decided since must not rest on it. Pure.
 
-A skip is a fact for ever, so it is tried before it is written: the log is folded without the entry, and what the
+A skip cannot be undone, so it is tried before it is written: the log is folded without the entry, and what the
 entries after it say is held against the state that comes out.
 """
 

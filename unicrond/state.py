@@ -49,7 +49,7 @@ class WorkerStatus(StrEnum):
     """What may follow what: worker_life.py.
 
     starting: commanded; ready: waits for a membership; member: is in the group of `generation`;
-    parked: left a group at a boundary; stopping: told to end; lost: its node is gone, or nobody
+    parked: left a group at a boundary; stopping: ordered to end; lost: its node is gone, or no agent
     asked for it, so it must be stopped as soon as its node can be reached.
     """
 
@@ -135,7 +135,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
 
-    `injected`: the fault that somebody ordered for it, and that is no strike. `answered`: the last membership that it
+    `injected`: the fault ordered for it, which is not a strike. `answered`: the last membership that it
     said to wait in for the others. `busy`: with what its program has declared, for at most `busy_us`; "" = nothing.
     """
 
@@ -154,17 +154,17 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def alive(self) -> bool:
-        """Runs, or will, and nobody has ordered its end."""
+        """Runs, or will, without an order to end."""
         return self.status not in _ENDING
 
     @property
     def can_train(self) -> bool:
-        """Can be, or become, part of a group; who has parked never comes back."""
+        """Can be, or become, part of a group; a parked worker never comes back."""
         return self.status not in _NEVER_TO_TRAIN
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who trains a task, as the log holds it (see events.vocabulary.MembershipDecided)."""
+    """The workers that train a task, as the log holds them (see events.vocabulary.MembershipDecided)."""
 
     generation: int
     members: tuple[Member, ...]
@@ -252,7 +252,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     once a later one has formed. A worker that was no member broke none: the present one less 1.
     `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
     `place`: where in the training it happened, in words.
-    `lost`: who has reported that the newest group broke -> to whom its connection was lost, "" where it does not know;
+    `lost`: member that reported the newest group's break -> the peer that it lost, "" where it does not know;
     `links`: to whom else, as far as it tells (see events.vocabulary.ErrorReported.lost).
     `occurred_us` is by the observer's clock; the other times are by the log's.
     `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
@@ -294,7 +294,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who gets what (see events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
+    """Each task's share (see events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
 
     epoch: int = always(0)
     assignments: dict[str, TaskAssignment] = always({})

@@ -1,6 +1,6 @@
 """What a task may not be, beyond the types of its fields. Pure: the same for a file, for the API and for the log.
 
-What these rules let pass, the planner and the log can carry. Whether the entry script is there is no rule: each
+What these rules let pass, the planner and the log can carry. Whether the entry script exists is not a rule: each
 machine sees another disk (`task_file.py` looks at it, where a person waits for the answer).
 """
 

@@ -1,6 +1,6 @@
 """Times that contradict each other, in the configuration and in a task's environment: one sentence each.
 
-Nobody should have to tune them: the trainer derives its limits from the iterations that it sees
+Operators should not have to tune them: the trainer derives its limits from the iterations that it sees
 (agents/trainer/baseline.py). Where somebody has set one, it may defeat another; that is said, never refused.
 
 What does not live here: whether a value is a time at all (config.py, agents/trainer/context.py).

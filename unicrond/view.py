@@ -1,4 +1,4 @@
-"""The live view: what a person sees who watches a cluster train, break and heal.
+"""The live view: a cluster that trains, breaks and heals, on the screen.
 
 On a terminal a screen that is drawn anew four times a second; elsewhere plain lines, one per noteworthy
 event and now and then one per task. `render` is pure: a state in, something that rich can print out.

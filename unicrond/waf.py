@@ -66,7 +66,7 @@ class Corrected(NamedTuple):
 
 
 def model_of(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Model:
-    """T before any measurement. `linear`: FLOP/s of one worker where there is no table."""
+    """T before any measurement. `linear`: FLOP/s of one worker without a table."""
     table = sorted((int(workers), flops) for workers, flops in spec.throughput.items())
     at, flops = tuple([workers for workers, _ in table]), tuple([flops for _, flops in table])
     return Model(spec.replica_workers, spec.max_workers, at, flops, linear)

@@ -6,7 +6,7 @@ Rules
   whatever the code; with "none", what the table calls broken is a fault of what ran there.
 * What may be the program's fault is the GPU's when it recurs there under another worker within RECURS_S.
 * States (the GPU is lost, needs an action, cannot remap rows) are found when they begin, and again whenever there is a
-  worker who has not been told of: a node that is readmitted with the same broken GPU is not trained on.
+  worker not yet reported: a node that is readmitted with the same broken GPU gets no training.
 * Counts mean something when they grow: uncorrectable errors that no code has explained, links that go down. The first
   reading is where they are counted from.
 * Throttling, CRC errors, retrained links and pending remappings are news for people: no kind, at most once in QUIET_S
@@ -72,7 +72,7 @@ class History:
 def diagnose(
     history: History, sighting: Sighting, workers: tuple[WorkerId, ...], now_s: float
 ) -> tuple[History, tuple[Finding, ...]]:
-    """Take one sighting. `workers`: who runs on the GPU now."""
+    """Take one sighting. `workers`: those on the GPU now."""
     if isinstance(sighting, XidSeen):
         return _code(history, sighting, workers, now_s)
     return _reading(history, sighting, workers, now_s)

@@ -36,5 +36,5 @@ class Driver(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the driver, once nobody reads or waits any more."""
+        """Let go of the driver, once all reads and waits are over."""
         ...

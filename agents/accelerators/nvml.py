@@ -247,7 +247,7 @@ def _action(value: int | None) -> RecoveryAction | None:
 
 
 def _first(fields: dict[int, int | None], alternatives: Sequence[Sequence[int]]) -> int | None:
-    """The sum of the first alternative of which anything is told."""
+    """The sum of the first alternative with any value."""
     for ids in alternatives:
         told = [value for field in ids if (value := fields[field]) is not None]
         if told:

@@ -6,8 +6,8 @@ Rules
   from telling, and neither ever holds up the event loop.
 * What they see is judged in the event loop (`diagnosis.py`), in the order in which it comes. An ordered XID comes in by
   the same door, as if the driver had reported it.
-* A driver that does not answer for SILENCE_S is told of once, in the agent's own log.
-* Whatever a driver raises, its thread logs it, the first time, and goes on after a pause: who watches does not end.
+* A driver that does not answer for SILENCE_S is reported once, in the agent's own log.
+* Whatever a driver raises, its thread logs it, the first time, and goes on after a pause: the watch does not end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_driver(choice: Choice, gpus: tuple[str, ...], slots: int) -> Driver | N
 
 
 class AcceleratorWatch:
-    """`workers`: who runs in each slot now. `on_finding(gpu, worker, finding)`: the GPU's name; "" for nobody."""
+    """`workers`: the worker in each slot now. `on_finding(gpu, worker, finding)`: the GPU's name; "" for no worker."""
 
     def __init__(
         self,

@@ -3,10 +3,10 @@
 Rules
 -----
 * Meanings and advice are the vendor's (XID catalogue); the error kind is ours, and its severity the coordinator's.
-* No kind: it is told, and nothing follows. A symptom's cause is told by another code or by the process's own end.
+* No kind: it is reported, and nothing follows. Another code, or the process's own end, reports a symptom's cause.
 * A code that is not in the table is a fault of what ran there (SEV2), with a warning that names it: the code may be
   informational, so no node is lost over a single one; what is broken comes again, and then it is.
-* What the advice asks for decides who may take the node back (isolation.py): a health check; where it is a reboot, or
+* The advice decides what may readmit the node (isolation.py): a health check; where it is a reboot, or
   another part, a person or the operator's repair command first.
 * Where the driver itself says what the GPU needs (its recovery action), that counts instead (`diagnosis.py`).
 """

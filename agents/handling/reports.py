@@ -51,7 +51,7 @@ from events.vocabulary import (
     WorkerWaits,
 )
 
-#: What is busy for a shorter time is nobody's concern.
+#: Shorter work is not reported.
 BUSY_TOLD_AFTER_S = 1.0
 
 #: What a worker reports when a *peer* has failed: a symptom, not the cause of its own end.
@@ -178,7 +178,7 @@ def pass_on(turn: Turn, record: Worker, message: Reported) -> None:
 
 
 def busy(turn: Turn, record: Worker, message: Busy) -> None:
-    """What is over at once is nobody's concern: it is told when it has lasted for a while (core.py, timer "busy")."""
+    """Short work is not reported, only work that has lasted for a while (core.py, timer "busy")."""
     link = turn.state.links.get(record.worker, Link())
     if link.busy_told and not message.what:
         pass_on(turn, record, message)
@@ -223,7 +223,7 @@ def stalled(turn: Turn, stalled: Stalled) -> None:
 
 
 def accelerator_saw(turn: Turn, saw: AcceleratorSaw) -> None:
-    """Where a worker has gone meanwhile, nobody runs there."""
+    """Where a worker has gone meanwhile, no worker runs."""
     turn.append(
         AcceleratorReported(
             node=turn.config.node,

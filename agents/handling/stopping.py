@@ -30,7 +30,7 @@ def stop_commanded(turn: Turn, command: StopWorker, order: Order) -> None:
 def stop(turn: Turn, record: Worker, reason: str) -> None:
     """Begin to end a worker; nothing where that has begun already."""
     if record.stop == "no":
-        # Who was never a member has nothing to finish; if it cannot hear either, it is not waited for.
+        # A worker that was never a member has nothing to finish; if it cannot hear either, do not wait for it.
         stage = "quit" if record.member or turn.is_connected(record.worker) else "term"
         press(turn, turn.change(record, stop=stage, stop_reason=reason[:MAX_TEXT]))
 

@@ -9,9 +9,9 @@ Rules
 * `settle` makes sum / tokens the gradients: from then on every parameter's `main_grad` (and `grad`, for plain torch
   optimizers) is the mean gradient of the whole global batch, in fp32, until `clear`.
 * What may be reduced during a backward is counted: `expect` says how many gradients each parameter will still get,
-  and is told of each bucket whose parameters have had theirs. A gradient beyond that is a `surplus`.
+  and learns of each bucket whose parameters have had theirs. A gradient beyond that is a `surplus`.
 
-Float mode sums in fp32, in the order of computation: the last bits depend on who computed what.
+Float mode sums in fp32, in the order of computation: the last bits depend on which replica computed what.
 
 Exact mode sums integers, so that they do not. A gradient is taken in units of 2**-40, rounded to the nearest, as a
 64-bit integer, and integers add up to the same in any order, in any grouping, on any number of replicas. The scale is

@@ -8,13 +8,13 @@ Rules
 * Late (a hang): longer than HANG times the usual, and longer than twice the longest of the window, so that a noisy
   machine makes itself patient; never less than `floor_us`. An iteration with a checkpoint is given three times the
   longest such one in addition.
-* When training has ended, all are given LAST_WRITE_US in addition, and who writes the last state six times what such a
-  write took at most, if that is longer (another may be on its way), or `start_us` where none was written: nobody trains
-  any more, patience costs little, and storage may stall.
+* When training has ended, all are given LAST_WRITE_US in addition, and the writer of the last state six times what
+  such a write took at most, if that is longer (another may be on its way), or `start_us` where none was written: no
+  other member trains any more, patience costs little, and storage may stall.
 * Before the usual time is known in a generation, the task's is used: what its members knew before, or what came with
-  the state that they took over; longer by as much as a replica has more to compute now, never shorter. While somebody
-  joins, its first iterations are given what a first iteration took in this task at most. Where nothing is known at
-  all, `start_us`.
+  the state that they took over; longer by as much as a replica has more to compute now, never shorter. While one
+  replica joins, its first iterations are given what a first iteration took in this task at most. Where nothing is
+  known at all, `start_us`.
 * Slow (a degradation): the median of the last RECENT iterations is above SLOW times the lowest median of a whole
   window since the generation began, and by more than three median deviations. Told once; again when it has become
   worse by as much, and after it was over.

@@ -61,7 +61,7 @@ class AgentChannel:
     """See the module's rules. `start` it in the process that uses it (threads do not survive a fork)."""
 
     def __init__(self, launch: Launch, lease_s: float) -> None:
-        #: Faults that somebody ordered, for injection.py to take.
+        #: Ordered faults, for injection.py to take.
         self.ordered: deque[Fault] = deque()
         self._launch = launch
         self._lease_s = lease_s

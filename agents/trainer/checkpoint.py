@@ -8,7 +8,7 @@ Rules
 * A directory `iteration-<number>` is complete, or was damaged later: it is written under another name, synced, and
   renamed by the shard that finishes last. Shards need not talk to each other: each leaves its record in the draft.
 * Each shard of a replica is a checkpoint of its own, which `torch.distributed.checkpoint.load` reads; keys are paths
-  in the state tree ("tensors.0.embedding...", "optimizer.state.3.exp_avg"), "skeleton" is all that is no tensor.
+  in the state tree ("tensors.0.embedding...", "optimizer.state.3.exp_avg"), "skeleton" is everything but the tensors.
 * Nothing that is read is executed: the manifest says where each tensor lies, torch's weights-only loader reads it.
   `.metadata`, which is a pickle, is for others.
 * Sizes and blake2b of all files, and that every number is finite, are checked before a state is used.
@@ -110,8 +110,8 @@ class Job:
 def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> Saved | None:
     """Write this shard's part; the shard that comes last publishes, and is the one that gets a result.
 
-    Talks to nobody, so any thread may do it. Removes checkpoints older than the newest `keep`. `midway` is called
-    when this shard's files are written and nothing is published. Raises OSError.
+    Needs no communication, so any thread may do it. Removes checkpoints older than the newest `keep`. `midway` is
+    called when this shard's files are written and nothing is published. Raises OSError.
     """
     final = job.directory / f"iteration-{job.iteration:08d}"
     draft = job.directory / f".draft-{job.iteration:08d}-{job.writer}"
@@ -276,7 +276,7 @@ def _record(draft: Path, shard: int) -> ShardRecord | None:
 
 
 def _is_publisher(draft: Path) -> bool:
-    """True for exactly one of those who ask."""
+    """True for exactly one of the callers."""
     try:
         os.close(os.open(draft / ".publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except OSError:  # it is there, or the draft has its final name already
@@ -308,7 +308,7 @@ def _remove_old(directory: Path, keep: int) -> None:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    """Under another name first: who finds the file finds all of it."""
+    """Under another name first: a file under its own name is complete."""
     new = path.with_name(path.name + ".new")
     with new.open("wb") as file:
         file.write(data)

@@ -4,7 +4,7 @@ Rules
 -----
 * Sums of the bits taken as integers, each tensor's times its own odd number: exact, in any order, on any device, as
   fast as memory is read.
-* The majority is right. Without one, nobody can tell.
+* The majority is right. Without one, no verdict is possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def odd_ones(checksums: Sequence[int]) -> tuple[int, ...] | None:
-    """The ranks that differ from the majority; None where there is no majority."""
+    """The ranks that differ from the majority; None without a majority."""
     value, count = Counter(checksums).most_common(1)[0]
     if 2 * count <= len(checksums):
         return None

@@ -97,7 +97,7 @@ class Context:
 
     @property
     def phase(self) -> Phase:
-        """What the worker is doing; its mark says the same to whoever looks."""
+        """What the worker is doing; its mark says the same to the agent."""
         return self.mark.phase
 
     @phase.setter

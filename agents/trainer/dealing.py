@@ -1,11 +1,11 @@
-"""Who computes which micro-batch: a pure function that every replica evaluates for itself.
+"""Which replica computes which micro-batch: a pure function that every replica evaluates for itself.
 
 Rules
 -----
 * What counts is what a replica *holds*: the micro-batches dealt to it in this iteration, whose gradients stand, or
   will stand, in its accumulation. No two replicas ever hold the same one.
-* What nobody holds is dealt, in ascending order, each time to the replica that holds the fewest, the first in
-  replica order among equals. From empty hands that is the round-robin deal of an iteration's start; among
+* Micro-batches that no replica holds are dealt, in ascending order, each time to the replica that holds the fewest,
+  the first in replica order among equals. From empty hands that is the round-robin deal of an iteration's start; among
   survivors that hold equally many it is the round-robin deal of a lost replica's work.
 * Nothing is ever taken away from a replica, so no finished work is computed twice.
 """

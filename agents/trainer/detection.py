@@ -38,7 +38,7 @@ from agents.trainer.spikes import Spikes
 from agents.trainer.stragglers import Finding, Stragglers
 from events.vocabulary import CorruptionSign
 
-#: An iteration of which more than this part went to a checkpoint is no plain one: 1 / _SAVING.
+#: An iteration that spent more than this part on a checkpoint is not a plain one: 1 / _SAVING.
 _SAVING = 20
 #: A last state may be large, and storage slow.
 _END_S = 6 * 3600.0
@@ -140,7 +140,7 @@ class Detection:
 
     def ending(self, iteration: int, group: Group, longest_s: float | None) -> None:
         """All iterations are done: what is left is that the last state is written. `longest_s`: by this worker, which
-        needed so long at most (0: it wrote none yet); None: by others. Whoever waits for it waits for as long as it
+        needed so long at most (0: it wrote none yet); None: by others. The others wait for as long as it
         takes: its mark says when that is too long."""
         longest_us = None if longest_s is None else int(longest_s * 1e6)
         self._mark.begun(iteration, self._baseline.end_limit_us(longest_us))
@@ -149,7 +149,7 @@ class Detection:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Around what may write a checkpoint: meanwhile this worker's limit is wider, and as long as one member is not
-        late, nobody is judged, however long the others wait for it."""
+        late, no worker is judged, however long the others wait for it."""
         began_us, limit_us = now_us(), self._mark.limit_us
         if limit_us:
             self._mark.limit_us = limit_us + self._baseline.limit_us(checkpoint=True)
@@ -179,7 +179,7 @@ class Detection:
         timeout_s = min(self._baseline.collective_timeout_us() / 1e6, self._patience.collective_timeout_s)
         group.limit(timeout_s + self._busiest_s)
 
-    # --- what is told to the others --------------------------------------------------------------
+    # --- reports to the others -------------------------------------------------------------------
 
     def sighting(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
         """This shard's row for the agreement on `iteration`."""
@@ -190,7 +190,7 @@ class Detection:
         own.clear()
         return Sighting(compute_us, micro_batches, norm, made)
 
-    # --- what is told to the agent ---------------------------------------------------------------
+    # --- reports to the agent -------------------------------------------------------------------
 
     def judge(self, iteration: int, total: Total, membership: Membership, shard: int, rank: int) -> None:
         """Look at an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's."""

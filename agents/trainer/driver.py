@@ -263,7 +263,7 @@ class Driver:
 
     def _take(self, effect: e.Take) -> Loaded | str:
         """Raises NoLayout where it can never be taken over by this layout: to begin from the seed instead would throw
-        away a training that nobody asked to end."""
+        away a training without an order to end it."""
         sources, candidate = self._sources, effect.candidate
         assert sources is not None
         tree: Tree | None = None

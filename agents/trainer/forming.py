@@ -6,10 +6,10 @@ Rules
   thread closes whatever it still gets.
 * Each member says under the attempt's prefix in the membership's store which port it listens on, and waits for all
   others to have said theirs; only then does it connect.
-* Before that it says which standby group it could use instead (`standby.py`), if any. Who has one waits for what the
-  others say; where all name the same one, that is the group, and nothing is connected any more. Else nobody uses one:
-  all members read the same words, so they agree. With a standby comes its connection to the store, which saves as
-  much again.
+* Before that it says which standby group it could use instead (`standby.py`), if any. A member that has one waits for
+  what the others say; where all name the same one, that is the group, and no more connections are made. Else no member
+  uses one: all members read the same words, so they agree. With a standby comes its connection to the store, which
+  saves as much again.
 * To leave a group at once its sockets are shut down (`group.py`), so they must be known for certain, also while other
   groups form in other threads and the user's code opens sockets of its own. With gloo they are known by their ports:
   every group listens on a port of its own, an accepted connection has it on this side, one made to a member has that
@@ -39,7 +39,7 @@ from agents.trainer.channel import AgentChannel
 from events.vocabulary import StoreAddress
 
 _MEET_TIMEOUT = timedelta(seconds=10)
-#: How long one look for the others' words may take; it holds up nobody, but torch warns at the end of each.
+#: How long one look for the others' words may take; it delays no member, but torch warns at the end of each.
 _LOOK_AGAIN = timedelta(seconds=60)
 _NO_STANDBY = "-"
 _TCP_ESTABLISHED = 1
@@ -265,7 +265,7 @@ def _tcp_sockets(listening: bool) -> Iterator[tuple[int, str, socket.socket]]:
 def event_behind(work: object, stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event that happens when the GPU is done with a NCCL operation. `stream`: one that nothing else waits in."""
     with torch.cuda.stream(stream):
-        work.wait()  # type: ignore[attr-defined]  # queues it behind the operation; blocks nobody
+        work.wait()  # type: ignore[attr-defined]  # queues it behind the operation; does not block
         return stream.record_event()
 
 
@@ -276,7 +276,7 @@ def failure(process_group: object) -> str:
 
 
 def _end(process_group: object, sockets: dict[int, str]) -> None:
-    """Of a group that nobody has used yet."""
+    """Of a group that is still unused."""
     if isinstance(process_group, dist.ProcessGroupGloo):
         shut_down(sockets)
     else:

@@ -1,10 +1,10 @@
 """Frames on a stream: 4 bytes big-endian length, then msgpack of one tagged struct. One codec for both ends.
 
 Sans-IO: bytes in, structs out, so that blocking sockets, selectors and asyncio streams share it. A bad frame poisons
-its stream (there is no way to find the next boundary that could be trusted): close it and log the reason.
+its stream (the next boundary cannot be found reliably): close it and log the reason.
 
 Agents, fork servers and workers outlive each other, so the peer may be of a younger version: a message of a type that
-nobody here knows is skipped, and unknown fields are set aside.
+this version does not know is skipped, and unknown fields are set aside.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from events.tolerance import without_unknown
 
 logger = logging.getLogger(__name__)
 _HEADER_BYTES = 4
-#: All messages, whoever sends them to whom.
+#: All messages, in both directions.
 _NAMES = frozenset(name for name, kind in vars(messages).items() if isinstance(kind, type))
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
 class BadFrame(ValueError):
-    """The peer sent what is no valid frame of the expected messages; the connection is to be closed."""
+    """The peer sent an invalid frame or an unexpected message; close the connection."""
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -9,12 +9,12 @@ Rules
   Quit interrupts it.
 * A group is left *at once*: gloo neither aborts nor times out a collective whose peer is silent, and destroying the
   group blocks until its timeout (measured). What does work, within a millisecond, is to shut down the group's own
-  sockets: every operation in flight fails, here and at the peers, who otherwise notice a death one hop at a time.
+  sockets: every operation in flight fails, here and at the peers, which otherwise notice a death one hop at a time.
   The listening socket must be left alone, or gloo's accept loop ends the process.
 * NCCL is aborted instead, in a thread: an abort may hang (a driver in trouble). One that does not end in time is the
   process's end: it says so, and another takes its place.
-* Gloo may reduce CUDA tensors (`backend: gloo` on a GPU). It copies back on streams of its own, so who uses a sum makes
-  its stream wait for them first. Everything else a gloo group exchanges is on the CPU.
+* Gloo may reduce CUDA tensors (`backend: gloo` on a GPU). It copies back on streams of its own, so the user of a sum
+  makes its stream wait for them first. Everything else a gloo group exchanges is on the CPU.
 * An error is kept as text, never as an exception object: a traceback would keep the group alive.
 """
 
@@ -45,7 +45,7 @@ from agents.trainer.marks import Marker
 from agents.trainer.messages import Waits
 
 _POLL_CUDA_S = 0.002
-#: Who waits for longer for a group to meet says so: it has answered, and is not the one who hangs.
+#: A worker that waits for longer for a group to meet says so: it has answered, and does not hang.
 WAITS_S = 2.0
 _CLOSE_TIMEOUT_S = 1.0
 _ABORT_TIMEOUT_S = 10.0
@@ -215,7 +215,7 @@ class Operation:
         self._lands = False
 
     def end_well(self, *, lands: bool = False) -> None:
-        """It is known to be done, and done well. `lands`: on streams that nobody waits for yet. From any thread."""
+        """It is known to be done, and done well. `lands`: on streams without a waiter yet. From any thread."""
         self._lands = lands and any(tensor.is_cuda for tensor in self._held)
         self._done = True
 

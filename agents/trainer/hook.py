@@ -87,7 +87,8 @@ class Step:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """`with step.loading():` around what reads data: an exception, a hang there is told as one of the data."""
+        """`with step.loading():` around what reads data: an exception or a hang there is reported as one of the
+        data."""
         here = self._hook._context
         phase, here.phase = here.phase, "data"
         yield
@@ -192,10 +193,10 @@ class Hook:
 
     @contextlib.contextmanager
     def busy(self, what: str, *, at_most_s: float) -> Iterator[None]:
-        """`with hook.busy("evaluation", at_most_s=600):` around what takes long and is no training, inside the loop.
+        """`with hook.busy("evaluation", at_most_s=600):` around long work that is not training, inside the loop.
 
-        Nobody is held to hang for it within that time; whoever is busy for longer is, and it is named so. Enter it on
-        every replica, whoever does the work inside: the others then wait for as long. Raises ValueError.
+        Within that time no worker counts as hanging; a worker that is busy for longer does, by that name. Enter it on
+        every replica, whichever does the work inside: the others then wait for as long. Raises ValueError.
         """
         if not what or not 0.0 < at_most_s <= _BUSY_MAX_S:
             raise ValueError(
@@ -267,7 +268,7 @@ class Hook:
     # --- the end of the program ------------------------------------------------------------------
 
     def _left(self) -> None:
-        """The program has left the loop. (Nothing may be raised here: nobody would hear it.)"""
+        """The program has left the loop. (Raise nothing here: no caller would see it.)"""
         if self._over or self._context.over:
             return
         if self._driver.books.stop_reason:
@@ -282,7 +283,7 @@ class Hook:
 
     def _tell_left_early(self) -> None:
         """It is gone from its loop for good. (An exception in the loop's body ends the loop as well, before anybody
-        can see it; it is told of as what it is, a moment later.)"""
+        can see it; it is reported as what it is, a moment later.)"""
         here, error = self._context, self._early
         if here.over or error is None:
             return

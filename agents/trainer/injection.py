@@ -3,7 +3,7 @@
     UNICRON_FAULT="kill@worker=gpt.3,iteration=3,micro_batch=2;stop@iteration=7,at=reducing"
 
 Each rule is `action@condition,...`. Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (a RuntimeError), `exit`
-(exit code 3), `hang` (for ever), `oom` (a MemoryError), `nan` (the next loss is none), and, from the agent alone,
+(exit code 3), `hang` (without end), `oom` (a MemoryError), `nan` (the next loss is none), and, from the agent alone,
 `slow` (from then on, once per iteration, a sleep). Conditions:
 `worker`, `iteration`, `generation`, `at` (a point below) and `micro_batch` (short for
 `at=micro_batch`, after that many have been finished in the iteration). A rule fires once per process.

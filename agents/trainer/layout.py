@@ -5,7 +5,7 @@ Rules
 * Global names, shapes and offsets are Megatron's: the same in every tp and pp. Layers of pipeline stages are counted
   through there, while a stage's own names begin with 0.
 * Where a part of the state is not told (a plain torch model, an optimizer that is not known here, a buffer without a
-  global name), there is no layout: the state can be taken over by the same tp and pp only.
+  global name), the layout is missing: only the same tp and pp can take the state over.
 """
 
 from __future__ import annotations

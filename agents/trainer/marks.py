@@ -4,8 +4,9 @@
 
 Rules
 -----
-* The worker maps the file and overwrites one record; no system call, no lock, about a microsecond. Nobody else writes.
-* The record begins and ends with the same number, which grows with every mark: whoever reads two different ones has
+* The worker maps the file and overwrites one record; no system call, no lock, about a microsecond. It is the only
+  writer.
+* The record begins and ends with the same number, which grows with every mark: a reader of two different ones has
   read in the middle of a mark, and reads again.
 * Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 * `entered` counts the collectives across replicas in this generation. All members make the same ones in the same

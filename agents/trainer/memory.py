@@ -6,10 +6,11 @@ Rules
   with the fork server, so nothing of it can be left behind.
 * A page of heads, then two slots. A writer takes the slot that does not hold the newest state: it voids its head,
   writes the payload, and seals it with a head that names iteration, generation, tp, pp, size and blake2b of the
-  payload, and carries a digest of its own. Who is killed half-way leaves a void head: the other slot is untouched.
+  payload, and carries a digest of its own. A writer that is killed half-way leaves a void head: the other slot is
+  untouched.
 * Readers believe a head whose digest is right, and a payload that has the digest its head names.
 * A slot is locked while it is written (exclusively) or read (shared), by open file description, so that the kernel
-  lifts the locks of the dead. Nobody waits for a lock: a writer that finds its slot taken has no turn.
+  lifts the locks of the dead. No process waits for a lock: a writer that finds its slot taken has no turn.
 * A state that does not fit makes the memory grow, which voids both slots; it never shrinks, and never grows beyond
   its bound.
 
@@ -127,7 +128,7 @@ class Memory:
     # --- writing ---------------------------------------------------------------------------------
 
     def draft(self, size_bytes: int) -> Draft | None:
-        """A slot to write a state of that size into; None while somebody else uses it. Raises TooLarge."""
+        """A slot to write a state of that size into; None while it is in use. Raises TooLarge."""
         if self._needed(size_bytes) > self.max_bytes:
             raise TooLarge(f"two states of {size_bytes} bytes do not fit into {self.max_bytes} bytes of memory")
         sealed = self._sealed()

@@ -8,7 +8,7 @@ A connection carries one request and its answer, each a frame (`framing.py`) and
            ->  Refused                     anything else: the reason
 
 Every request names the token of the node that it asks: it was told with the membership, by the log. Heads carry the
-digest of the bytes; nobody believes bytes without it. Blocking sockets, with a bound on every wait. No torch here.
+digest of the bytes; bytes without it are not believed. Blocking sockets, with a bound on every wait. No torch here.
 """
 
 from __future__ import annotations

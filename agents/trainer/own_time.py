@@ -5,7 +5,7 @@ Rules
 * The time of a micro-batch is the loop's, from where it is given out until the loop asks for the next: reading data,
   forward, backward. Reductions, agreements, the optimizer's step, checkpoints lie outside.
 * What the thread was ready to run in and had no CPU does not count (Linux' Documentation/scheduler/sched-stats): on a
-  machine that is too busy it says who else runs there, not how quick this process is. To sleep and to wait for a device
+  machine that is too busy it measures other processes, not this one's speed. To sleep and to wait for a device
   or a disk does count.
 * Nor does what the loop has declared to be something else (`apart`).
 * Two looks at the clock and two reads of an open file per micro-batch: some 5 microseconds.
@@ -54,7 +54,7 @@ class OwnTime:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Around what is no part of a micro-batch."""
+        """Around work outside of a micro-batch."""
         began_us = now_us() - self._waited_us()
         try:
             yield

@@ -12,7 +12,7 @@ Rules
 * The second holder of part r is replica r + k, around the ring; k is the smallest shift that takes every part to other
   nodes. Where none does, the shift that fails for the fewest parts, and each of those goes to the nearest replica on
   other nodes, if there is any.
-* What somebody wants and does not have comes from whoever holds it and has given least so far.
+* What a member wants and does not have comes from the holder that has given least so far.
 
 Pure: nodes and spans come in, spans and moves go out. What does not live here: the tensors
 (`sharded_optimizer.py`) and how they travel (`sharing.py`).
@@ -31,7 +31,7 @@ ALIGN = 64
 
 
 class NowhereHeld(Exception):
-    """Nobody who is left holds a stretch of the state: all holders of a part are lost."""
+    """No remaining member holds a stretch of the state: all holders of a part are lost."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -113,7 +113,7 @@ def covers(held: Iterable[Sequence[Span]], total: int) -> bool:
 
 
 def givers(held: Sequence[Sequence[Span]], total: int) -> list[Move]:
-    """Who gives what to all, so that everybody has everything; `target` is meaningless. Raises NowhereHeld."""
+    """Which member gives what to all, so that each has everything; `target` is meaningless. Raises NowhereHeld."""
     return _divided(held, [(0, 0, total)])
 
 

@@ -4,12 +4,12 @@ Rules
 -----
 * A bucket is *started* when a copy of this replica's share is on its way through the group, *complete* here when the
   sum has arrived, and *final* when it is complete on every member that is left (`regrouping.py`): then it is not
-  reduced again, whoever is lost.
+  reduced again, whichever member is lost.
 * Buckets are started from the last to the first, the order in which a backward finishes them, and never otherwise: a
   collective must be every member's n-th. One that is ready before its turn waits for it.
 * `overlap` starts buckets inside the backward of the last micro-batches, each as soon as its gradients are there;
   `start` starts the others. Neither ever raises: a broken group shows where it is waited for (`Group.finish`).
-* `keep` throws away everything but the final sums. What is still in flight then writes into copies that nobody reads.
+* `keep` throws away everything but the final sums. What is still in flight then writes into copies without a reader.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ Rules (all-or-none commit)
 --------------------------
 * A member's *position* is the iteration it works on (last committed + 1), whether its sums of that iteration are
   complete (every bucket and the account of all replicas have been reduced), and what it holds of it.
-* Nobody passes the agreement that ends an iteration unless everybody has entered it, and nobody enters it without
+* No member passes the agreement that ends an iteration unless all have entered it, and none enters it without
   complete sums. So members with state differ by at most one iteration, and if one has committed iteration `i`,
   each one still at `i` has complete sums of it.
 * Then those at `i` *step first*, with the sums they have: no recomputation. The group goes on at `i + 1`.
-* If nobody has committed `i` but all have complete sums, all step first: after *reduced*, a death changes nothing.
-* Else sums that are not final (below) are thrown away (they were copies; the accumulation stays), and what nobody
+* If no member has committed `i` but all have complete sums, all step first: after *reduced*, a death changes nothing.
+* Else sums that are not final (below) are thrown away (they were copies; the accumulation stays), and what no member
   holds is dealt anew.
-* Who has no state receives it from the lowest member that has, once that one stands at the group's iteration. If
-  nobody has state, member 0 takes it from the newest valid checkpoint, or from the seed, and gives it to all.
+* A member without state receives it from the lowest member that has it, once that one stands at the group's iteration.
+  If no member has state, member 0 takes it from the newest valid checkpoint, or from the seed, and gives it to all.
 * Parameters do not change within an iteration, so a receiver may join in the middle of one.
 
 Rules (buckets that are final)
@@ -24,9 +24,9 @@ Rules (buckets that are final)
   state are *final*: they are used as they are. All others are thrown away, also where they were complete, and reduced
   again.
 * Work that is dealt anew was the lost member's. A final sum has it through the lost member's own share, so what comes
-  of the new computation must not reach it; the other sums have lost it, and get it from those who compute it again.
-  Both follow from one rule: an accumulation always takes the gradients of all that its member holds, in every bucket,
-  and a final bucket's is not looked at again. So each bucket has every micro-batch exactly once.
+  of the new computation must not reach it; the other sums have lost it, and get it from the members that compute it
+  again. Both follow from one rule: an accumulation always takes the gradients of all that its member holds, in every
+  bucket, and a final bucket's is not looked at again. So each bucket has every micro-batch exactly once.
 * It follows too that a final sum may be given up at any time and made again from the accumulations. That is done where
   a member joins in the middle of an iteration: it has no sums, and reducing costs less than sending them.
 * After a verdict every member's complete buckets are exactly the final ones. A member that left a verdict's exchange
@@ -43,14 +43,14 @@ Rules (sharded optimizer state, `parts.py`)
 ----------------------------------------------
 * A member *has stepped* `i` when it has made that step with the parts that it holds, and waits for the parameters that
   others have stepped. Before it, everybody had complete sums of `i`: it counts as such a member, which need not step.
-* Nobody has committed `i` before it has all parameters, so all that are left hold their parts as they are after the
+* No member commits `i` before it has all parameters, so all that are left hold their parts as they are after the
   same step, once those that step first have done so.
 * Where those with state do not hold every part between them, the live state is lost: they count as members without
   state, and all take the newest that was saved. With tensor or pipeline parallel replicas that is so for all shards
   where it is so for one (`lifecycle/joining.py` puts it to the vote).
 
 Pure: a function of the rows that the group exchanged. What does not live here: how rows travel (`group.py`), and
-who acts on the verdict (`lifecycle/groups.py`).
+what follows from the verdict (`lifecycle/groups.py`).
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def _word_count(limit: int) -> int:
 class Verdict:
     """What follows for the group.
 
-    `iteration`: where all go on; 0 where nobody has state (the checkpoint tells). `step_first`: members that first
+    `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
-    `fresh`: nobody has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that each
+    `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that each
     member holds (sharded optimizer state).
     """
 

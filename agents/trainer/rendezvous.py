@@ -110,8 +110,8 @@ class Rendezvous:
         )
 
     def report(self, failure: str, iteration: int, phase: Phase) -> None:
-        """Tell the agent of a broken group, unless the answer is already here. A planned membership is none: who has
-        not noticed waits in this group for a boundary that nobody reaches."""
+        """Tell the agent of a broken group, unless the answer is already here. A planned membership is not an answer:
+        a member that has not noticed waits in this group for a boundary that no member reaches."""
         if self.group is not None:
             self._note_losses(self.group)
         kind = classify_broken(failure)
@@ -218,7 +218,7 @@ def _padded(ports: list[int], length: int) -> list[int]:
 
 
 def _owners(workers: Sequence[str], ports: Sequence[Sequence[int]]) -> dict[int, str]:
-    """Port -> who has it; not those that two of them have, on two hosts."""
+    """Port -> its owner; not ports with two owners, on two hosts."""
     every = [(port, worker) for worker, own in zip(workers, ports, strict=True) for port in own if port]
     count = Counter(port for port, _ in every)
     return {port: worker for port, worker in every if count[port] == 1}

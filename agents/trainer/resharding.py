@@ -104,7 +104,8 @@ def reshard(own: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, 
     return {
         **first,
         "layout": own["layout"],
-        # What is no parameter and has no place in the whole (a mask, say) is as the model has just built it.
+        # A tensor that is not a parameter and has no place in the whole (a mask, say) stays as the model has just
+        # built it.
         "tensors": {name: tensors.get(name, tensor) for name, tensor in own["tensors"].items()},
         "optimizer": _optimizer(own["optimizer"], first["optimizer"], layout, assembly),
         "generators": _generators(own.get("generators"), first.get("generators")),
@@ -167,7 +168,7 @@ class _Assembly:
         return made
 
     def value(self, role: str, name: str) -> Any:
-        """A tensor, a number of the tensor's own, or None where nobody has it."""
+        """A tensor, a number of the tensor's own, or None where no shard has it."""
         if (role, name) in self._numbers:
             number = self._numbers[role, name]
             return number.clone() if isinstance(number, torch.Tensor) else number

@@ -34,7 +34,7 @@ def samples_digest(iteration: int, samples: Iterable[int]) -> int:
 
 
 def work_seed(seed: int, iteration: int, micro_batch: int) -> int:
-    """The seed of every random number drawn for one micro-batch, in [0, 2**62), whoever computes it."""
+    """The seed of every random number drawn for one micro-batch, in [0, 2**62), the same on every replica."""
     drawn = blake2b(f"work:{seed}:{iteration}:{micro_batch}".encode(), digest_size=8).digest()
     return int.from_bytes(drawn, "big") % 2**62
 

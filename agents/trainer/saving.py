@@ -3,20 +3,20 @@
 Rules
 -----
 * At the boundary after an iteration the state is copied into the node's memory (`memory.py`): that is all that
-  training waits for. A thread seals the copy (its digest takes longer than the copy), and the agent is told, which
+  training waits for. A thread seals the copy (its digest takes longer than the copy), and the agent hears of it, which
   passes it on to another node. Another thread writes it to storage from where it lies.
 * All shards of the replica capture the same iterations: what depends on one shard's clock, memory or disk is put to
   the vote of all, and only at iterations at which something may be due, which all know.
 * When: at every iteration that the task file's interval divides, or, without one, as often as Young and Daly ask for
   (`interval.py`), with the cost and the pace as measured. A new lead saves at its first boundary.
-* A capture has no turn while the one before is not sealed, or while somebody reads the slot. Storage has no turn while
+* A capture has no turn while the one before is not sealed, or while the slot is being read. Storage has no turn while
   it is still being written to; an interval from the task file is a promise, though: there training waits.
 * Where memory has no room for two states, or the last word must be on storage before the process ends, the state
   is written at once, and training waits.
 * Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
 * Where the optimizer's state is sharded, the first replica says in the agreement on an iteration that it is going to
   save it (`due`), all then give it their parts, and what it saves is the whole state (`whole`).
-* A disk that fails is told in the worker's log and tried again next time, unless the last word was to be written.
+* A disk that fails is reported in the worker's log and tried again next time, unless the last word was to be written.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Saving:
         self._stored = 0
         self._pace_s = 0.0
         self._was_lead = False
-        #: What is known of the iterations' times (baseline.py), for who takes the state over.
+        #: What is known of the iterations' times (baseline.py), for the next owner of the state.
         self.usual: list[int] = []
         #: What writing a state to storage took at most; 0: none was written.
         self.longest_write_s = 0.0
@@ -242,7 +242,7 @@ class Saving:
     def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
         """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.
 
-        False where that cannot be: no memory or no room, the task wants none, or somebody reads the slot.
+        False where that cannot be: no memory or no room, the task wants none, or the slot is being read.
         """
         self._await_seal()
         wanted = self.memory is not None and self._to_memory.every != 0
@@ -268,7 +268,7 @@ class Saving:
     def _write_now(self, iteration: int, generation: int, loss: float) -> None:
         if not self._context.replica.all_true(self._stored == iteration):
             self._write(self._job(iteration, generation), self._tree(iteration, loss), self._midway(iteration))
-        self._context.replica.all_true(True)  # whoever comes last publishes
+        self._context.replica.all_true(True)  # the last one publishes
         self._to_storage.saved(iteration)
 
     def _write(self, job: checkpoint.Job, tree: dict[str, Any], midway: Callable[[], None]) -> None:

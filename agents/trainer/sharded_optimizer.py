@@ -5,7 +5,7 @@
 
 Rules
 -----
-* Each part that is held here (`parts.py`) is stepped by a `DistributedOptimizer` of Megatron's, which is told that it
+* Each part that is held here (`parts.py`) is stepped by a `DistributedOptimizer` of Megatron's, which believes that it
   is rank `index` of `count`: which stretches of which parameters those are, fp32 masters, Adam, clipping, and what
   goes back into the parameters are its own. A chain of them is one optimizer to the training loop.
 * What it would do with a process group is not its to do here, since such a group cannot be left and replaced in the

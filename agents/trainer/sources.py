@@ -51,7 +51,7 @@ class Sources:
         self._peers = peers
         self._reshard = reshard
         self._layout: Degrees = (context.launch.spec.tp, context.launch.spec.pp)
-        #: By iteration, who has which shard, and in which layout: of this one where there is a choice.
+        #: By iteration, which node has which shard, and in which layout: of this one where there is a choice.
         self._held: dict[int, tuple[Degrees, dict[int, MemoryService]]] = {}
         self._stored: dict[int, Degrees] = {}
         #: Of what was loaded last: its layout where that is another than the task's, else "".

@@ -3,11 +3,11 @@
 Rules
 -----
 * Usual is the median of the window, over all replicas; the noise is the median distance from it.
-* A value spikes that is no finite number, or above the usual by more than NOISE times the noise and by more than `rise`
+* A value spikes if it is not finite, or above the usual by more than NOISE times the noise and by more than `rise`
   times the usual. Values far below are no news.
-* If some replicas spike and others do not, those are told of. If all do, it is the data or the optimisation: nobody
+* If some replicas spike and others do not, those are reported. If all do, it is the data or the optimisation: none
   is blamed, unless there is but one.
-* The same is told again only after QUIET iterations. Spikes do not enter the window.
+* The same is reported again only after QUIET iterations. Spikes do not enter the window.
 
 Pure: values come in, suspicions go out.
 """

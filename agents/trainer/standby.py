@@ -7,10 +7,10 @@ Rules
   one of those: then its group is there, and a regroup is one round in the store and an exchange of positions.
 * They are offered, not imposed: the members of a new group meet anyway, and use a standby only if all of them have the
   same one, whole (`forming.py`). A standby names the generation it was built in and the replica that it lacks, and it
-  is used once. Which generation it then serves is told by the membership that they met under: the exchange of
+  is used once. The membership that they met under says which generation it then serves: the exchange of
   positions and everything after it are that generation's.
 * Bounded: at most `replicas_max` replicas (sockets and threads grow with the square of their number), none for two
-  (a group of one needs nobody), none with NCCL (its communicators are made at the first collective).
+  (a group of one needs none), none with NCCL (its communicators are made at the first collective).
 """
 
 from __future__ import annotations

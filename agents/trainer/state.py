@@ -122,7 +122,7 @@ class TrainingState:
     """The objects that make up a worker's state: Megatron's (or plain torch's) model, optimizer and scheduler.
 
     The optimizer's state has its step count and the loss scale; where the data stands follows from the iteration.
-    `layout`: how the tensors lie in the whole, as a tree, for who is to cut them anew (`resharding.py`); None where
+    `layout`: how the tensors lie in the whole, as a tree, for resharding (`resharding.py`); None where
     that is not known.
     """
 

@@ -3,18 +3,18 @@
 Rules
 -----
 * In each iteration a replica's time is compared with the median of the others' in the same iteration: what slows all
-  of them down cancels out. Its own past is not asked, so who was slow from the beginning is found as well.
-* A sample is one iteration, or as many as make up SAMPLE_US: what lasts for part of a second is no straggler. The
+  of them down cancels out. Its own past does not count, so a replica that was slow from the beginning is found too.
+* A sample is one iteration, or as many as make up SAMPLE_US: a delay of part of a second does not make a straggler. The
   first WARM_UP iterations of a group do not count.
 * A replica straggles if, over the last 20 or 40 samples, the middle of its factors is above SLOW, and above 1 by so
   many standard errors as SURE says: the fewer samples, the more. The error follows from the spread of the samples: on
-  a noisy machine less is seen, and what is not certain is not told. A burst is no straggler: the median of each
-  quarter of 20 samples, of each half of 40, is above half of SLOW.
-* It is told once; again when the factor has changed by AGAIN, at the earliest after 40 samples more; and when it is
+  a noisy machine less is seen, and what is not certain is not reported. A burst does not make a straggler: the median
+  of each quarter of 20 samples, of each half of 40, is above half of SLOW.
+* It is reported once; again when the factor has changed by AGAIN, at the earliest after 40 samples more; and when it is
   over: when the middle of 40 samples is below OVER, and the median of both halves below SLOW.
 * Since when: from the change point on, where the sum of what it was slower by, less half the usual, is largest, as far
   back as HISTORY samples.
-* A new group compares anew. Of who was told of before and is still there nothing is told but a change.
+* A new group compares anew. Of a reported straggler that is still there only a change is reported.
 * With one replica there is nothing to compare with; `baseline.py` compares a task with its own past.
 
 Pure: times come in, findings go out.
@@ -49,7 +49,7 @@ _TO_ERROR = 1.09
 _EVERY = 2
 #: So many samples make up most of the moving average.
 _LATELY = 10
-#: A factor beyond this says that somebody did not compute.
+#: A factor beyond this says that a replica did not compute.
 _FACTOR_MAX = 1000.0
 
 
@@ -75,7 +75,7 @@ class _Sample(NamedTuple):
 
 @dataclass(slots=True)
 class _Samples:
-    """A replica's. `lately`: a moving average of its lags; who is quick is seen to be so at a glance."""
+    """A replica's. `lately`: a moving average of its lags; a quick replica is recognised at once."""
 
     kept: deque[_Sample] = field(default_factory=lambda: deque(maxlen=HISTORY))
     lately: float = 0.0

@@ -61,7 +61,7 @@ def take(group: Group, source: int, keep: bool) -> tuple[Any, int]:
     for together in _chunks(sizes):
         data = torch.empty(sum(sizes[together]), dtype=torch.uint8, device=group.device)
         _broadcast(group, data, source)
-        if keep:  # each in memory of its own: who lets go of one must not keep the others, and it must be aligned
+        if keep:  # each in memory of its own: a freed one must not keep the others, and it must be aligned
             parts = [data] if len(sizes[together]) == 1 else [part.clone() for part in data.split(sizes[together])]
             tensors += [
                 tensor_of(part.cpu() if lived_on_cpu else part, *kind)

@@ -133,7 +133,7 @@ class JobByJob:
         return self._owner.get(node)
 
     def give(self, job: Job, node: int, instead_of: int) -> None:
-        """The job's node `instead_of` is nobody's any more; `node` takes its place."""
+        """The job gives up its node `instead_of`; `node` takes its place."""
         job.home[job.home.index(instead_of)] = node
         del self._owner[instead_of]
         self._owner[node] = job

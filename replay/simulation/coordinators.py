@@ -1,7 +1,7 @@
 """The head: real coordinators (unicrond/coordinator.py), started, crashed and fenced.
 
 A supervisor keeps one alive. A second one may be started beside it at any time (two heads, a restart that came too
-early); whoever is fenced ends for good.
+early); a fenced one ends for good.
 """
 
 from __future__ import annotations

@@ -186,5 +186,5 @@ class Driver:
         return [Account.from_row(row) for row in rows]
 
     async def _settle(self, effect: e.Settle) -> None:
-        """Where a micro-batch is missing in a bucket, or twice, the parameters are other ones for ever."""
+        """Where a micro-batch is missing in a bucket, or twice, the parameters stay different."""
         self._gradient = effect.total.samples_digest if self._buckets.are_right() else -1

@@ -25,11 +25,11 @@ from events.vocabulary import NAME_PATTERN, AnyObservation, CoordinatorStarted, 
 KINDS: tuple[type[Any], ...] = tuple(kind for kind in typing.get_args(AnyObservation) if kind is not Heartbeat)
 
 
-#: A node that is no host: who speaks in its name is nobody's agent.
+#: A node without a host: events in its name come from no agent.
 STRANGER = "stranger"
 
 
-#: A boot that is nobody's.
+#: A boot that no agent has.
 NO_BOOT = 2**52 - 1
 
 
@@ -69,7 +69,7 @@ class Edges:
             return None
 
     def claim(self, term: int, boot: int) -> Envelope:
-        """A claim that nobody has a right to."""
+        """A claim without a right to it."""
         event = CoordinatorStarted(term=term, version=STRANGER)
         return Envelope(producer="coordinator", boot=boot, number=1, term=term, observed_at_us=0, event=event)
 

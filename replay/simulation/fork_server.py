@@ -43,7 +43,7 @@ class ForkServer:
     # --- the agent -------------------------------------------------------------------------------
 
     def connect(self, agent: Pipe[FromForkServer]) -> None:
-        """A new agent: it alone is served, and is told what no agent has acknowledged, then what there is."""
+        """A new agent: it alone is served, and gets what no agent has acknowledged, then the inventory."""
         if self._agent is not None:
             self._agent.close()
         self._agent = agent

@@ -68,7 +68,7 @@ def fuzz(
 ) -> Report:
     """Play `count` (>= 1) seeds. `only`: of each seed's faults those at these places; None: all. Raises UsageError.
 
-    `stopped`: set by whoever does not want to wait for the rest.
+    `stopped`: set it to end early.
     """
     began_s = time.monotonic()
     played: list[Outcome] = []

@@ -5,8 +5,8 @@ Rules
 * A member sets its key in the membership's store and waits for all keys; then it connects to all others.
 * A collective completes for a member once all members have entered it, for each at a moment of its own. So a death can
   let it complete for some and break for others: the case that the all-or-none commit is there for.
-* Who leaves closes its connections: the others notice within milliseconds, one after the other. Who loses its power or
-  its network says nothing: they wait, until a newer membership or the collective's timeout ends it.
+* A leaving member closes its connections: the others notice within milliseconds, one after the other. One that loses
+  its power or its network says nothing: they wait, until a newer membership or the collective's timeout ends it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Group:
 
 
 class Meeting:
-    """One collective: what each member put in, and who waits for what comes out."""
+    """One collective: what each member put in, and the waiting members."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
@@ -104,7 +104,7 @@ class End:
         return result
 
     def leave(self, *, silently: bool = False) -> None:
-        """Close the connections. `silently`: nobody is told (the power or the network is gone)."""
+        """Close the connections. `silently`: without a word to the peers (the power or the network is gone)."""
         group = self.group
         under_way, self._under_way = self._under_way, []
         for result in under_way:

@@ -177,7 +177,7 @@ def cordoned_nodes_stay_empty(known: ClusterState, start: v.StartWorker) -> str:
 
 def innocents_stay(known: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], strikes_max: int) -> str:
     """`known`: the state that it was decided in. `touched`: nodes that a fault names. Of two ends of a link either may
-    be at fault, and one may be tried: that is no breach unless the blame was called clear."""
+    be at fault, and one may be tried: that is a breach only if the blame was called clear."""
     if isolated.node in touched:
         return ""
     for task in known.tasks.values():
@@ -218,7 +218,7 @@ def stale_commands_never_act(highest: tuple[int, int], given: Commanded, actions
 
 
 def steps_have_one_membership(steps: Sequence[tuple[Total, int, str]], alive: Collection[str]) -> str:
-    """`steps`: who committed one iteration of one training: the sums, the generation of the group, the worker.
+    """`steps`: the commits of one iteration of one training: the sums, the generation of the group, the worker.
 
     `alive`: workers that the log does not hold for lost or stopped. A node that is cut from the log may go on alone
     with a membership that rules no more; what the log holds for lost is left out, all others must agree.

@@ -115,7 +115,7 @@ class Endpoint:
 
 
 class Beats:
-    """The heartbeat stream, and the BeatLog of whoever holds one of its `ends`."""
+    """The heartbeat stream, and the BeatLog of each holder of one of its `ends`."""
 
     def __init__(self, server: LogServer, wall_us: Callable[[], int]) -> None:
         self.server = server

@@ -39,7 +39,7 @@ class _Batch:
 
 
 class LogServer:
-    """`entries`: what is durable. `on_entry` is told each of them once, in order."""
+    """`entries`: what is durable. `on_entry` gets each of them once, in order."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LogServer:
             self._write([envelope])
 
     def garble(self) -> None:
-        """Somebody has written what is no event."""
+        """A message that is not an event."""
         if self.up:
             seq = self._tail_seq() + 1
             self._put(_Batch([Quarantined(seq, self._clock.wall_us(), "unicron.v1.obs.x", "$.event: not an event", 7)]))
@@ -187,7 +187,7 @@ class LogServer:
     # --- crashes ---------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """The process is killed: nobody is answered; a part of what the disk had not got may be there all the same."""
+        """The process is killed: no request is answered; a part of the unsynced entries may survive."""
         if not self.up:
             return
         self.up = False

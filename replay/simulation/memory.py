@@ -64,7 +64,7 @@ class NodeMemory:
 
 
 def held(task: str, shard: int, copy: Copy) -> Held:
-    """As an agent's core is told of it."""
+    """As an agent's core hears of it."""
     tp, pp = copy.layout
     return Held(
         task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin, size_bytes=1,

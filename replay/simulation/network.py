@@ -3,8 +3,8 @@
 Rules
 -----
 * A `Link` carries messages in order while it is sound. In bad weather it is as if connections broke all the time:
-  each message is late by a time of its own, may be lost, may come twice. Whoever needs more (the log's clients) asks
-  again, as the real clients do.
+  each message is late by a time of its own, may be lost, may come twice. A sender that needs more (the log's clients)
+  asks again, as the real clients do.
 * A `Pipe` is one direction of a local socket: in order, nothing lost, until either end closes it. What was under way
   then is lost.
 * `Reach` says which nodes can talk to each other (the peers' network), apart from the log's links.

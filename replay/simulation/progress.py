@@ -123,7 +123,7 @@ class HostSigns:
 
     def waited_us(self, pid: int) -> int:
         """See Signs. Always 0: there is a CPU for every process."""
-        return 0  # there is a CPU for everybody
+        return 0  # a CPU for every process
 
     def is_stopped(self, pid: int) -> bool:
         """See Signs."""

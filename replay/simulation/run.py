@@ -77,7 +77,7 @@ def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
 
 @contextmanager
 def _world(seed: int) -> Iterator[World]:
-    """A world in its own loop; nothing of it outlives the block. Collection waits: most of it is no garbage."""
+    """A world in its own loop; nothing of it outlives the block. Collection waits: most objects are not garbage."""
     logging_was, collecting = logging.root.manager.disable, gc.isenabled()
     logging.disable(logging.CRITICAL)
     gc.disable()
@@ -144,7 +144,7 @@ def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str
         (host.name, process.launch.task, process.worker)
         for host in [*world.hosts.values(), *twins]
         for process in host.processes
-        if process.alive or not host.is_twin  # nobody looks after a second machine's fork server once it has ended
+        if process.alive or not host.is_twin  # a second machine's fork server has no agent once that has ended
     ]
     yield "no_process_is_left", rules.no_process_is_left(state, living)
     yield "decide_is_quiet_at_rest", rules.decide_is_quiet_at_rest(state, world.policy)

@@ -155,7 +155,7 @@ class Seat:
         await self.replica.wait(lambda: False)
 
     async def _await_urgent(self, effect: e.AwaitUrgent) -> None:
-        """Nobody leaves a loop here."""
+        """No program leaves its loop here."""
 
     # --- speaking in it ----------------------------------------------------------------------
 

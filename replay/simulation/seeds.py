@@ -17,7 +17,7 @@ def outcomes(seeds: Sequence[int], processes: int, mutant: str = "") -> Iterator
     """In no certain order. `mutant`: a deliberate bug (mutants.py) that every process carries."""
     # Spawned, not forked: the caller may have threads, and nothing of it shall be in the simulation.
     context = multiprocessing.get_context("spawn")
-    at_once = 1 if mutant else _CHUNK  # whoever looks for a bug stops at the first seed that shows it
+    at_once = 1 if mutant else _CHUNK  # a search for a bug stops at the first seed that shows it
     with context.Pool(processes, _prepare, (mutant,)) as pool:
         yield from pool.imap_unordered(simulate, seeds, chunksize=at_once)
 
@@ -30,7 +30,7 @@ def cores() -> int:
 
 
 def _prepare(mutant: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends us
     if mutant:
         from replay.simulation.mutants import MUTANTS
 

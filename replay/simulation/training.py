@@ -1,4 +1,5 @@
-"""What all workers of a simulation share: who has come, which groups exist, the checkpoints, the right answer.
+"""What all workers of a simulation share: which workers have come, which groups exist, the checkpoints, the right
+answer.
 
 Training is a function of the samples alone, so what the parameters must be after an iteration is known beforehand:
 `expected`. A step that is left out, done twice or done with the wrong micro-batches shows in the next comparison.

@@ -1,7 +1,7 @@
 """A replica's parameters and its optimizer's state, modelled: blocks of ALIGN elements, each a chain of hashes.
 
 A block's value after a step follows from the value before, the iteration and the gradient. So the order and the number
-of steps count, and a block that was left out, stepped twice or mixed up shows for ever. Without sharded optimizer state
+of steps count, and a block that was left out, stepped twice or mixed up stays visible. Without sharded optimizer state
 there is one block, and the optimizer's state is the parameters'.
 """
 

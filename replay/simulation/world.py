@@ -1,4 +1,4 @@
-"""One simulated cluster: its parts, put together from a seed, and the people who use it."""
+"""One simulated cluster: its parts, put together from a seed, and its users."""
 
 from __future__ import annotations
 

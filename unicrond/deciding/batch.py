@@ -27,7 +27,7 @@ class Batch:
         return reconcile.occupied(self.state)
 
     def add(self, event: v.AnyEvent) -> None:
-        """Takes a decision into the batch as who reads it can read it; what nobody there knows is left out."""
+        """Takes a decision into the batch in its reader's schema; what the reader does not know is left out."""
         schema = self.state.schema
         if isinstance(event, v.Command):
             schema = min(schema, self.state.nodes[event.node].schema)

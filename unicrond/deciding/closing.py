@@ -1,4 +1,4 @@
-"""An incident is over: when, and what is told of it."""
+"""An incident is over: when, and the summary."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Rules (whose fault a broken connection is: `unicrond/blame.py`)
 -----
 * A node on which members of the task train is not isolated for workers that end there: what works there says that the
-  node does. Who is to be started there waits for the next step instead (`waits_for_a_step`).
+  node does. New workers there wait for the next step instead (`waits_for_a_step`).
 * Nor is it isolated for broken connections while the task gets on, unless the blame is clear; or of two replicas one
   can be tried elsewhere, on a node that is free of the task.
 * The last node that a task could run on is not isolated for what may as well be the task's fault.
@@ -57,8 +57,8 @@ def _give_up(batch: Batch, incident: Incident, worker: Worker, severity: Severit
 
 
 def _suspects(task: Task, incident: Incident) -> Iterator[tuple[Worker, str]]:
-    """Whom to give up for a broken connection, and why: of each node to blame the oldest process that has an end; where
-    no node is, of those who have told of it the one that was suspected before, else the oldest process."""
+    """Which worker to evict for a broken connection, and why: of each node to blame the oldest process that has an
+    end; where no node is, of the reporting workers the one that was suspected before, else the oldest process."""
     told = blame.reports(task, incident)
     ends = dict.fromkeys([*told, *(name for lost in told.values() for name in lost)])
     able = sorted((task.workers[name] for name in ends if name in task.workers), key=_number)
@@ -101,12 +101,12 @@ def _gets_on(task: Task) -> bool:
 
 
 def waits_for_a_step(task: Task, node: str, policy: Policy) -> bool:
-    """Workers ended there again and again, and others of the task train there: nobody new before their next step."""
+    """Workers ended there again and again, and others of the task train there: no new one before their next step."""
     return task.troubles.strikes.get(node, 0) >= policy.strikes_max and node in _training_on(task)
 
 
 def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
-    """The same failure on two nodes is the task's, not the nodes'; and nothing restarts for ever."""
+    """The same failure on two nodes is the task's, not the nodes'; and nothing restarts without end."""
     struck = _struck_nodes(task, policy)
     early = task.troubles.early >= _EARLY_MAX
     if (len(struck) < 2 or _gets_on(task)) and task.troubles.stuck < policy.stuck_max and not early:
@@ -145,7 +145,8 @@ def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple
 
 
 def _can_be_tried(state: ClusterState, task: Task) -> bool:
-    """Of two replicas either may be at fault, for ever; another node can show which, and the task keeps its size."""
+    """Of two replicas either may be at fault, and stays so; another node can show which, and the task keeps its
+    size."""
     assignment = state.plan.assignments.get(task.name)
     used = {worker.node for worker in task.workers.values()} | {*task.troubles.breaks, *task.troubles.ends}
     return assignment is not None and len(assignment.replicas) == 2 and _others_left(state, used)

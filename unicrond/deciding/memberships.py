@@ -1,4 +1,4 @@
-"""Memberships: who trains a task from now on, and who has to be told."""
+"""Memberships: the workers that train a task from now on, and the nodes that must know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mend(batch: Batch, task: Task) -> bool:
     current = task.membership.members if task.membership else ()
     living = reconcile.living_members(task)
     if len(living) < len(current):
-        # Who was to leave at the next boundary has not left yet: its state and its work still count.
+        # A worker that was to leave at the next boundary has not left yet: its state and its work still count.
         survivors = living + reconcile.leaving_members(task)
         if any(task.workers[m.worker].status is WorkerStatus.MEMBER for m in survivors):
             gone = len(current) - len(living)
@@ -25,7 +25,7 @@ def mend(batch: Batch, task: Task) -> bool:
             set_membership(batch, task, survivors, urgent=True, reason=reason)
             return True
     if _with_state(task, living) and _ripe(batch.state, task):
-        # Who was to leave has not, so its work counts here as well.
+        # A worker that was to leave has not, so its work counts here too.
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the group broke and all members are alive")
         return True
@@ -53,7 +53,7 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
         return
     wanted = reconcile.members_of(staff.kept)
     if not with_state:
-        # Who was told of others that are gone since waits for them: what was tried is the membership as it was told.
+        # Members wait for others that are gone since: what was tried is the membership as it was sent.
         untried = places(wanted) != places(current) or _ripe(batch.state, task)
         if wanted and untried and not staff.missing and not task.leavers:
             source = memory_places.nearest(batch.state, task)
@@ -62,15 +62,15 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     if not task.confirmed or task.leavers or places(wanted) == places(current):
         return
     if any(_breaks(batch.state, task)):
-        return  # who has left the broken group reaches no boundary with who has not noticed: first all meet again
+        return  # members that left the broken group meet no boundary with those still in it: first all meet again
     stay = tuple(member for member in current if member in wanted)
     newcomers = tuple(member for member in wanted if member not in current)
     if len(stay) == len(current) and staff.missing:
         return  # others are still to come: one change for all of them
     if not stay and not newcomers and any(batch.has_room(nodes) for nodes in staff.missing):
-        return  # who is to take the state over is about to be started
+        return  # the workers that take the state over are about to start
     if not stay and newcomers:
-        stay = current  # newcomers take state from those who leave afterwards
+        stay = current  # newcomers take state from the leavers, which leave afterwards
     target = stay + newcomers
     reason = f"plan {batch.state.plan.epoch}: {len(newcomers)} join, {len(current) - len(stay)} leave"
     set_membership(batch, task, target, urgent=False, reason=reason)
@@ -106,7 +106,7 @@ def settled(survey: Survey, task: Task) -> bool:
 
 
 def places(members: tuple[v.Member, ...]) -> list[str]:
-    """Who they are, whatever their order."""
+    """Their ids, whatever their order."""
     return sorted(member.worker for member in members)
 
 
@@ -128,7 +128,7 @@ def set_membership(
     """The decision, and the commands that carry it. `handover`: see events.vocabulary.SetMembership."""
     state = batch.state
     generation = task.generation + 1
-    # A newcomer to a live group has no state; where nobody has any, all are joiners.
+    # A newcomer to a live group has no state; where no member has any, all are joiners.
     joiners = tuple(m.worker for m in members if task.workers[m.worker].status is not WorkerStatus.MEMBER)
     told = [state.nodes[name] for name in nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
     store = state.nodes[members[0].node].store if members else told[0].store

@@ -15,7 +15,7 @@ from unicrond.survey import Survey
 from unicrond.waf import waf
 
 _SECOND_US = 1_000_000
-#: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is told as this much.
+#: What the log's integers hold; a sum beyond it (9.2e18 weighted FLOP/s) is cut to it.
 FLOPS_MAX = 2**63 - 1
 
 

@@ -1,4 +1,4 @@
-"""Workers: started where they are missing, ended where nobody wants them."""
+"""Workers: started where they are missing, ended where they are unwanted."""
 
 from __future__ import annotations
 

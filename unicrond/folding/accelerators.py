@@ -2,11 +2,11 @@
 
 Rules
 -----
-* It belongs to the incident of the worker who runs there, as if the worker had said it (`incidents.blame`).
-* Where nobody runs there, a fault that would restart a process is nothing to anybody; one that takes the node out of
+* It belongs to the incident of the worker on it, as if the worker had reported it (`incidents.blame`).
+* Without a worker on it, a fault that would restart a process has no effect; one that takes the node out of
   service does so before somebody is started there.
 * What the hardware needs is remembered until the node is readmitted: isolation.py says what that asks for.
-* A node that is isolated already is not isolated again by what nobody runs on.
+* A node that is isolated already is not isolated again by an unused accelerator.
 """
 
 from __future__ import annotations

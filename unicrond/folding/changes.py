@@ -49,6 +49,6 @@ def worker_known(state: ClusterState, task: str, worker: str) -> tuple[Task, Wor
 
 
 def stray(worker: str, node: str, pid: int) -> Worker:
-    """A process that nobody wants; LOST workers on a node that is up are stopped by `decide`."""
+    """An unwanted process; LOST workers on a node that is up are stopped by `decide`."""
     status = status_after(None, v.WorkerStarted)
     return Worker(worker=worker, node=node, replica=-1, shard=0, status=status, pid=pid)

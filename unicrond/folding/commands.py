@@ -112,7 +112,7 @@ def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[C
 
 
 def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
-    """Nobody is at fault: what was commanded is to be commanded anew, in words that the agent knows."""
+    """No fault: the command is to be sent again, in the agent's schema."""
     for task in state.tasks.values():
         for worker in task.workers.values():
             if worker.command_id == event.command_id and worker.status is WorkerStatus.STARTING:

@@ -49,9 +49,9 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
 def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterState:
     """The members of the newest membership have not met in time.
 
-    Only who does not answer is ended: who has said that it waits for the others keeps its state, and so does who has
+    Only workers that do not answer are ended: one that waits for the others keeps its state, and so does one that has
     declared to be busy; where all have answered, it is the group, and all meet again. A planned membership is answered
-    at a boundary, and who does not come to it may be held up by another: an urgent one tells who does not answer.
+    at a boundary, and a late member may be held up by another: an urgent one shows which does not answer.
     """
     late = [worker for worker in task.workers.values() if worker.alive and _is_late(task, worker)]
     if not late:

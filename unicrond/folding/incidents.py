@@ -59,7 +59,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
             for name, broken in fact.generations.items()
         )
 
-    # The generation says more than the worker, who may have reported an older group's end as well.
+    # The generation says more than the worker, which may have reported an older group's end too.
     for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
         if not shares_generation(incident) and not (fact.worker and incident.worker == fact.worker):
             continue
@@ -94,7 +94,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
 
 
 def _with_links(known: dict[str, tuple[str, ...]], told: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Who tells again has lost both."""
+    """A member that reports again has lost both."""
     return known | {name: tuple(sorted({*known.get(name, ()), *lost})) for name, lost in told.items()}
 
 

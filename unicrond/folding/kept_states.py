@@ -31,7 +31,7 @@ def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterS
 
 
 def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope) -> ClusterState:
-    """Who remembers others than it was told last is told again, and all others with it (`peers_are_stale`)."""
+    """A node that remembers other peers than the last ones gets them again, and all others too (`peers_are_stale`)."""
     task = state.tasks.get(event.task)
     if task is None or tuple(peer.node for peer in task.copies.peers) == event.peers:
         return state

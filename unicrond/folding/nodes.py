@@ -1,4 +1,4 @@
-"""Nodes: who is there, who is lost, who may not be used; and what an agent that comes back has found alive."""
+"""Nodes: which are up, lost, or not to be used; and what an agent that comes back has found alive."""
 
 from __future__ import annotations
 

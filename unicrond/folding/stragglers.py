@@ -40,7 +40,7 @@ def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Env
 
 
 def only_members(task: Task) -> Task:
-    """Who has left the task is no straggler of it."""
+    """A worker that has left the task is not its straggler any more."""
     if not task.group.stragglers:
         return task
     members = task.member_names

@@ -1,4 +1,4 @@
-"""Strikes: what is counted against a node and a task when a worker is gone though nobody asked."""
+"""Strikes: what is counted against a node and a task when a worker ends unasked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def strike(
     occurred_us: int,
     log_tail: str = "",
 ) -> ClusterState:
-    """A worker is gone though nobody asked: count it against its node and its task, and open an incident."""
+    """A worker ended unasked: count it against its node and its task, and open an incident."""
     state = with_task(state, struck(state.tasks[task], worker, spared=is_ordered(worker, kind)))
     fact = Fact(
         kind=kind,
@@ -63,7 +63,7 @@ def ends_counted(task: Task, evidence: Mapping[str, int]) -> Task:
 def struck(task: Task, worker: Worker, *, broke: bool = False, unclear: bool = False, spared: bool = False) -> Task:
     """The blow counted, unless it is the one that was counted last (see Troubles). `broke`: the worker was given up
     since its group broke; that may be any member's fault, and is counted apart. `unclear`: another was as likely at
-    fault. `spared`: somebody has ordered it; it is no blow, nor is what ends together with it."""
+    fault. `spared`: an ordered fault; it is not a blow, nor are ends together with it."""
     held, next_worker = task.troubles, task.numbers.next_worker
     below = held.struck_below
     if spared:
@@ -91,7 +91,7 @@ def _one_more(counts: dict[str, int], node: str) -> dict[str, int]:
 
 
 def left_early(task: Task, worker: Worker) -> Task:
-    """Its program has ended in mid-training without a word: counted once for all who do so together."""
+    """Its program has ended in mid-training without a reason: counted once for all workers that do so together."""
     held = task.troubles
     if int(worker.worker.rpartition(".")[2]) < held.early_below:
         return task

@@ -53,7 +53,7 @@ def _with_suspicions(task: Task, suspicions: dict[str, v.HangSuspected]) -> Task
 
 
 def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
-    """Parameters that differ from the majority's are no suspicion any more: who has them is given up."""
+    """Parameters that differ from the majority's are more than a suspicion: their worker is evicted."""
     known = worker_known(state, event.task, event.suspect)
     if event.sign != "checksum" or known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state

@@ -1,4 +1,4 @@
-"""Plan generation: who gets how many workers, and where.
+"""Plan generation: how many workers each task gets, and where.
 
 `problem.py` states the question, `solver.py` answers it exactly, `table.py` answers every possible next
 question ahead of time, `placement.py` turns counts into workers on nodes. All of it is pure: no clock,

@@ -237,7 +237,7 @@ def _sources(points, values, first, end, row, after, goal, into, at):  # type: i
 
 @_compiled(f"i8({_I}, i8)")
 def _slot(states, state):  # type: ignore[no-untyped-def]
-    """Where the state is kept or may be kept (-1 marks a free slot); -1 if there is no room for it."""
+    """Where the state is kept or may be kept (-1 marks a free slot); -1 if it has no room."""
     for c in range(len(states)):
         if states[c] == state or states[c] < 0:
             return c

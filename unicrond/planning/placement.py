@@ -66,7 +66,7 @@ def place(
     nodes: Mapping[str, int],
     current: Mapping[str, Sequence[Replica]],
 ) -> Placement:
-    """Seat `counts[task]` replicas of each task on `nodes` (name -> slots), given who stands where now.
+    """Seat `counts[task]` replicas of each task on `nodes` (name -> slots), given the present places.
 
     Nodes that are lost are simply not in `nodes`; tasks that are not in `counts` end. Raises ValueError if
     a task has no shape or a negative count, or a present replica is not of its task's shape.
@@ -98,7 +98,7 @@ class _Hall:
     def __init__(
         self, shapes: Mapping[str, Shape], nodes: Mapping[str, int], staying: Mapping[str, Sequence[Replica]]
     ) -> None:
-        """With those who stay in their seats, as far as there is room for them."""
+        """With those that stay in their seats, as far as they have room."""
         self.shapes = shapes
         self.free = dict(nodes)
         self.seated: dict[str, dict[int, Replica]] = {task: {} for task in shapes}  # by ticket: order of coming
@@ -156,7 +156,7 @@ class _Hall:
 
     @contextmanager
     def closed(self, node: str) -> Iterator[None]:
-        """Nobody is seated on the node meanwhile."""
+        """No replica is seated on the node meanwhile."""
         seats = self.free[node]
         self._set_free(node, 0)
         yield

@@ -188,7 +188,7 @@ def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
 
 
 def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
-    """The scale for all tasks but those `gone` (indices). It does not depend on who is faulty.
+    """The scale for all tasks but those `gone` (indices). It does not depend on which are faulty.
 
     With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
     Raises ProblemError if the gains are beyond float64.

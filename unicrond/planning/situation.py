@@ -83,7 +83,7 @@ class NodeLoad:
 
 @dataclass(frozen=True)
 class Situation:
-    """Who has what now. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
+    """The present shares. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
 
     `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
     Raises ProblemError for tasks that are faulty, stand there twice, or are on a node without running.

@@ -111,7 +111,7 @@ _TOLD = 12
 
 
 def explain(solution: Solution) -> str:
-    """One plain sentence: who changes, who stays, who goes short, what the cluster achieves."""
+    """One plain sentence: which tasks change, stay or go short, and what the cluster achieves."""
     changed = [
         f"{task.name} {task.workers} -> {workers}{' (faulty)' if task.faulty else ''}"
         for task, workers in solution

@@ -17,7 +17,7 @@ Rules
 -----
 * An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
 * A `Table` is immutable and holds plans, no rows. The rows belong to the `Planner`, which is used from one
-  thread at a time; whoever only looks up needs no planner and no thread.
+  thread at a time; a mere look-up needs no planner and no thread.
 """
 
 from __future__ import annotations

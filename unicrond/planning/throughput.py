@@ -22,7 +22,7 @@ slowest stage of the busiest replica:
 Everything but the number of micro-batches, the data-parallel group and the sharded memory is a
 property of the layout alone, so a layout is costed once for *all* dp at a time (numpy arrays over dp).
 T(x) is the best feasible layout with tp * pp * dp == x exactly; x with none has no entry. It need not
-be monotone: a caller who may leave GPUs idle takes the running maximum himself.
+be monotone: a caller that may leave GPUs idle takes the running maximum itself.
 
 What does not live here: the layouts to try (`layouts.py`), the fitted efficiencies (`presets.py`, fitted
 by `calibration.py`), and measured iteration times. Sources and errors: docs/results/calibration.md.

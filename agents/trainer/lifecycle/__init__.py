@@ -1,4 +1,4 @@
-"""The training lifecycle of a member: one generator, without IO, whoever drives it.
+"""The training lifecycle of a member: one generator, without IO, the same for every driver.
 
     flow = run(Books(launch, buckets, clock))
     effect = next(flow)

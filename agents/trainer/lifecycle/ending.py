@@ -1,6 +1,6 @@
 """The end of training: the last state is saved, the lead says so, and all leave together.
 
-After the last iteration nobody leaves before the lead has saved: if it dies, another does it.
+After the last iteration no member leaves before the lead has saved: if the lead dies, another member saves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From one group to the next, state included; or out of training.
 
-What the verdict says (`regrouping.py`) is acted on here: who steps first, who takes state from whom, what is computed
-again, and which parts of sharded optimizer state each member holds from now on.
+What the verdict says (`regrouping.py`) is carried out here: which members step first, who gives state to whom, what is
+computed again, and which parts of sharded optimizer state each member holds from now on.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _apply(books: Books, turn: Turn) -> Flow[bool]:
 
 
 def _lose(books: Books) -> Flow[None]:
-    """No member has state any more; this member's, if it had any, is no more than a part."""
+    """All members have lost their state; this member's, if it had any, is only a part."""
     if books.has_state:
         yield from Say("all holders of a part of the state are lost")
     yield from Forget()

@@ -4,7 +4,7 @@ Rules
 -----
 * While the group is sound, an *urgent* membership is followed at once, a planned one at the boundary of an iteration
   whose agreement showed that all members hold it (the target).
-* While there is no sound group (none yet, a broken one, one that would not form), any membership newer than the one
+* Without a sound group (none yet, a broken one, one that would not form), any membership newer than the one
   last tried is followed. Older ones never.
 * A broken group is left before anything else. A sound one is kept until the next has formed: its peers may still be
   reading the end of the last agreement from it.

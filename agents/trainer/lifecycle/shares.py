@@ -26,7 +26,7 @@ class Shares:
         return [[span for part in parts for span in part.spans(self.extents) if span[0] < span[1]] for parts in cut]
 
     def gathering(self) -> list[Move]:
-        """Who gives what to all after a step; `target` is meaningless. Raises NowhereHeld."""
+        """Which member gives what to all after a step; `target` is meaningless. Raises NowhereHeld."""
         return givers(self.layout, self.total)
 
     def dividing(self, cut: Sequence[Sequence[Part]]) -> list[Move]:
