@@ -29,7 +29,7 @@ from agents.state import Memory
 #: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_SOCKET = "agent.sock"
-#: Boot numbers are microseconds since 1970; larger numbers were never given out (events.vocabulary.Boot).
+#: Boot numbers are microseconds since 1970; a number from this limit on was never given out (events.vocabulary.Boot).
 BOOT_LIMIT = 2**52
 #: How much of a small file is read: our numbers, ports and tokens are shorter.
 _SMALL_BYTES = 256

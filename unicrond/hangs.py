@@ -9,10 +9,10 @@ Rules
   by that is not reported, and workers that wait for it are no victims.
 * Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
   is longer). Only in logs older than `HangSuspected.told` nothing is judged before all members have been told of.
-    a worker outside the collective that others wait in, still for a usual iteration -> hangs
-    a worker outside it that moves                                           -> is slow: nothing yet
-    all wait in a collective, and all are told of                            -> it is the group: SEV3
-    no worker waits for another                                              -> hangs, after ALONE_LIMITS of it
+    a worker outside the collective of the others, still for an iteration   -> hangs
+    a worker outside it, but moving                                         -> is slow: nothing yet
+    all wait in a collective, and all are reported                          -> it is the group: SEV3
+    no worker waits for another                                             -> hangs, after ALONE_LIMITS of it
 * A worker on its way into the group has no limit, and is not reported. Where all others have waited in a
   collective for ALONE_LIMITS, it has lost its peers without noticing: it is the group: SEV3.
 * Of a replica of several workers the one that has stood still for longest is blamed; the replica falls as a whole.

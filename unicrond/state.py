@@ -49,8 +49,8 @@ class WorkerStatus(StrEnum):
     """What may follow what: worker_life.py.
 
     starting: commanded; ready: waits for a membership; member: is in the group of `generation`;
-    parked: left a group at a boundary; stopping: ordered to end; lost: its node is gone, or no agent
-    asked for it, so it must be stopped as soon as its node can be reached.
+    parked: left a group at a boundary; stopping: ordered to end; lost: its node is gone, or it is
+    unwanted, so it must be stopped as soon as its node can be reached.
     """
 
     STARTING = "starting"
