@@ -74,7 +74,7 @@ async def test_submit_and_cancel(tmp_path: Path) -> None:
         ("{", ["body", "not valid JSON"]),
         ("[]", ["expected fields"]),
         ('{"nam": "a"}', ["nam", "name"]),
-        ('{"name": "a b"}', ["name", "is no name"]),
+        ('{"name": "a b"}', ["name", "is not a valid name"]),
         ('{"name": "a", "min_workers": 3, "max_workers": 1}', ["min_workers"]),
         ('{"name": "a", "weight": "2"}', ["weight"]),
     ],
@@ -237,7 +237,7 @@ async def test_until_the_log_is_folded_nobody_is_given_part_of_the_state(tmp_pat
         served.coordinator.live.clear()
         for path in ("/v1/state", "/v1/logs/big", "/v1/plan/table"):
             async with http.get(path) as response:
-                await refused(response, 503, "coordinator:", "folding its log")
+                await refused(response, 503, "coordinator:", "reading its log")
         for path in ("/healthz", "/metrics", "/v1/events"):
             async with http.get(path) as response:
                 assert response.status == 200
@@ -344,7 +344,7 @@ async def test_an_ordered_fault_becomes_a_command_to_the_workers_node(tmp_path: 
         ({"kind": "hang", "node": "n1"}, 400, ["task", "worker's fault"]),
         ({"kind": "hang", "task": "nobody"}, 404, ["nobody"]),
         ({"kind": "hang", "task": "big", "rank": 7}, 404, ["rank 7", "has 3"]),
-        ({"kind": "hang", "task": "big", "at_iteration": 2}, 409, ["at_iteration", "past"]),
+        ({"kind": "hang", "task": "big", "at_iteration": 2}, 409, ["at_iteration", "has passed"]),
         ({"kind": "kill", "node": "n1", "rank": 0}, 400, ["rank"]),
         ({"kind": "kill", "node": "n9"}, 404, ["n9"]),
         ({"kind": "drop_network", "node": "n1", "at_iteration": 99}, 400, ["at_iteration"]),
