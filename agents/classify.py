@@ -46,7 +46,7 @@ _CAUSES: dict[ExitCause, tuple[ErrorKind, str]] = {
         "out_of_memory",
         "the kernel's OOM killer: give the task a smaller micro_batch, or the node fewer slots or more memory",
     ),
-    "maybe_oom_killed": ("process_exit", "from outside unicron; look for the OOM killer in dmesg"),
+    "maybe_oom_killed": ("process_exit", "from outside unicron, or by the OOM killer: see dmesg"),
 }
 
 
@@ -73,7 +73,8 @@ def classify(end: Exit, *, ready: bool, member: bool = False) -> tuple[ErrorKind
     if end.signal is not None:
         kind, hint = _CAUSES.get(end.cause) or _SIGNALS.get(end.signal, ("process_exit", "see signal(7)"))
         dump = " with a core dump" if end.cause == "core_dumped" else ""
-        text = f"killed by {_name(end.signal)}{dump}; {hint}"
+        joint = " " if hint.startswith("from outside") else "; "
+        text = f"killed by {_name(end.signal)}{dump}{joint}{hint}"
     elif end.exit_code == 0 and member:
         return "left_early", f"exit code 0 in mid-training: {LEFT_EARLY}"
     else:

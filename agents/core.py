@@ -75,11 +75,11 @@ from agents.state import (
     Input,
     Leave,
     LogSeen,
-    Memory,
+    NodeFaultInjected,
+    Remembered,
     Stalled,
     State,
     StateHeld,
-    Struck,
     TellForkServer,
     TimerFired,
     Unreadable,
@@ -91,10 +91,10 @@ from agents.trainer.messages import ExitedAck
 from events.vocabulary import Observation, StepCommitted, WorkerExited
 
 
-def resume(config: Config, memory: Memory) -> State:
-    """The state of an agent that starts, with what the one before it remembered (or an empty Memory)."""
-    if memory == Memory():
-        memory = Memory(since_boot=config.agent_boot)
+def resume(config: Config, memory: Remembered) -> State:
+    """The state of an agent that starts, with what the one before it remembered (or an empty Remembered)."""
+    if memory == Remembered():
+        memory = Remembered(since_boot=config.agent_boot)
     return State(config=config, memory=memory, summed=dict(memory.reported))
 
 
@@ -126,8 +126,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:  # noqa: C
             kept_states.held(turn, held)
         case Appended(event=event):
             _appended(turn, event)
-        case Struck(command_id=command_id, reason=reason):
-            orders.struck(turn, command_id, reason)
+        case NodeFaultInjected(command_id=command_id, reason=reason):
+            orders.injected(turn, command_id, reason)
         case Unreadable():
             orders.unreadable(turn, given)
         case Checked():

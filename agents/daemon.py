@@ -53,14 +53,14 @@ from agents.state import (
     ForkServerDied,
     HandOver,
     Held,
+    InjectIntoNode,
     Input,
     Leave,
     LogSeen,
-    Memory,
+    NodeFaultInjected,
+    Remembered,
     RunCheck,
     StateHeld,
-    StrikeNode,
-    Struck,
     Unreadable,
     WorkerDisconnected,
     WorkerSaid,
@@ -213,7 +213,7 @@ class Agent(Shell):
         """See AgentShell: microseconds since the epoch."""
         return _wall_clock_us()
 
-    def remember(self, memory: Memory) -> None:
+    def remember(self, memory: Remembered) -> None:
         """See AgentShell. A disk that refuses is logged, and the agent goes on."""
         try:
             self._run_dir.remember(memory)
@@ -248,9 +248,9 @@ class Agent(Shell):
         """See AgentShell."""
         self._copies.copy(order.task, order.shard, order.peers)
 
-    def strike(self, order: StrikeNode) -> None:
+    def inject_into_node(self, order: InjectIntoNode) -> None:
         """See AgentShell."""
-        self.feed(Struck(command_id=order.command_id, reason=self._node_faults.strike(order.fault)))
+        self.feed(NodeFaultInjected(command_id=order.command_id, reason=self._node_faults.inject(order.fault)))
 
     def check(self, order: RunCheck) -> None:
         """See AgentShell."""
@@ -340,12 +340,12 @@ class Agent(Shell):
 
     # --- memory ----------------------------------------------------------------------------------
 
-    def _recall(self) -> Memory:
+    def _recall(self) -> Remembered:
         try:
             return self._run_dir.recall()
         except BadRunDir as error:
             logger.error("%s; the fork server's inventory says which workers live", error)
-            return Memory()
+            return Remembered()
 
     async def _prune_logs(self) -> None:
         """Once the living workers are known, and now and then."""

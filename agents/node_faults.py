@@ -40,7 +40,7 @@ class NodeFaults:
         self._kill_fork_server = kill_fork_server
         self._report_xid = report_xid
 
-    def strike(self, fault: Fault) -> str:
+    def inject(self, fault: Fault) -> str:
         """Let it happen; why it cannot, or "". Does not return from a kill. Needs a running loop."""
         logger.warning("ordered fault on this node: %s", fault.kind)
         match fault.kind:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 
-from agents.state import Action, StrikeNode, TellForkServer, TellWorker, Worker
+from agents.state import Action, InjectIntoNode, TellForkServer, TellWorker, Worker
 from agents.trainer.messages import Inject, Kill
 from events.vocabulary import Fault
 
@@ -37,6 +37,6 @@ def on_worker(fault: Fault, record: Worker | None, *, is_connected: bool) -> Act
     return TellWorker(worker=fault.worker, message=Inject(fault=fault))
 
 
-def on_node(fault: Fault, command_id: str) -> StrikeNode:
+def on_node(fault: Fault, command_id: str) -> InjectIntoNode:
     """For the shell to do."""
-    return StrikeNode(fault=fault, command_id=command_id)
+    return InjectIntoNode(fault=fault, command_id=command_id)

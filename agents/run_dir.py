@@ -2,7 +2,7 @@
 
     <run_dir>/agent.lock     held by the living agent: two agents on one node would fight
     <run_dir>/agent.boot     the boot number that was used last
-    <run_dir>/agent.memory   what an agent tells the next one (see agents/state.py: Memory)
+    <run_dir>/agent.memory   what an agent tells the next one (see agents/state.py: Remembered)
     <run_dir>/agent.exchange where states are taken and given, and the token for it
     <run_dir>/agent.sock     workers connect here
     <run_dir>/fork.sock      the fork server serves the agent here
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from agents.state import Memory
+from agents.state import Remembered
 
 #: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
@@ -171,16 +171,16 @@ class RunDir:
         """Others know both by the log: the next agent is to be found under them as well."""
         _replace(self._exchange, f"{port} {token}".encode("ascii"), durable=False)
 
-    def remember(self, memory: Memory) -> None:
+    def remember(self, memory: Remembered) -> None:
         """Write down what the next agent must know. It outlives the process, not the machine: no worker does."""
         _replace(self._memory, msgspec.msgpack.encode(memory), durable=False)
 
-    def recall(self) -> Memory:
+    def recall(self) -> Remembered:
         """What the agent before wrote down; nothing where there was none. Raises BadRunDir."""
         try:
-            return msgspec.msgpack.decode(self._memory.read_bytes(), type=Memory, strict=True)
+            return msgspec.msgpack.decode(self._memory.read_bytes(), type=Remembered, strict=True)
         except FileNotFoundError:
-            return Memory()
+            return Remembered()
         except (msgspec.MsgspecError, ValueError) as error:
             raise BadRunDir(f"run-dir: {self._memory} is damaged ({error}); it is not used") from error
 

@@ -30,12 +30,12 @@ from agents.state import (
     Finish,
     ForkServerSaid,
     Held,
+    InjectIntoNode,
     Input,
-    Memory,
+    Remembered,
     RunCheck,
     Stalled,
     StateHeld,
-    StrikeNode,
     TellForkServer,
     TellWorker,
     TimerFired,
@@ -52,7 +52,7 @@ from events.vocabulary import Command, Heartbeat, NodeJoined, WorkerId
 class Shell(ABC):
     """One agent around its core. `memory`: what the agent before it has written down."""
 
-    def __init__(self, config: Config, memory: Memory, outbox: Outbox, signs: Signs) -> None:
+    def __init__(self, config: Config, memory: Remembered, outbox: Outbox, signs: Signs) -> None:
         self.state = core.resume(config, memory)
         self.outbox = outbox
         self.watch = Watch(signs, self._late)
@@ -70,7 +70,7 @@ class Shell(ABC):
         """The wall clock."""
 
     @abstractmethod
-    def remember(self, memory: Memory) -> None:
+    def remember(self, memory: Remembered) -> None:
         """Write down what the next agent must know."""
 
     @abstractmethod
@@ -90,8 +90,8 @@ class Shell(ABC):
         """Copy a state to a peer."""
 
     @abstractmethod
-    def strike(self, order: StrikeNode) -> None:
-        """Let an ordered fault happen, and feed Struck."""
+    def inject_into_node(self, order: InjectIntoNode) -> None:
+        """Let an ordered fault happen, and feed NodeFaultInjected."""
 
     @abstractmethod
     def check(self, order: RunCheck) -> None:
@@ -159,8 +159,8 @@ class Shell(ABC):
                     running.cancel()
                 fired = TimerFired(name=name, key=key)
                 self._timers[name, key] = asyncio.get_running_loop().call_later(after_s, self._fire, fired)
-            case StrikeNode():
-                self.strike(action)
+            case InjectIntoNode():
+                self.inject_into_node(action)
             case RunCheck():
                 self.check(action)
             case Disconnect(worker=worker, why=why):

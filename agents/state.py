@@ -134,7 +134,7 @@ class Held(_Part, frozen=True, kw_only=True):
     duration_us: int = 0
 
 
-class Memory(_Part, frozen=True, kw_only=True):
+class Remembered(_Part, frozen=True, kw_only=True):
     """What one agent tells the next one of the same run directory."""
 
     #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
@@ -181,7 +181,7 @@ class State(_Part, frozen=True, kw_only=True):
     """Everything that `core.handle` knows."""
 
     config: Config
-    memory: Memory = Memory()
+    memory: Remembered = Remembered()
     #: adopting: the inventory is not known, or Hellos are still awaited; nothing was appended for the node yet.
     phase: Literal["adopting", "up", "leaving", "left"] = "adopting"
     log_seen: bool = False
@@ -303,8 +303,8 @@ class Appended(_Part, frozen=True, kw_only=True):
     event: Observation
 
 
-class Struck(_Part, frozen=True, kw_only=True):
-    """A StrikeNode was done, or (`reason`) could not be."""
+class NodeFaultInjected(_Part, frozen=True, kw_only=True):
+    """A InjectIntoNode was done, or (`reason`) could not be."""
 
     command_id: str
     reason: str
@@ -339,7 +339,8 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
-    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | Struck | Checked | Unreadable | Leave | HandOver
+    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked | Unreadable | Leave
+    | HandOver
 )  # fmt: skip
 
 
@@ -375,8 +376,8 @@ class ArmTimer(_Part, frozen=True, kw_only=True):
     after_s: float
 
 
-class StrikeNode(_Part, frozen=True, kw_only=True):
-    """Let an ordered fault strike this node (node_faults.py), and feed Struck."""
+class InjectIntoNode(_Part, frozen=True, kw_only=True):
+    """Let an ordered fault strike this node (node_faults.py), and feed NodeFaultInjected."""
 
     fault: Fault
     command_id: str
@@ -411,5 +412,5 @@ class Finish(_Part, frozen=True, kw_only=True):
 
 
 Action: TypeAlias = (
-    Append | TellWorker | TellForkServer | ArmTimer | CopyState | StrikeNode | RunCheck | Disconnect | Finish
+    Append | TellWorker | TellForkServer | ArmTimer | CopyState | InjectIntoNode | RunCheck | Disconnect | Finish
 )  # fmt: skip

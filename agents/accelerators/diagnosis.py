@@ -208,4 +208,4 @@ def _news(before: Reading | None, now: Reading, throttled: Mapping[Throttle, int
         yield "link errors", f"{errors} more CRC errors and replays on its NVLinks"
     recoveries = _more(before.link_recoveries, now.link_recoveries)
     if recoveries:
-        yield "link recoveries", f"{recoveries} more retrainings of its NVLinks"
+        yield "link recoveries", f"its NVLinks were retrained {recoveries} more times"

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from agents.handling import commits, kept_states, starting, stopping
 from agents.handling.turn import MAX_TEXT, Turn
-from agents.state import Finish, Memory, TellForkServer
+from agents.state import Finish, Remembered, TellForkServer
 from agents.trainer.messages import Forget
 from events.vocabulary import NodeJoined, NodeLeft, PeersRemembered, RunningWorker, StoreAddress
 
@@ -85,7 +85,7 @@ def log_seen(turn: Turn, identity: str) -> None:
 
 def forget_log(turn: Turn) -> None:
     """Forget all that belongs to another log, and stop its workers."""
-    memory = Memory(
+    memory = Remembered(
         since_boot=turn.memory.since_boot,
         workers={w: replace(record, foreign=True) for w, record in turn.memory.workers.items()},
         foreign_gone=tuple(turn.memory.gone),

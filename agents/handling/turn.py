@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from agents.state import MAX_ANSWERED, Action, Append, Config, Link, Memory, Order, State, Worker
+from agents.state import MAX_ANSWERED, Action, Append, Config, Link, Order, Remembered, State, Worker
 from events.schemas import SCHEMA
 from events.vocabulary import CommandApplied, CommandFailed, Observation, WorkerId
 
@@ -26,7 +26,7 @@ class Turn:
     actions: list[Action] = field(default_factory=list)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Remembered:
         """What outlives the agent."""
         return self.state.memory
 

@@ -5,7 +5,7 @@ Rules
 * What counts is what a replica *holds*: the micro-batches dealt to it in this iteration, whose gradients stand, or
   will stand, in its accumulation. No two replicas ever hold the same one.
 * Micro-batches that no replica holds are dealt, in ascending order, each time to the replica that holds the fewest,
-  the first in replica order among equals. From empty hands that is the round-robin deal of an iteration's start; among
+  the first in replica order among equals. From nothing held that is the round-robin deal of an iteration's start; among
   survivors that hold equally many it is the round-robin deal of a lost replica's work.
 * Nothing is ever taken away from a replica, so no finished work is computed twice.
 """
@@ -22,15 +22,15 @@ def deal(held: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[int, 
     """
     if not held:
         raise ValueError("held: no replica to deal to")
-    taken = [micro_batch for hand in held for micro_batch in hand]
+    taken = [micro_batch for own in held for micro_batch in own]
     if len(set(taken)) != len(taken):
         raise ValueError(f"held: {held} has a micro-batch twice")
     if any(not 0 <= micro_batch < micro_batches for micro_batch in taken):
         raise ValueError(f"held: {held} has a micro-batch outside 0..{micro_batches - 1}")
-    counts = [len(hand) for hand in held]
+    counts = [len(own) for own in held]
     dealt: list[list[int]] = [[] for _ in held]
     for micro_batch in sorted(set(range(micro_batches)).difference(taken)):
         replica = counts.index(min(counts))
         dealt[replica].append(micro_batch)
         counts[replica] += 1
-    return tuple(tuple(hand) for hand in dealt)
+    return tuple(tuple(own) for own in dealt)

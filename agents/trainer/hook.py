@@ -222,7 +222,7 @@ class Hook:
             step.loss = driver.seam.loss
 
     def _hand(self, at_most: int | None) -> Iterator[list[int]]:
-        """What is left of this replica's hand. Raises Broken, Superseded, QuitAsked."""
+        """What is left of this replica's micro-batches. Raises Broken, Superseded, QuitAsked."""
         driver = self._driver
         own_time, mark, ledger = driver.detection.own_time, self._context.mark, driver.books.ledger
         driver.rendezvous.look()

@@ -44,7 +44,7 @@ class Reduction:
         self._again()
 
     def overlap(self, group: Group, gradients: int) -> None:
-        """The last micro-batches of this replica's hand are about to be computed: `gradients` per parameter."""
+        """The last of this replica's micro-batches are about to be computed: `gradients` per parameter."""
         self._group = group
         self._accumulation.expect(gradients, self._ready)
 

@@ -18,8 +18,8 @@ Rules (all-or-none commit)
 Rules (buckets that are final)
 ------------------------------
 * Gradients are reduced bucket by bucket. A member enters a bucket's reduction only with the gradients of all that it
-  holds (all of its hand, for that bucket), so a sum that is complete anywhere holds every micro-batch once: also
-  those of a member that is lost since.
+  holds (all of its micro-batches, for that bucket), so a sum that is complete anywhere holds every micro-batch once:
+  also those of a member that is lost since.
 * A position names the buckets whose sums are complete at that member. Those that are complete at *every* member with
   state are *final*: they are used as they are. All others are thrown away, also where they were complete, and reduced
   again.

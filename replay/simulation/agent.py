@@ -20,13 +20,13 @@ from agents.state import (
     ForkServerDied,
     HandOver,
     Held,
+    InjectIntoNode,
     Input,
     Leave,
     LogSeen,
-    Memory,
+    NodeFaultInjected,
+    Remembered,
     RunCheck,
-    StrikeNode,
-    Struck,
     WorkerDisconnected,
     WorkerSaid,
 )
@@ -96,7 +96,7 @@ class Agent(Shell):
         """See AgentShell: the machine's own wall clock, which may be wrong."""
         return self.host.clock.wall_us()
 
-    def remember(self, memory: Memory) -> None:
+    def remember(self, memory: Remembered) -> None:
         """See AgentShell. A crash may come in place of the write."""
         if self.crash_before_memory:
             self.crash_before_memory = False
@@ -138,7 +138,7 @@ class Agent(Shell):
             self.host.loop.call_later(self.host.drawn.uniform(0.01, 0.3), self._copy, *key)
         self._copies[key] = order.peers
 
-    def strike(self, order: StrikeNode) -> None:
+    def inject_into_node(self, order: InjectIntoNode) -> None:
         """See agents/node_faults.py."""
         reason = "no accelerator is watched here"
         if order.fault.kind == "kill":
@@ -148,7 +148,7 @@ class Agent(Shell):
         if order.fault.kind == "drop_network":
             self.host.drop_network(order.fault.seconds)
             reason = ""
-        self.feed(Struck(command_id=order.command_id, reason=reason))
+        self.feed(NodeFaultInjected(command_id=order.command_id, reason=reason))
 
     def check(self, order: RunCheck) -> None:
         """See AgentShell. The check takes the host's `check_s` seconds."""

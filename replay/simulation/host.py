@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agents.state import Memory
+from agents.state import Remembered
 from agents.trainer.messages import FromWorker
 from replay.simulation.agent import Agent
 from replay.simulation.fork_server import ForkServer
@@ -30,12 +30,12 @@ class Disk:
     """
 
     def __init__(self, boot: int = 0) -> None:
-        self.memory = Memory()
+        self.memory = Remembered()
         self.full = False
         self.was_full = False
         self.boot = self.previous_boot = boot
 
-    def write(self, memory: Memory) -> None:
+    def write(self, memory: Remembered) -> None:
         """Replace the agent's memory."""
         if self.full:
             self.was_full = True

@@ -161,9 +161,7 @@ NODE_MUTANTS: dict[str, Mutant] = {
     "keep_one_copy": Mutant("a part of sharded state has one holder", _keep_one_copy),
     "drop_parts_early": Mutant("old parts are dropped before all members have their new ones", _drop_parts_early),
     "gather_nothing": Mutant("a replica commits with its own parameters only", _gather_nothing),
-    "gather_from_any_member": Mutant(
-        "parameters come from a member that has not stepped them", _gather_from_any_member
-    ),
+    "gather_from_any_member": Mutant("parameters come from a member that has not stepped", _gather_from_any_member),
     "join_before_the_gathering": Mutant(
         "a member that could not step continues with old parameters", _join_before_the_gathering
     ),

@@ -25,7 +25,7 @@ from agents.state import (
     ForkServerSaid,
     Input,
     LogSeen,
-    Memory,
+    Remembered,
     State,
     TellForkServer,
     TellWorker,
@@ -154,7 +154,7 @@ class Node:
     next_pid: int = 100
 
     def __post_init__(self) -> None:
-        self.state = core.resume(self.config, Memory())
+        self.state = core.resume(self.config, Remembered())
 
     # --- the way in ------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Node:
 
     def restart_agent(self) -> None:
         """SIGKILL of the agent: only what was remembered is left; unconfirmed observations are lost with it."""
-        memory = msgspec.msgpack.decode(msgspec.msgpack.encode(self.state.memory), type=Memory)
+        memory = msgspec.msgpack.decode(msgspec.msgpack.encode(self.state.memory), type=Remembered)
         config = msgspec.structs.replace(self.config, agent_boot=self.config.agent_boot + 1)
         self.config = config
         self.state = core.resume(config, memory)

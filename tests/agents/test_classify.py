@@ -39,9 +39,9 @@ def test_what_the_witnesses_say_is_the_cause(oom: OomKill, cause: str) -> None:
 @pytest.mark.parametrize(
     ("end", "ready", "kind", "words"),
     [
-        (Exit(None, signal.SIGKILL, "signalled"), True, "process_exit", "killed by SIGKILL; somebody did that"),
+        (Exit(None, signal.SIGKILL, "signalled"), True, "process_exit", "killed by SIGKILL from outside unicron; not"),
         (Exit(None, signal.SIGKILL, "oom_killed"), True, "out_of_memory", "smaller micro_batch"),
-        (Exit(None, signal.SIGKILL, "maybe_oom_killed"), True, "process_exit", "look for the OOM killer in dmesg"),
+        (Exit(None, signal.SIGKILL, "maybe_oom_killed"), True, "process_exit", "or by the OOM killer: see dmesg"),
         (Exit(None, signal.SIGKILL, "oom_killed"), False, "start_failed", "OOM killer"),
         (Exit(None, signal.SIGSEGV), True, "process_exit", "killed by SIGSEGV;"),
         (Exit(None, signal.SIGSEGV, "core_dumped"), True, "process_exit", "killed by SIGSEGV with a core dump;"),

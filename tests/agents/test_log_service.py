@@ -46,7 +46,7 @@ def test_a_follower_gets_what_is_new_and_after_a_rotation_the_beginning(logs: Pa
 
 
 def test_what_is_not_there_is_said(logs: Path) -> None:
-    assert "not a worker of task b" in ask(logs, task="b").error
+    assert "no worker of task b" in ask(logs, task="b").error
     assert "no log of a.3" in ask(logs, task="a", worker="a.3").error
 
 

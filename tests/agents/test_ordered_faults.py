@@ -13,7 +13,7 @@ import pytest
 
 from agents import core
 from agents.node_faults import is_in_own_namespace
-from agents.state import Commanded, Memory, StrikeNode, Struck, TellForkServer, TellWorker
+from agents.state import Commanded, InjectIntoNode, NodeFaultInjected, Remembered, TellForkServer, TellWorker
 from agents.trainer.messages import Inject, Kill
 from events.vocabulary import (
     AcceleratorReported,
@@ -54,14 +54,14 @@ def inject(number: int, *, term: int = 1, epoch: int = 1, **fault: object) -> In
 def test_an_agent_whose_memory_is_lost_obeys_no_order_to_the_one_before(node: Node) -> None:
     """The node was killed, by order, and its run directory is gone: the order comes again, and nobody knows of it."""
     asked = msgspec.structs.replace(inject(9, kind="kill"), agent_boot=node.config.agent_boot)
-    assert any(isinstance(action, StrikeNode) for action in node.command(asked))
+    assert any(isinstance(action, InjectIntoNode) for action in node.command(asked))
     node.restart_agent()
-    node.state = core.resume(node.config, Memory())
-    assert not any(isinstance(action, StrikeNode) for action in node.command(asked))
+    node.state = core.resume(node.config, Remembered())
+    assert not any(isinstance(action, InjectIntoNode) for action in node.command(asked))
     assert node.answers(asked.command_id)[-1].startswith("stale: it was for an agent whose run directory is lost")
     node.restart_agent()
     later = msgspec.structs.replace(inject(10, kind="kill"), agent_boot=node.config.agent_boot - 1)
-    assert any(isinstance(action, StrikeNode) for action in node.command(later)), "its memory goes back to there"
+    assert any(isinstance(action, InjectIntoNode) for action in node.command(later)), "its memory goes back to there"
 
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
@@ -129,18 +129,18 @@ def test_the_death_of_the_node_is_answered_before_it_happens(node: Node) -> None
     """Or the next agent would hear of the order again, and die of it again."""
     command = inject(9, kind="kill")
     actions = node.command(command)  # type: ignore[arg-type]
-    assert isinstance(actions[-1], StrikeNode) and node.answers(command.command_id) == [""]
+    assert isinstance(actions[-1], InjectIntoNode) and node.answers(command.command_id) == [""]
     node.restart_agent()
     node.boot()
-    assert not [a for a in node.command(command) if isinstance(a, StrikeNode)]  # type: ignore[arg-type]
+    assert not [a for a in node.command(command) if isinstance(a, InjectIntoNode)]  # type: ignore[arg-type]
 
 
 def test_what_the_shell_cannot_do_is_told(node: Node) -> None:
     command = inject(9, kind="xid", xid=79)
     (strike,) = node.command(command)  # type: ignore[arg-type]
-    assert isinstance(strike, StrikeNode)
+    assert isinstance(strike, InjectIntoNode)
     assert node.command(command) == [], "it is being done"  # type: ignore[arg-type]
-    node.feed(Struck(command_id=command.command_id, reason="no accelerator"))
+    node.feed(NodeFaultInjected(command_id=command.command_id, reason="no accelerator"))
     assert node.answers(command.command_id) == ["no accelerator"]
 
 
@@ -200,12 +200,12 @@ IN_A_NAMESPACE = """
     async def main():
         assert is_in_own_namespace()
         faults = NodeFaults(lambda: None)
-        nothing = faults.strike(Fault(kind="drop_network"))
+        nothing = faults.inject(Fault(kind="drop_network"))
         assert "no link" in nothing, nothing
         links = "ip link add v0 type veth peer name v1; ip link set lo up; ip link set v0 up"
         subprocess.run(links, shell=True, check=True)
         assert up()
-        assert faults.strike(Fault(kind="drop_network", seconds=0.2)) == ""
+        assert faults.inject(Fault(kind="drop_network", seconds=0.2)) == ""
         assert not up()
         assert socket.create_server(("127.0.0.1", 0)), "loopback stays"
         async with asyncio.timeout(10):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from agents.run_dir import BOOT_LIMIT, BadRunDir, RunDir, default_run_dir
-from agents.state import Memory
+from agents.state import Remembered
 from events.vocabulary import Boot
 from tests.agents.node import Node, start
 
@@ -69,7 +69,7 @@ def test_memory_comes_back_as_it_was_written(run_dir: Path) -> None:
     node.command(start("a.1", 1))
     node.fork()
     directory = RunDir(run_dir)
-    assert directory.recall() == Memory()
+    assert directory.recall() == Remembered()
     directory.remember(node.state.memory)
     assert directory.recall() == node.state.memory
 

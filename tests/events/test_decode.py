@@ -36,9 +36,9 @@ def run(body: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         (encode(LEFT), (), SENTENCE),
         (b"", (), ""),
         (b"", ("--json",), ""),
-        (b"\xc1", (), "not a valid event:  "),
-        (b"\xc1", ("--json",), '{"error": "not msgpack:  '),
-        (b"a" * (MAX_EVENT_BYTES + 10), (), f"not a valid event:  {MAX_EVENT_BYTES + 1} bytes long"),
+        (b"\xc1", (), "not a valid event: "),
+        (b"\xc1", ("--json",), '{"error": "not msgpack: '),
+        (b"a" * (MAX_EVENT_BYTES + 10), (), f"not a valid event: {MAX_EVENT_BYTES + 1} bytes long"),
         (b"", ("--help",), "usage: "),
     ],
 )

@@ -150,7 +150,7 @@ def test_no_tasks_and_no_workers(each_kernel: str) -> None:
         (lambda: Curve({1: float("inf")}), "throughput at 1 workers is inf"),
         (lambda: Problem(-1, 1, 1, ()), "workers is -1"),
         (lambda: Problem(1, float("inf"), 1, ()), "d_running_us is inf"),
-        (lambda: Problem(1, 1, 1, (TaskProblem("a", 1, 0, ()),) * 2), "tasks: a stands there twice"),
+        (lambda: Problem(1, 1, 1, (TaskProblem("a", 1, 0, ()),) * 2), "tasks: a appears twice"),
         (lambda: solve(Problem(1, 1e300, 1, (TaskProblem("a", 1, 0, (0, 1e300)),))), "beyond 1e270"),
         (lambda: solve(Problem(10**12, 1, 1, (TaskProblem("a", 1, 0, Curve({10**12: 1})),))), "more than 4 GiB"),
     ],

@@ -205,7 +205,7 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
         ("digest --file LOG --at 2026-11-20T09:30:00", 2, "append Z"),
         ("digest --file LOG --at 100000", 2, "--at: entry 100000 is not in the log, which ends at entry"),
         ("events --file LOG --type NodLost", 2, "--type: no event type 'NodLost'; did you mean NodeLost?"),
-        ("events --file LOG --node a.b", 2, "--node: 'a.b' is no name"),
+        ("events --file LOG --node a.b", 2, "--node: 'a.b' is not a valid name"),
         ("digest --nats localhost:4222", 2, "write nats://HOST:PORT"),
         ("digest --nats nats://h:99999", 2, "bad port"),
         ("digest --nats nats://h:1 --creds /missing", 2, "--creds: '/missing' is not a file"),
@@ -303,7 +303,7 @@ def test_a_command_on_a_file_does_not_wait_for_the_nats_client_to_be_imported() 
 def test_no_device_is_replaced_by_an_export(log: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     done = unicron_replay("export", tmp_path / "pipe", "--file", log, "--force")
-    assert done.returncode == 2 and "is no regular file" in done.stderr
+    assert done.returncode == 2 and "is not a regular file" in done.stderr
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 

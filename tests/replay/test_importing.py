@@ -98,7 +98,7 @@ async def test_no_coordinator_works_on_an_imported_log(nats_server: EmbeddedServ
     assert "the recorded times are those of the import" in done.stdout
     connection = await connect(nats_server.url, name="test", timeout_s=10)
     try:
-        with pytest.raises(LogError, match="was imported, for replay alone"):
+        with pytest.raises(LogError, match="was imported, for replay only"):
             await create_streams(connection)
     finally:
         await connection.close()

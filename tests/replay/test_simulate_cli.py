@@ -116,7 +116,7 @@ def test_what_is_wrong_is_one_line(
         ("- {name: a}", "line 1: \\[0\\].model: missing"),
         ("- {name: a, model: gpt3-7b, weigth: 2}", "did you mean weight"),
         ("- {name: a, model: gpt3-8b}", "did you mean gpt3-7b"),
-        ("- {name: a, model: gpt3-7b}\n- {name: a, model: gpt3-7b}", "stands there twice"),
+        ("- {name: a, model: gpt3-7b}\n- {name: a, model: gpt3-7b}", "appears twice"),
         ("- {name: a, model: gpt3-7b, weight: 0}", "line 1"),
         ("- [", "line"),
     ],

@@ -93,11 +93,11 @@ async def test_every_cut_of_an_export_is_refused_by_name(tmp_path: Path) -> None
     for cut in {*ends, marked + 1, len(whole) - 1, *range(100, len(whole), 997)}:
         path = tmp_path / "cut.bin"
         path.write_bytes(whole[:cut])
-        with pytest.raises(LogDamaged, match=r"cut\.bin: is cut: .* export the log again"):
+        with pytest.raises(LogDamaged, match=r"cut\.bin: cut short: .* export the log again"):
             await entries_of(FileSource(path), until=AtSeq(1))  # also where only its beginning is asked for
     zeros = whole[:marked] + bytes(len(whole) - marked)
     (tmp_path / "zeros.bin").write_bytes(zeros)
-    with pytest.raises(LogDamaged, match=r"zeros\.bin: is cut"):
+    with pytest.raises(LogDamaged, match=r"zeros\.bin: cut short"):
         await entries_of(FileSource(tmp_path / "zeros.bin"))
 
 

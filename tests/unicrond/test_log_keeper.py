@@ -162,7 +162,7 @@ async def test_a_server_is_only_ended_when_there_is_room(tmp_path: Path, caplog:
             finally:
                 watching.cancel()
         assert server.stopped.is_set() is ended
-    assert caplog.text.count("the coordinator cannot decide:  full; appends wait, nothing is lost") == 2
+    assert caplog.text.count("the coordinator cannot decide: full; appends wait, nothing is lost") == 2
 
 
 async def test_a_bus_that_is_silent_is_trouble_too(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ NOT_TO_BE_ENCODED = v.TaskFailed(task="a", reason="x" * 40_000)
 
 
 @pytest.mark.parametrize(
-    ("decided", "why"), [(UNSOUND, "uses unknown node nowhere"), (NOT_TO_BE_ENCODED, "cannot decide:  BadEvent")]
+    ("decided", "why"), [(UNSOUND, "uses unknown node nowhere"), (NOT_TO_BE_ENCODED, "cannot decide: BadEvent")]
 )
 async def test_a_decision_that_is_not_sound_is_never_written(
     decided: AnyEvent, why: str, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +79,7 @@ async def test_code_that_fails_stops_the_deciding_alone(monkeypatch: pytest.Monk
     async with running(log) as coordinator:
         await log.append([observation(joined(), 1)])
         await until_stopped(coordinator)
-        assert coordinator.fault == "cannot decide:  IndexError: list index out of range"
+        assert coordinator.fault == "cannot decide: IndexError: list index out of range"
 
 
 async def test_decisions_without_effect_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def mend(batch: Batch, task: Task) -> bool:
             reason = f"{gone} of {len(current)} members are lost"
             set_membership(batch, task, survivors, urgent=True, reason=reason)
             return True
-    if _with_state(task, living) and _ripe(batch.state, task):
+    if _with_state(task, living) and _grace_expired(batch.state, task):
         # A worker that was to leave has not, so its work counts here too.
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the group broke and all members are alive")
@@ -54,7 +54,7 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     wanted = reconcile.members_of(staff.kept)
     if not with_state:
         # Members wait for others that are gone since: what was tried is the membership as it was sent.
-        untried = places(wanted) != places(current) or _ripe(batch.state, task)
+        untried = places(wanted) != places(current) or _grace_expired(batch.state, task)
         if wanted and untried and not staff.missing and not task.leavers:
             source = memory_places.nearest(batch.state, task)
             set_membership(batch, task, wanted, urgent=True, reason=f"no member has state: start from {source}")
@@ -102,7 +102,7 @@ def settled(survey: Survey, task: Task) -> bool:
     """Nothing is to be done for the task: in a large cluster this is nearly every one."""
     if task.reshaping.reshape is not None:
         return False
-    return task.status is TaskStatus.ACTIVE and survey.staffing(task).settled and not _ripe(survey.state, task)
+    return task.status is TaskStatus.ACTIVE and survey.staffing(task).settled and not _grace_expired(survey.state, task)
 
 
 def places(members: tuple[v.Member, ...]) -> list[str]:
@@ -110,7 +110,7 @@ def places(members: tuple[v.Member, ...]) -> list[str]:
     return sorted(member.worker for member in members)
 
 
-def _ripe(state: ClusterState, task: Task) -> bool:
+def _grace_expired(state: ClusterState, task: Task) -> bool:
     """The newest generation's group broke, or the one that it is to follow, and no death has explained it in time."""
     return any(incident.ripe for incident in _breaks(state, task))
 

@@ -19,11 +19,11 @@ _REASON_CHARS = 512
 
 @dataclass(slots=True)
 class Turn:
-    """What the last verdict left to do: a transfer that is owed, and the hand for the iteration after this one."""
+    """What the last verdict left to do: a transfer that is owed, and the next iteration's micro-batches."""
 
     verdict: Verdict
     transfer_owed: bool
-    next_hand: tuple[int, ...] | None = None
+    next_dealt: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Books:
             spans=stock.spans if self.has_state else (),
         )
 
-    def fair_hand(self) -> range:
+    def fair_deal(self) -> range:
         """Round-robin: this replica's share of an iteration from the start (what `deal` gives to empty hands)."""
         return range(self.rank, self.micro_batches, len(self.peers))
 
@@ -152,9 +152,9 @@ def begin(books: Books, iteration: int) -> Flow[None]:
 
 def stand_after(books: Books, iteration: int) -> Flow[None]:
     """It has the state after `iteration`; what it was dealt stays dealt."""
-    hand = list(books.ledger.held)
+    dealt = list(books.ledger.held)
     yield from begin(books, iteration + 1)
-    books.ledger.deal(hand, redone=False)
+    books.ledger.deal(dealt, redone=False)
     books.has_state = True
 
 

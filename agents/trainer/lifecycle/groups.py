@@ -82,24 +82,24 @@ def _sit(books: Books, membership: Membership) -> Flow[int]:
 def _apply(books: Books, turn: Turn) -> Flow[bool]:
     """Act on the verdict as far as this member's own books go; the transfer comes later. True: step first."""
     verdict, rank = turn.verdict, books.rank
-    hand = verdict.dealt[rank]
+    dealt = verdict.dealt[rank]
     if books.shares is not None:
         books.shares.layout = list(verdict.shares)
         if verdict.fresh:
             yield from _lose(books)
     if rank in verdict.step_first:
-        turn.next_hand = hand
+        turn.next_dealt = dealt
         return True
     books.total = None
     if rank in verdict.receivers:
         yield from begin(books, verdict.iteration)
-        books.ledger.deal(hand, redone=False)
+        books.ledger.deal(dealt, redone=False)
     else:
         yield from KeepSums(verdict.final)
         if verdict.final:
             kept = f"{len(verdict.final)} of {books.buckets} buckets are final"
             yield from Say(f"iteration {verdict.iteration} goes on, {kept}")
-        books.ledger.deal(hand, redone=bool(books.ledger.held))
+        books.ledger.deal(dealt, redone=bool(books.ledger.held))
     return False
 
 

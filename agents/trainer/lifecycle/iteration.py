@@ -1,4 +1,4 @@
-"""An iteration, from the hand that was dealt to the agreement of all."""
+"""An iteration, from its micro-batches to the agreement of all."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_links_that_are_noisy_or_retrained_are_news() -> None:
     assert gpu.sees(Reading(link_errors=20, link_recoveries=0)) == ()
     noisy = gpu.sees(Reading(link_errors=520, link_recoveries=2))
     assert [finding.kind for finding in noisy] == [None, None]
-    assert "500 more CRC errors" in noisy[0].message and "retrained 2 times" in noisy[1].message
+    assert "500 more CRC errors" in noisy[0].message and "retrained 2 more times" in noisy[1].message
     assert gpu.sees(Reading(link_errors=9999, link_recoveries=9)) == (), "not again so soon"
 
 

@@ -89,7 +89,7 @@ async def test_a_driver_that_raises_is_told_of_once_and_asked_again(
             for _ in range(4):
                 assert await asyncio.to_thread(semaphore.acquire, timeout=10), "its thread has ended"
     told = [record.getMessage() for record in caplog.records if "driver failed" in record.getMessage()]
-    assert len(told) == 2 and {message.split()[5].rstrip(",") for message in told} == set(failed)
+    assert len(told) == 2 and {message.split()[5].rstrip(";") for message in told} == set(failed)
     rig.driver.report(0, XidSeen(code=119))
     assert (await rig.next())[:3] == ("a", "", "driver_error")
     rig.driver.readings[2] = Reading(rows_failed=True)
