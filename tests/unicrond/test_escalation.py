@@ -511,7 +511,7 @@ def test_the_last_node_is_not_isolated_for_what_may_be_the_tasks_fault() -> None
         fail_start(cluster)
     cluster.decide()
     assert not said(cluster, v.NodeIsolated)
-    assert "struck 8 times without a new iteration" in cluster.state.tasks["bad"].ending.reason
+    assert "failed 8 times without a new iteration" in cluster.state.tasks["bad"].ending.reason
     cluster.submit("good")
     cluster.run()
     assert members(cluster, "good")

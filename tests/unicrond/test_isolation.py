@@ -135,7 +135,7 @@ def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
     cluster.uncordon(NODE)
     cluster.run()
     (readmitted,) = said(cluster, v.NodeReadmitted)
-    assert readmitted.reason == "requested by an operator: test" and not cluster.state.nodes[NODE].needs
+    assert readmitted.reason == "a person asked for it: test" and not cluster.state.nodes[NODE].needs
 
 
 def test_a_repair_leads_to_the_check() -> None:
