@@ -104,7 +104,7 @@ def inject(turn: Turn, fault: Fault, order: Order) -> None:
         turn.answer(order)
 
 
-def struck(turn: Turn, command_id: str, reason: str) -> None:
+def injected(turn: Turn, command_id: str, reason: str) -> None:
     """Answer an ordered fault on the node. `reason`: why it could not happen, "" where it did."""
     order = turn.state.striking.get(command_id)
     if order is not None:

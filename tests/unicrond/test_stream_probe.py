@@ -51,7 +51,7 @@ async def test_a_stream_that_is_gone_or_made_anew_is_seen(nats_connection: Conne
     assert "NATS has no event log" in probe.trouble and probe.is_settled
     await create_streams(nats_connection)
     await probe.look()
-    assert "ends at entry 0, and 2 were read" in probe.trouble
+    assert "ends at entry 0, and the coordinator has read 2" in probe.trouble
 
 
 async def test_a_server_that_is_away_is_no_settled_trouble(
@@ -60,7 +60,7 @@ async def test_a_server_that_is_away_is_no_settled_trouble(
     probe = StreamProbe(nats_connection, lambda: 0)
     await nats_server.kill()
     await probe.look()
-    assert "says nothing" in probe.trouble and not probe.is_settled
+    assert "does not answer" in probe.trouble and not probe.is_settled
     await nats_server.start()
     await nats_connection.session()
     await probe.look()

@@ -141,8 +141,8 @@ MISTAKES = [
     ("name: a\noptimizer: {min_lr: 1}", "optimizer.min_lr: 1 is more than lr (0.001); lower it"),
     ("name: a\noptimizer: {warmup_iterations: 100}", "warmup_iterations: 100 leaves nothing of iterations (100)"),
     ("nam: a", "t.yaml:1: nam: unknown field; did you mean name? (and 1 more)"),
-    ("name: &x a\nentry: *x", "t.yaml:1: anchors and aliases (& and *) are not read"),
-    ("name: !!python/name:os.system x", "t.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not read"),
+    ("name: &x a\nentry: *x", "t.yaml:1: anchors and aliases (& and *) are not supported"),
+    ("name: !!python/name:os.system x", "t.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not supported"),
     ("name: a\nmodel: {layers: 2", "t.yaml:2: not valid YAML"),
     ("? [1]\n: 2", "t.yaml:1: a key must be a plain word or number"),
 ]  # fmt: skip

@@ -43,7 +43,7 @@ def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> Clus
 
 
 def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> ClusterState:
-    """A known worker is told to stop."""
+    """A known worker gets the order to stop."""
     state = count_command(state, event.node)
     known = worker_known(state, event.task, event.worker)
     if known is None:
