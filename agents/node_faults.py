@@ -1,4 +1,4 @@
-"""Ordered faults that strike a whole node: its death, its network, its accelerators.
+"""Ordered faults of a whole node: its death, its network, its accelerators.
 
 Rules
 -----

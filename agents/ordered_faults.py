@@ -20,7 +20,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def is_of_node(fault: Fault) -> bool:
-    """It strikes the node, not one of its workers."""
+    """It is a fault of the node, not of one of its workers."""
     return not fault.worker or fault.kind in ("xid", "drop_network")
 
 

@@ -205,7 +205,7 @@ class State(_Part, frozen=True, kw_only=True):
     untold: dict[str, Held | None] = {}
     leave_reason: str = ""
     #: Commands whose fault the shell is about to let happen.
-    striking: dict[str, Order] = {}
+    injecting: dict[str, Order] = {}
     #: The command whose health check the shell runs.
     checking: Order | None = None
 
@@ -377,7 +377,7 @@ class ArmTimer(_Part, frozen=True, kw_only=True):
 
 
 class InjectIntoNode(_Part, frozen=True, kw_only=True):
-    """Let an ordered fault strike this node (node_faults.py), and feed NodeFaultInjected."""
+    """Inject an ordered fault into this node (node_faults.py), and feed NodeFaultInjected."""
 
     fault: Fault
     command_id: str

@@ -83,7 +83,7 @@ def is_pending(turn: Turn, command_id: str) -> bool:
     checking = turn.state.checking
     if checking is not None and checking.command_id == command_id:
         return True
-    return command_id in turn.state.striking or any(order.command_id == command_id for order in starts + stops)
+    return command_id in turn.state.injecting or any(order.command_id == command_id for order in starts + stops)
 
 
 def inject(turn: Turn, fault: Fault, order: Order) -> None:
@@ -92,7 +92,7 @@ def inject(turn: Turn, fault: Fault, order: Order) -> None:
         if fault.kind == "kill":
             turn.answer(order)
         else:
-            turn.state = replace(turn.state, striking={**turn.state.striking, order.command_id: order})
+            turn.state = replace(turn.state, injecting={**turn.state.injecting, order.command_id: order})
         turn.actions.append(ordered_faults.on_node(fault, order.command_id))
         return
     record = turn.memory.workers.get(fault.worker)
@@ -106,9 +106,9 @@ def inject(turn: Turn, fault: Fault, order: Order) -> None:
 
 def injected(turn: Turn, command_id: str, reason: str) -> None:
     """Answer an ordered fault on the node. `reason`: why it could not happen, "" where it did."""
-    order = turn.state.striking.get(command_id)
+    order = turn.state.injecting.get(command_id)
     if order is not None:
-        turn.state = replace(turn.state, striking={c: o for c, o in turn.state.striking.items() if c != command_id})
+        turn.state = replace(turn.state, injecting={c: o for c, o in turn.state.injecting.items() if c != command_id})
         turn.answer(order, reason)
 
 

@@ -54,7 +54,7 @@ class Process:
         self.hung = self.stopped = self.stuck = False
         #: It will never go on by itself.
         self.for_ever = False
-        #: Faults that people have ordered, and that have not struck yet.
+        #: Ordered faults that are not yet injected.
         self.ordered: list[Fault] = []
         self.replica: Replica | None = None
         self.memberships: dict[int, Membership] = {}

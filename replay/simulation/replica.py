@@ -1,4 +1,4 @@
-"""A replica's processes and its main thread: faults strike here, and here is waited; what it does: `driver.py`."""
+"""A replica's processes and its main thread: faults are injected here, and it waits here; what it does: `driver.py`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Replica:
             self.training.loop.call_later(0.5, self._break, shard)
 
     def reached(self, moment: Moment) -> None:
-        """A moment of the training: what was ordered for it strikes; a death comes now, or a little later."""
+        """A moment of the training: ordered faults are injected; a death comes now, or a little later."""
         if moment != "regrouped":
             self._obey(moment)
         if self.die_at == moment:
@@ -85,7 +85,7 @@ class Replica:
             self.training.loop.call_later(self.training.drawn.choice((0.0, 0.005, 0.015)), victim.end, signal.SIGKILL)
 
     def _obey(self, point: Point) -> None:
-        """Let the ordered faults strike that are due at this point."""
+        """Inject the ordered faults that are due at this point."""
         for shard in self.shards:
             for fault in list(shard.ordered):
                 if PHASES[fault.phase] == point and fault.at_iteration in (0, self._driver.books.ledger.iteration):

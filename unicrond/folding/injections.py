@@ -34,7 +34,7 @@ _LOSES = ("kill", "drop_network")
 
 
 def _spared(state: ClusterState, name: str, fault: v.Fault) -> ClusterState:
-    """Whom it strikes is known from now on: strikes.py and nodes.py count nothing for it."""
+    """Its target is known from now on: strikes.py and nodes.py count nothing for it."""
     node, known = state.nodes.get(name), worker_known(state, fault.worker.rpartition(".")[0], fault.worker)
     if known is not None and fault.kind in _ENDS:
         task, worker = known
