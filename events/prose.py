@@ -307,7 +307,10 @@ def _remedy(event: _Remedy) -> str:
             how = "succeeded" if event.passed else "failed"
             return f"the repair of node {event.node} {how} after {_seconds(event.duration_us)}: {event.detail}"
         case IncidentEscalated():
-            return f"incident {event.incident} escalated to SEV{event.severity}, worker {event.worker} evicted: {event.reason}"
+            return (
+                f"incident {event.incident} escalated to SEV{event.severity}, worker {event.worker} evicted:"
+                f" {event.reason}"
+            )
         case TransitionCompleted():
             return (
                 f"incident {event.incident} closed by {event.response}: detected in {_seconds(event.detection_us)},"
