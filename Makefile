@@ -101,7 +101,7 @@ bench-recovery: $(STAMP) $(PEERS_STAMP)
 MAN = $(BIN)/argparse-manpage --function parser --manual-title "unicrond manual" --project-name unicrond
 man: $(STAMP)
 	$(MAN) --module unicrond.cli --prog unicrond --output build/man/unicrond.1
-	$(MAN) --module unicrond.ctl_parser --prog unicronctl --output build/man/unicronctl.1
+	$(MAN) --module unicrond.ctl.parser --prog unicronctl --output build/man/unicronctl.1
 	$(MAN) --module agents.cli --prog unicron-agent --output build/man/unicron-agent.1
 	$(MAN) --module replay.cli --prog unicron-replay --output build/man/unicron-replay.1
 

@@ -10,13 +10,9 @@ import os
 import signal
 from typing import NamedTuple
 
-from agents.trainer.channel import EXIT_NO_AGENT
-from agents.trainer.faults import LEFT_EARLY
-from agents.trainer.messages import OomKill
+from agents.protocol.exits import EXIT_NO_AGENT, EXIT_NO_MEMBERSHIP, LEFT_EARLY
+from agents.protocol.messages import OomKill
 from events.vocabulary import ErrorKind, ExitCause
-
-#: EX_TEMPFAIL: the trainer waited too long for a membership, saved what it had and stopped.
-EXIT_NO_MEMBERSHIP = 75
 
 _SIGNALS: dict[int, tuple[ErrorKind, str]] = {
     signal.SIGKILL: ("process_exit", "from outside unicron; not the OOM killer"),

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from agents.trainer.messages import Committed
-from agents.trainer.sampling import DIGEST_MODULUS
+from agents.protocol.messages import Committed
+from agents.protocol.sampling import DIGEST_MODULUS
 from events.vocabulary import Name, StepCommitted, WorkerId
 
 #: (generation, iteration) of a commit: grows with every commit of a task, also after a return to a checkpoint.

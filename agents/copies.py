@@ -6,9 +6,9 @@ import asyncio
 import logging
 
 from agents.memory_regions import MemoryRegions, NoRegion
-from agents.trainer import memory_exchange
-from agents.trainer.memory import Memory
-from agents.trainer.memory_exchange import NoAnswer
+from agents.protocol import memory_exchange
+from agents.protocol.memory import Memory
+from agents.protocol.memory_exchange import NoAnswer
 from events.vocabulary import MemoryService, Name
 
 logger = logging.getLogger(__name__)

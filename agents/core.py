@@ -61,6 +61,7 @@ from msgspec.structs import replace
 
 from agents.handling import adoption, commits, exits, joining, kept_states, orders, reports, starting, stopping
 from agents.handling.turn import Turn, newest_of
+from agents.protocol.messages import ExitedAck
 from agents.state import (
     MAX_TASKS,
     AcceleratorSaw,
@@ -87,7 +88,6 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import ExitedAck
 from events.vocabulary import Observation, StepCommitted, WorkerExited
 
 

@@ -30,7 +30,6 @@ from agents.accelerators.driver import Choice
 from agents.accelerators.watch import AcceleratorWatch, open_driver
 from agents.copies import Copies
 from agents.fork_link import ForkLink
-from agents.gpus import visible_gpus
 from agents.health import Health
 from agents.log_identity import log_identity
 from agents.log_layout import worker_log
@@ -41,6 +40,9 @@ from agents.memory_server import MemoryServer
 from agents.namesakes import EXIT_SUPERSEDED, Namesakes, NamesakeWatch
 from agents.node_faults import NodeFaults
 from agents.outbox import Outbox
+from agents.protocol.gpus import visible_gpus
+from agents.protocol.messages import Forget, FromForkServer, Inventory, KeepFailed, Kept, ToForkServer, ToWorker
+from agents.protocol.peers import plain, write_schema
 from agents.rotated_log import tail
 from agents.run_dir import BadRunDir, RunDir
 from agents.shell import Shell
@@ -65,8 +67,6 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import Forget, FromForkServer, Inventory, KeepFailed, Kept, ToForkServer, ToWorker
-from agents.trainer.peers import plain, write_schema
 from agents.watch import MarkFiles
 from agents.worker_sockets import WorkerSockets
 from events.logs_request import logs_subject
@@ -89,7 +89,7 @@ _PRUNE_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server.
+    """What a person chooses (cli.py). `fork_server_arguments`: further flags of agents.fork_server.server.
 
     `memory_bytes`: for states of training; None: a quarter of the host's, 0: none. `accelerators`: the source of their
     health. `logs_dir`: of workers; None: in the run directory. `logs_max_age_s`, `logs_max_bytes`: None: see

@@ -23,11 +23,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from agents.fork_server import EXIT_OCCUPIED, READY
+from agents.fork_server.server import EXIT_OCCUPIED, READY
+from agents.protocol.framing import BadFrame, Unframer, frame
+from agents.protocol.messages import FromForkServer, Inventory, Retire, ToForkServer
 from agents.rotated_log import MAX_BYTES, tail
 from agents.run_dir import RunDir
-from agents.trainer.framing import BadFrame, Unframer, frame
-from agents.trainer.messages import FromForkServer, Inventory, Retire, ToForkServer
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ForkServerFailed(RuntimeError):
 
 
 class ForkLink:
-    """`on_message` and `on_death` are called in the loop. `arguments`: further flags of agents.fork_server."""
+    """`on_message` and `on_death` are called in the loop. `arguments`: further flags of agents.fork_server.server."""
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from agents.protocol.memory import Memory
+from agents.protocol.messages import Keep, KeepFailed, Kept
 from agents.state import Held
-from agents.trainer.memory import Memory
-from agents.trainer.messages import Keep, KeepFailed, Kept
 from events.vocabulary import Name
 
 _KEEP_TIMEOUT_S = 10.0

@@ -1,4 +1,4 @@
-"""Where other nodes' agents and workers ask for states, and bring copies of theirs (trainer/memory_exchange.py).
+"""Where other nodes' agents and workers ask for states, and bring copies of theirs (protocol/memory_exchange.py).
 
 A thread for each connection, so that no transfer holds up the agent; the bytes go straight between the socket and the
 shared memory. One request each, no wait without a bound. A copy is believed when its digest is right, and is sealed
@@ -22,9 +22,8 @@ from collections.abc import Callable
 import msgspec
 
 from agents.memory_regions import MemoryRegions, NoRegion
-from agents.state import Held
-from agents.trainer.memory import Memory, TooLarge
-from agents.trainer.memory_exchange import (
+from agents.protocol.memory import Memory, TooLarge
+from agents.protocol.memory_exchange import (
     SILENCE_TIMEOUT_S,
     Accepted,
     Ask,
@@ -43,6 +42,7 @@ from agents.trainer.memory_exchange import (
     say,
     send,
 )
+from agents.state import Held
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import signal
 
+from agents.protocol.messages import Inject, Kill
 from agents.state import Action, InjectIntoNode, TellForkServer, TellWorker, Worker
-from agents.trainer.messages import Inject, Kill
 from events.vocabulary import Fault
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

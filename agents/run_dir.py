@@ -6,7 +6,7 @@
     <run_dir>/agent.exchange where states are taken and given, and the token for it
     <run_dir>/agent.sock     workers connect here
     <run_dir>/fork.sock      the fork server serves the agent here
-    <run_dir>/marks/<worker>         the worker's phase mark (see agents/trainer/marks.py)
+    <run_dir>/marks/<worker>         the worker's phase mark (see agents/protocol/marks.py)
     <run_dir>/fork_server.log
     <run_dir>/logs/<task>/<worker>.log, .log.1, ...    (log_pruning.py; may lie elsewhere, on a disk)
 

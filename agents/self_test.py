@@ -36,8 +36,8 @@ from typing import Any, NamedTuple, get_args
 from agents.accelerators.diagnosis import states_of
 from agents.accelerators.driver import Choice
 from agents.accelerators.watch import open_driver
-from agents.gpus import visible_gpus
 from agents.prctl import die_with_parent
+from agents.protocol.gpus import visible_gpus
 
 #: Of each slot: on a CPU, and on a GPU (at most a quarter of what is free there).
 MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 4 * 2**30}

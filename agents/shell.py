@@ -18,6 +18,8 @@ from typing import Any, assert_never
 
 from agents import core
 from agents.outbox import Outbox
+from agents.protocol.marks import Mark
+from agents.protocol.messages import Exited, FromForkServer, Hello, Inventory, ToForkServer, ToWorker
 from agents.state import (
     Action,
     Append,
@@ -41,8 +43,6 @@ from agents.state import (
     TimerFired,
     WorkerConnected,
 )
-from agents.trainer.marks import Mark
-from agents.trainer.messages import Exited, FromForkServer, Hello, Inventory, ToForkServer, ToWorker
 from agents.watch import Signs, Watch
 from events.envelope import Envelope, Recorded
 from events.schemas import lowered

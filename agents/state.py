@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from agents.commit_sums import CommitSum, Position
-from agents.trainer.marks import Mark
-from agents.trainer.messages import (
+from agents.protocol.marks import Mark
+from agents.protocol.messages import (
     Busy,
     FromForkServer,
     FromWorker,

@@ -1,10 +1,10 @@
-"""Watches this node's workers for late iterations, through their phase marks (trainer/marks.py), without their help.
+"""Watches this node's workers for late iterations, through their phase marks (protocol/marks.py), without their help.
 
 Rules
 -----
-* A worker says in its mark when its iteration began and how long it may last (trainer/baseline.py). The watch looks
-  when that time is over: once in several iterations. It looks every IDLE_S besides, because a limit becomes shorter
-  as soon as the usual time is known, and between groups there is none; a look costs some 20 microseconds.
+* A worker says in its mark when its iteration began and how long it may last (trainer/detection/baseline.py). The watch
+  looks when that time is over: once in several iterations. It looks every IDLE_S besides, because a limit becomes
+  shorter as soon as the usual time is known, and between groups there is none; a look costs some 20 microseconds.
 * Lateness is reported once, and again when it has lasted two, four, eight ... limits: what is slow moves on meanwhile.
 * A process that the kernel shows as stopped for STOPPED_S is late, whatever its limit, which may be long: while
   state is saved, or as long as nothing is known of its iterations.
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agents.trainer import marks
-from agents.trainer.marks import Mark
+from agents.protocol import marks
+from agents.protocol.marks import Mark
 from events.vocabulary import WorkerId
 
 IDLE_S = 0.5

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agents.bound_path import BoundPath
-from agents.trainer.framing import BadFrame, Unframer, frame
-from agents.trainer.messages import FromWorker, Hello, ToWorker
+from agents.protocol.framing import BadFrame, Unframer, frame
+from agents.protocol.messages import FromWorker, Hello, ToWorker
 from events.vocabulary import WorkerId
 
 logger = logging.getLogger(__name__)

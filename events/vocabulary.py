@@ -503,7 +503,7 @@ class TaskCompleted(WorkerObservation, frozen=True, kw_only=True):
 class HangSuspected(PlacedObservation, frozen=True, kw_only=True):
     """A worker's iteration lasts longer than `limit_us`, more than three times the usual; told by its own agent.
 
-    From the worker's phase mark (agents/trainer/marks.py): `entered` counts the collectives across replicas that it
+    From the worker's phase mark (agents/protocol/marks.py): `entered` counts the collectives across replicas that it
     has entered in `generation`, `waiting`: it has not left the last of them. `still_us`: for how long the mark has
     not changed. `stopped`: the kernel shows the process as stopped.
 

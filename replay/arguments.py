@@ -11,8 +11,8 @@ from events.guess import guess
 from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
 from replay.examples import EXAMPLES
-from replay.point import BeforeEnd, Point, parse_point
-from replay.selection import TYPE_NAMES
+from replay.reading.point import BeforeEnd, Point, parse_point
+from replay.reading.selection import TYPE_NAMES
 
 _SPAN = re.compile(r"-[0-9.]+(ms|s|m|h|d)")
 #: The last seed that may come first: what `--json` prints of the seeds after it still fits 64 bits.

@@ -32,7 +32,7 @@ from replay.arguments import (
     with_spans_marked,
 )
 from replay.examples import EXAMPLES
-from replay.opening import PROGRAM
+from replay.reading.opening import PROGRAM
 from unicrond import VERSION
 
 
@@ -78,13 +78,13 @@ _FROM_SNAPSHOT = switch("--from-snapshot", "start from the coordinator's snapsho
 
 def _look(commands: Commands) -> None:
     what = "the cluster's state, as the coordinator believed it"
-    command(commands, "state", "commands:state_command", what, _AT, _FROM_SNAPSHOT)
+    command(commands, "state", "views.commands:state_command", what, _AT, _FROM_SNAPSHOT)
     what = "the digest of the state, to compare with the daemon's"
-    command(commands, "digest", "commands:digest_command", what, _AT, _FROM_SNAPSHOT)
+    command(commands, "digest", "views.commands:digest_command", what, _AT, _FROM_SNAPSHOT)
     command(
         commands,
         "diff",
-        "diff_command:diff_command",
+        "views.diff_command:diff_command",
         "what changed in the state between two points, or between two logs",
         point("a", "the first point"),
         point("b", "the second point"),
@@ -93,7 +93,7 @@ def _look(commands: Commands) -> None:
     command(
         commands,
         "events",
-        "commands:events_command",
+        "views.commands:events_command",
         "the events, one line each",
         point("--after", "leave out everything up to and with this point"),
         point("--until", "leave out everything after this point"),
@@ -107,25 +107,25 @@ def _explain(commands: Commands) -> None:
     command(
         commands,
         "story",
-        "story_command:story_command",
+        "views.story_command:story_command",
         "a causal account of a node, a task, an incident or a plan",
         option("subject", "SUBJECT", "NODE, TASK, INCIDENT or PLAN"),
     )
     command(
         commands,
         "timeline",
-        "timeline_command:timeline_command",
+        "views.timeline_command:timeline_command",
         "nodes, tasks, incidents and WAF by time",
         option("--html", "FILE", "a self-contained HTML page", type=Path),
         option("--png", "FILE", "a picture (needs matplotlib)", type=Path),
         _AT,
     )
     what = "repeat every decision from its recorded inputs, and compare"
-    command(commands, "verify", "verify_command:verify_command", what)
+    command(commands, "verify", "views.verify_command:verify_command", what)
     command(
         commands,
         "whatif",
-        "whatif_command:whatif_command",
+        "views.whatif_command:whatif_command",
         "decide again from a point, with other inputs",
         point("--at", "the point to fork at (default: the end)"),
         repeated("--set", "PATH=VALUE", "tasks.TASK.FIELD=VALUE or policy.FIELD=VALUE", type=setting_argument),
@@ -139,7 +139,7 @@ def _move(commands: Commands) -> None:
     command(
         commands,
         "export",
-        "commands:export_command",
+        "views.commands:export_command",
         "the log as one file, for --file",
         option("path", "FILE", "the file to write; appears whole or not at all", type=Path),
         switch("--force", "replace FILE if it exists"),
@@ -148,7 +148,7 @@ def _move(commands: Commands) -> None:
     into = bare_command(
         commands,
         "import",
-        "import_command:import_command",
+        "reading.import_command:import_command",
         "an exported log into an empty one",
         None,
         option("path", "FILE", "an exported log, or a directory of segments", type=Path),
@@ -176,7 +176,7 @@ def _simulate(commands: Commands) -> None:
     bare_command(
         commands,
         "simulate",
-        "simulate_cli:simulate_command",
+        "evaluation.simulate_cli:simulate_command",
         "compare policies on a failure trace in virtual time; unicron's is the coordinator's own core",
         _known_to_simulate,
         option("--cluster", "CLUSTER", "GPU:NODESxGPUS (default: %(default)s)", default="a800-80g:16x8"),
@@ -192,7 +192,7 @@ def _simulate(commands: Commands) -> None:
 
 
 def _known_to_simulate() -> str:
-    from replay.simulate_cli import epilog
+    from replay.evaluation.simulate_cli import epilog
 
     return epilog()
 

@@ -24,7 +24,7 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 PROGRAMS = {
     "unicrond": "unicrond.cli",
-    "unicronctl": "unicrond.ctl",
+    "unicronctl": "unicrond.ctl.main",
     "unicron-agent": "agents.cli",
     "unicron-replay": "replay.cli",
 }

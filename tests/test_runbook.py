@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 from events.vocabulary import ErrorKind
-from unicrond import isolation
-from unicrond.state import NodeStatus
+from unicrond.core import isolation
+from unicrond.core.state import NodeStatus
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "operate" / "runbook.md").read_text()

@@ -14,7 +14,7 @@ from events.command_line import EXIT_CODES, Parser, add_command, examples, optio
 from unicrond import VERSION
 
 if TYPE_CHECKING:
-    from unicrond.config import Config
+    from unicrond.intake.config import Config
 
 EXAMPLES = f"""examples:
   unicrond run --config unicron.yaml          the coordinator on the head node
@@ -109,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if arguments.command in ("run", "archive"):
         return _on_a_log(arguments)
-    from unicrond import demo, dev
+    from unicrond.local import demo, dev
 
     return dev.main(arguments) if arguments.command == "dev" else demo.main(arguments)
 
@@ -118,7 +118,7 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
     """`run` and `archive`, which take a configuration."""
     from msgspec.structs import replace
 
-    from unicrond.config import Config, ConfigError, load
+    from unicrond.intake.config import Config, ConfigError, load
 
     try:
         config = load(arguments.config) if arguments.config else Config()
@@ -134,7 +134,7 @@ def _archive(arguments: argparse.Namespace, config: Config) -> int:
     import json
 
     from events.log import LogError
-    from unicrond.archive_command import run
+    from unicrond.service.archive_command import run
 
     try:
         done = asyncio.run(run(config, arguments.keep))
@@ -148,8 +148,8 @@ def _serve(arguments: argparse.Namespace, config: Config) -> int:
     import uvloop
     from msgspec.structs import replace
 
-    from unicrond.config import check
-    from unicrond.daemon import Fatal, serve
+    from unicrond.intake.config import check
+    from unicrond.service.daemon import Fatal, serve
 
     if arguments.allow_injection:
         config = replace(config, injection=True)

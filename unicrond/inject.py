@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from events.vocabulary import FaultPhase
-from unicrond.client import Client
+from unicrond.ctl.client import Client
 
 
 class HasUrl(Protocol):

@@ -19,7 +19,7 @@ def unicrond() -> int:
 
 def unicronctl() -> int:
     """`unicronctl`: the exit code."""
-    return _run("unicronctl", "unicrond.ctl")
+    return _run("unicronctl", "unicrond.ctl.main")
 
 
 def unicron_agent() -> int:

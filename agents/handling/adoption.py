@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from agents.classify import Exit
 from agents.handling import exits, joining, starting, stopping
 from agents.handling.turn import MAX_TEXT, Turn
+from agents.protocol.marks import Mark
+from agents.protocol.messages import Exited, Forked, FromForkServer, Inventory, KeepFailed, Kept, SpawnFailed
 from agents.state import ArmTimer, Gone, Worker
-from agents.trainer.marks import Mark
-from agents.trainer.messages import Exited, Forked, FromForkServer, Inventory, KeepFailed, Kept, SpawnFailed
 from events.vocabulary import WorkerId
 
 

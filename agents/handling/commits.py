@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from agents import commit_sums
 from agents.handling.turn import Turn
+from agents.protocol.messages import Committed
 from agents.state import ArmTimer, Worker
-from agents.trainer.messages import Committed
 
 
 def committed(turn: Turn, record: Worker, commit: Committed) -> None:

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from agents.classify import Exit, classify
 from agents.handling import commits, starting
 from agents.handling.turn import Turn, newest_of
+from agents.protocol.marks import Mark
+from agents.protocol.messages import ExitedAck
 from agents.state import MAX_GONE, Gone, Link, TellForkServer, Worker
-from agents.trainer.marks import Mark
-from agents.trainer.messages import ExitedAck
 from events.vocabulary import ErrorReported, WorkerExited, WorkerId
 
 

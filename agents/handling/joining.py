@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from agents.handling import commits, kept_states, starting, stopping
 from agents.handling.turn import MAX_TEXT, Turn
+from agents.protocol.messages import Forget
 from agents.state import Finish, Remembered, TellForkServer
-from agents.trainer.messages import Forget
 from events.vocabulary import NodeJoined, NodeLeft, PeersRemembered, RunningWorker, StoreAddress
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from agents.handling.turn import Turn
+from agents.protocol.messages import Captured, Forget
 from agents.state import ArmTimer, CopyState, Held, Order, TellForkServer
-from agents.trainer.messages import Captured, Forget
 from events.vocabulary import MemoryService, StateKept
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from agents.handling.turn import Turn, newest_of
+from agents.protocol.messages import Membership
 from agents.state import MAX_TASKS, Order, TellWorker, Worker
-from agents.trainer.messages import Membership
 from events.vocabulary import SetMembership
 
 

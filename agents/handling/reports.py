@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from agents.handling import commits, joining, kept_states, memberships
 from agents.handling.turn import MAX_TEXT, Turn
-from agents.state import AcceleratorSaw, ArmTimer, Disconnect, Link, Stalled, TellWorker, Worker
-from agents.trainer.messages import (
+from agents.protocol.messages import (
     Busy,
     Captured,
     CaughtUp,
@@ -30,6 +29,7 @@ from agents.trainer.messages import (
     Trouble,
     Waits,
 )
+from agents.state import AcceleratorSaw, ArmTimer, Disconnect, Link, Stalled, TellWorker, Worker
 from events.vocabulary import (
     AcceleratorReported,
     CheckpointSaved,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from agents.handling.turn import Turn
 from agents.log_layout import worker_log
+from agents.protocol.messages import Launch, Spawn
 from agents.state import ArmTimer, Link, Order, TellForkServer, Waiting, Worker
-from agents.trainer.messages import Launch, Spawn
 from events.vocabulary import StartWorker, WorkerId, WorkerStarted
 
 

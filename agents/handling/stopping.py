@@ -7,8 +7,8 @@ from typing import assert_never
 
 from agents.handling import starting
 from agents.handling.turn import MAX_TEXT, Turn
+from agents.protocol.messages import Kill, Quit
 from agents.state import ArmTimer, Order, TellForkServer, TellWorker, Worker
-from agents.trainer.messages import Kill, Quit
 from events.vocabulary import StopWorker
 
 

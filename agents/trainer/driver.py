@@ -16,27 +16,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agents.trainer import transfer
-from agents.trainer.accumulation import Accumulation
-from agents.trainer.context import Context
-from agents.trainer.detection import Detection
-from agents.trainer.group import Group
-from agents.trainer.injection import Point
+from agents.protocol.injection import Point
+from agents.protocol.messages import Membership
+from agents.protocol.sampling import Sampling
+from agents.trainer.detection.observing import Detection
+from agents.trainer.gradients.accumulation import Accumulation
+from agents.trainer.gradients.reduction import Reduction
+from agents.trainer.groups.group import Group
+from agents.trainer.groups.rendezvous import Rendezvous
 from agents.trainer.ledger import Account
 from agents.trainer.lifecycle import Books, run
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import QuitAsked, Stranded
+from agents.trainer.lifecycle.regrouping import Position
 from agents.trainer.lifecycle.results import Due, Loaded, Stock
-from agents.trainer.messages import Membership
-from agents.trainer.reduction import Reduction
-from agents.trainer.regrouping import Position
-from agents.trainer.rendezvous import Rendezvous
-from agents.trainer.resharding import NoLayout, reshard
-from agents.trainer.sampling import Sampling
-from agents.trainer.saving import Saving, Whole
-from agents.trainer.sharing import Sharing
-from agents.trainer.sources import Sources, Tree
-from agents.trainer.state import BadState, TrainingState
+from agents.trainer.process.context import Context
+from agents.trainer.sharded.sharing import Sharing
+from agents.trainer.states import transfer
+from agents.trainer.states.resharding import NoLayout, reshard
+from agents.trainer.states.saving import Saving, Whole
+from agents.trainer.states.sources import Sources, Tree
+from agents.trainer.states.state import BadState, TrainingState
 from events.vocabulary import StateSource
 
 EXIT_STRANDED = 75

@@ -30,25 +30,27 @@ from typing import Any
 import msgspec
 import torch
 
-from agents.trainer import context, randomness
-from agents.trainer.accumulation import Accumulation
-from agents.trainer.context import Context
-from agents.trainer.detection import Detection
+from agents.protocol.exits import LEFT_EARLY
+from agents.protocol.messages import Ready
+from agents.protocol.sampling import Sampling, work_seed
+from agents.trainer import randomness
+from agents.trainer.detection.observing import Detection
 from agents.trainer.driver import Driver
-from agents.trainer.faults import LEFT_EARLY, LeftEarly, NanLoss, trouble
-from agents.trainer.layout import layout_of
+from agents.trainer.gradients.accumulation import Accumulation
+from agents.trainer.gradients.reduction import Reduction
+from agents.trainer.groups.rendezvous import Rendezvous
 from agents.trainer.lifecycle import Books
 from agents.trainer.lifecycle.effects import Compute, Optimize
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stopped, Superseded
-from agents.trainer.messages import Ready
+from agents.trainer.process import context
+from agents.trainer.process.context import Context
+from agents.trainer.process.faults import LeftEarly, NanLoss, trouble
 from agents.trainer.randomness import seed_all
-from agents.trainer.reduction import Reduction
-from agents.trainer.rendezvous import Rendezvous
-from agents.trainer.sampling import Sampling, work_seed
-from agents.trainer.saving import Saving
-from agents.trainer.sharded_optimizer import ShardedOptimizer
-from agents.trainer.sharing import Sharing
-from agents.trainer.state import TrainingState
+from agents.trainer.sharded.optimizer import ShardedOptimizer
+from agents.trainer.sharded.sharing import Sharing
+from agents.trainer.states.layout import layout_of
+from agents.trainer.states.saving import Saving
+from agents.trainer.states.state import TrainingState
 
 MAX_REASON = 512
 _FLUSH_S = 2.0

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agents.trainer.sampling import DIGEST_MODULUS, Sampling, samples_digest
+from agents.protocol.sampling import DIGEST_MODULUS, Sampling, samples_digest
 
 #: Exact accumulation holds sums of gradients up to this (`accumulation.py`).
 PEAK_MAX = 2.0**22

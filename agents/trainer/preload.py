@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from agents.gpus import visible_gpus
+from agents.protocol.gpus import visible_gpus
 
 _compile = torch.compile
 

@@ -24,7 +24,7 @@ from agents.trainer import corpus
 from agents.trainer.corpus import Corpus
 from agents.trainer.hook import Hook, Step
 from agents.trainer.randomness import seed_all
-from agents.trainer.sharded_optimizer import ShardedOptimizer
+from agents.trainer.sharded.optimizer import ShardedOptimizer
 from events.vocabulary import TaskSpec
 
 

@@ -14,14 +14,14 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from agents.trainer import context
-from agents.trainer.channel import AgentChannel
-from agents.trainer.context import Context, Patience
-from agents.trainer.faults import LeftEarly, trouble
-from agents.trainer.injection import Injection
+from agents.protocol.injection import Injection
+from agents.protocol.marks import Marker, path_of
+from agents.protocol.messages import Launch
 from agents.trainer.lifecycle.failures import QuitAsked
-from agents.trainer.marks import Marker, path_of
-from agents.trainer.messages import Launch
+from agents.trainer.process import context
+from agents.trainer.process.channel import AgentChannel
+from agents.trainer.process.context import Context, Patience
+from agents.trainer.process.faults import LeftEarly, trouble
 from events.vocabulary import TaskSpec
 
 _FLUSH_TIMEOUT_S = 2.0
@@ -58,7 +58,7 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
     import torch
 
     from agents.trainer import cpu_shim
-    from agents.trainer.replica import Replica
+    from agents.trainer.process.replica import Replica
 
     spec = launch.spec
     # Or torch's watchdog ends the process when a peer dies: what is to be done about that is decided elsewhere.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from agents.namesakes import Namesakes, until_alone
 from agents.outbox import Outbox
+from agents.protocol.messages import FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
 from agents.shell import Shell
 from agents.state import (
     Action,
@@ -30,7 +31,6 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from agents.trainer.messages import FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
 from events.schemas import FIRST, schema_of, spoken_schema, told_version
 from events.vocabulary import Command, MemoryService
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint

@@ -1,4 +1,4 @@
-"""An iteration's gradients, bucket by bucket, as agents/trainer/reduction.py and accumulation.py keep them.
+"""An iteration's gradients, bucket by bucket, as agents/trainer/gradients/reduction.py and accumulation.py keep them.
 
 A gradient is modelled by what it is made of: how often each micro-batch is in it. A sum over all replicas is right
 where every micro-batch is in it exactly once.

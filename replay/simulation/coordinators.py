@@ -1,4 +1,4 @@
-"""The head: real coordinators (unicrond/coordinator.py), started, crashed and fenced.
+"""The head: real coordinators (unicrond/service/coordinator.py), started, crashed and fenced.
 
 A supervisor keeps one alive. A second one may be started beside it at any time (two heads, a restart that came too
 early); a fenced one ends for good.
@@ -18,10 +18,11 @@ from replay.simulation.log_server import LogServer
 from replay.simulation.network import Link
 from replay.simulation.virtual_time import HostClock
 from replay.simulation.witness import Witness
-from unicrond.coordinator import Coordinator
-from unicrond.isolation import Repair
-from unicrond.policy import Policy
-from unicrond.readmission import Outcome, Readmission
+from unicrond.core.isolation import Repair
+from unicrond.core.policy import Policy
+from unicrond.intake.readmission import Readmission
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.repairs import Outcome
 
 _READMISSION = Readmission(timeout_s=4.0, repair_timeout_s=10.0)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agents.protocol.messages import Committed, Completed, FromWorker, Regrouped
+from agents.protocol.sampling import Sampling
 from agents.trainer.ledger import Account, Ledger
 from agents.trainer.lifecycle import Books, run
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
 from agents.trainer.lifecycle.results import Stock
-from agents.trainer.messages import Committed, Completed, FromWorker, Regrouped
-from agents.trainer.sampling import Sampling
 from replay.simulation.buckets import BUCKETS, Buckets
 from replay.simulation.seat import Seat
 from replay.simulation.states import States

@@ -35,7 +35,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"{self.at_s:6.2f} s  {self.kind}{f' {self.how}' if self.how else ''}{where}{lasting}"
 
 
-#: Where a worker may die, by the training loop's name for it (agents/trainer/injection.py); `regrouped`: it says so.
+#: Where a worker may die, by the training loop's name for it (agents/protocol/injection.py); `regrouped`: it says so.
 _MOMENTS = (
     "computed", "reduced", "agreeing", "stepped", "gathering", "committed", "giving", "dividing", "regrouped",
 )  # fmt: skip

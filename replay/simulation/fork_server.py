@@ -1,11 +1,11 @@
-"""The fork server as its agent meets it (rules: agents/fork_server.py)."""
+"""The fork server as its agent meets it (rules: agents/fork_server/server.py)."""
 
 from __future__ import annotations
 
 import signal
 from typing import TYPE_CHECKING
 
-from agents.trainer.messages import (
+from agents.protocol.messages import (
     Exited,
     ExitedAck,
     Forget,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from events.command_line import UsageError
-from replay.opening import PROGRAM, as_json, say
+from replay.reading.opening import PROGRAM, as_json, say
 from replay.simulation.run import Outcome, history, simulate
 from replay.simulation.seeds import cores, outcomes
 from replay.simulation.shrink import kept, shrink

@@ -1,4 +1,4 @@
-"""A group's forming and its collectives, as agents/trainer/group.py meets them.
+"""A group's forming and its collectives, as agents/trainer/groups/group.py meets them.
 
 Rules
 -----
@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from agents.trainer.messages import Membership
+from agents.protocol.messages import Membership
 
 if TYPE_CHECKING:
     from replay.simulation.replica import Replica

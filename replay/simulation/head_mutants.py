@@ -13,11 +13,12 @@ from events import vocabulary as v
 from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.planting import Mutant, patch, patch_fold
-from unicrond import admission, blame, coordinator, fold, isolation, reconcile, state
-from unicrond.deciding import copies, memberships, readmission, staff
-from unicrond.deciding.batch import Batch
-from unicrond.folding import changes, deadlines, incidents, strikes, suspicions
-from unicrond.state import NodeStatus
+from unicrond.core import admission, blame, changes, fold, isolation, reconcile, state
+from unicrond.core.deciding import copies, memberships, readmission, staff
+from unicrond.core.deciding.batch import Batch
+from unicrond.core.folding import deadlines, incidents, strikes, suspicions
+from unicrond.core.state import NodeStatus
+from unicrond.service import coordinator
 
 # --- the coordinator -----------------------------------------------------------------------------
 

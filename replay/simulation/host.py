@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from agents.protocol.messages import FromWorker
 from agents.state import Remembered
-from agents.trainer.messages import FromWorker
 from replay.simulation.agent import Agent
 from replay.simulation.fork_server import ForkServer
 from replay.simulation.log_client import Beats

@@ -11,21 +11,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from agents.state import Action, Append, ArmTimer, Commanded
 from agents.trainer.ledger import Total
-from agents.trainer.parts import Part
+from agents.trainer.sharded.parts import Part
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.schemas import schema_of, since
-from unicrond.decide import decide, needed_solves
-from unicrond.invariants import InvariantError, check
-from unicrond.planning.placement import Shape, place
-from unicrond.planning.problem import Problem
-from unicrond.planning.solver import Solution, solve
-from unicrond.policy import Policy
-from unicrond.reconcile import leaving_members
-from unicrond.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
-from unicrond.state_bytes import digest
-from unicrond.survey import Survey
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.invariants import InvariantError, check
+from unicrond.core.planning.placement import Shape, place
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.policy import Policy
+from unicrond.core.reconcile import leaving_members
+from unicrond.core.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
+from unicrond.core.state_bytes import digest
+from unicrond.core.survey import Survey
 
 #: Name -> what it says; docs/design/simulation.md is held to this table by a test.
 RULES: dict[str, str] = {
@@ -129,7 +129,7 @@ def repeats_change_nothing(before: ClusterState, after: ClusterState) -> str:
 
 
 def state_is_sound(state: ClusterState) -> str:
-    """unicrond/invariants.py."""
+    """unicrond/core/invariants.py."""
     try:
         check(state)
     except InvariantError as error:

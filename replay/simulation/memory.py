@@ -1,4 +1,4 @@
-"""States of training in the memory of nodes (agents/trainer/memory.py, agents/memory_server.py, sources.py).
+"""States of training in the memory of nodes (agents/protocol/memory.py, agents/memory_server.py, sources.py).
 
 Two states of each shard; a new one takes the place of the older. They are the fork server's, and go with it.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from replay.simulation.head_mutants import HEAD_MUTANTS
 from replay.simulation.node_mutants import NODE_MUTANTS
@@ -24,10 +25,14 @@ MUTANTS: dict[str, Mutant] = HEAD_MUTANTS | NODE_MUTANTS
 
 def caught(name: str, seeds: Sequence[int], processes: int) -> tuple[Outcome | None, int]:
     """The first outcome in which a rule was broken, and how many seeds were played until then."""
-    for played, outcome in enumerate(outcomes(seeds, processes, name), start=1):
+    for played, outcome in enumerate(outcomes(seeds, processes, partial(_bring_in, name)), start=1):
         if outcome.rule:
             return outcome, played
     return None, len(seeds)
+
+
+def _bring_in(name: str) -> None:
+    MUTANTS[name].apply()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

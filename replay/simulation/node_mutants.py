@@ -8,8 +8,7 @@ from typing import Any
 from agents import commit_sums, core
 from agents.handling import exits, orders, starting
 from agents.state import Remembered
-from agents.trainer import dealing, regrouping
-from agents.trainer.lifecycle import groups, iteration, joining, sharded, shares
+from agents.trainer.lifecycle import dealing, groups, iteration, joining, regrouping, sharded, shares
 from agents.trainer.lifecycle.effects import Pending, Rows
 from replay.simulation.planting import Mutant, patch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from unicrond import fold
+from unicrond.core import fold
 
 
 class Mutant(NamedTuple):

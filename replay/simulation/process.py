@@ -1,4 +1,4 @@
-"""A worker's process and its line to the agent, as agents/trainer/channel.py behaves.
+"""A worker's process and its line to the agent, as agents/trainer/process/channel.py behaves.
 
 Rules
 -----
@@ -16,8 +16,8 @@ import signal
 from collections import deque
 from typing import TYPE_CHECKING
 
-from agents.trainer.channel import EXIT_NO_AGENT, QUIT_GRACE_S
-from agents.trainer.messages import (
+from agents.protocol.exits import EXIT_NO_AGENT
+from agents.protocol.messages import (
     Committed,
     Completed,
     FromWorker,
@@ -31,6 +31,7 @@ from agents.trainer.messages import (
     Saved,
     ToWorker,
 )
+from agents.trainer.process.channel import QUIT_GRACE_S
 from events.vocabulary import Fault
 from replay.simulation.network import Pipe
 

@@ -1,4 +1,4 @@
-"""What an agent sees of its workers without their help: marks, as agents/trainer/detection.py makes them.
+"""What an agent sees of its workers without their help: marks, as agents/trainer/detection/observing.py makes them.
 
 The baseline (how long an iteration may last) and the watch that looks at the marks (agents/watch.py) are the real ones.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from agents.trainer.baseline import Baseline
-from agents.trainer.marks import Mark
+from agents.protocol.marks import Mark
+from agents.trainer.detection.baseline import Baseline
 from events.vocabulary import Phase, WorkerId
 
 if TYPE_CHECKING:

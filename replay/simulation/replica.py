@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from agents.classify import EXIT_NO_MEMBERSHIP
-from agents.trainer.injection import PHASES, Point
+from agents.protocol.exits import EXIT_NO_MEMBERSHIP
+from agents.protocol.injection import PHASES, Point
+from agents.protocol.messages import FromWorker, Ready, Trouble
 from agents.trainer.lifecycle.failures import NothingLeft, QuitAsked, Stranded
-from agents.trainer.messages import FromWorker, Ready, Trouble
 from events.vocabulary import ErrorKind, Fault, Phase
 from replay.simulation.driver import Driver
 from replay.simulation.progress import Progress

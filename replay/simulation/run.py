@@ -16,8 +16,8 @@ from replay.simulation.fault_effects import arrange
 from replay.simulation.faults import FAULTY_UNTIL_S, Fault, draw
 from replay.simulation.virtual_time import VirtualLoop
 from replay.simulation.world import World
-from unicrond.state import ClusterState, TaskStatus
-from unicrond.state_bytes import digest
+from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.state_bytes import digest
 
 #: From the last fault to rest, at most (isolations double; several may stand at the end).
 REST_WITHIN_S = 240.0

@@ -1,6 +1,6 @@
 """A replica's seat: which membership it follows, its end of that group, and what it says there.
 
-After agents/trainer/rendezvous.py; how a group meets and what becomes of its collectives: `group.py`.
+After agents/trainer/groups/rendezvous.py; how a group meets and what becomes of its collectives: `group.py`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as struct_replace
 
+from agents.protocol.messages import Membership, Waits
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import Broken, Stranded, Superseded
-from agents.trainer.messages import Membership, Waits
-from agents.trainer.regrouping import Position, span_row, spans_of
+from agents.trainer.lifecycle.regrouping import Position, span_row, spans_of
 from replay.simulation.buckets import BUCKETS
 from replay.simulation.group import End, Row
 
 if TYPE_CHECKING:
     from replay.simulation.replica import Replica
 
-#: See agents/trainer/group.py, which would bring torch.
+#: See agents/trainer/groups/group.py, which would bring torch.
 WAITS_S = 2.0
 
 

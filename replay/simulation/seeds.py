@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from replay.simulation.run import Outcome, simulate
@@ -13,12 +13,12 @@ from replay.simulation.run import Outcome, simulate
 _CHUNK = 8
 
 
-def outcomes(seeds: Sequence[int], processes: int, mutant: str = "") -> Iterator[Outcome]:
-    """In no certain order. `mutant`: a deliberate bug (mutants.py) that every process carries."""
+def outcomes(seeds: Sequence[int], processes: int, bring_in: Callable[[], object] | None = None) -> Iterator[Outcome]:
+    """In no certain order. `bring_in`: puts a deliberate bug (mutants.py) into every process."""
     # Spawned, not forked: the caller may have threads, and nothing of it shall be in the simulation.
     context = multiprocessing.get_context("spawn")
-    at_once = 1 if mutant else _CHUNK  # a search for a bug stops at the first seed that shows it
-    with context.Pool(processes, _prepare, (mutant,)) as pool:
+    at_once = 1 if bring_in else _CHUNK  # a search for a bug stops at the first seed that shows it
+    with context.Pool(processes, _prepare, (bring_in,)) as pool:
         yield from pool.imap_unordered(simulate, seeds, chunksize=at_once)
 
 
@@ -29,9 +29,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _prepare(mutant: str) -> None:
+def _prepare(bring_in: Callable[[], object] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends us
-    if mutant:
-        from replay.simulation.mutants import MUTANTS
-
-        MUTANTS[mutant].apply()
+    if bring_in:
+        bring_in()

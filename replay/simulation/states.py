@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_args
 
-from agents.trainer.candidates import KINDS, Kind, row_of
+from agents.protocol.messages import Captured, Saved
 from agents.trainer.lifecycle import Books
 from agents.trainer.lifecycle import effects as e
+from agents.trainer.lifecycle.candidates import KINDS, Kind, row_of
 from agents.trainer.lifecycle.results import NOTHING, Due, Loaded
-from agents.trainer.messages import Captured, Saved
 from events import vocabulary as v
 from replay.simulation.group import Row
 from replay.simulation.memory import Copy, in_memory, layout_of

@@ -12,9 +12,9 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from agents.protocol.messages import Membership
+from agents.protocol.sampling import Sampling, samples_digest
 from agents.state import StateHeld
-from agents.trainer.messages import Membership
-from agents.trainer.sampling import Sampling, samples_digest
 from events.vocabulary import MemoryService, TaskSpec
 from replay.simulation.group import Group
 from replay.simulation.memory import Copy, held, in_peers_memory

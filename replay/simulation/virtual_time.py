@@ -21,7 +21,7 @@ from concurrent.futures import Executor
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
 
-from unicrond.clock import Clock
+from unicrond.service.clock import Clock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from agents.trainer.parts import ALIGN, Move, Part, Span
+from agents.trainer.sharded.parts import ALIGN, Move, Part, Span
 
 Blocks: TypeAlias = tuple[int, ...]
 #: Elements of the two spaces of a sharded optimizer. (Of some numbers of parts the last ones are empty.)

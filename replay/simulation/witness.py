@@ -9,19 +9,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from agents.protocol.messages import Membership
+from agents.protocol.sampling import DIGEST_MODULUS
 from agents.state import Action, Append, Commanded, Input
 from agents.trainer.ledger import Total
-from agents.trainer.messages import Membership
-from agents.trainer.parts import Part
-from agents.trainer.sampling import DIGEST_MODULUS
+from agents.trainer.sharded.parts import Part
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Recorded
 from replay.simulation import invariants as rules
 from replay.simulation.edges import is_forged
 from replay.simulation.invariants import Violation
 from replay.simulation.weights import Blocks, State
-from unicrond import fold as folding
-from unicrond.state import ClusterState
+from unicrond.core import fold as folding
+from unicrond.core.state import ClusterState
 
 if TYPE_CHECKING:
     from replay.simulation.host import Host

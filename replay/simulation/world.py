@@ -17,8 +17,8 @@ from replay.simulation.network import Link
 from replay.simulation.training import Training
 from replay.simulation.virtual_time import HostClock, VirtualLoop
 from replay.simulation.witness import Witness
-from unicrond.isolation import Repair, needs_hands
-from unicrond.policy import Policy
+from unicrond.core.isolation import Repair, needs_hands
+from unicrond.core.policy import Policy
 
 HEARTBEAT_S = 1.0
 _LEASE_S = 12.0

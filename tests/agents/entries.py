@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from agents.trainer.framing import Unframer, frame
-from agents.trainer.messages import Committed, Hello, Launch, Membership, Quit, Ready, Regrouped, ToWorker
+from agents.protocol.framing import Unframer, frame
+from agents.protocol.messages import Committed, Hello, Launch, Membership, Quit, Ready, Regrouped, ToWorker
 
 
 def serve(listener: socket.socket) -> NoReturn:

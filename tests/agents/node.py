@@ -13,6 +13,22 @@ from typing import Any
 import msgspec
 
 from agents import core
+from agents.protocol.marks import Mark
+from agents.protocol.messages import (
+    Committed,
+    Exited,
+    ExitedAck,
+    Forked,
+    FromWorker,
+    Hello,
+    Inventory,
+    InventoryWorker,
+    Kill,
+    Membership,
+    Quit,
+    Ready,
+    Spawn,
+)
 from agents.state import (
     Action,
     Append,
@@ -32,22 +48,6 @@ from agents.state import (
     TimerFired,
     WorkerConnected,
     WorkerSaid,
-)
-from agents.trainer.marks import Mark
-from agents.trainer.messages import (
-    Committed,
-    Exited,
-    ExitedAck,
-    Forked,
-    FromWorker,
-    Hello,
-    Inventory,
-    InventoryWorker,
-    Kill,
-    Membership,
-    Quit,
-    Ready,
-    Spawn,
 )
 from events.vocabulary import (
     Command,

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agents.trainer.framing import Unframer, frame
-from agents.trainer.messages import FromForkServer, Inventory, ToForkServer
+from agents.protocol.framing import Unframer, frame
+from agents.protocol.messages import FromForkServer, Inventory, ToForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = (

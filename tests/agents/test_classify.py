@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 
 from agents.classify import Exit, classify
-from agents.gpus import visible_gpus
 from agents.host import load_milli, memory_free_bytes
-from agents.trainer.channel import EXIT_NO_AGENT
-from agents.trainer.faults import SYMPTOMS
-from agents.trainer.messages import OomKill
+from agents.protocol.exits import EXIT_NO_AGENT
+from agents.protocol.gpus import visible_gpus
+from agents.protocol.messages import OomKill
+from agents.trainer.process.faults import SYMPTOMS
 from events.vocabulary import ExitCause
 
 

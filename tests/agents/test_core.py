@@ -8,22 +8,8 @@ import msgspec
 import pytest
 
 from agents.handling import reports
-from agents.state import (
-    Appended,
-    Disconnect,
-    Finish,
-    ForkServerSaid,
-    HandOver,
-    Leave,
-    LogSeen,
-    TellForkServer,
-    TellWorker,
-    Unreadable,
-    WorkerConnected,
-    WorkerDisconnected,
-)
-from agents.trainer.marks import Mark
-from agents.trainer.messages import (
+from agents.protocol.marks import Mark
+from agents.protocol.messages import (
     Busy,
     Completed,
     ExitedAck,
@@ -37,6 +23,20 @@ from agents.trainer.messages import (
     Saved,
     StopWanted,
     Trouble,
+)
+from agents.state import (
+    Appended,
+    Disconnect,
+    Finish,
+    ForkServerSaid,
+    HandOver,
+    Leave,
+    LogSeen,
+    TellForkServer,
+    TellWorker,
+    Unreadable,
+    WorkerConnected,
+    WorkerDisconnected,
 )
 from events.schemas import SCHEMA
 from events.vocabulary import (

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from agents.protocol.messages import Ready
 from agents.state import Leave, WorkerDisconnected
-from agents.trainer.messages import Ready
 from events.vocabulary import CommandApplied, CommandFailed, NodeLeft, WorkerExited, WorkerStarted
 from tests.agents.node import Node, committed, membership, start, stop
 

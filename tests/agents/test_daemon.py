@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agents.trainer.marks import Marker
+from agents.protocol.marks import Marker
 from events.envelope import Envelope, Recorded
 from events.logs_request import LogsRequest, decode_reply, encode, logs_subject
 from events.nats_connection import Connection

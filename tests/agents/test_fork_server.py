@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.memory import Memory
-from agents.trainer.messages import (
+from agents.protocol.memory import Memory
+from agents.protocol.messages import (
     Exited,
     ExitedAck,
     Forget,

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from agents import memory_server
-from agents.trainer.memory_exchange import ask
+from agents.protocol.memory_exchange import ask
 from tests.integration.memory_nodes import OtherNode
 
 

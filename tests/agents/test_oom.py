@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.oom import OomWitness
-from agents.trainer.messages import Exited
+from agents.fork_server.oom import OomWitness
+from agents.protocol.messages import Exited
 from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import AgentSide, has_ended, kill
 from tests.agents.test_fork_server import born, spawn

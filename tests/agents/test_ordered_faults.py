@@ -13,8 +13,8 @@ import pytest
 
 from agents import core
 from agents.node_faults import is_in_own_namespace
+from agents.protocol.messages import Inject, Kill
 from agents.state import Commanded, InjectIntoNode, NodeFaultInjected, Remembered, TellForkServer, TellWorker
-from agents.trainer.messages import Inject, Kill
 from events.vocabulary import (
     AcceleratorReported,
     CommandApplied,

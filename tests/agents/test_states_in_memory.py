@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from agents.protocol.messages import Captured, Forget, Taken
 from agents.state import CopyState, Held, StateHeld, TellForkServer
-from agents.trainer.messages import Captured, Forget, Taken
 from events.vocabulary import DropState, MemoryService, NodeJoined, PeersRemembered, SetPeers, StateKept, StateTaken
 from tests.agents.node import NODE, Node, membership, start
 

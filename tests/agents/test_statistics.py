@@ -7,9 +7,9 @@ import signal
 import pytest
 from msgspec.structs import replace
 
+from agents.protocol.marks import Mark
+from agents.protocol.messages import CaughtUp, Degraded, Exited, Kill, Quit, Straggles, Suspected
 from agents.state import ForkServerSaid, Stalled, TellForkServer, TellWorker
-from agents.trainer.marks import Mark
-from agents.trainer.messages import CaughtUp, Degraded, Exited, Kill, Quit, Straggles, Suspected
 from events.vocabulary import (
     CorruptionSuspected,
     DegradationObserved,

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from agents import watch
-from agents.trainer import marks
-from agents.trainer.marks import Mark, Marker
+from agents.protocol import marks
+from agents.protocol.marks import Mark, Marker
 from agents.watch import MarkFiles, Watch
 from events.vocabulary import WorkerId
 

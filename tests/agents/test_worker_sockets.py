@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.framing import frame
-from agents.trainer.messages import Hello, Ready
+from agents.protocol.framing import frame
+from agents.protocol.messages import Hello, Ready
 from agents.worker_sockets import WorkerSockets
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from agents.trainer import context, pretrain_gpt
+from agents.protocol.marks import Marker
+from agents.trainer import pretrain_gpt
 from agents.trainer.corpus import Corpus
-from agents.trainer.detection import Detection, Sighting
+from agents.trainer.detection.observing import Detection, Sighting
+from agents.trainer.detection.own_time import OwnTime
 from agents.trainer.hook import Hook
-from agents.trainer.marks import Marker
-from agents.trainer.own_time import OwnTime
+from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
 
 

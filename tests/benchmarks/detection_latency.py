@@ -31,8 +31,8 @@ from typing import Any
 import aiohttp
 
 from tests.integration.live import TASK, Live, live_cluster, members
-from unicrond.dev import free_port
-from unicrond.state import ClusterState, NodeStatus
+from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.local.dev import free_port
 
 HERE = Path(__file__).parent
 HEARTBEAT_S = 0.5

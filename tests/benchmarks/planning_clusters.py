@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from unicrond.planning.layouts import job
-from unicrond.planning.presets import GPUS, MODELS
-from unicrond.planning.problem import Curve, TaskProblem
-from unicrond.planning.situation import NodeLoad, Situation
-from unicrond.planning.throughput import table
+from unicrond.core.planning.problem import Curve, TaskProblem
+from unicrond.core.planning.situation import NodeLoad, Situation
+from unicrond.throughput.layouts import job
+from unicrond.throughput.model import table
+from unicrond.throughput.presets import GPUS, MODELS
 
 SLOTS = 8
 SIZES = ("gpt3-1.3b", "gpt3-7b", "gpt3-13b", "gpt3-70b", "gpt3-175b")

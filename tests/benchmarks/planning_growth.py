@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 
 from tests.benchmarks.planning_clusters import cluster
-from unicrond.planning import kernel
-from unicrond.planning.situation import NodeLost
-from unicrond.planning.solver import solve
-from unicrond.planning.table import Planner
+from unicrond.core.planning import kernel
+from unicrond.core.planning.situation import NodeLost
+from unicrond.core.planning.solver import solve
+from unicrond.core.planning.table import Planner
 
 WORKERS = (128, 256, 512, 1024, 2048, 4096, 8192)
 TASKS = (4, 8, 16, 32, 64, 128)

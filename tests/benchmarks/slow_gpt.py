@@ -11,7 +11,8 @@ import sys
 import time
 from typing import Any
 
-from agents.trainer import context, pretrain_gpt
+from agents.trainer import pretrain_gpt
+from agents.trainer.process import context
 
 FORWARD_BACKWARD = pretrain_gpt.forward_backward
 

@@ -20,15 +20,15 @@ import pytest
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from tests.benchmarks.planning_clusters import BATCHES, SIZES, SLOTS, curve
-from unicrond.decide import decide, needed_solves
-from unicrond.fold import fold
-from unicrond.foresight import Foresight
-from unicrond.plan_problems import healthy_problem_of, problem_of
-from unicrond.planning import kernel
-from unicrond.planning.solver import solve
-from unicrond.policy import Policy
-from unicrond.state import ClusterState
-from unicrond.survey import Survey
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.fold import fold
+from unicrond.core.plan_problems import healthy_problem_of, problem_of
+from unicrond.core.planning import kernel
+from unicrond.core.planning.solver import solve
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState
+from unicrond.core.survey import Survey
+from unicrond.service.foresight import Foresight
 
 POLICY = Policy(worker_mtbf_s=10**7, transition_s=60.0)
 SIZES_MEASURED = [pytest.param((128, 32), id="1024-32"), pytest.param((1280, 100), id="10240-100")]

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 from tests.benchmarks.planning_clusters import cluster
-from unicrond.planning import kernel, kernel_numba
-from unicrond.planning.situation import NodeLost, Situation, TaskFinished
-from unicrond.planning.solver import solve
-from unicrond.planning.table import Planner
+from unicrond.core.planning import kernel, kernel_numba
+from unicrond.core.planning.situation import NodeLost, Situation, TaskFinished
+from unicrond.core.planning.solver import solve
+from unicrond.core.planning.table import Planner
 
 SIZES = [
     pytest.param((128, 6, 1), id="128-6-gpu"),
@@ -147,8 +147,8 @@ def test_the_loop_goes_on(benchmark: Any) -> None:
 MEMORY = """
 import json, pathlib, re
 from tests.benchmarks.planning_clusters import cluster
-from unicrond.planning import kernel
-from unicrond.planning.table import Planner
+from unicrond.core.planning import kernel
+from unicrond.core.planning.table import Planner
 
 def resident(field):
     status = pathlib.Path("/proc/self/status").read_text()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from agents.protocol.messages import Regrouped
 from agents.trainer import corpus
-from agents.trainer.messages import Regrouped
 from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 

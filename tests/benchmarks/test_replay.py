@@ -34,16 +34,16 @@ from events.nats_streams import NANOS, api, create_streams
 from events.segments import read_entries
 from events.subjects import EVENT_STREAM
 from events.vocabulary import StepCommitted
-from replay.nats_source import NatsSource
-from replay.replayer import EMPTY, replay
-from replay.source import read
+from replay.reading.nats_source import NatsSource
+from replay.reading.replayer import EMPTY, replay
+from replay.reading.source import read
 from tests.replay.logs import write_log
 from tests.unicrond.cluster import MiniCluster
-from unicrond.coordinator import Coordinator
-from unicrond.fold import fold
-from unicrond.nats_snapshots import NatsSnapshotStore
-from unicrond.policy import Policy
-from unicrond.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of
+from unicrond.core.fold import fold
+from unicrond.core.policy import Policy
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.nats_snapshots import NatsSnapshotStore
+from unicrond.service.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of
 
 ENTRIES = 20_000
 NATS_ENTRIES = 300_000

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.test_restart import TASK, events, report
-from unicrond.client import Client
-from unicrond.dev import DevCluster, small_cluster
-from unicrond.state import ClusterState, Task
+from unicrond.core.state import ClusterState, Task
+from unicrond.ctl.client import Client
+from unicrond.local.dev import DevCluster, small_cluster
 
 #: Stage -> the event that ends it, the last of its kind; of orders the first.
 STAGES = {

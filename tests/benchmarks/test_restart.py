@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from unicrond.dev import DevCluster, small_cluster
+from unicrond.local.dev import DevCluster, small_cluster
 
 TASK = {
     "name": "solo",

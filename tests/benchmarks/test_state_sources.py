@@ -15,10 +15,11 @@ from typing import TypeVar
 import pytest
 import torch
 
-from agents.trainer import checkpoint, memory_exchange
-from agents.trainer.memory import Memory, digest_of
-from agents.trainer.memory_exchange import Fetching
-from agents.trainer.state_bytes import Flat, read
+from agents.protocol import memory_exchange
+from agents.protocol.memory import Memory, digest_of
+from agents.protocol.memory_exchange import Fetching
+from agents.trainer.states import checkpoint
+from agents.trainer.states.state_bytes import Flat, read
 from tests.integration.test_state_sources import OtherNode
 
 T = TypeVar("T")

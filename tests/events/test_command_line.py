@@ -13,7 +13,7 @@ from events.command_line import Parser, UsageError, add_command, existing_file, 
 
 PARSERS = {
     "unicrond": "unicrond.cli",
-    "unicronctl": "unicrond.ctl_parser",
+    "unicronctl": "unicrond.ctl.parser",
     "unicron-agent": "agents.cli",
     "unicron-replay": "replay.cli",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.messages import Regrouped
+from agents.protocol.messages import Regrouped
 from tests.gpu.conftest import ENV
 from tests.gpu.devices import COUNT, missing
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, WITHIN, Cell

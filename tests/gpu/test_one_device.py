@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from agents.gpus import visible_gpus
+from agents.protocol.gpus import visible_gpus
 from agents.trainer import randomness
-from agents.trainer.gpu_copies import STAGE_BYTES
-from agents.trainer.state import TrainingState
-from agents.trainer.state_bytes import Flat, read
+from agents.trainer.states.gpu_copies import STAGE_BYTES
+from agents.trainer.states.state import TrainingState
+from agents.trainer.states.state_bytes import Flat, read
 from events.vocabulary import StoreAddress
 from tests.gpu.conftest import ENV
 from tests.gpu.devices import missing

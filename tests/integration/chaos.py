@@ -25,9 +25,9 @@ import psutil
 import uvloop
 
 from tests.integration.samples import expected_digest, samples_in_corpus
-from unicrond.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, Story, replay, whole
-from unicrond.dev import DevCluster, small_cluster
-from unicrond.state import ClusterState, Worker, WorkerStatus
+from unicrond.core.state import ClusterState, Worker, WorkerStatus
+from unicrond.local.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, Story, replay, whole
+from unicrond.local.dev import DevCluster, small_cluster
 
 
 class Chaos(Story):

@@ -90,7 +90,7 @@ LINKS = {"reset": reset, "silence": silence}
 
 
 def main() -> None:
-    from agents.trainer import context
+    from agents.trainer.process import context
 
     launch = context.current().launch
     orders = Orders(Path(sys.argv[1]), launch.worker, launch.node)

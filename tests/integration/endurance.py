@@ -28,10 +28,10 @@ import msgspec
 import psutil
 
 from tests.integration.chaos import Chaos, main
-from unicrond.demo import TASKS
-from unicrond.dev import DevCluster
+from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.inject import inject
-from unicrond.state import ClusterState, TaskStatus
+from unicrond.local.demo import TASKS
+from unicrond.local.dev import DevCluster
 
 PHASES = ("forward", "backward", "reduce", "step")
 REFERENCE = "reference"
@@ -201,7 +201,7 @@ class Endurance(Chaos):
 
 def iterations_saved(directory: Path, task: str) -> list[int]:
     """Iterations of the checkpoints there, newest first."""
-    from agents.trainer import checkpoint
+    from agents.trainer.states import checkpoint
 
     return list(checkpoint.newest_iterations(directory, task))
 
@@ -211,7 +211,7 @@ def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
 
     But its pace, and where random generators stand: seeded anew for each micro-batch, they tell which came last.
     """
-    from agents.trainer import checkpoint
+    from agents.trainer.states import checkpoint
 
     tree, _ = checkpoint.load(directory, task, iteration, 0)
     return dict(_leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s")}, ""))

@@ -32,10 +32,10 @@ import yaml
 from agents.trainer import corpus
 from tests.integration.disobedient_gpt import order
 from tests.integration.tcp_proxy import Proxy, proxy_to
-from unicrond.dev import HANG_FLOOR_S, Part, free_port
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import from_json
 from unicrond.inject import inject
-from unicrond.state import ClusterState
-from unicrond.state_bytes import from_json
+from unicrond.local.dev import HANG_FLOOR_S, Part, free_port
 
 NODES = ("n1", "n2", "n3")
 CUT = "n3"

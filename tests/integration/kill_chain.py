@@ -2,7 +2,7 @@
 
 Rules
 -----
-* A fault is ordered for a *generation* (`agents/trainer/injection.py`), so nothing depends on how fast anybody is: it
+* A fault is ordered for a *generation* (`agents/protocol/injection.py`), so nothing depends on how fast anybody is: it
   happens at the first such point after that membership was taken. The generations follow from the cells alone, and
   every worker is born with its order; those of later cells wait, ready, until they are told to join.
 * The test plays agent, supervisor and coordinator: it kills what hangs, kills the rest of a lost replica, and tells
@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from agents.trainer.messages import Ready, Regrouped
+from agents.protocol.messages import Ready, Regrouped
 from events.vocabulary import TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 

@@ -18,8 +18,8 @@ import uvloop
 
 from agents.trainer import corpus
 from tests.integration.hosts import Hosts, Namespaces, members
-from unicrond.dev import Part
-from unicrond.state import ClusterState, TaskStatus
+from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.local.dev import Part
 
 #: From here on links break, and so many iterations are made once nobody breaks them any more.
 BREAK_FROM, GO_ON_FOR = 5, 12

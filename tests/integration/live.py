@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from unicrond.client import ApiError, Client
-from unicrond.dev import DevCluster, small_cluster
-from unicrond.state import ClusterState, TaskStatus
+from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.ctl.client import ApiError, Client
+from unicrond.local.dev import DevCluster, small_cluster
 
 TASK = "big"
 TIMEOUT_S = 180.0

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from agents.memory_regions import MemoryRegions, NoRegion
 from agents.memory_server import MemoryServer
+from agents.protocol.memory import Memory
 from agents.state import Held
-from agents.trainer.memory import Memory
 from events.vocabulary import MemoryService
 
 TOKEN = "a token"

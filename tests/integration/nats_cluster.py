@@ -16,7 +16,7 @@ import trustme
 from events import nats_streams
 from events.nats_connection import Connection, Login
 from events.nats_server import find_program
-from unicrond.dev import free_port
+from unicrond.local.dev import free_port
 
 SIZE = 3
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from agents.trainer import context, pretrain_gpt
+from agents.trainer import pretrain_gpt
 from agents.trainer.hook import Step
+from agents.trainer.process import context
 
 FORWARD_BACKWARD = pretrain_gpt.forward_backward
 LOSS = pretrain_gpt._loss

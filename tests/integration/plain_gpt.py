@@ -27,10 +27,11 @@ from megatron.core.distributed import (
 )
 from msgspec.structs import replace
 
-from agents.trainer import context, cpu_shim, pretrain_gpt
+from agents.protocol.sampling import Sampling, work_seed
+from agents.trainer import cpu_shim, pretrain_gpt
 from agents.trainer.corpus import Corpus
+from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
-from agents.trainer.sampling import Sampling, work_seed
 from tests.integration.traced_gpt import build, digest
 
 

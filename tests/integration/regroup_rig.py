@@ -2,7 +2,7 @@
 
 The test plays agent and coordinator: it starts workers, tells them memberships, reads what they say. A helper process
 (this file, run as a module) has imported torch and Megatron, holds the rendezvous store in a child, and forks workers:
-in small what `agents/fork_server.py` is in earnest.
+in small what `agents/fork_server/server.py` is in earnest.
 
     with ForkServer() as server, Rig(server, tmp_path, spec) as rig:
         rig.start("t.1", "t.2", "t.3")
@@ -35,9 +35,9 @@ from typing import TypeVar
 
 import msgspec
 
-from agents.trainer.framing import Unframer, frame
-from agents.trainer.memory import Memory
-from agents.trainer.messages import (
+from agents.protocol.framing import Unframer, frame
+from agents.protocol.memory import Memory
+from agents.protocol.messages import (
     Committed,
     Completed,
     Exited,
@@ -72,7 +72,7 @@ def serve(fd: int) -> None:
     import torch.distributed as dist
 
     import agents.trainer.preload  # noqa: F401
-    from agents.gpus import visible_gpus
+    from agents.protocol.gpus import visible_gpus
     from agents.trainer import worker
 
     gpus = visible_gpus()

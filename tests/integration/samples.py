@@ -1,4 +1,4 @@
-"""Which samples an iteration must use, computed without the trainer's code (see agents/trainer/sampling.py)."""
+"""Which samples an iteration must use, computed without the trainer's code (see agents/protocol/sampling.py)."""
 
 from __future__ import annotations
 

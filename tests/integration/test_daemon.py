@@ -21,7 +21,7 @@ from events.codec import encode
 from events.envelope import Envelope
 from events.subjects import subject
 from events.vocabulary import CoordinatorStarted
-from unicrond.dev import free_port
+from unicrond.local.dev import free_port
 
 UNICROND = str(Path(sys.executable).parent / "unicrond")
 

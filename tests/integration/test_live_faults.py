@@ -1,4 +1,4 @@
-"""Every row of the error table (unicrond/severity.py), struck into a live task of real parts.
+"""Every row of the error table (unicrond/core/severity.py), struck into a live task of real parts.
 
 Each row says the kind that the incident must have and how it is struck; its severity says what must be left of the
 task. One task of three workers on four nodes lives through all of it, draining included. In the plain
@@ -21,16 +21,16 @@ import pytest_asyncio
 
 from agents.trainer import corpus
 from events.nats_connection import Login
-from replay.nats_source import open_nats
-from replay.source import read
-from replay.story import Index, Story, Subject
+from replay.reading.nats_source import open_nats
+from replay.reading.source import read
+from replay.views.story import Index, Story, Subject
 from tests.integration.disobedient_gpt import order
 from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats
-from unicrond.client import Refused
+from unicrond.core.isolation import Phase, phase
+from unicrond.core.severity import RESPONSE, SEVERITY
+from unicrond.core.state import ClusterState, Severity, TaskStatus
+from unicrond.ctl.client import Refused
 from unicrond.inject import inject
-from unicrond.isolation import Phase, phase
-from unicrond.severity import RESPONSE, SEVERITY
-from unicrond.state import ClusterState, Severity, TaskStatus
 
 ENTRY = Path(__file__).with_name("disobedient_gpt.py")
 SEV1, SEV2, SEV3 = Severity.SEV1, Severity.SEV2, Severity.SEV3

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from unicrond.dev import DevCluster, small_cluster
-from unicrond.state import ClusterState, NodeStatus
+from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.local.dev import DevCluster, small_cluster
 
 TASK = {
     "name": "solo",

@@ -23,9 +23,9 @@ from events.nats_log import NatsEventLog
 from events.subjects import BEAT_STREAM, EVENT_STREAM
 from tests.contracts.logs import started
 from tests.integration.nats_cluster import NatsCluster, nats_cluster
-from unicrond.dev import HANG_FLOOR_S, Part, free_port
-from unicrond.state import ClusterState, NodeStatus
-from unicrond.state_bytes import from_json
+from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.core.state_bytes import from_json
+from unicrond.local.dev import HANG_FLOOR_S, Part, free_port
 
 SCRIPTS = Path(sys.executable).parent
 NODES = ("n1", "n2")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.live import TASK, live_cluster, members, nodes_of
+from unicrond.core.isolation import Phase, phase
 from unicrond.inject import inject
-from unicrond.isolation import Phase, phase
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agents.trainer import checkpoint, corpus
-from agents.trainer.messages import Committed, Hello, Parked, Regrouped, Saved, Taken, Trouble
-from agents.trainer.sampling import Sampling, samples_digest
+from agents.protocol.messages import Committed, Hello, Parked, Regrouped, Saved, Taken, Trouble
+from agents.protocol.sampling import Sampling, samples_digest
+from agents.trainer import corpus
+from agents.trainer.states import checkpoint
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig, storm
 

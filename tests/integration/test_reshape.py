@@ -13,10 +13,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agents.trainer import checkpoint
-from agents.trainer.memory import Memory
-from agents.trainer.messages import Parked, Saved, Taken
-from agents.trainer.resharding import layout_in
+from agents.protocol.memory import Memory
+from agents.protocol.messages import Parked, Saved, Taken
+from agents.trainer.states import checkpoint
+from agents.trainer.states.resharding import layout_in
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig

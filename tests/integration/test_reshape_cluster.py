@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.replay.command import unicron_replay
-from unicrond.client import ApiError, Client
-from unicrond.ctl import main as unicronctl
-from unicrond.dev import DevCluster, small_cluster
-from unicrond.state import ClusterState, Task, TaskStatus
+from unicrond.core.state import ClusterState, Task, TaskStatus
+from unicrond.ctl.client import ApiError, Client
+from unicrond.ctl.main import main as unicronctl
+from unicrond.local.dev import DevCluster, small_cluster
 
 TIMEOUT_S = 90.0
 TASK = {

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents.trainer.messages import Parked, Saved, Taken
+from agents.protocol.messages import Parked, Saved, Taken
 from events.vocabulary import CheckpointSpec, TaskSpec
 from tests.integration import test_plain_megatron
 from tests.integration.regroup_rig import ForkServer, Rig

@@ -12,10 +12,10 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from agents.trainer import memory_exchange
-from agents.trainer.memory import Memory
-from agents.trainer.memory_exchange import Fetching, NoAnswer
-from agents.trainer.messages import Captured, Parked, Taken
+from agents.protocol import memory_exchange
+from agents.protocol.memory import Memory
+from agents.protocol.memory_exchange import Fetching, NoAnswer
+from agents.protocol.messages import Captured, Parked, Taken
 from events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
 from tests.integration.memory_nodes import TOKEN, OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer import marks
-from agents.trainer.messages import Degraded, Straggles, Suspected, Trouble
+from agents.protocol import marks
+from agents.protocol.messages import Degraded, Straggles, Suspected, Trouble
 from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 

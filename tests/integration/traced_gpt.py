@@ -20,9 +20,10 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.module import Float16Module
 
-from agents.trainer import context, pretrain_gpt
+from agents.trainer import pretrain_gpt
 from agents.trainer.corpus import Corpus
 from agents.trainer.hook import Hook, Step
+from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
 from events.vocabulary import TaskSpec
 

@@ -22,8 +22,8 @@ from typing import Literal
 
 from events.schemas import SCHEMA, spoken_schema
 from tests.integration.live import TASK, Live, members
-from unicrond.dev import DevCluster
-from unicrond.state import ClusterState
+from unicrond.core.state import ClusterState
+from unicrond.local.dev import DevCluster
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("events", "unicrond", "agents", "replay")
@@ -65,28 +65,30 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
         (r"(?m)^( *)case DropState\(", r'\1case v.GreetNode():\n\1    return "greet"\n\1case DropState('),
         (r"(?m)^import msgspec$|^from __future__ import annotations$", r"\g<0>\nfrom events import vocabulary as v"),
     ],
-    "unicrond/fold.py": [
+    "unicrond/core/fold.py": [
         (r"(?m)^( *)v\.DropState:", r"\1v.GreetNode: nodes.greeted,\n\1v.DropState:"),
     ],
-    "unicrond/state.py": [(r"(?m)^    memory: MemoryService \| None = [^\n]*\n", r"\g<0>    greeted: bool = False\n")],
-    "unicrond/folding/nodes.py": [
+    "unicrond/core/state.py": [
+        (r"(?m)^    memory: MemoryService \| None = [^\n]*\n", r"\g<0>    greeted: bool = False\n")
+    ],
+    "unicrond/core/folding/nodes.py": [
         (
             r"(?m)^def node_left\(",
             "def greeted(state, event, _):\n"
-            "    from unicrond.folding.commands import count_command\n"
+            "    from unicrond.core.folding.commands import count_command\n"
             "    state = count_command(state, event.node)\n"
             "    return with_node(state, replace(state.nodes[event.node], greeted=True))\n\n\n"
             "def node_left(",
         ),
     ],
-    "unicrond/deciding/batch.py": [
+    "unicrond/core/deciding/batch.py": [
         (
             r"(?m)^( *)told = lowered\(",
             r"\1if isinstance(event, v.SetMembership):\n\1    event = replace(event, hint=7)\n\g<0>",
         ),
         (r"(?m)^from events import vocabulary as v$", r"\g<0>\nfrom msgspec.structs import replace"),
     ],
-    "unicrond/decide.py": [
+    "unicrond/core/decide.py": [
         (
             r"(?m)^    _inject\(batch\)$",
             "    for node in state.nodes.values():\n"

@@ -24,8 +24,9 @@ import sys
 import time
 from pathlib import Path
 
-from agents.trainer import context, corpus, pretrain_gpt
+from agents.trainer import corpus, pretrain_gpt
 from agents.trainer.corpus import Corpus
+from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
 from unicrond import Hook
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from unicrond.planning.problem import Problem, TaskProblem
-from unicrond.planning.situation import NodeLoad, Situation
+from unicrond.core.planning.problem import Problem, TaskProblem
+from unicrond.core.planning.situation import NodeLoad, Situation
 
 
 def random_task(rng: Random, name: str, most: int, *, faulty: bool = False) -> TaskProblem:

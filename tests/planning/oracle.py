@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from unicrond.planning.problem import Problem, TaskProblem
+from unicrond.core.planning.problem import Problem, TaskProblem
 
 
 def legal_counts(problem: Problem, task: TaskProblem) -> list[int]:

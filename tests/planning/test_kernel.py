@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from tests.planning.clusters import random_problem, random_situation
-from unicrond.planning import kernel, kernel_numpy
-from unicrond.planning.solver import Solution, solve
-from unicrond.planning.table import Planner
+from unicrond.core.planning import kernel, kernel_numpy
+from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.table import Planner
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,13 @@ def numpy_afterwards() -> Iterator[None]:
 def compiled() -> None:
     """The compiled kernel lies in numba's cache. Compiling takes tens of seconds of a slow core, and a test
     that competes with it for the interpreter's lock would double that: it is done in a process of its own."""
-    code = "from unicrond.planning import kernel; kernel.warm()"
+    code = "from unicrond.core.planning import kernel; kernel.warm()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_planning_is_imported_without_the_compiler() -> None:
     """The coordinator serves within a second of its start: numba alone would take longer."""
-    modules = "unicrond.planning.solver, unicrond.planning.table, unicrond.planning.placement"
+    modules = "unicrond.core.planning.solver, unicrond.core.planning.table, unicrond.core.planning.placement"
     code = f"import sys, {modules}; print([m for m in ('numba', 'llvmlite', 'torch') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicrond.planning.placement import Placement, Replica, Shape, place
+from unicrond.core.planning.placement import Placement, Replica, Shape, place
 
 
 def workers_on(replicas: Mapping[str, tuple[Replica, ...]]) -> Counter[str]:

@@ -12,10 +12,10 @@ import pytest
 
 from tests.planning.clusters import random_problem
 from tests.planning.oracle import brute_force
-from unicrond.ctl import main
-from unicrond.ctl_parser import _SOLVE_EPILOG
-from unicrond.planning import solve_cli
-from unicrond.planning.problem import Problem
+from unicrond.core.planning.problem import Problem
+from unicrond.ctl import solve as solve_cli
+from unicrond.ctl.main import main
+from unicrond.ctl.parser import _SOLVE_EPILOG
 
 TASK = '{"weight": 1, "x": 0, "faulty": false, "min": 0, "T": [0, 5]}'
 GOOD = '{"n": 3, "D_run": 10, "D_trans": 1, "tasks": [' + TASK + "]}"

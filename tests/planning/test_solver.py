@@ -10,10 +10,10 @@ import pytest
 
 from tests.planning.clusters import random_problem
 from tests.planning.oracle import brute_force, plain_dp, unmet
-from unicrond.planning import kernel
-from unicrond.planning.exact import PRECISION, solve_exactly, solve_precisely
-from unicrond.planning.problem import Curve, Problem, ProblemError, TaskProblem
-from unicrond.planning.solver import Solution, solve
+from unicrond.core.planning import kernel
+from unicrond.core.planning.exact import PRECISION, solve_exactly, solve_precisely
+from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
+from unicrond.core.planning.solver import Solution, solve
 
 TEN_EACH = tuple(range(0, 100, 10))
 

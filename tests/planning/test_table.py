@@ -11,9 +11,9 @@ import pytest
 
 from tests.planning.clusters import random_situation
 from tests.planning.oracle import brute_force
-from unicrond.planning import kernel
-from unicrond.planning.problem import Problem, ProblemError, TaskProblem
-from unicrond.planning.situation import (
+from unicrond.core.planning import kernel
+from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
+from unicrond.core.planning.situation import (
     NextEvent,
     NodeJoined,
     NodeLoad,
@@ -23,8 +23,8 @@ from unicrond.planning.situation import (
     TaskLaunched,
     WorkerLost,
 )
-from unicrond.planning.solver import Solution, solve
-from unicrond.planning.table import Planner
+from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.table import Planner
 
 LINEAR = tuple(range(0, 200, 10))
 

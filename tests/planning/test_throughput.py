@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicrond.planning.layouts import Job, Layout, job, layers_per_stage, layouts, tensor_degrees
-from unicrond.planning.presets import GIB, GPUS, MODELS, STACKS, Model, gpt3
-from unicrond.planning.throughput import Estimate, Infeasible, best, legal, memory_bytes, parts_s, table, usable_bytes
+from unicrond.throughput.layouts import Job, Layout, job, layers_per_stage, layouts, tensor_degrees
+from unicrond.throughput.model import Estimate, Infeasible, best, legal, memory_bytes, parts_s, table, usable_bytes
+from unicrond.throughput.presets import GIB, GPUS, MODELS, STACKS, Model, gpt3
 
 A100 = GPUS["a100-80g"]
 H100 = GPUS["h100-80g"]

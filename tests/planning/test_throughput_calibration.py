@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.planning.calibration import (
+from unicrond.throughput.calibration import (
     ROWS,
     Efficiencies,
     Row,
@@ -16,7 +16,7 @@ from unicrond.planning.calibration import (
     report,
     rows_of,
 )
-from unicrond.planning.presets import STACKS
+from unicrond.throughput.presets import STACKS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results" / "calibration.md"
 IN_SAMPLE, LEFT_OUT = 0.10, 0.10
@@ -50,7 +50,7 @@ def test_presets_are_what_the_fit_finds(stack: str) -> None:
 
 
 def test_documentation_carries_this_table(reported: str) -> None:
-    assert reported in DOCUMENT.read_text(), "put the output of: python -m unicrond.planning.calibration into it"
+    assert reported in DOCUMENT.read_text(), "put the output of: python -m unicrond.throughput.calibration into it"
 
 
 def test_published_layouts_are_the_ones_costed() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.ctl import main as unicronctl
-from unicrond.ctl_parser import gpu_counts
-from unicrond.planning.layouts import job
-from unicrond.planning.presets import GPUS, MODELS
-from unicrond.planning.throughput import Estimate, best
+from unicrond.ctl.main import main as unicronctl
+from unicrond.ctl.parser import gpu_counts
+from unicrond.throughput.layouts import job
+from unicrond.throughput.model import Estimate, best
+from unicrond.throughput.presets import GPUS, MODELS
 
 
 def main(arguments: list[str]) -> int:

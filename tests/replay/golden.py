@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from events.segments import read_entries
-from replay.point import AtSeq
-from replay.replayer import replay
+from replay.reading.point import AtSeq
+from replay.reading.replayer import replay
 from tests.replay.logs import eventful, write_log
-from unicrond.state import ClusterState
-from unicrond.state_bytes import digest
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest
 
 LOG = Path(__file__).parents[1] / "golden" / "log_v1.bin"
 EXPECTED = LOG.with_suffix(".json")

@@ -10,7 +10,7 @@ import msgspec
 from events import vocabulary as v
 from events.envelope import Entry, Quarantined, Recorded
 from events.log import EventLog
-from replay.export import Export
+from replay.reading.export import Export
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 
 

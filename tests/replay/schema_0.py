@@ -23,7 +23,7 @@ from events.codec import encode
 from events.envelope import Recorded
 from events.segments import FORMAT, MAGIC, read_entries
 from events.upcast import Message
-from replay.replayer import replay
+from replay.reading.replayer import replay
 from tests.replay.golden import facts
 from tests.replay.logs import troubled
 

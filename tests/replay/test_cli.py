@@ -22,14 +22,14 @@ from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from events.vocabulary import Fault, InjectionRequested
-from replay.point import AtSeq
-from replay.progress import with_bar
-from replay.replayer import replay
-from replay.selection import tasks_of
-from replay.source import FileSource
+from replay.reading.point import AtSeq
+from replay.reading.progress import with_bar
+from replay.reading.replayer import replay
+from replay.reading.selection import tasks_of
+from replay.reading.source import FileSource
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import eventful, fill, troubled, write_log
-from unicrond.state_bytes import digest, to_json
+from unicrond.core.state_bytes import digest, to_json
 
 
 @pytest.fixture(scope="module")

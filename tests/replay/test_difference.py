@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from replay.difference import differences, lines
-from replay.point import AtSeq
-from replay.replayer import EMPTY, replay
+from replay.reading.point import AtSeq
+from replay.reading.replayer import EMPTY, replay
+from replay.views.difference import differences, lines
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, troubled, write_log
-from unicrond.state_bytes import digest
+from unicrond.core.state_bytes import digest
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,7 +9,7 @@ from typing import get_args
 from events.envelope import Quarantined, Recorded
 from events.segments import read_entries
 from events.vocabulary import AnyEvent, Heartbeat
-from replay.replayer import replay
+from replay.reading.replayer import replay
 from tests.replay.golden import EXPECTED, LOG, SEED, expected, facts
 from tests.replay.logs import eventful
 

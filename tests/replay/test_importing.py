@@ -12,13 +12,13 @@ from events.log import LogError
 from events.nats_connection import Connection, connect
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
-from replay.importing import NotEmpty, import_to_directory, import_to_nats
-from replay.nats_source import open_nats
-from replay.replayer import replay
-from replay.source import FileSource, entries_of
+from replay.reading.importing import NotEmpty, import_to_directory, import_to_nats
+from replay.reading.nats_source import open_nats
+from replay.reading.replayer import replay
+from replay.reading.source import FileSource, entries_of
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, write_log
-from unicrond.state_bytes import digest
+from unicrond.core.state_bytes import digest
 
 
 async def read_all(source: FileSource) -> list[Entry]:

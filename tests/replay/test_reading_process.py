@@ -22,10 +22,10 @@ from events.nats_server import EmbeddedServer
 from events.nats_streams import api, create_streams, event_stream_config
 from events.subjects import EVENT_STREAM, subject
 from events.vocabulary import ErrorReported
-from replay import reading_process
-from replay.nats_source import NatsSource, open_nats
-from replay.point import AtSeq, Point
-from replay.source import Source, read
+from replay.reading import reading_process
+from replay.reading.nats_source import NatsSource, open_nats
+from replay.reading.point import AtSeq, Point
+from replay.reading.source import Source, read
 from tests.contracts.logs import fact, facts
 from tests.integration.nats_cluster import nats_cluster
 from tests.replay.command import ROOT
@@ -151,7 +151,7 @@ async def test_a_server_that_dies_meanwhile_is_the_same_error(
         async with aclosing(source.chunks()) as chunks:
             async for chunk in chunks:
                 if chunk.entries[-1].seq >= kill_at:
-                    monkeypatch.setattr("replay.nats_source.STALL_S", 0.5)
+                    monkeypatch.setattr("replay.reading.nats_source.STALL_S", 0.5)
                     await nats_server.kill()
     assert not readers()
 
@@ -213,7 +213,7 @@ import asyncio, signal, sys
 from contextlib import aclosing
 import psutil
 from events.nats_connection import connect
-from replay.nats_source import NatsSource
+from replay.reading.nats_source import NatsSource
 
 async def main():
     connection = await connect(sys.argv[1], name="asker")

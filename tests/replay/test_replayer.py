@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from events.envelope import Entry, Recorded
 from events.log import LogDamaged
-from replay.point import AtSeq, AtTime, BeforeEnd, format_time, parse_point
-from replay.replayer import EMPTY, replay
+from replay.reading.point import AtSeq, AtTime, BeforeEnd, format_time, parse_point
+from replay.reading.replayer import EMPTY, replay
 from tests.replay.logs import eventful, troubled
-from unicrond.fold import fold
-from unicrond.state import ClusterState
-from unicrond.state_bytes import digest
+from unicrond.core.fold import fold
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest
 
 seeds = st.integers(0, 7)
 

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from replay.assumptions import DEFAULTS, assume
-from replay.core_driver import CoreDriver
-from replay.meter import Meter, Phase
-from replay.simulator import POLICIES, Outcome, simulate
-from replay.traces import Fault, Trace, trace
-from replay.trainer_model import Activity
-from replay.virtual_time import DAY_US, SECOND_US, Clock, to_us
-from replay.workload import Cluster, TrainingTask, Workload, six, workload
-from replay.world import World
-from unicrond.costs import costs_at
-from unicrond.invariants import check
+from replay.evaluation.assumptions import DEFAULTS, assume
+from replay.evaluation.core_driver import CoreDriver
+from replay.evaluation.meter import Meter, Phase
+from replay.evaluation.simulator import POLICIES, Outcome, simulate
+from replay.evaluation.traces import Fault, Trace, trace
+from replay.evaluation.trainer_model import Activity
+from replay.evaluation.virtual_time import DAY_US, SECOND_US, Clock, to_us
+from replay.evaluation.workload import Cluster, TrainingTask, Workload, six, workload
+from replay.evaluation.world import World
+from unicrond.core.costs import costs_at
+from unicrond.core.invariants import check
 
 HOUR_S = 3600
 

@@ -9,8 +9,8 @@ import pytest
 
 from replay.arguments import TRACE_FILE_VARIABLE
 from replay.cli import main as replay_main
-from replay.evaluation import DOCUMENT, STUDIES, replaced
-from replay.workload import Cluster, TrainingTask, WorkloadError, parse_cluster, parse_tasks, six, workload
+from replay.evaluation.studies import DOCUMENT, STUDIES, replaced
+from replay.evaluation.workload import Cluster, TrainingTask, WorkloadError, parse_cluster, parse_tasks, six, workload
 
 
 def main(arguments: list[str]) -> int:

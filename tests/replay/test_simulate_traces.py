@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from replay.traces import Trace, TraceError, trace
-from replay.virtual_time import DAY_US, HOUR_US
+from replay.evaluation.traces import Trace, TraceError, trace
+from replay.evaluation.virtual_time import DAY_US, HOUR_US
 
 
 def kinds(drawn: Trace) -> tuple[int, int]:

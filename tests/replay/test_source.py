@@ -18,13 +18,13 @@ from events.nats_server import EmbeddedServer
 from events.nats_streams import api
 from events.segments import batch_frame, end_frame, export_start, read_segment, segment_name, segment_start
 from events.subjects import EVENT_STREAM
-from replay.export import Export
-from replay.nats_source import embedded_url, open_nats
-from replay.point import AtSeq, AtTime, Point
-from replay.replayer import replay
-from replay.source import FileSource, Source, read
+from replay.reading.export import Export
+from replay.reading.nats_source import embedded_url, open_nats
+from replay.reading.point import AtSeq, AtTime, Point
+from replay.reading.replayer import replay
+from replay.reading.source import FileSource, Source, read
 from tests.replay.logs import eventful, fill, troubled, write_log
-from unicrond.state_bytes import digest
+from unicrond.core.state_bytes import digest
 
 
 async def entries_of(source: Source, *, after: Point | None = None, until: Point | None = None) -> list[Entry]:
@@ -221,7 +221,7 @@ async def test_a_server_that_dies_while_we_read_is_an_error_not_a_wait_for_ever(
 ) -> None:
     cluster = troubled(8)
     await fill(NatsEventLog(nats_connection), cluster.log[:30])
-    monkeypatch.setattr("replay.nats_source.STALL_S", 0.5)
+    monkeypatch.setattr("replay.reading.nats_source.STALL_S", 0.5)
     async with open_nats([nats_server.url]) as source:
         await nats_server.kill()
         with pytest.raises(LogUnavailable, match=r"no answer about the skipped entries in 0\.5 s"):

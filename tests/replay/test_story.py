@@ -10,7 +10,7 @@ import pytest
 
 from events import vocabulary as v
 from events.envelope import Entry
-from replay.story import Index, NoSuchSubject, Story
+from replay.views.story import Index, NoSuchSubject, Story
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, troubled, write_log
 from tests.unicrond.cluster import MiniCluster

@@ -12,9 +12,9 @@ import pytest
 
 from events import vocabulary as v
 from events.envelope import Entry
-from replay.timeline import LOST, TRAINING, Timeline
-from replay.timeline_html import html_page
-from replay.timeline_text import text_page
+from replay.views.timeline import LOST, TRAINING, Timeline
+from replay.views.timeline_html import html_page
+from replay.views.timeline_text import text_page
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, write_log
 from tests.unicrond.cluster import SECOND_US, MiniCluster

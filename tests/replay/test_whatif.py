@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from events import vocabulary as v
-from replay.whatif import BadChange, Changes, change, waf_of, what_if
+from replay.views.whatif import BadChange, Changes, change, waf_of, what_if
 from tests.replay.command import unicron_replay
 from tests.replay.logs import troubled, write_log
 from tests.unicrond.cluster import MiniCluster
-from unicrond.invariants import check
-from unicrond.policy import Policy
-from unicrond.state import ClusterState
-from unicrond.state_bytes import digest
-from unicrond.task_parts import Pace
+from unicrond.core.invariants import check
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest
+from unicrond.core.task_parts import Pace
 
 
 def two_tasks() -> ClusterState:
@@ -117,8 +117,8 @@ def test_what_cannot_be_changed_is_named(changes: Changes, told: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
     log = troubled(seed).log
-    from replay.point import AtSeq
-    from replay.replayer import replay
+    from replay.reading.point import AtSeq
+    from replay.reading.replayer import replay
 
     for seq in range(10, len(log), 23):
         without, forked = what_if(replay(log, AtSeq(seq)), Policy(), Changes(add_nodes=1))

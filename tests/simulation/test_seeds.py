@@ -17,7 +17,7 @@ from replay.simulation.fuzz import fuzz
 from replay.simulation.mutants import MUTANTS, caught
 from replay.simulation.run import history, simulate
 from replay.simulation.shrink import shrink
-from unicrond import fold
+from unicrond.core import fold
 
 ROOT = Path(__file__).parents[2]
 #: Fewer in `make test` than in `make fuzz`: on a slow machine a seed takes most of a second.

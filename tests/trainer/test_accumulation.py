@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.accumulation import UNITS, Accumulation
-from agents.trainer.group import Operation
+from agents.trainer.gradients.accumulation import UNITS, Accumulation
+from agents.trainer.gradients.reduction import Reduction
+from agents.trainer.groups.group import Operation
 from agents.trainer.ledger import PEAK_MAX, Account, Overflow, Total
-from agents.trainer.reduction import Reduction
 
 gradients = st.lists(
     st.floats(-1e3, 1e3, width=32).map(lambda value: torch.tensor([value, value / 3, value * 1e-9])),

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer import checkpoint, state_bytes
-from agents.trainer.state import BadState, TrainingState, flatten, shapes, unflatten
+from agents.trainer.states import checkpoint, state_bytes
+from agents.trainer.states.state import BadState, TrainingState, flatten, shapes, unflatten
 
 
 def same(one: Any, other: Any) -> bool:

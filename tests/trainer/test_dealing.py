@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.dealing import deal
+from agents.trainer.lifecycle.dealing import deal
 
 
 @st.composite

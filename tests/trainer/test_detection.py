@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from agents.trainer.baseline import LAST_WRITE_US
-from agents.trainer.context import Patience
-from agents.trainer.detection import Detection, Sighting
+from agents.protocol.marks import Marker
+from agents.protocol.messages import Membership, Straggles
+from agents.trainer.detection.baseline import LAST_WRITE_US
+from agents.trainer.detection.observing import Detection, Sighting
 from agents.trainer.ledger import Account, Total
-from agents.trainer.marks import Marker
-from agents.trainer.messages import Membership, Straggles
+from agents.trainer.process.context import Patience
 from events.vocabulary import Member, StoreAddress, TaskSpec
 
 START_US = 600_000_000
@@ -70,7 +70,7 @@ def test_shards_are_compared_with_their_like_and_the_first_replica_tells(
     shard: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(10**9, 500_000)
-    monkeypatch.setattr("agents.trainer.detection.now_us", lambda: next(clock))
+    monkeypatch.setattr("agents.trainer.detection.observing.now_us", lambda: next(clock))
     (told,) = told_of(shard, rank=0)
     assert isinstance(told, Straggles)
     assert (told.straggler, told.straggler_node, told.rank) == (f"t.{3 + shard}", "n1", 2 + shard)

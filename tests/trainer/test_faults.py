@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 
-from agents.trainer import corpus, faults
-from agents.trainer.faults import SYMPTOMS
-from unicrond.severity import SEVERITY
+from agents.trainer import corpus
+from agents.trainer.process import faults
+from agents.trainer.process.faults import SYMPTOMS
+from unicrond.core.severity import SEVERITY
 
 
 class DistNetworkError(RuntimeError):

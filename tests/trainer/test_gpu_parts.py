@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from agents.trainer import group as group_module
-from agents.trainer.channel import AgentChannel
-from agents.trainer.faults import trouble
-from agents.trainer.gpu_copies import copy_staged
-from agents.trainer.group import AbortHangs, Group, Operation
+from agents.trainer.groups import group as group_module
+from agents.trainer.groups.group import AbortHangs, Group, Operation
+from agents.trainer.process.channel import AgentChannel
+from agents.trainer.process.faults import trouble
+from agents.trainer.states.gpu_copies import copy_staged
 from tests.gpu import acceptance, devices
 from tests.integration.kill_chain import ACTIONS, POINTS, VICTIMS, Cell, Chain
 from tests.trainer.test_group import channels

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agents.trainer import group as group_module
-from agents.trainer.channel import AgentChannel
-from agents.trainer.forming import Attempt, Place, ports_named
-from agents.trainer.group import Group, form
+from agents.protocol.messages import Launch, Membership
+from agents.trainer.groups import group as group_module
+from agents.trainer.groups.forming import Attempt, Place, ports_named
+from agents.trainer.groups.group import Group, form
+from agents.trainer.groups.standby import Standby
 from agents.trainer.lifecycle.failures import Broken, Superseded
-from agents.trainer.messages import Launch, Membership
-from agents.trainer.standby import Standby
+from agents.trainer.process.channel import AgentChannel
 from events.vocabulary import StoreAddress, TaskSpec
 
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agents.protocol.messages import Committed, Completed, Launch, Membership, Parked, Regrouped, StopWanted
 from agents.trainer import lifecycle
 from agents.trainer.ledger import Account
 from agents.trainer.lifecycle import Books, run
@@ -19,8 +20,7 @@ from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import Broken, NothingLeft, QuitAsked, Stopped, Stranded, Superseded
 from agents.trainer.lifecycle.results import NOTHING, Loaded, Stock
 from agents.trainer.lifecycle.states import FOLLOWS
-from agents.trainer.messages import Committed, Completed, Launch, Membership, Parked, Regrouped, StopWanted
-from agents.trainer.parts import Part
+from agents.trainer.sharded.parts import Part
 from events.vocabulary import CheckpointSpec, Member, StoreAddress, TaskSpec
 
 STORE = StoreAddress(host="127.0.0.1", port=1)
@@ -28,8 +28,7 @@ DIRECTORY = Path(lifecycle.__file__).parent
 #: What the lifecycle may import beside itself.
 ALLOWED = {
     "__future__", "collections.abc", "dataclasses", "re", "typing", "events", "events.vocabulary", "agents.trainer",
-    "agents.trainer.candidates", "agents.trainer.ledger", "agents.trainer.messages", "agents.trainer.parts",
-    "agents.trainer.regrouping",
+    "agents.trainer.ledger", "agents.protocol.messages", "agents.trainer.sharded.parts",
 }  # fmt: skip
 
 

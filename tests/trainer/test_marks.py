@@ -6,8 +6,8 @@ import os
 import threading
 from pathlib import Path
 
-from agents.trainer import marks
-from agents.trainer.marks import Marker, path_of, read
+from agents.protocol import marks
+from agents.protocol.marks import Marker, path_of, read
 
 
 def test_a_mark_says_where_the_worker_is(tmp_path: Path) -> None:

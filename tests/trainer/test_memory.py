@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.memory import Head, Memory, TooLarge, digest_of
+from agents.protocol.memory import Head, Memory, TooLarge, digest_of
 
 MAX_BYTES = 1 << 20
 

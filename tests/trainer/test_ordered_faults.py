@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from agents.trainer.injection import PHASES, POINTS, Injection
+from agents.protocol.injection import PHASES, POINTS, Injection
 from events.vocabulary import Fault, FaultPhase
 
 

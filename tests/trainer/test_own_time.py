@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.trainer.own_time import OwnTime
+from agents.trainer.detection.own_time import OwnTime
 
 #: Work long enough that the looks at the clock do not show.
 WORK_S = 0.05

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.parts import ALIGN, NowhereHeld, Part, Span, covers, givers, moves, placed
+from agents.trainer.sharded.parts import ALIGN, NowhereHeld, Part, Span, covers, givers, moves, placed
 
 counts = st.integers(1, 9)
 extents = st.lists(st.integers(0, 40).map(lambda units: units * ALIGN), min_size=1, max_size=3)

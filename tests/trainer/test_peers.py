@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from agents.trainer.channel import AgentChannel
-from agents.trainer.framing import frame
-from agents.trainer.messages import Busy, Inject, Launch, Ready, Trouble
-from agents.trainer.peers import agent_schema, plain, told_to, write_schema
+from agents.protocol.framing import frame
+from agents.protocol.messages import Busy, Inject, Launch, Ready, Trouble
+from agents.protocol.peers import agent_schema, plain, told_to, write_schema
+from agents.trainer.process.channel import AgentChannel
 from events.schemas import FIRST, SCHEMA
 from events.vocabulary import Fault, StoreAddress, TaskSpec
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.dealing import deal
-from agents.trainer.regrouping import Position, PositionsContradict, Verdict, judge, span_row, spans_of
+from agents.trainer.lifecycle.dealing import deal
+from agents.trainer.lifecycle.regrouping import Position, PositionsContradict, Verdict, judge, span_row, spans_of
 
 positions = st.builds(
     Position,

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.layout import layout_of
-from agents.trainer.resharding import Layout, NoLayout, Piece, reshard
-from agents.trainer.state import BadState
+from agents.trainer.states.layout import layout_of
+from agents.trainer.states.resharding import Layout, NoLayout, Piece, reshard
+from agents.trainer.states.state import BadState
 
 LAYERS, WIDTH, DEPTH = 4, 12, 3
 WHOLE = {

@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 
 from agents.trainer import cpu_shim
-from agents.trainer.parts import Part
-from agents.trainer.sharded_optimizer import ShardedOptimizer
-from agents.trainer.state import BadState
+from agents.trainer.sharded.optimizer import ShardedOptimizer
+from agents.trainer.sharded.parts import Part
+from agents.trainer.states.state import BadState
 
 
 @pytest.fixture

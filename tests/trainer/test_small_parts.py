@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer import corpus, injection
-from agents.trainer.framing import BadFrame, Unframer, frame
+from agents.protocol import injection
+from agents.protocol.framing import BadFrame, Unframer, frame
+from agents.protocol.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
+from agents.protocol.sampling import Sampling
+from agents.trainer import corpus
 from agents.trainer.ledger import Account, Ledger, Total
-from agents.trainer.messages import MAX_FRAME_BYTES, Quit, Ready, ToWorker
-from agents.trainer.sampling import Sampling
 
 
 def test_ordered_faults_are_parsed() -> None:

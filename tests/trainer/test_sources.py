@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.candidates import TOLD, Candidate, Kind, newest, ordered, row_of, split
+from agents.trainer.lifecycle.candidates import TOLD, Candidate, Kind, newest, ordered, row_of, split
 
 told = st.fixed_dictionaries(
     {kind: st.lists(st.integers(1, 50), max_size=count, unique=True) for kind, count in TOLD.items()}

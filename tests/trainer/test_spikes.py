@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.trainer.checksum import checksum, odd_ones
-from agents.trainer.spikes import ENOUGH, QUIET, Spike, Spikes
+from agents.trainer.detection.checksum import checksum, odd_ones
+from agents.trainer.detection.spikes import ENOUGH, QUIET, Spike, Spikes
 
 
 def seasoned(ranks: int = 3, usual: float = 2.0, noise: float = 0.05) -> Spikes:

@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.schemas import SCHEMA, told_version
-from unicrond.deadlines import deadlines
-from unicrond.decide import decide, needed_solves
-from unicrond.fold import fold
-from unicrond.invariants import check
-from unicrond.planning.solver import solve
-from unicrond.policy import Policy, Settings
-from unicrond.state import ClusterState, NodeStatus, TaskStatus
-from unicrond.survey import Survey
+from unicrond.core.deadlines import deadlines
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.fold import fold
+from unicrond.core.invariants import check
+from unicrond.core.planning.solver import solve
+from unicrond.core.policy import Policy, Settings
+from unicrond.core.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.core.survey import Survey
 
 SECOND_US = 1_000_000
 

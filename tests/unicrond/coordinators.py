@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager, suppress
 
 from events.memory_log import MemoryBeatLog, MemoryLog
 from events.vocabulary import ErrorKind, SeverityLevel
-from unicrond.coordinator import Coordinator
-from unicrond.policy import Policy
-from unicrond.snapshots import Snapshots
+from unicrond.core.policy import Policy
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.snapshots import Snapshots
 
 
 @asynccontextmanager

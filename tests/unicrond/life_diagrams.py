@@ -1,4 +1,4 @@
-"""docs/design/lives.md, drawn from the tables of unicrond/worker_life.py and unicrond/incident_life.py.
+"""docs/design/lives.md, drawn from the tables of unicrond/core/worker_life.py and unicrond/core/incident_life.py.
 
 python -m tests.unicrond.life_diagrams        writes it anew
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from unicrond import incident_life, worker_life
-from unicrond.state import WorkerStatus
+from unicrond.core import incident_life, worker_life
+from unicrond.core.state import WorkerStatus
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "lives.md"
 
@@ -51,8 +51,8 @@ def document() -> str:
             "# Lives",
             "",
             "The states of workers and incidents as the coordinator folds them from the log. Drawn from the tables in",
-            "`unicrond/worker_life.py` and `unicrond/incident_life.py` by `python -m tests.unicrond.life_diagrams`; a",
-            "test keeps this page true.",
+            "`unicrond/core/worker_life.py` and `unicrond/core/incident_life.py` by",
+            "`python -m tests.unicrond.life_diagrams`; a test keeps this page true.",
             "",
             "## A worker",
             "",

@@ -15,11 +15,11 @@ from events.memory_log import MemoryBeatLog, MemoryLog
 from events.schemas import SCHEMA
 from events.vocabulary import AnyEvent, CoordinatorStarted
 from tests.unicrond.cluster import MiniCluster
-from unicrond.api import Api
-from unicrond.config import Config
-from unicrond.coordinator import Coordinator
-from unicrond.policy import Policy
-from unicrond.state import ClusterState
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState
+from unicrond.intake.config import Config
+from unicrond.service.api import Api
+from unicrond.service.coordinator import Coordinator
 
 
 class Files:

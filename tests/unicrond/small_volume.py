@@ -17,7 +17,7 @@ from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from tests.unicrond.test_log_keeper import Bus, fill_up, stored_ids
-from unicrond.log_keeper import LogKeeper
+from unicrond.service.log_keeper import LogKeeper
 
 VOLUME_MB = 40
 

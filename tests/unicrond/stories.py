@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from events.envelope import Entry
 from tests.unicrond.cluster import MiniCluster
-from unicrond.fold import fold
-from unicrond.state import ClusterState
+from unicrond.core.fold import fold
+from unicrond.core.state import ClusterState
 
 
 def trained(seed: int, nodes: int = 4, slots: int = 1) -> MiniCluster:

@@ -8,7 +8,7 @@ from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import members, two_tasks
 from tests.unicrond.test_escalation import said
-from unicrond.state import Severity
+from unicrond.core.state import Severity
 
 SEEDS = range(10)
 

@@ -16,9 +16,9 @@ from events.envelope import Entry, Quarantined
 from events.schemas import SCHEMA
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
-from unicrond.alarms import STANDS_US, Alarms, written_by
-from unicrond.fold import fold
-from unicrond.state_bytes import digest
+from unicrond.core.fold import fold
+from unicrond.core.state_bytes import digest
+from unicrond.service.alarms import STANDS_US, Alarms, written_by
 
 NOW_US = 1_700_000_000_000_000
 
@@ -92,7 +92,7 @@ async def test_people_are_told_wherever_they_look(tmp_path: Path, caplog: pytest
         async with http.get("/metrics") as response:
             assert 'unicron_quarantined_known_total{producer="n1"} 1.0' in await response.text()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "unicrond.ctl", "status", "--url", served.url), stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "unicrond.ctl.main", "status", "--url", served.url), stdout=asyncio.subprocess.PIPE
         )
         output, _ = await process.communicate()
         assert "ALARM 1      node n1: an unreadable message" in " ".join(output.decode().split("\n"))

@@ -17,8 +17,8 @@ from events import vocabulary as v
 from events.envelope import Recorded
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
-from unicrond.config import Config
-from unicrond.state_bytes import digest, from_json
+from unicrond.core.state_bytes import digest, from_json
+from unicrond.intake.config import Config
 
 
 @asynccontextmanager

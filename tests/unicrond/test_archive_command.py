@@ -20,9 +20,9 @@ from events.nats_streams import NANOS, api, create_streams, event_stream_config
 from events.subjects import EVENT_STREAM
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import fill, troubled
-from unicrond.coordinator import Coordinator
-from unicrond.policy import Policy
-from unicrond.state_bytes import digest
+from unicrond.core.policy import Policy
+from unicrond.core.state_bytes import digest
+from unicrond.service.coordinator import Coordinator
 
 
 def unicrond(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.losses import tell
-from unicrond.blame import Verdict, judge, links, reports, verdict, weights
-from unicrond.state import Incident, Severity
+from unicrond.core.blame import Verdict, judge, links, reports, verdict, weights
+from unicrond.core.state import Incident, Severity
 
 draws = st.integers(0, 2**32).map(random.Random)
 

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from agents import cli
-from agents.trainer.context import Patience
+from agents.trainer.process.context import Patience
 from events.subjects import BEAT_STREAM, EVENT_STREAM
-from unicrond.config import Config
-from unicrond.nats_snapshots import BUCKET
-from unicrond.strict_yaml import parse
+from unicrond.intake.config import Config
+from unicrond.intake.strict_yaml import parse
+from unicrond.service.nats_snapshots import BUCKET
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "operate" / "configuration.md").read_text()

@@ -15,12 +15,12 @@ from events.envelope import Envelope, Recorded
 from events.log import MAX_BATCH, Fenced
 from events.memory_log import MemoryBeatLog, MemoryLog
 from tests.unicrond.coordinators import running
-from unicrond.coordinator import Coordinator
-from unicrond.fold import fold
-from unicrond.own_decisions import batches
-from unicrond.policy import Policy
-from unicrond.state import ClusterState
-from unicrond.state_bytes import digest
+from unicrond.core.fold import fold
+from unicrond.core.own_decisions import batches
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest
+from unicrond.service.coordinator import Coordinator
 
 
 def observation(event: v.AnyEvent, number: int, producer: str = "n1") -> Envelope:
@@ -136,7 +136,7 @@ async def test_the_live_state_is_the_fold_of_the_log() -> None:
 
 
 async def test_nodes_lost_one_after_the_other_are_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unicrond.liveness.RECONNECT_US", 0)  # or both would be late from the same moment on
+    monkeypatch.setattr("unicrond.core.liveness.RECONNECT_US", 0)  # or both would be late from the same moment on
     log, beats = MemoryLog(), MemoryBeatLog()
     names = [f"n{number}" for number in range(1, 6)]
     silent: set[str] = set()

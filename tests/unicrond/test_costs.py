@@ -11,10 +11,10 @@ from events.segments import read_entries
 from tests.replay.golden import LOG
 from tests.unicrond.cluster import SECOND_US
 from tests.unicrond.stories import random_life, states_of, trained
-from unicrond.costs import _plus, costs_at, settle
-from unicrond.ledger import ZERO, Ledger
-from unicrond.state import ClusterState, Incident, Task, TaskStatus
-from unicrond.waf import linear_flops, waf
+from unicrond.core.costs import _plus, costs_at, settle
+from unicrond.core.ledger import ZERO, Ledger
+from unicrond.core.state import ClusterState, Incident, Task, TaskStatus
+from unicrond.core.waf import linear_flops, waf
 
 
 def standing(task: Task) -> bool:

@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 async def start(*arguments: str, url: str = "", stdin: int = asyncio.subprocess.DEVNULL) -> asyncio.subprocess.Process:
     env = {name: value for name, value in os.environ.items() if name != "UNICRON_URL"}
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "unicrond.ctl", *arguments,
+        sys.executable, "-m", "unicrond.ctl.main", *arguments,
         stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         cwd=ROOT, env=env | ({"UNICRON_URL": url} if url else {}),
     )  # fmt: skip
@@ -159,7 +159,7 @@ async def test_events_are_followed_across_a_restart(served: Served) -> None:
 
 
 async def test_a_reader_that_has_seen_enough_is_no_error(served: Served) -> None:
-    command = f"{sys.executable} -m unicrond.ctl events --url {served.url} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m unicrond.ctl.main events --url {served.url} | head -n 1; exit ${{PIPESTATUS[0]}}"
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -339,7 +339,7 @@ async def test_every_command_has_help_with_an_example() -> None:
 
 
 def _help(words: list[str]) -> str:
-    from unicrond.ctl_parser import parser
+    from unicrond.ctl.parser import parser
 
     found = parser()
     for word in words:
@@ -360,10 +360,10 @@ def imported_by(code: str, stdin: bytes = b"") -> set[str]:
 
 def test_nothing_heavy_is_imported() -> None:
     heavy = {"torch", "megatron", "numba", "numpy", "aiohttp", "rich", "nats", "uvloop", "asyncio"}
-    assert not imported_by("import unicrond.ctl, unicrond.ctl_parser, unicrond.ctl_commands") & heavy
+    assert not imported_by("import unicrond.ctl.main, unicrond.ctl.parser, unicrond.ctl.commands") & heavy
     body = encode(healed_cluster().log[1].envelope)
-    quick = imported_by("from unicrond.ctl import main; main(['events', 'decode'])", body)
-    assert not quick & (heavy | {"argparse", "http", "yaml", "unicrond.state"})
+    quick = imported_by("from unicrond.ctl.main import main; main(['events', 'decode'])", body)
+    assert not quick & (heavy | {"argparse", "http", "yaml", "unicrond.core.state"})
 
 
 async def test_events_decode_is_for_the_nats_cli() -> None:

@@ -12,7 +12,7 @@ import pytest
 from events.vocabulary import Evidence, NodeLost, PlanAdopted
 from tests.unicrond.serving import Served, serving
 from tests.unicrond.test_ctl import ctl, one_line
-from unicrond.what_if import foreseen
+from unicrond.core.what_if import foreseen
 
 
 @pytest.fixture

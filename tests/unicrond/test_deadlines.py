@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unicrond.cluster import MiniCluster
-from unicrond.deadlines import deadlines
-from unicrond.policy import Policy
-from unicrond.survey import Survey
+from unicrond.core.deadlines import deadlines
+from unicrond.core.policy import Policy
+from unicrond.core.survey import Survey
 
 
 @pytest.mark.parametrize(("of_the_task", "length_s"), [(None, 120), (600.0, 600), (5, 5)])

@@ -9,11 +9,11 @@ import pytest
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster, members
 from tests.unicrond.stories import random_life
-from unicrond.decide import decide
-from unicrond.fold import fold
-from unicrond.state import ClusterState, Severity, TaskStatus
-from unicrond.state_bytes import digest
-from unicrond.survey import Survey
+from unicrond.core.decide import decide
+from unicrond.core.fold import fold
+from unicrond.core.state import ClusterState, Severity, TaskStatus
+from unicrond.core.state_bytes import digest
+from unicrond.core.survey import Survey
 
 
 def two_tasks(seed: int, nodes: int = 4) -> MiniCluster:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.dev import DevCluster, DevError, check_port, working_directory
+from unicrond.local.dev import DevCluster, DevError, check_port, working_directory
 
 
 def test_a_bystander_that_names_our_files_is_not_ours(tmp_path: Path) -> None:

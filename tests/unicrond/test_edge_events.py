@@ -13,18 +13,18 @@ from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from replay.simulation.edges import KINDS, Edges
 from tests.unicrond.cluster import MiniCluster
-from unicrond.costs import costs_at
-from unicrond.deadlines import deadlines
-from unicrond.decide import decide, needed_solves
-from unicrond.fold import fold
-from unicrond.invariants import check
-from unicrond.metrics import exposition
-from unicrond.own_decisions import batches, require_sound
-from unicrond.planning.solver import solve
-from unicrond.policy import Policy
-from unicrond.state import ClusterState
-from unicrond.state_bytes import digest, to_json
-from unicrond.survey import Survey
+from unicrond.core.costs import costs_at
+from unicrond.core.deadlines import deadlines
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.fold import fold
+from unicrond.core.invariants import check
+from unicrond.core.own_decisions import batches, require_sound
+from unicrond.core.planning.solver import solve
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest, to_json
+from unicrond.core.survey import Survey
+from unicrond.service.metrics import exposition
 
 POLICY = Policy()
 

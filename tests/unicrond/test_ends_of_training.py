@@ -6,7 +6,7 @@ import pytest
 
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster, members, trained
-from unicrond.state import TaskStatus
+from unicrond.core.state import TaskStatus
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from events.envelope import Envelope, Recorded
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.losses import tell
 from tests.unicrond.test_decide import members, two_tasks
-from unicrond.decide import decide
-from unicrond.fold import fold
-from unicrond.policy import Policy
-from unicrond.severity import SEVERITY, severity_of
-from unicrond.state import ClusterState, Severity, TaskStatus, WorkerStatus
-from unicrond.survey import Survey
-from unicrond.task_parts import CALM_ITERATIONS
+from unicrond.core.decide import decide
+from unicrond.core.fold import fold
+from unicrond.core.policy import Policy
+from unicrond.core.severity import SEVERITY, severity_of
+from unicrond.core.state import ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.core.survey import Survey
+from unicrond.core.task_parts import CALM_ITERATIONS
 
 SEEDS = range(20)
 

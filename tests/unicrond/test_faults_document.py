@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from events.vocabulary import ErrorKind, FaultKind, FaultPhase
-from unicrond.config import Config, ConfigError, load
-from unicrond.policy import Policy
-from unicrond.severity import RESPONSE, SEVERITY
+from unicrond.core.policy import Policy
+from unicrond.core.severity import RESPONSE, SEVERITY
+from unicrond.intake.config import Config, ConfigError, load
 
 DOCS = Path(__file__).parents[2] / "docs"
 FAULTS = (DOCS / "operate" / "faults.md").read_text()

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members, trained
-from unicrond.deadlines import deadlines
-from unicrond.hangs import judge
-from unicrond.state import Severity
-from unicrond.survey import Survey
+from unicrond.core.deadlines import deadlines
+from unicrond.core.hangs import judge
+from unicrond.core.state import Severity
+from unicrond.core.survey import Survey
 
 LIMIT_US = 1_000_000
 

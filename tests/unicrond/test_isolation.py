@@ -13,14 +13,15 @@ from events import vocabulary as v
 from events.schemas import told_version
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.test_escalation import said
-from unicrond.config import ConfigError, load
-from unicrond.decide import decide
-from unicrond.isolation import BACK_OFF_MAX, Phase, Repair, phase, repairs_due, waits_for
-from unicrond.policy import Policy, Settings, settings_of
-from unicrond.readmission import Readmission, Repairs, command
-from unicrond.state import TaskStatus
-from unicrond.survey import Survey
-from unicrond.task_parts import Troubles
+from unicrond.core.decide import decide
+from unicrond.core.isolation import BACK_OFF_MAX, Phase, Repair, phase, repairs_due, waits_for
+from unicrond.core.policy import Policy, Settings, settings_of
+from unicrond.core.state import TaskStatus
+from unicrond.core.survey import Survey
+from unicrond.core.task_parts import Troubles
+from unicrond.intake.config import ConfigError, load
+from unicrond.intake.readmission import Readmission
+from unicrond.service.repairs import Repairs, command
 
 NODE = "n0"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from events import vocabulary as v
-from unicrond.liveness import MOST_SILENT_FACTOR, OWN_NAME, SAY_AGAIN_US, Liveness, Said
-from unicrond.state import Node, NodeStatus
+from unicrond.core.liveness import MOST_SILENT_FACTOR, OWN_NAME, SAY_AGAIN_US, Liveness, Said
+from unicrond.core.state import Node, NodeStatus
 
 BEAT_US = 1_000_000
 

@@ -12,10 +12,10 @@ from replay.simulation import run
 from tests.replay.logs import eventful
 from tests.unicrond.life_diagrams import DOCUMENT, document
 from tests.unicrond.test_decide import random_life, two_tasks
-from unicrond import incident_life, worker_life
-from unicrond.fold import fold
-from unicrond.incident_life import BRINGS, Befalls, Phase, phase
-from unicrond.state import ClusterState, WorkerStatus
+from unicrond.core import incident_life, worker_life
+from unicrond.core.fold import fold
+from unicrond.core.incident_life import BRINGS, Befalls, Phase, phase
+from unicrond.core.state import ClusterState, WorkerStatus
 
 
 def workers(state: ClusterState) -> dict[str, WorkerStatus]:

@@ -18,10 +18,10 @@ from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from tests.unicrond.test_coordinator import joined, observation
-from unicrond.coordinator import Coordinator
-from unicrond.liveness import KeptBack
-from unicrond.log_keeper import SILENT_BUS, LogKeeper, kept_back_lines
-from unicrond.policy import Policy
+from unicrond.core.liveness import KeptBack
+from unicrond.core.policy import Policy
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.log_keeper import SILENT_BUS, LogKeeper, kept_back_lines
 
 
 class SmallServer(EmbeddedServer):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
-from unicrond import memory_places
-from unicrond.state import TaskStatus
+from unicrond.core import memory_places
+from unicrond.core.state import TaskStatus
 
 
 def service(node: str) -> v.MemoryService:

@@ -7,8 +7,8 @@ import pytest
 from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.test_decide import members, two_tasks
-from unicrond.policy import Policy
-from unicrond.survey import Survey
+from unicrond.core.policy import Policy
+from unicrond.core.survey import Survey
 
 SEEDS = range(20)
 

@@ -23,8 +23,8 @@ import pytest
 
 from events import vocabulary as v
 from tests.unicrond.test_liveness import node
-from unicrond.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, RECONNECT_US, Liveness
-from unicrond.state import Node, NodeStatus
+from unicrond.core.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, RECONNECT_US, Liveness
+from unicrond.core.state import Node, NodeStatus
 
 BEAT_US = 1_000_000
 HOUR_US = 3_600_000_000

@@ -11,18 +11,18 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster
 from tests.unicrond.stories import random_life, states_of, trained
-from unicrond.decide import decide
-from unicrond.estimates import REPORTS_MIN
-from unicrond.plan_problems import healthy_problem_of, problem_of, situation_of
-from unicrond.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished
-from unicrond.planning.solver import solve
-from unicrond.planning.table import Planner
-from unicrond.policy import Policy
-from unicrond.state import ClusterState, NodeStatus, TaskStatus
-from unicrond.survey import Survey, worker_mtbf_us
-from unicrond.task_parts import WARM_UP, Pace
-from unicrond.waf import linear_flops, throughput
-from unicrond.work import LINEAR_FLOPS, iteration_flop
+from unicrond.core.decide import decide
+from unicrond.core.estimates import REPORTS_MIN
+from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished
+from unicrond.core.planning.solver import solve
+from unicrond.core.planning.table import Planner
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState, NodeStatus, TaskStatus
+from unicrond.core.survey import Survey, worker_mtbf_us
+from unicrond.core.task_parts import WARM_UP, Pace
+from unicrond.core.waf import linear_flops, throughput
+from unicrond.core.work import LINEAR_FLOPS, iteration_flop
 
 
 def event_between(before: ClusterState, after: ClusterState) -> NextEvent | None:

@@ -6,10 +6,10 @@ import pytest
 
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
-from unicrond.cluster_tables import tasks_table
-from unicrond.ordering import Refused
-from unicrond.reshape_order import ReshapeOrder, asked_for
-from unicrond.state import TaskStatus
+from unicrond.core.ordering import Refused
+from unicrond.core.reshape_order import ReshapeOrder, asked_for
+from unicrond.core.state import TaskStatus
+from unicrond.display.cluster_tables import tasks_table
 
 SEEDS = range(20)
 

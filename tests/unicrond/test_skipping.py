@@ -11,19 +11,19 @@ import pytest
 
 from events import vocabulary as v
 from events.memory_log import MemoryBeatLog, MemoryLog
-from replay.export import Export
-from replay.opening import fold_to
-from replay.point import AtSeq
-from replay.source import FileSource
+from replay.reading.export import Export
+from replay.reading.opening import fold_to
+from replay.reading.point import AtSeq
+from replay.reading.source import FileSource
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
 from tests.unicrond.test_snapshots import MemoryStore
-from unicrond.coordinator import Coordinator
-from unicrond.policy import Policy
-from unicrond.skipping import SkipRefused
-from unicrond.snapshots import Snapshots
-from unicrond.state import TaskStatus
-from unicrond.state_bytes import digest
+from unicrond.core.policy import Policy
+from unicrond.core.skipping import SkipRefused
+from unicrond.core.state import TaskStatus
+from unicrond.core.state_bytes import digest
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.snapshots import Snapshots
 
 
 async def cancelled_by_mistake() -> tuple[MemoryLog, int]:

@@ -19,15 +19,15 @@ from events.nats_server import EmbeddedServer
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, fill, troubled
 from tests.unicrond.coordinators import running
-from unicrond import code_identity
-from unicrond import snapshots as module
-from unicrond.coordinator import Coordinator
-from unicrond.fold import fold
-from unicrond.nats_snapshots import NAME, NatsSnapshotStore
-from unicrond.policy import Policy
-from unicrond.snapshots import BadSnapshot, Mark, Snapshots, decode_snapshot, encode_snapshot, mark_of
-from unicrond.state import ClusterState
-from unicrond.state_bytes import digest
+from unicrond.core.fold import fold
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest
+from unicrond.service import code_identity
+from unicrond.service import snapshots as module
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.nats_snapshots import NAME, NatsSnapshotStore
+from unicrond.service.snapshots import BadSnapshot, Mark, Snapshots, decode_snapshot, encode_snapshot, mark_of
 
 
 class MemoryStore:

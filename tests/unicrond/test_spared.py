@@ -8,8 +8,8 @@ from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import members
 from tests.unicrond.test_escalation import said
-from unicrond.ordering import FaultOrder, ordered
-from unicrond.state import TaskStatus
+from unicrond.core.ordering import FaultOrder, ordered
+from unicrond.core.state import TaskStatus
 
 
 def cluster_of(nodes: int = 3, **spec: object) -> MiniCluster:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_decide import two_tasks
-from unicrond.decide import decide
-from unicrond.state import WorkerStatus
-from unicrond.survey import Survey
+from unicrond.core.decide import decide
+from unicrond.core.state import WorkerStatus
+from unicrond.core.survey import Survey
 
 #: All that an agent or a clock may repeat. (A NodeJoined is no repetition: it says what is there now.)
 REPEATABLE = (

@@ -13,11 +13,11 @@ from events.memory_log import MemoryLog
 from events.vocabulary import AnyEvent
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation
-from unicrond import coordinator as shell
-from unicrond.metrics import exposition
-from unicrond.own_decisions import IDLE_MAX, Breaker, Stopped
-from unicrond.state import ClusterState
-from unicrond.survey import Survey
+from unicrond.core.own_decisions import IDLE_MAX, Breaker, Stopped
+from unicrond.core.state import ClusterState
+from unicrond.core.survey import Survey
+from unicrond.service import coordinator as shell
+from unicrond.service.metrics import exposition
 
 
 def sentenced(events: Sequence[AnyEvent]) -> Callable[..., list[AnyEvent]]:

@@ -11,11 +11,11 @@ from rich.console import Console
 from events import vocabulary as v
 from events.prose import summary
 from tests.unicrond.cluster import SECOND_US, MiniCluster, trained
-from unicrond.cluster_tables import stragglers_table, tasks_table
-from unicrond.folding.stragglers import straggler_observed
-from unicrond.metrics import exposition
-from unicrond.state import TaskStatus
-from unicrond.view import render
+from unicrond.core.folding.stragglers import straggler_observed
+from unicrond.core.state import TaskStatus
+from unicrond.ctl.view import render
+from unicrond.display.cluster_tables import stragglers_table, tasks_table
+from unicrond.service.metrics import exposition
 
 
 @pytest.fixture

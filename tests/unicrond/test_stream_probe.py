@@ -11,7 +11,7 @@ from events.nats_server import EmbeddedServer
 from events.nats_streams import api, create_streams, event_stream_config
 from events.subjects import EVENT_STREAM
 from tests.unicrond.test_coordinator import observation
-from unicrond.stream_probe import StreamProbe
+from unicrond.service.stream_probe import StreamProbe
 
 
 async def append(log: NatsEventLog, *numbers: int) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from tests.unicrond.stories import random_life, states_of
 from tests.unicrond.test_decide import two_tasks
-from unicrond.deadlines import deadlines
-from unicrond.decide import decide, needed_solves
-from unicrond.planning.solver import solve
-from unicrond.state import ClusterState
-from unicrond.survey import Survey
+from unicrond.core.deadlines import deadlines
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.planning.solver import solve
+from unicrond.core.state import ClusterState
+from unicrond.core.survey import Survey
 
 
 def answers(survey: Survey) -> dict[str, object]:

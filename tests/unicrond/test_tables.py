@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tests.unicrond.serving import healed_cluster
-from unicrond.cluster_tables import incidents_table, nodes_table, tasks_table
-from unicrond.state import ClusterState, TaskStatus
-from unicrond.tables import Table, for_terminal, show
-from unicrond.task_parts import Ending
+from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.task_parts import Ending
+from unicrond.display.cluster_tables import incidents_table, nodes_table, tasks_table
+from unicrond.display.tables import Table, for_terminal, show
 
 REASON = "struck 8 times: no heartbeat for 1.53 s (limit 1.50 s), and its peers have lost it as well"
 

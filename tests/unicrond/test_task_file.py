@@ -21,13 +21,13 @@ from events.vocabulary import (
     StoreAddress,
     TaskSpec,
 )
-from unicrond.planning.layouts import job
-from unicrond.planning.presets import GPUS, MODELS
-from unicrond.planning.throughput import table
-from unicrond.strict_yaml import BadYaml, parse
-from unicrond.task_file import TaskFileError, load, loads, problems
-from unicrond.task_rules import SPEC_BYTES_MAX
-from unicrond.waf import modelled
+from unicrond.core.task_rules import SPEC_BYTES_MAX
+from unicrond.core.waf import modelled
+from unicrond.intake.strict_yaml import BadYaml, parse
+from unicrond.intake.task_file import TaskFileError, load, loads, problems
+from unicrond.throughput.layouts import job
+from unicrond.throughput.model import table
+from unicrond.throughput.presets import GPUS, MODELS
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agents.trainer.context import Patience
-from unicrond.policy import Policy
-from unicrond.timeouts import TRAINER_DEFAULTS, contradictions
+from agents.trainer.process.context import Patience
+from unicrond.core.policy import Policy
+from unicrond.intake.timeouts import TRAINER_DEFAULTS, contradictions
 
 
 def test_the_defaults_are_consistent() -> None:

@@ -15,8 +15,8 @@ from events.envelope import Envelope, Recorded
 from events.schemas import FIRST, SCHEMA, beyond_schema, schema_of, told_version
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import serving
-from unicrond.fold import fold
-from unicrond.state import UNREAD_MAX, ClusterState, WorkerStatus
+from unicrond.core.fold import fold
+from unicrond.core.state import UNREAD_MAX, ClusterState, WorkerStatus
 
 
 def cluster(**nodes: int) -> MiniCluster:

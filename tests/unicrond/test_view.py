@@ -16,12 +16,12 @@ from events.envelope import Envelope
 from events.vocabulary import NodeLeft
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import healed_cluster, serving
-from unicrond.client import Client, follow
-from unicrond.cluster_tables import incidents_table, milliseconds, nodes_table, si
-from unicrond.event_lines import BadEventStream, EventLine, EventStreamParser
-from unicrond.state import ClusterState, TaskStatus
-from unicrond.tables import Table, clean, plain
-from unicrond.view import incident_table, render, watch
+from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.ctl.client import Client, follow
+from unicrond.ctl.view import incident_table, render, watch
+from unicrond.display.cluster_tables import incidents_table, milliseconds, nodes_table, si
+from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser
+from unicrond.display.tables import Table, clean, plain
 
 
 class Terminal(io.StringIO):

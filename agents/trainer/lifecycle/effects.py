@@ -19,16 +19,16 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from agents.trainer.candidates import Candidate
+from agents.protocol.messages import FromWorker, Membership
 from agents.trainer.ledger import Account, Ledger, Total
+from agents.trainer.lifecycle.candidates import Candidate
+from agents.trainer.lifecycle.regrouping import Position
 from agents.trainer.lifecycle.results import Due, Loaded, Stock
-from agents.trainer.messages import FromWorker, Membership
-from agents.trainer.parts import Move, Part
-from agents.trainer.regrouping import Position
+from agents.trainer.sharded.parts import Move, Part
 from events import vocabulary as v
 
 if TYPE_CHECKING:
-    from agents.trainer.injection import Point
+    from agents.protocol.injection import Point
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)

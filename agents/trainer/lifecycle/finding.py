@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agents.trainer.candidates import newest, ordered
+from agents.protocol.messages import Taken
 from agents.trainer.lifecycle.books import Books, stand_after
+from agents.trainer.lifecycle.candidates import newest, ordered
 from agents.trainer.lifecycle.effects import Flow, LookAround, Rows, Say, Take, Tell
 from agents.trainer.lifecycle.failures import NothingLeft
 from agents.trainer.lifecycle.results import Loaded
-from agents.trainer.messages import Taken
 from events.vocabulary import StateSource
 
 _TRIED_CHARS = 1024

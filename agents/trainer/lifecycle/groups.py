@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from agents.protocol.messages import Membership, Parked, Regrouped
 from agents.trainer.lifecycle.books import Books, Turn, begin, leave_broken, start_clock, tell_committed
 from agents.trainer.lifecycle.effects import (
     At,
@@ -27,11 +28,10 @@ from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Super
 from agents.trainer.lifecycle.finding import find_state, live_in, tell_taken
 from agents.trainer.lifecycle.joining import LeftOut, join
 from agents.trainer.lifecycle.keeping import save_and_wait
+from agents.trainer.lifecycle.regrouping import Verdict
 from agents.trainer.lifecycle.results import NOTHING
 from agents.trainer.lifecycle.sharded import divide, gather
 from agents.trainer.lifecycle.shares import Shares, cut, nodes_of
-from agents.trainer.messages import Membership, Parked, Regrouped
-from agents.trainer.regrouping import Verdict
 from events.vocabulary import StateSource
 
 

@@ -12,7 +12,8 @@ Rules
 
 from __future__ import annotations
 
-from agents.trainer import regrouping
+from agents.protocol.messages import Membership
+from agents.trainer.lifecycle import regrouping
 from agents.trainer.lifecycle.books import Books
 from agents.trainer.lifecycle.effects import (
     AnyShard,
@@ -29,9 +30,8 @@ from agents.trainer.lifecycle.effects import (
     TakeStock,
 )
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
-from agents.trainer.messages import Membership
-from agents.trainer.parts import covers
-from agents.trainer.regrouping import Position, Verdict
+from agents.trainer.lifecycle.regrouping import Position, Verdict
+from agents.trainer.sharded.parts import covers
 
 
 class LeftOut(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agents.trainer.parts import Span
+from agents.trainer.sharded.parts import Span
 from events.vocabulary import StateSource
 
 

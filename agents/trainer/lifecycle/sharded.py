@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agents.protocol.messages import Membership
 from agents.trainer.lifecycle.books import Books
 from agents.trainer.lifecycle.effects import Adopt, Assemble, At, Flow, Gather, Rows, Say, Stage, StageFirst
 from agents.trainer.lifecycle.shares import Shares, cut, nodes_of
-from agents.trainer.messages import Membership
-from agents.trainer.parts import Part
+from agents.trainer.sharded.parts import Part
 
 
 def gather(shares: Shares) -> Flow[None]:

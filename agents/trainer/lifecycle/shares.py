@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agents.trainer.messages import Membership
-from agents.trainer.parts import Move, Part, Span, covers, givers, moves, placed
+from agents.protocol.messages import Membership
+from agents.trainer.sharded.parts import Move, Part, Span, covers, givers, moves, placed
 
 
 class Shares:

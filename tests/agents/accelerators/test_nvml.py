@@ -13,7 +13,7 @@ from agents.accelerators.driver import NoDriver
 from agents.accelerators.nvml import NvmlDriver
 from agents.accelerators.readings import Reading, XidSeen
 from agents.accelerators.watch import open_driver
-from agents.gpus import visible_gpus
+from agents.protocol.gpus import visible_gpus
 from tests.agents.accelerators.nvml_library import ALL_LINKS, Gpu, Library
 
 OLD = Gpu(

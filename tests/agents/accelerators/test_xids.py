@@ -10,7 +10,7 @@ import pytest
 from agents.accelerators.diagnosis import History, diagnose
 from agents.accelerators.readings import XidSeen
 from agents.accelerators.xids import XIDS, is_known, xid
-from unicrond.severity import SEVERITY
+from unicrond.core.severity import SEVERITY
 
 FAULTS = (Path(__file__).parents[3] / "docs" / "operate" / "faults.md").read_text()
 #: code -> severity of a single one, where the driver says nothing more: None, it is told and nothing follows.

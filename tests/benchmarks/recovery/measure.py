@@ -33,7 +33,7 @@ from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, lost_ms,
 from tests.benchmarks.recovery.systems import START, default_peers
 from tests.benchmarks.recovery.waiting import steady, until
 from tests.benchmarks.recovery.witness import Line, Traces, now_us
-from unicrond.dev import DevCluster
+from unicrond.local.dev import DevCluster
 
 RESULTS = Path("bench-recovery.jsonl")
 

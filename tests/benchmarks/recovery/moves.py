@@ -28,7 +28,7 @@ from tests.benchmarks.recovery.figures import NotYet, recovery
 from tests.benchmarks.recovery.systems import submission, unicrond
 from tests.benchmarks.recovery.waiting import lives, steady, until
 from tests.benchmarks.recovery.witness import Line, Traces, now_us
-from unicrond.dev import DevCluster
+from unicrond.local.dev import DevCluster
 
 _GUEST_STEPS = 10
 

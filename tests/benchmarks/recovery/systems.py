@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from tests.benchmarks.recovery.cell import Cell, System
-from unicrond.dev import DevCluster, free_port, small_cluster
+from unicrond.local.dev import DevCluster, free_port, small_cluster
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -20,10 +20,10 @@ import torch.distributed as dist
 import torchft
 from megatron.core import parallel_state
 
+from agents.protocol.sampling import Sampling
 from agents.trainer import cpu_shim, pretrain_gpt
 from agents.trainer.corpus import Corpus
 from agents.trainer.randomness import seed_all
-from agents.trainer.sampling import Sampling
 from events.vocabulary import TaskSpec
 from tests.benchmarks.recovery.witness import Witness
 from tests.integration.plain_gpt import PlainStep

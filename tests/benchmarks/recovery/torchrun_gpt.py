@@ -25,10 +25,10 @@ from megatron.core.distributed import (
     param_and_grad_buffer,
 )
 
+from agents.protocol.sampling import Sampling
 from agents.trainer import cpu_shim, pretrain_gpt
 from agents.trainer.corpus import Corpus
 from agents.trainer.randomness import seed_all
-from agents.trainer.sampling import Sampling
 from events.vocabulary import TaskSpec
 from tests.benchmarks.recovery.witness import Witness
 from tests.integration.plain_gpt import PlainStep

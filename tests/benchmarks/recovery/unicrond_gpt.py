@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agents.trainer import context, pretrain_gpt
+from agents.trainer import pretrain_gpt
 from agents.trainer.corpus import Corpus
 from agents.trainer.driver import HANDLERS, Driver
 from agents.trainer.hook import Hook
 from agents.trainer.lifecycle.effects import Idle, Sit
+from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
 from tests.benchmarks.recovery.witness import Witness
 

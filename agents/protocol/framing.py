@@ -1,0 +1,88 @@
+"""Frames on a stream: 4 bytes big-endian length, then msgpack of one tagged struct. One codec for both ends.
+
+Sans-IO: bytes in, structs out, so that blocking sockets, selectors and asyncio streams share it. A bad frame poisons
+its stream (the next boundary cannot be found reliably): close it and log the reason.
+
+Agents, fork servers and workers outlive each other, so the peer may be of a younger version: a message of a type that
+this version does not know is skipped, and unknown fields are set aside.
+"""
+
+from __future__ import annotations
+
+import logging
+import typing
+from typing import Generic, TypeVar
+
+import msgspec
+
+from agents.protocol import messages
+from agents.protocol.messages import MAX_FRAME_BYTES
+from events.tolerance import without_unknown
+
+logger = logging.getLogger(__name__)
+_HEADER_BYTES = 4
+#: All messages, in both directions.
+_NAMES = frozenset(name for name, kind in vars(messages).items() if isinstance(kind, type))
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+class BadFrame(ValueError):
+    """The peer sent an invalid frame or an unexpected message; close the connection."""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """One message as a frame. Raises BadFrame where it would be longer than MAX_FRAME_BYTES."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise BadFrame(f"{type(message).__name__} takes {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(_HEADER_BYTES, "big") + body
+
+
+class Unframer(Generic[T]):
+    """Collects bytes and gives the messages that are complete. `expected`: a union of tagged structs."""
+
+    def __init__(self, expected: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)
+        self._kinds: dict[str, type[msgspec.Struct]] = {
+            kind.__name__: kind for kind in typing.get_args(expected) or (expected,)
+        }
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """The messages that `data` completes, in order. Raises BadFrame; the stream is of no use afterwards."""
+        self._buffer += data
+        messages: list[T] = []
+        start = 0
+        while len(self._buffer) - start >= _HEADER_BYTES:
+            size_bytes = int.from_bytes(self._buffer[start : start + _HEADER_BYTES], "big")
+            if size_bytes > MAX_FRAME_BYTES:
+                raise BadFrame(f"announced frame of {size_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
+            end = start + _HEADER_BYTES + size_bytes
+            if len(self._buffer) < end:
+                break
+            message = self._decode(bytes(self._buffer[start + _HEADER_BYTES : end]))
+            if message is not None:
+                messages.append(message)
+            start = end
+        del self._buffer[:start]
+        return messages
+
+    def _decode(self, body: bytes) -> T | None:
+        """The message; None for one of a younger version's types. Raises BadFrame."""
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            try:
+                plain = msgspec.msgpack.decode(body)
+                name = plain.get("type") if isinstance(plain, dict) else None
+                if isinstance(name, str) and name.isidentifier():
+                    if name in self._kinds:
+                        known = without_unknown(plain, self._kinds[name])
+                        return self._decoder.decode(msgspec.msgpack.encode(known))
+                    if name not in _NAMES:
+                        logger.warning("skipping an unknown message %s: its sender is of a newer version", name)
+                        return None
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                pass
+            raise BadFrame(" ".join(str(error).split())) from None

@@ -1,0 +1,1 @@
+"""What a worker observes of its own training: late, slow, spiking or corrupt."""

@@ -1,0 +1,289 @@
+"""What a worker observes of its task's course: iteration times, compute times, losses, norms, checksums.
+
+Rules
+-----
+* It observes and tells; what is to be done is the coordinator's.
+* What all replicas need to know travels with the agreement that ends an iteration (`Sighting`, one row per replica):
+  no collective of its own. The lead judges it; a checksum is judged by the lowest rank of the majority.
+* Compute time is a replica's own time for its micro-batches, waits excluded (`own_time.py`), told per micro-batch as
+  they may be dealt unevenly. `stragglers.py` compares the replicas of each shard; all follow it, so that a new lead
+  knows what was told, and the first replica tells.
+* Per iteration it costs a few microseconds and one pass over the gradients; every `checksum_every` iterations one pass
+  over the parameters.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from agents.protocol.marks import Marker, now_us
+from agents.protocol.messages import Busy, CaughtUp, Degraded, Membership, Straggles, Suspected
+from agents.trainer.detection.baseline import RECENT, SLOW, Baseline
+from agents.trainer.detection.checksum import checksum, odd_ones
+from agents.trainer.detection.own_time import OwnTime
+from agents.trainer.detection.spikes import Spikes
+from agents.trainer.detection.stragglers import Finding, Stragglers
+from agents.trainer.groups.group import Group
+from agents.trainer.ledger import Total
+from agents.trainer.process.channel import AgentChannel
+from agents.trainer.process.context import Context, Patience
+from events.vocabulary import CorruptionSign
+
+#: An iteration that spent more than this part on a checkpoint is not a plain one: 1 / _SAVING.
+_SAVING = 20
+#: A last state may be large, and storage slow.
+_END_S = 6 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What one replica's shard saw of an iteration. Travels as a row of signed 64-bit integers.
+
+    `compute_us`: see the rules; of all `micro_batches`. `norm`: of the gradient sums of its own micro-batches.
+    `checksum` of the parameters, 0: none was made.
+    """
+
+    compute_us: int
+    micro_batches: int
+    norm: float
+    checksum: int
+
+    def row(self) -> list[int]:
+        """Four signed 64-bit integers; the norm as the bits of its float64."""
+        (norm_bits,) = struct.unpack("<q", struct.pack("<d", self.norm))
+        return [self.compute_us, self.micro_batches, norm_bits, self.checksum]
+
+    @staticmethod
+    def from_row(row: Sequence[int]) -> Sighting:
+        """The inverse of `row`."""
+        compute_us, micro_batches, norm_bits, checksum = row
+        (norm,) = struct.unpack("<d", struct.pack("<q", norm_bits))
+        return Sighting(compute_us, micro_batches, norm, checksum)
+
+
+class Detection:
+    """One worker's. `parameters` are this shard's."""
+
+    def __init__(self, context: Context, parameters: Iterable[torch.nn.Parameter]) -> None:
+        patience, spec = context.patience, context.launch.spec
+        self._mark: Marker = context.mark
+        self._channel: AgentChannel = context.channel
+        self._patience: Patience = patience
+        self._interval = (spec.checkpoint.interval or 0) if spec.checkpoint.dir else 0
+        self._parameters = list(parameters)
+        self._baseline = Baseline(floor_us=int(patience.hang_floor_s * 1e6), start_us=int(patience.start_s * 1e6))
+        self._spikes: dict[CorruptionSign, Spikes] = {
+            "loss": Spikes(rise=1.0),
+            "gradient_norm": Spikes(rise=9.0),
+        }
+        self._recent: deque[tuple[float, ...]] = deque(maxlen=RECENT)
+        self._stragglers = Stragglers()
+        self.own_time = OwnTime()
+        self._saving_us = self._busy_us = 0
+        self._busiest_s = 0.0
+        self._sightings: list[Sighting] = []
+
+    # --- where the iteration stands --------------------------------------------------------------
+
+    def regrouped(self, group: Group, *, share: int = 0, joins: bool = False) -> None:
+        """The worker is in another group. `share`, `joins`: see Baseline.reset."""
+        self._mark.moved(group.generation)
+        group.mark = self._mark
+        self._baseline.reset(share=share, joins=joins)
+        self._recent.clear()
+        self._sightings = []
+        self._stragglers.regrouped()
+        self.own_time.clear()
+        self._limit_collectives(group)
+
+    def usual(self) -> list[int]:
+        """What a newcomer is to know of the iterations' times; travels with the state."""
+        return self._baseline.words()
+
+    def inherit(self, words: object) -> None:
+        """What came with the state that was taken over."""
+        self._baseline.inherit(words)
+
+    @contextmanager
+    def busy(self, what: str, at_most_s: float) -> Iterator[None]:
+        """Around what the program declares: no hang within that time, and no plain iteration."""
+        mark, channel = self._mark, self._channel
+        phase, limit_us, began_us, at_most_us = mark.phase, mark.limit_us, now_us(), int(at_most_s * 1e6)
+        self._busiest_s = max(self._busiest_s, at_most_s)
+        channel.send(Busy(what=what, at_most_us=at_most_us))
+        mark.phase = "busy"
+        if limit_us:
+            mark.limit_us = max(limit_us, mark.elapsed_us + at_most_us)
+        try:
+            with self.own_time.apart():
+                yield
+        finally:
+            took_us = now_us() - began_us
+            mark.phase = phase
+            if limit_us:
+                mark.limit_us = limit_us + took_us
+            self._busy_us += took_us
+            channel.send(Busy(what="", at_most_us=0))
+
+    def begun(self, iteration: int) -> None:
+        """An iteration begins, or goes on in another group."""
+        self._mark.begun(iteration, self._baseline.limit_us(checkpoint=self._is_saving(iteration)))
+
+    def ending(self, iteration: int, group: Group, longest_s: float | None) -> None:
+        """All iterations are done: what is left is that the last state is written. `longest_s`: by this worker, which
+        needed so long at most (0: it wrote none yet); None: by others. The others wait for as long as it
+        takes: its mark says when that is too long."""
+        longest_us = None if longest_s is None else int(longest_s * 1e6)
+        self._mark.begun(iteration, self._baseline.end_limit_us(longest_us))
+        group.limit(max(self._patience.collective_timeout_s, _END_S))
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around what may write a checkpoint: meanwhile this worker's limit is wider, and as long as one member is not
+        late, no worker is judged, however long the others wait for it."""
+        began_us, limit_us = now_us(), self._mark.limit_us
+        if limit_us:
+            self._mark.limit_us = limit_us + self._baseline.limit_us(checkpoint=True)
+        yield
+        took_us = now_us() - began_us
+        if limit_us:
+            self._mark.limit_us = limit_us + took_us
+        self._saving_us += took_us
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """All have agreed; `rows` are the sightings of all replicas, in rank order."""
+        self._sightings = [Sighting.from_row(row) for row in rows]
+
+    def committed(self, iteration: int, duration_us: int, group: Group) -> None:
+        """The iteration is over, after `duration_us`."""
+        saved = _SAVING * self._saving_us > duration_us
+        if _SAVING * self._busy_us <= duration_us:
+            self._baseline.add(duration_us, checkpoint=saved or self._is_saving(iteration))
+        self._saving_us = self._busy_us = 0
+        self._limit_collectives(group)
+
+    def _is_saving(self, iteration: int) -> bool:
+        """The iteration's time holds the checkpoint of the one before."""
+        return bool(self._interval) and iteration > 1 and (iteration - 1) % self._interval == 0
+
+    def _limit_collectives(self, group: Group) -> None:
+        timeout_s = min(self._baseline.collective_timeout_us() / 1e6, self._patience.collective_timeout_s)
+        group.limit(timeout_s + self._busiest_s)
+
+    # --- reports to the others -------------------------------------------------------------------
+
+    def sighting(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
+        """This shard's row for the agreement on `iteration`."""
+        every = self._patience.checksum_every
+        made = checksum(self._parameters) if every and iteration % every == 0 else 0
+        own = self.own_time
+        compute_us = own.taken_us * micro_batches // max(1, own.micro_batches)  # some may have been of another group
+        own.clear()
+        return Sighting(compute_us, micro_batches, norm, made)
+
+    # --- reports to the agent -------------------------------------------------------------------
+
+    def judge(self, iteration: int, total: Total, membership: Membership, shard: int, rank: int) -> None:
+        """Look at an agreed iteration, and tell the agent what is remarkable. `rank`: this replica's."""
+        if len(self._sightings) != len(total.accounts):
+            return  # agreed on in another group: its rows are gone
+        workers = [member.worker for member in membership.members if member.shard == shard]
+        self._judge_checksums(iteration, membership.generation, workers, rank)
+        computed = {
+            worker: (sighting.compute_us, sighting.micro_batches)
+            for worker, sighting in zip(workers, self._sightings, strict=True)
+        }
+        for finding in self._stragglers.look(iteration, now_us(), computed):
+            if rank == 0:
+                self._tell(finding, iteration, membership)
+        if rank:
+            return
+        if shard == 0:
+            self._judge_pace(iteration, membership.generation, workers)
+            losses = [account.loss_sum / max(1, account.tokens) for account in total.accounts]
+            self._judge_values("loss", losses, iteration, membership.generation, workers)
+        norms = [
+            sighting.norm / max(1, account.tokens)
+            for sighting, account in zip(self._sightings, total.accounts, strict=True)
+        ]
+        self._judge_values("gradient_norm", norms, iteration, membership.generation, workers)
+
+    def _judge_checksums(self, iteration: int, generation: int, workers: list[str], rank: int) -> None:
+        checksums = [sighting.checksum for sighting in self._sightings]
+        if len(set(checksums)) == 1 or 0 in checksums:
+            return
+        odd = odd_ones(checksums)
+        teller = 0 if odd is None else min(set(range(len(workers))).difference(odd))
+        if rank == teller:
+            for suspect in [""] if odd is None else [workers[one] for one in odd]:
+                self._suspect("checksum", suspect, 0.0, 0.0, iteration, generation)
+
+    def _judge_values(
+        self, sign: CorruptionSign, values: list[float], iteration: int, generation: int, workers: list[str]
+    ) -> None:
+        for spike in self._spikes[sign].look(values):
+            suspect = "" if spike.rank is None else workers[spike.rank]
+            self._suspect(sign, suspect, spike.value, spike.usual, iteration, generation)
+
+    def _suspect(
+        self, sign: CorruptionSign, suspect: str, value: float, usual: float, iteration: int, generation: int
+    ) -> None:
+        self._channel.send(
+            Suspected(generation=generation, iteration=iteration, sign=sign, suspect=suspect, value=value, usual=usual)
+        )
+
+    def _tell(self, finding: Finding, iteration: int, membership: Membership) -> None:
+        workers = [member.worker for member in membership.members]
+        rank = workers.index(finding.worker)
+        straggler = membership.members[rank]
+        seen: dict[str, Any] = {
+            "generation": membership.generation,
+            "iteration": iteration,
+            "straggler": straggler.worker,
+            "straggler_node": straggler.node,
+            "rank": rank,
+            "factor": finding.factor,
+        }
+        if finding.over:
+            self._channel.send(CaughtUp(**seen))
+            return
+        self._channel.send(
+            Straggles(
+                **seen,
+                compute_us=finding.own_us,
+                others_us=finding.others_us,
+                since_iteration=finding.since_iteration,
+                since_us=time.time_ns() // 1000 - (now_us() - finding.since_us),
+            )
+        )
+
+    def _judge_pace(self, iteration: int, generation: int, workers: list[str]) -> None:
+        self._recent.append(tuple(one.compute_us / max(1, one.micro_batches) for one in self._sightings))
+        slow_us = self._baseline.slow()
+        if not slow_us:
+            return
+        by_rank = [median(row[rank] for row in self._recent) for rank in range(len(workers))]
+        slowest = max(range(len(workers)), key=by_rank.__getitem__)
+        others = [one for rank, one in enumerate(by_rank) if rank != slowest]
+        others_us = median(others) if others else 0.0
+        stands_out = by_rank[slowest] > SLOW * others_us
+        self._channel.send(
+            Degraded(
+                generation=generation,
+                iteration=iteration,
+                iteration_us=slow_us,
+                usual_us=self._baseline.best_us,
+                slowest=workers[slowest] if stands_out else "",
+                compute_us=int(by_rank[slowest]) if stands_out else 0,
+                others_us=int(others_us) if stands_out else 0,
+            )
+        )

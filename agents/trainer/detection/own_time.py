@@ -1,0 +1,71 @@
+"""How long this process itself took for its micro-batches: what it waited for does not count.
+
+Rules
+-----
+* The time of a micro-batch is the loop's, from where it is given out until the loop asks for the next: reading data,
+  forward, backward. Reductions, agreements, the optimizer's step, checkpoints lie outside.
+* What the thread was ready to run in and had no CPU does not count (Linux' Documentation/scheduler/sched-stats): on a
+  machine that is too busy it measures other processes, not this one's speed. To sleep and to wait for a device
+  or a disk does count.
+* Nor does what the loop has declared to be something else (`apart`).
+* Two looks at the clock and two reads of an open file per micro-batch: some 5 microseconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agents.protocol.marks import now_us
+
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+class OwnTime:
+    """Of one iteration's micro-batches; of the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._file: int | None
+        try:
+            self._file = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no Linux, or one that does not tell
+            self._file = None
+        self._began_us: int | None = None
+        self._apart_us = 0
+        self.taken_us = 0
+        self.micro_batches = 0
+
+    def clear(self) -> None:
+        """Another iteration."""
+        self._began_us = None
+        self._apart_us = self.taken_us = self.micro_batches = 0
+
+    def begin(self) -> None:
+        """Micro-batches are given out."""
+        self._began_us, self._apart_us = now_us() - self._waited_us(), 0
+
+    def end(self, micro_batches: int) -> None:
+        """So many have been computed since."""
+        if self._began_us is not None:
+            self.taken_us += max(0, now_us() - self._waited_us() - self._began_us - self._apart_us)
+            self.micro_batches += micro_batches
+            self._began_us = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around work outside of a micro-batch."""
+        began_us = now_us() - self._waited_us()
+        try:
+            yield
+        finally:
+            self._apart_us += now_us() - self._waited_us() - began_us
+
+    def _waited_us(self) -> int:
+        """For how long it has waited for a CPU in its life."""
+        if self._file is None:
+            return 0
+        try:
+            return int(os.pread(self._file, 96, 0).split()[1]) // 1000
+        except (OSError, ValueError, IndexError):
+            return 0

@@ -1,0 +1,334 @@
+"""One generation's group over the replicas, for one shard index: formed, used, and left at a moment's notice.
+
+Rules
+-----
+* The group is a bare ProcessGroupGloo or ProcessGroupNCCL, not registered in torch's default world, so that it can
+  be replaced at every change of membership without touching anything of Megatron's.
+* How it is formed: `forming.py`.
+* Every collective is asynchronous; the main thread waits for it in the agent channel, so an urgent membership or a
+  Quit interrupts it.
+* A group is left *at once*: gloo neither aborts nor times out a collective whose peer is silent, and destroying the
+  group blocks until its timeout (measured). What does work, within a millisecond, is to shut down the group's own
+  sockets: every operation in flight fails, here and at the peers, which otherwise notice a death one hop at a time.
+  The listening socket must be left alone, or gloo's accept loop ends the process.
+* NCCL is aborted instead, in a thread: an abort may hang (a driver in trouble). One that does not end in time is the
+  process's end: it says so, and another takes its place.
+* Gloo may reduce CUDA tensors (`backend: gloo` on a GPU). It copies back on streams of its own, so the user of a sum
+  makes its stream wait for them first. Everything else a gloo group exchanges is on the CPU.
+* An error is kept as text, never as an exception object: a traceback would keep the group alive.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from agents.protocol.marks import Marker
+from agents.protocol.messages import Waits
+from agents.trainer.groups.forming import (
+    Attempt,
+    Place,
+    event_behind,
+    failure,
+    far_ports,
+    is_connected,
+    ports_of,
+    shut_down,
+)
+from agents.trainer.lifecycle.failures import Broken, Superseded
+from agents.trainer.process.channel import AgentChannel
+
+_POLL_CUDA_S = 0.002
+#: A worker that waits for longer for a group to meet says so: it has answered, and does not hang.
+WAITS_S = 2.0
+_CLOSE_TIMEOUT_S = 1.0
+_ABORT_TIMEOUT_S = 10.0
+#: Groups with an operation that would not end: destroying them could block, so they live as long as the process.
+_parked: list[object] = []
+
+
+class AbortHangs(RuntimeError):
+    """The NCCL communicator cannot be got rid of: this process is of no use any more."""
+
+
+class Group:
+    """A member's end of the group of `generation`. `rank` and `size` count replicas."""
+
+    def __init__(
+        self, process_group: object, sockets: dict[int, str], generation: int, rank: int, size: int,
+        channel: AgentChannel, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.generation = generation
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._process_group = process_group
+        self._sockets = sockets
+        self._far_ports = far_ports(sockets)
+        self._channel = channel
+        self._in_flight = _InFlight(channel, self._nccl)
+        self._timeout_s = 0.0
+        #: Where it is noted that the worker waits here for its peers.
+        self.mark = Marker(None)
+        #: While the group is met in: called once where that takes longer than WAITS_S.
+        self.waits: Callable[[], None] | None = None
+
+    @property
+    def _nccl(self) -> object | None:
+        """The process group, if it is one of NCCL's: then everything that it exchanges is on the GPU."""
+        return self._process_group if self.device.type == "cuda" else None
+
+    def ports(self) -> list[int]:
+        """On this side of the group's connections; none with NCCL."""
+        return ports_of(self._sockets)
+
+    def lost_ports(self) -> list[int]:
+        """On the other side of those of the group's connections that have ended; none with NCCL, or once it is left."""
+        return [port for fd, port in self._far_ports.items() if not is_connected(fd, self._sockets[fd])]
+
+    def limit(self, timeout_s: float) -> None:
+        """Have collectives from now on time out after about so long (the library's own time-out, the last resort)."""
+        if self._process_group is None or abs(timeout_s - self._timeout_s) < 0.25 * self._timeout_s:
+            return
+        self._timeout_s = timeout_s
+        self._process_group._set_default_timeout(timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
+
+    def all_gather(self, row: Sequence[int]) -> _Rows:
+        """Start gathering every member's row of signed 64-bit integers (all of one length)."""
+        mine = torch.tensor(row, dtype=torch.int64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        if self._process_group is None:
+            rows[0].copy_(mine)
+        else:
+            begin = partial(self._process_group.allgather, [rows], [mine])  # type: ignore[attr-defined]
+            self._in_flight.start(begin, mine, *rows)
+        return _Rows(rows)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation:
+        """Start summing the tensor over the members, in place. Never raises: `finish` does."""
+        if self.size == 1:
+            return Operation(done=True)
+        return self._in_flight.start(lambda: self._process_group.allreduce([tensor]), tensor)  # type: ignore[attr-defined]
+
+    def all_to_all(
+        self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: Sequence[int], given_sizes: Sequence[int]
+    ) -> None:
+        """Start exchanging: member m gets `given_sizes[m]` elements of `given`, in rank order, and `taken` is filled
+        with `taken_sizes[m]` elements of each."""
+        if self._process_group is not None:
+            options = dist.AllToAllOptions()
+            exchange = self._process_group.alltoall_base  # type: ignore[attr-defined]
+            begin = partial(exchange, taken, given, list(taken_sizes), list(given_sizes), options)
+            self._in_flight.start(begin, taken, given)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Start overwriting `tensor` with member `source`'s."""
+        if self._process_group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            begin = partial(self._process_group.broadcast, [tensor], options)  # type: ignore[attr-defined]
+            self._in_flight.start(begin, tensor)
+
+    def finish(self) -> None:
+        """Wait for everything started. Raises Broken, Superseded (an urgent membership came) or QuitAsked."""
+        flight = self._in_flight
+        self.mark.entering()
+
+        def settled() -> bool:
+            return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
+
+        if self.waits is not None and not self._channel.wait(settled, WAITS_S):
+            self.waits()
+        if self._nccl is not None:
+            while not self._channel.wait(settled, _POLL_CUDA_S):
+                pass
+        else:
+            self._channel.wait(settled)
+        if flight.error is not None:
+            raise Broken(flight.error)
+        if not flight.settled():
+            raise Superseded(f"generation {self.generation} is superseded")
+        flight.forget()
+        self.mark.leaving()
+
+    def close(self) -> None:
+        """Leave at once; operations in flight fail. Blocks for at most _CLOSE_TIMEOUT_S, or, with NCCL, for at most
+        _ABORT_TIMEOUT_S; then it raises AbortHangs."""
+        if self._process_group is None:
+            return
+        flight, process_group, nccl = self._in_flight, self._process_group, self._nccl
+        self._in_flight, self._process_group = _InFlight(self._channel, None), None
+        if nccl is not None:
+            _abort(nccl, flight)
+            return
+        shut_down(self._sockets)
+        self._far_ports = {}
+        if not flight.wait_until_over(_CLOSE_TIMEOUT_S):
+            _parked.append(process_group)
+        flight.forget()
+
+
+def _abort(nccl: object, flight: _InFlight) -> None:
+    """End a NCCL communicator. Kernels may write until it has ended: what they write to is held for so long."""
+    over = threading.Event()
+
+    def abort() -> None:
+        try:
+            nccl.abort()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            print(f"aborting the NCCL communicator: {error}", file=sys.stderr)
+        flight.forget()
+        over.set()
+
+    threading.Thread(target=abort, name="abort", daemon=True).start()
+    if not over.wait(_ABORT_TIMEOUT_S):
+        raise AbortHangs(f"the NCCL communicator cannot be aborted within {_ABORT_TIMEOUT_S:g} s")
+
+
+class _Rows:
+    """Rows that are being gathered; read them after `Group.finish`."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self._rows = rows
+
+    def read(self) -> list[list[int]]:
+        return [[int(value) for value in row.tolist()] for row in self._rows]
+
+
+class Operation:
+    """One collective under way. `held`: what it writes to and reads from, which must live as long."""
+
+    __slots__ = ("_done", "_held", "_lands", "over", "work")
+
+    def __init__(self, *held: torch.Tensor, done: bool = False) -> None:
+        self.work: object = None
+        #: With NCCL: the event behind it.
+        self.over: torch.cuda.Event | None = None
+        self._held = held
+        self._done = done
+        self._lands = False
+
+    def end_well(self, *, lands: bool = False) -> None:
+        """It is known to be done, and done well. `lands`: on streams without a waiter yet. From any thread."""
+        self._lands = lands and any(tensor.is_cuda for tensor in self._held)
+        self._done = True
+
+    @property
+    def succeeded(self) -> bool:
+        """Done, and done well: what the caller's stream does from now on sees the result."""
+        if self._done and self._lands:
+            self.work.wait()  # type: ignore[attr-defined]
+            self._lands = False
+        return self._done
+
+
+class _InFlight:
+    """The operations that were started and have not been waited for. `nccl`: the process group, if it is one of NCCL's.
+
+    With NCCL an event behind each operation, on a stream of ours, tells that the GPU is done with it. (The library's
+    own is_completed is also true where the communicator has failed, and its wait may then abort, which may hang.)
+    """
+
+    def __init__(self, channel: AgentChannel, nccl: object | None) -> None:
+        self._channel = channel
+        self._nccl = nccl
+        self._stream: torch.cuda.Stream | None = None
+        self._operations: list[Operation] = []
+        self._finished = 0
+        self._over = threading.Condition()
+        self.error: str | None = None
+
+    def start(self, begin: Callable[[], object], *held: torch.Tensor) -> Operation:
+        """Begin an operation. One that cannot even begin counts as failed; what comes after it is not tried."""
+        operation = Operation(*held)
+        if self.error is not None:
+            return operation
+        try:
+            operation.work = begin()
+            if self._nccl is not None:
+                self._stream = self._stream or torch.cuda.Stream(held[0].device)
+                operation.over = event_behind(operation.work, self._stream)
+        except RuntimeError as error:
+            self.error = str(error)
+            return operation
+        self._operations.append(operation)
+        if self._nccl is None:
+            operation.work.get_future().add_done_callback(partial(self._note, operation))  # type: ignore[attr-defined]
+        return operation
+
+    def _note(self, operation: Operation, future: object) -> None:
+        try:
+            future.value()  # type: ignore[attr-defined]
+            operation.end_well(lands=True)
+        except Exception as error:
+            self.error = self.error or str(error)
+        with self._over:
+            self._finished += 1
+            self._over.notify_all()
+        self._channel.wake()
+
+    def settled(self) -> bool:
+        """Whether one has failed or all are done."""
+        if self._nccl is not None:
+            self._poll(self._nccl)
+        return self.error is not None or self._finished == len(self._operations)
+
+    def _poll(self, nccl: object) -> None:
+        """In their order: that is how they run."""
+        self.error = self.error or failure(nccl) or None
+        while self.error is None and self._finished < len(self._operations):
+            operation = self._operations[self._finished]
+            assert operation.over is not None
+            if not operation.over.query():
+                return
+            torch.cuda.current_stream().wait_event(operation.over)
+            operation.end_well()
+            self._finished += 1
+
+    def wait_until_over(self, timeout_s: float) -> bool:
+        with self._over:
+            return self._over.wait_for(lambda: self._finished == len(self._operations), timeout_s)
+
+    def forget(self) -> None:
+        self._operations = []
+        self._finished = 0
+
+
+def form(
+    place: Place, generation: int, channel: AgentChannel, timeout_s: float | None,
+    standby: tuple[str, Attempt] | None = None,
+) -> Group:  # fmt: skip
+    """Form the group of `generation` with its other members; returns when this member is connected to all.
+
+    `standby`: a group that may be used instead. Raises Superseded when a newer membership (urgent or not) comes
+    meanwhile, Broken when forming fails or takes longer than `timeout_s`, QuitAsked.
+    """
+    if place.size == 1:
+        return Group(None, {}, generation, place.rank, place.size, channel, place.device)
+    attempt = Attempt(place, channel, standby)
+
+    def over() -> bool:
+        return attempt.over or channel.newest(generation) is not None
+
+    try:
+        in_time = channel.wait(over, WAITS_S if timeout_s is None else min(WAITS_S, timeout_s))
+        if not in_time:
+            channel.send(Waits(generation=generation))
+            in_time = channel.wait(over, None if timeout_s is None else max(0.0, timeout_s - WAITS_S))
+    except BaseException:
+        attempt.abandon()
+        raise
+    process_group, sockets, error = attempt.take()
+    if process_group is None:
+        if error is not None:
+            raise Broken(error)
+        if in_time:
+            raise Superseded(f"generation {generation} was superseded while it formed")
+        raise Broken(f"not all members of generation {generation} joined within {timeout_s} s")
+    return Group(process_group, sockets, generation, place.rank, place.size, channel, place.device)

@@ -1,0 +1,224 @@
+"""This shard's group: which memberships have come, and how the next group is formed and first spoken in.
+
+Rules
+-----
+* Which membership is followed when, and what becomes of the group before: `lifecycle/joining.py`.
+* With their positions the members of a small group exchange the ports of their connections, so that a member that loses
+  one can say whose the other end is: of two ends one is at fault, and often only the other notices.
+* Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
+  shards take the same turn. Every wait is bounded for a worker with state: after `fault_wait_s` it is stranded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from agents.protocol.messages import Membership, Trouble, Waits
+from agents.trainer.groups.forming import Place, ports_named
+from agents.trainer.groups.group import Group, form
+from agents.trainer.groups.standby import Standby
+from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
+from agents.trainer.lifecycle.regrouping import Position, span_row, spans_of
+from agents.trainer.process.context import Context
+from agents.trainer.process.faults import classify_broken
+from events.vocabulary import Phase
+
+T = TypeVar("T")
+_MESSAGE_CHARS = 1024
+#: The largest group whose members tell each other their ports: as many numbers from each to each as it has members.
+_PORTS_MAX = 64
+
+
+class Rendezvous:
+    """Holds this shard's group. `generation`: of the membership last tried, 0 before the first."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._channel = context.channel
+        self._replica = context.replica
+        self._standby = Standby(context.channel, context.patience.standby_max)
+        self.group: Group | None = None
+        self.generation = 0
+        #: The group before, sound, until the next one stands.
+        self._aside: Group | None = None
+        #: Monotonic seconds by which a membership must have led to a group; None: whenever.
+        self._deadline_s: float | None = None
+        #: The present group's, of this shard, in rank order.
+        self._workers: list[str] = []
+        #: Whose connections have these ports on their side.
+        self._owners: dict[int, str] = {}
+        #: To whom the connections were dead when the last group was left.
+        self._lost: tuple[str, ...] = ()
+
+    def look(self) -> None:
+        """Raise Superseded if an urgent membership has come, QuitAsked if the agent wants the worker to end."""
+        urgent = self._channel.newest(self.generation, urgent_only=True)
+        (newest,) = self._replica.highest(0 if urgent is None else urgent.generation)
+        if self._channel.quit_asked():
+            raise QuitAsked
+        if newest:
+            raise Superseded(f"generation {newest} is urgent")
+
+    def pending(self) -> int:
+        """The newest membership that every shard of this replica holds and that is not followed yet; else 0."""
+        newest = self._channel.newest(self.generation)
+        mine = 0 if newest is None else newest.generation
+        highest, lowest = self._replica.highest(mine, -mine)
+        return mine if highest == -lowest else 0
+
+    def together(self, attempt: Callable[[], T]) -> T:
+        """Do something with this shard's group; raises Broken or Superseded if it failed for any shard."""
+        failure: Broken | Superseded | None = None
+        try:
+            result = attempt()
+        except (Broken, Superseded) as error:
+            failure = error.with_traceback(None)
+        if not self._replica.all_true(failure is None):
+            raise failure or Superseded("another shard of this replica has left its group")
+        return result
+
+    def leave(self) -> None:
+        """Leave the group at once."""
+        if self.group is not None:
+            self._note_losses(self.group)
+            self.group.close()
+            self.group = None
+
+    def stand_by(self, membership: Membership) -> None:
+        """Prepare for the next loss, once in each generation; called where an iteration has been committed in it."""
+        if self.group is not None and self._standby.generation != self.generation == membership.generation:
+            launch = self._context.launch
+            workers = [member.worker for member in membership.members if member.shard == launch.shard]
+            prefix = f"standby/{launch.task}/{self.generation}/{launch.shard}"
+            self._standby.prepare(self.generation, workers, self._place(membership, workers, prefix))
+
+    def _place(self, membership: Membership, workers: list[str], prefix: str) -> Place:
+        launch = self._context.launch
+        return Place(
+            store=membership.store,
+            prefix=prefix,
+            rank=workers.index(launch.worker),
+            size=len(workers),
+            address=launch.address,
+            device=self._replica.device,
+            collective_timeout_s=self._context.patience.collective_timeout_s,
+        )
+
+    def report(self, failure: str, iteration: int, phase: Phase) -> None:
+        """Tell the agent of a broken group, unless the answer is already here. A planned membership is not an answer:
+        a member that has not noticed waits in this group for a boundary that no member reaches."""
+        if self.group is not None:
+            self._note_losses(self.group)
+        kind = classify_broken(failure)
+        if self._channel.newest(self.generation, urgent_only=True) is None:
+            self._channel.send(
+                Trouble(
+                    kind=kind,
+                    generation=self.generation,
+                    iteration=iteration,
+                    phase=phase,
+                    message=failure[:_MESSAGE_CHARS],
+                    detail="",
+                    peer=next((self._owners[port] for port in ports_named(failure) if port in self._owners), ""),
+                    lost=self._lost if kind == "connection_broken" else (),  # a time-out ends them all
+                )
+            )
+
+    def _note_losses(self, group: Group) -> None:
+        """Before it is left: that ends them all."""
+        owners = {self._owners[port] for port in group.lost_ports() if port in self._owners}
+        self._lost = tuple(sorted(owners - {self._context.launch.worker}))
+
+    # --- the way to the next group ----------------------------------------------------------------
+
+    def set_aside(self, *, keep: bool, bounded: bool) -> None:
+        """Look for another group. `keep`: the present one stays open until `drop`. `bounded`: see the rules."""
+        self._aside, self.group = self.group, None
+        if not keep:
+            self.drop()
+        self._deadline_s = time.monotonic() + self._context.patience.fault_wait_s if bounded else None
+
+    def drop(self) -> None:
+        """Close the group that was set aside."""
+        if self._aside is not None:
+            self._aside.close()
+            self._aside = None
+
+    def follow(self, membership: Membership) -> None:
+        """This one is tried now; older ones never again."""
+        self.generation = self._context.generation = membership.generation
+
+    def form(self, membership: Membership) -> None:
+        """Form the membership's group. Raises Broken, Superseded, QuitAsked."""
+        launch = self._context.launch
+        workers = [member.worker for member in membership.members if member.shard == launch.shard]
+        place = self._place(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
+        self._owners, self._lost = {}, ()
+
+        def meet() -> None:
+            left_s = self._left_s()
+            self.group = form(place, membership.generation, self._channel, left_s, self._standby.offer(workers))
+
+        self.together(meet)
+        group = self.group
+        assert group is not None
+        group.waits = partial(self._channel.send, Waits(generation=membership.generation))
+        self._workers = workers
+
+    def exchange(self, position: Position, micro_batches: int, buckets: int, *, sharded: bool) -> list[Position]:
+        """All members' positions, in rank order. Raises Broken, Superseded, QuitAsked."""
+        return self.together(lambda: self._exchange(position, micro_batches, buckets, sharded))
+
+    def _exchange(self, position: Position, micro_batches: int, buckets: int, sharded: bool) -> list[Position]:
+        group, workers = self.group, self._workers
+        assert group is not None
+        ports = _padded(group.ports(), len(workers)) if len(workers) <= _PORTS_MAX else []
+        rows = group.all_gather([len(position.spans), *ports, *position.row(micro_batches, buckets)])
+        group.finish()
+        told = rows.read()
+        self._owners = _owners(workers, [row[1 : 1 + len(ports)] for row in told])
+        positions = [Position.from_row(row[1 + len(ports) :], micro_batches) for row in told]
+        if not sharded:
+            return positions
+        length = max(row[0] for row in told)
+        spans = group.all_gather(span_row(position.spans, length))
+        group.finish()
+        return [replace(one, spans=spans_of(row)) for one, row in zip(positions, spans.read(), strict=True)]
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+    def await_membership(self) -> Membership:
+        """The newest membership that any shard of this replica knows, newer than the one last tried. Raises Stranded,
+        QuitAsked."""
+
+        def await_shared(known: Callable[[], Membership | None]) -> int:
+            self._channel.wait(lambda: known() is not None, self._left_s())
+            membership = known()
+            mine = 0 if membership is None else membership.generation
+            newest, missing = self._replica.highest(mine, int(membership is None))
+            if missing:
+                raise Stranded(f"no membership after generation {self.generation} arrived in time")
+            return newest
+
+        newest = await_shared(lambda: self._channel.newest(self.generation))
+        await_shared(lambda: self._channel.membership(newest))
+        membership = self._channel.membership(newest)
+        assert membership is not None
+        return membership
+
+
+def _padded(ports: list[int], length: int) -> list[int]:
+    return (ports + [0] * length)[:length]
+
+
+def _owners(workers: Sequence[str], ports: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Port -> its owner; not ports with two owners, on two hosts."""
+    every = [(port, worker) for worker, own in zip(workers, ports, strict=True) for port in own if port]
+    count = Counter(port for port, _ in every)
+    return {port: worker for port, worker in every if count[port] == 1}

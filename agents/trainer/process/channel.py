@@ -1,0 +1,277 @@
+"""The worker's line to its agent: one thread, one Unix socket, one condition that the main thread waits on.
+
+Rules
+-----
+* Training never waits for the agent: `send` queues, the thread delivers. A lost connection is made again with a
+  growing pause; then the worker says Hello with its generation, and repeats the newest Regrouped, Committed, Saved,
+  Completed, Busy and StopWanted that were sent before (they may have died with the old agent), or Ready if it has no
+  membership. What was queued follows in order.
+* Whatever the main thread waits for (a collective, a group that forms, a membership), it waits for here, in
+  `wait`: the agent's messages and finished collectives both notify the one condition, so every wait can be
+  interrupted by an urgent membership or a Quit.
+* Quit: the main thread is given `QUIT_GRACE_S` to leave; it may be stuck in a collective of its own replica, so
+  afterwards the thread ends the process, with exit code 0.
+* Self-fencing: with no agent for `lease_s` the thread ends the process (exit code EXIT_NO_AGENT). Somebody else may
+  have been given this worker's place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from agents.protocol.exits import EXIT_NO_AGENT
+from agents.protocol.framing import BadFrame, Unframer, frame
+from agents.protocol.messages import (
+    Busy,
+    Committed,
+    Completed,
+    FromWorker,
+    Hello,
+    Inject,
+    Launch,
+    Membership,
+    Quit,
+    Ready,
+    Regrouped,
+    Saved,
+    StopWanted,
+    ToWorker,
+)
+from agents.protocol.peers import agent_schema, told_to
+from agents.trainer.lifecycle.failures import QuitAsked
+from events.schemas import SCHEMA
+from events.vocabulary import Fault
+
+QUIT_GRACE_S = 2.0
+_PAUSE_MIN_S = 0.02
+_PAUSE_MAX_S = 0.5
+_QUEUE_MAX_MESSAGES = 65536
+_REPEATED = (Regrouped, Committed, Saved, Completed, Busy, StopWanted)
+
+
+class AgentChannel:
+    """See the module's rules. `start` it in the process that uses it (threads do not survive a fork)."""
+
+    def __init__(self, launch: Launch, lease_s: float) -> None:
+        #: Ordered faults, for injection.py to take.
+        self.ordered: deque[Fault] = deque()
+        self._launch = launch
+        self._lease_s = lease_s
+        self._condition = threading.Condition()
+        self._memberships: dict[int, Membership] = {}
+        self._received: dict[int, float] = {}
+        self._generation = 0
+        self._ready = False
+        self._quit_reason: str | None = None
+        self._quit_at = 0.0
+        self._queue: deque[FromWorker] = deque()
+        self._repeat: dict[type, FromWorker] = {}
+        self._agent_schema = SCHEMA
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+
+    # --- the main thread's side ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread that connects to the agent, and connects again whenever the connection ends."""
+        threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
+
+    def send(self, message: FromWorker) -> None:
+        """Queue `message`; never blocks. The oldest goes where the agent has been away for too many."""
+        with self._condition:
+            if isinstance(message, Ready):
+                self._ready = True
+            elif isinstance(message, Regrouped):
+                self._generation = message.generation
+            self._queue.append(message)
+            if len(self._queue) > _QUEUE_MAX_MESSAGES:
+                self._queue.popleft()
+        self._wake_thread()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued is in the agent's socket; False if that took longer than `timeout_s`."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._queue, timeout_s)
+
+    def newest(self, above: int, urgent_only: bool = False) -> Membership | None:
+        """The newest membership of a generation greater than `above`."""
+        with self._condition:
+            return self._newest(above, urgent_only)
+
+    def membership(self, generation: int) -> Membership | None:
+        """The membership of that generation, None where it has not been told."""
+        with self._condition:
+            return self._memberships.get(generation)
+
+    def received_at(self, generation: int) -> float:
+        """When its membership first came (monotonic seconds)."""
+        return self._received[generation]
+
+    def forget(self, below: int) -> None:
+        """Drop the memberships of lower generations than `below`."""
+        with self._condition:
+            for generation in [known for known in self._memberships if known < below]:
+                del self._memberships[generation], self._received[generation]
+
+    def quit_asked(self) -> bool:
+        """Whether the agent wants this worker to end."""
+        return self._quit_reason is not None
+
+    def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until `done()`, which is asked again at every message and every `wake`. False on timeout.
+
+        Raises QuitAsked as soon as the agent asks the worker to end.
+        """
+        with self._condition:
+            satisfied = self._condition.wait_for(lambda: self._quit_reason is not None or done(), timeout_s)
+        if self._quit_reason is not None:
+            raise QuitAsked(self._quit_reason)
+        return satisfied
+
+    def wake(self) -> None:
+        """Let waiters look again; called by whatever thread finishes what they wait for."""
+        with self._condition:
+            self._condition.notify_all()
+
+    # --- the thread's side -----------------------------------------------------------------------
+
+    def _newest(self, above: int, urgent_only: bool) -> Membership | None:
+        candidates = [
+            generation
+            for generation, membership in self._memberships.items()
+            if generation > above and (membership.urgent or not urgent_only)
+        ]
+        return self._memberships[max(candidates)] if candidates else None
+
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_write.send(b"\0")
+
+    def _run(self) -> None:
+        pause_s, connected_at = _PAUSE_MIN_S, time.monotonic()
+        while True:
+            connection = self._connect()
+            if connection is not None:
+                self._serve(connection)
+                pause_s, connected_at = _PAUSE_MIN_S, time.monotonic()
+            self._end_if_due()
+            if time.monotonic() - connected_at > self._lease_s:
+                self._end(f"no agent for {self._lease_s} s: ending", EXIT_NO_AGENT)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, _PAUSE_MAX_S)
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(self._launch.agent_socket)
+        except OSError:
+            connection.close()
+            return None
+        connection.setblocking(False)
+        return connection
+
+    def _greeting(self) -> list[FromWorker]:
+        hello = Hello(
+            worker=self._launch.worker,
+            task=self._launch.task,
+            pid=os.getpid(),
+            generation=self._generation,
+            ready=self._ready,
+        )
+        repeated = [self._repeat[kind] for kind in _REPEATED if kind in self._repeat]
+        repeated = [told for message in repeated if (told := told_to(self._agent_schema, message)) is not None]
+        unanswered = self._ready and self._generation == 0 and not any(isinstance(m, Ready) for m in self._queue)
+        return [hello, *([Ready()] if unanswered else []), *repeated]
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Carry messages both ways until the connection ends."""
+        incoming: Unframer[ToWorker] = Unframer(ToWorker)
+        self._agent_schema = agent_schema(self._launch.agent_socket)
+        with self._condition:
+            greeting = b"".join(frame(message) for message in self._greeting())
+        outgoing = memoryview(greeting)
+        with connection, selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            in_flight: FromWorker | None = None
+            while True:
+                self._end_if_due()
+                timeout_s = None if self._quit_reason is None else QUIT_GRACE_S / 4
+                for key, events in selector.select(timeout_s):
+                    if key.fileobj is self._wake_read:
+                        self._drain_wakes()
+                        continue
+                    try:
+                        if events & selectors.EVENT_READ and not self._receive(connection, incoming):
+                            return
+                        if events & selectors.EVENT_WRITE and outgoing:
+                            outgoing = outgoing[connection.send(outgoing) :]
+                    except BlockingIOError:
+                        pass
+                    except BadFrame as error:
+                        print(f"agent channel: bad frame from the agent, connecting again: {error}", file=sys.stderr)
+                        return
+                    except OSError:
+                        return
+                if not outgoing:
+                    in_flight, outgoing = self._next_outgoing(in_flight)
+                interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+                selector.modify(connection, interest)
+
+    def _next_outgoing(self, sent: FromWorker | None) -> tuple[FromWorker | None, memoryview]:
+        """Take note that `sent` is in the socket, and give the next message; it stays queued until it is sent."""
+        with self._condition:
+            if sent is not None:
+                if self._queue and self._queue[0] is sent:
+                    self._queue.popleft()
+                self._keep_for_repetition(sent)
+                self._condition.notify_all()
+            while self._queue:
+                told = told_to(self._agent_schema, self._queue[0])
+                if told is not None:
+                    return self._queue[0], memoryview(frame(told))
+                self._keep_for_repetition(self._queue.popleft())  # a younger agent may come yet
+            self._condition.notify_all()
+            return None, memoryview(b"")
+
+    def _keep_for_repetition(self, message: FromWorker) -> None:
+        if isinstance(message, _REPEATED):
+            self._repeat[type(message)] = message
+
+    def _receive(self, connection: socket.socket, incoming: Unframer[ToWorker]) -> bool:
+        """Take what has arrived; False at the end of the stream."""
+        data = connection.recv(65536)
+        for message in incoming.feed(data):
+            with self._condition:
+                if isinstance(message, Membership):
+                    self._memberships.setdefault(message.generation, message)
+                    self._received.setdefault(message.generation, time.monotonic())
+                elif isinstance(message, Inject):
+                    self.ordered.append(message.fault)
+                elif isinstance(message, Quit) and self._quit_reason is None:
+                    self._quit_reason = message.reason
+                    self._quit_at = time.monotonic()
+                self._condition.notify_all()
+        return bool(data)
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_read.recv(4096):
+                pass
+
+    def _end_if_due(self) -> None:
+        if self._quit_reason is not None and time.monotonic() - self._quit_at > QUIT_GRACE_S:
+            self._end(f"asked to end ({self._quit_reason}) and the main thread does not react: ending", 0)
+
+    def _end(self, why: str, code: int) -> None:
+        print(f"{self._launch.worker}: {why}", file=sys.stderr, flush=True)
+        os._exit(code)

@@ -1,0 +1,121 @@
+"""What a training process is given before its entry starts; the hook picks it up from here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agents.protocol.injection import Injection
+from agents.protocol.marks import Marker
+from agents.protocol.messages import Launch
+from agents.trainer.process.channel import AgentChannel
+from events.vocabulary import Phase
+
+if TYPE_CHECKING:
+    from agents.trainer.process.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a worker waits: for a membership after a fault, for an agent, for a silent collective (at most: see
+    baseline.py); and how many bytes of gradients it reduces at a time.
+
+    `hang_floor_s`: no iteration is late before that. `start_s`: as long as nothing is known of its iterations.
+    `checksum_every`: iterations from one comparison of the replicas' parameters to the next, 0: never. `standby_max`:
+    standby groups are kept for so many replicas at most, 0: never.
+    """
+
+    fault_wait_s: float
+    lease_s: float
+    collective_timeout_s: float
+    bucket_bytes: int = 32 * 1024 * 1024
+    hang_floor_s: float = 1.0
+    start_s: float = 600.0
+    checksum_every: int = 50
+    standby_max: int = 8
+
+    @staticmethod
+    def from_environment() -> Patience:
+        """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600), UNICRON_HANG_FLOOR_S
+        (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50) and UNICRON_STANDBY_MAX
+        (8), which must be the same for all workers of a task."""
+        return Patience(
+            fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
+            lease_s=_seconds("UNICRON_LEASE_S", 60.0),
+            collective_timeout_s=_seconds("UNICRON_COLLECTIVE_TIMEOUT_S", 600.0),
+            bucket_bytes=_bytes("UNICRON_BUCKET_BYTES", 32 * 1024 * 1024),
+            hang_floor_s=_seconds("UNICRON_HANG_FLOOR_S", 1.0),
+            start_s=_seconds("UNICRON_START_S", 600.0),
+            checksum_every=_count("UNICRON_CHECKSUM_EVERY", 50, "iterations"),
+            standby_max=_count("UNICRON_STANDBY_MAX", 8, "replicas"),
+        )
+
+
+def _count(name: str, default: int, of: str) -> int:
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ValueError(f"{name}: {text!r} is not a number of {of}; give a whole number, 0 for never, or leave it out")
+    return int(text) if text else default
+
+
+def _bytes(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if text and not (text.isdecimal() and int(text) > 0):
+        raise ValueError(f"{name}: {text!r} is not a number of bytes; give a whole number above 0, or leave it out")
+    return int(text or default)
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{name}: {text!r} is not a number of seconds; give one above 0, or leave it out")
+    return value
+
+
+@dataclass(slots=True)
+class Context:
+    """The process's launch, its line to the agent, its replica, and where it stands (told in case of trouble)."""
+
+    launch: Launch
+    channel: AgentChannel
+    replica: Replica
+    patience: Patience
+    injection: Injection
+    generation: int = 0
+    iteration: int = 0
+    mark: Marker = field(default_factory=lambda: Marker(None))
+    #: What is left to do where the program ends by itself with code 0; it raises LeftEarly in mid-training.
+    finish: Callable[[], None] | None = None
+    #: The program has ended.
+    over: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        """What the worker is doing; its mark says the same to the agent."""
+        return self.mark.phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self.mark.phase = phase
+
+
+_current: Context | None = None
+
+
+def enter(context: Context) -> None:
+    """Make `context` this process's own."""
+    global _current
+    _current = context
+
+
+def current() -> Context:
+    """This process's context. Raises RuntimeError outside a worker."""
+    if _current is None:
+        raise RuntimeError("Hook.attach: unicrond did not start this process; submit the script as a task's entry")
+    return _current

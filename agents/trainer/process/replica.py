@@ -1,0 +1,79 @@
+"""One replica's own world: the tp * pp ranks that hold one copy of the model between them.
+
+Rules
+-----
+* It is torch's default process group, met once under "replica/<task>/<replica>" in the launch's store, and never
+  changes. Megatron's parallel_state lives in it and sees a data-parallel size of 1, so nothing of Megatron's ever
+  has to be bound anew. A lost rank ends the whole replica.
+* The shards of a replica act as one: whatever depends on messages or on a collective of one shard's group is put to
+  a vote of all its shards first. With one shard a vote costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from agents.protocol.messages import Launch
+
+_MEET_TIMEOUT = timedelta(minutes=5)
+
+
+class Replica:
+    """This process's place in its replica: shard `shard` of `size`."""
+
+    def __init__(self, launch: Launch, backend: str) -> None:
+        """Meet the replica's other ranks and set up Megatron's parallel state. Blocks until all are there."""
+        spec = launch.spec
+        self.size = spec.replica_workers
+        self.shard = launch.shard
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        if launch.address.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if self.size == 1:
+            store = dist.HashStore()
+        else:
+            server = dist.TCPStore(launch.store.host, launch.store.port, None, False, _MEET_TIMEOUT)
+            store = dist.PrefixStore(f"replica/{launch.task}/{launch.replica}", server)
+        dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=spec.tp,
+            pipeline_model_parallel_size=spec.pp,
+        )
+
+    def highest(self, *values: int) -> list[int]:
+        """Each value's maximum over the replica's shards."""
+        return self._vote(values, dist.ReduceOp.MAX)
+
+    def all_true(self, value: bool) -> bool:
+        """Whether it holds for every shard."""
+        return bool(self._vote([int(value)], dist.ReduceOp.MIN)[0])
+
+    def from_last_stage(self, *values: float) -> list[float]:
+        """The values of the replica's last rank, which is in the last pipeline stage, where the loss is."""
+        if self.size == 1:
+            return list(values)
+        told = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(told, src=self.size - 1)
+        return [float(value) for value in told.tolist()]
+
+    def gather(self, row: bytes) -> list[bytes]:
+        """Every shard's row; all of the same length."""
+        if self.size == 1:
+            return [row]
+        mine = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return [bytes(told.tolist()) for told in rows]
+
+    def _vote(self, values: Sequence[int], operation: object) -> list[int]:
+        if self.size == 1:
+            return list(values)
+        votes = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(votes, op=operation)
+        return [int(vote) for vote in votes.tolist()]

@@ -1,0 +1,372 @@
+"""Megatron's distributed optimizer over replicas that come and go: each replica steps its parts, and no others.
+
+    optimizer = ShardedOptimizer(OptimizerConfig(...), models)     # where get_megatron_optimizer(...) stood
+    hook = Hook.attach(models, optimizer, scheduler)
+
+Rules
+-----
+* Each part that is held here (`parts.py`) is stepped by a `DistributedOptimizer` of Megatron's, which believes that it
+  is rank `index` of `count`: which stretches of which parameters those are, fp32 masters, Adam, clipping, and what
+  goes back into the parameters are its own. A chain of them is one optimizer to the training loop.
+* What it would do with a process group is not its to do here, since such a group cannot be left and replaced in the
+  middle of an iteration: gradients arrive summed and whole (`reduction.py`), and parameters travel after the step
+  (`sharing.py`). Nor does it know when the number of replicas changes: then new ones are made.
+* The norm that clips is that of the whole gradient, which every replica has, in the order in which the plain optimizer
+  takes it: so the same bits come of any number of parts.
+* Moments and masters are flat stretches of memory, one for each *row* (a space and a field), and Adam's tensors are
+  views of them. They are put there directly: the library's own loading shares one step count tensor between
+  parameters and sets it back, with torch's Adam.
+* Parts that have arrived are *staged*; what was held before is dropped when all have said that they have theirs.
+* Its `state_dict` is all that is the same for all replicas; `whole_tree` makes of all rows the state dict that the
+  plain optimizer would have, and `load_state_dict` takes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    _get_megatron_optimizer_based_on_param_groups,
+    _get_param_groups,
+)
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from agents.trainer.sharded.parts import ALIGN, Part, Span
+from agents.trainer.states.state import BadState
+
+_MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+#: A space's number and a field of Adam's state, or the fp32 master.
+Row: TypeAlias = tuple[int, str]
+Rows: TypeAlias = dict[Row, torch.Tensor]
+
+
+class Space:
+    """The parameters of one dtype in one stretch of memory, each at a multiple of ALIGN elements."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.places: dict[torch.nn.Parameter, Span] = {}
+        end = 0
+        for parameter in parameters:
+            self.places[parameter] = end, end + parameter.numel()
+            end = -(-(end + parameter.numel()) // ALIGN) * ALIGN
+        self.extent = end
+        self.data = torch.zeros(end, dtype=parameters[0].dtype, device=parameters[0].device)
+        for parameter, (start, stop) in self.places.items():
+            place = self.data[start:stop].view(parameter.shape)
+            place.copy_(parameter.data)
+            parameter.data = place
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of what is kept per element: the moments, and float32 master values where `data` is not float32."""
+        return _MOMENTS if self.data.dtype == torch.float32 else (_MASTER, *_MOMENTS)
+
+
+@dataclass(slots=True)
+class Held:
+    """A part's rows, each as long as the part's span of its space; `stepper`: None until it is to be stepped."""
+
+    part: Part
+    rows: Rows
+    stepper: DistributedOptimizer | None = None
+
+
+class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
+    """Adam over `models`, stepping the parts that this replica holds. See the module's rules."""
+
+    def __init__(self, config: OptimizerConfig, models: Sequence[torch.nn.Module]) -> None:
+        """Moves the models' parameters into spaces. ValueError for what it cannot do (docs/use/task-files.md)."""
+        if config.fp16 or config.loss_scale or config.optimizer != "adam":
+            raise ValueError(
+                "optimizer.distributed: Adam without loss scaling only; use fp32 or bf16, or the unsharded optimizer"
+            )
+        super().__init__([])
+        self.config = replace(config, use_distributed_optimizer=True)
+        self.is_stub_optimizer = False
+        groups = _get_param_groups(list(models), self.config, None)
+        if any(group["is_expert_parallel"] for group in groups):
+            raise ValueError(
+                "optimizer.distributed: expert parallel parameters are not supported; use the unsharded optimizer"
+            )
+        #: The models' parameters by optimizer group, in the order in which the plain optimizer numbers them.
+        self.whole_groups: list[list[torch.nn.Parameter]] = [group["params"] for group in groups]
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for parameter in chain(*self.whole_groups):
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        self.spaces = [Space(parameters) for parameters in by_dtype.values()]
+        self.steps = 0
+        self._options = [{**group, "params": []} for group in groups]
+        self._held: list[Held] = []
+        self._staged: list[Held] = []
+        probe = self._stepper(Part(1, 0), {})
+        self._options = [{**group, "params": []} for group in probe.optimizer.param_groups]
+
+    # --- what Megatron's training loop asks for ---------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all steppers; and those that the next ones are made after, so that a scheduler sets them as well."""
+        return [*self._options, *super().param_groups]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def get_grad_norm(self) -> float:
+        """Of the whole gradient, over the replica's shards."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        gradients = [
+            parameter.main_grad.float()
+            for parameter in chain(*self.whole_groups)
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group)
+        ]
+        norm: float = get_grad_norm_fp32(gradients, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
+        return norm
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self) -> Any:
+        """Step all parts that are held here. The parameters are whole again when the hook has them gathered."""
+        if not self._held or self._staged:
+            raise RuntimeError("the program stepped a sharded optimizer outside of hook.steps()")
+        done = super().step()
+        self.steps += 1
+        return done
+
+    def reload_model_params(self, state_dict: object = None) -> None:
+        """Nothing: masters are part of the state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all replicas share: the step count and the options of each group, without its tensors."""
+        return {"steps": self.steps, "groups": [_plain(group) for group in self._options]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over `state_dict`'s, or a plain optimizer's whole one: then this replica holds everything, staged.
+
+        Raises BadState where it is not of these parameters; then nothing has changed.
+        """
+        staged: list[Held] = []
+        if "state" in state_dict.get("optimizer", state_dict):
+            rows, steps, groups = self._whole_rows(state_dict)
+            staged = [Held(Part(1, 0), rows)]
+        else:
+            steps, groups = int(state_dict["steps"]), state_dict["groups"]
+        if len(groups) != len(self._options):
+            raise BadState(
+                f"optimizer: the state has {len(groups)} groups of parameters, there are {len(self._options)}"
+            )
+        self.forget()
+        self._staged, self.steps = staged, steps
+        for options, theirs in zip(self._options, groups, strict=True):
+            options.update(_plain(theirs))
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    @property
+    def extents(self) -> list[int]:
+        """Elements of each space."""
+        return [space.extent for space in self.spaces]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every (number of a space, name of a field), in order."""
+        return [(number, name) for number, space in enumerate(self.spaces) for name in space.fields]
+
+    def spans(self) -> list[Span]:
+        """Of all that is held here, staged or not."""
+        spans = [span for held in (*self._held, *self._staged) for span in held.part.spans(self.extents)]
+        return sorted({span for span in spans if span[0] < span[1]})
+
+    def forget(self) -> None:
+        """Drop all parts."""
+        self._held, self._staged = [], []
+        self.chained_optimizers: list[DistributedOptimizer] = []
+
+    def read(self, row: Row, start: int, stop: int) -> torch.Tensor:
+        """A stretch of a row that one part held here has all of, counted within its space; not a copy."""
+        for held in (*self._held, *self._staged):
+            here, there = held.part.within(self.spaces[row[0]].extent)
+            if here <= start and stop <= there:
+                return held.rows[row][start - here : stop - here]
+        raise KeyError(f"elements {start} to {stop} of {row} are not on this replica")
+
+    def bytes_at(self, start: int, stop: int) -> torch.Tensor:
+        """The bytes of the parameters in a span of one space, counted through all spaces; not a copy."""
+        for space in self.spaces:
+            if start < space.extent:
+                return space.data[start:stop].view(torch.uint8)
+            start, stop = start - space.extent, stop - space.extent
+        raise IndexError("behind the last space")
+
+    def first(self, part: Part) -> Held:
+        """The part as training begins: no moments, masters as the parameters are."""
+        rows: Rows = {}
+        for row in self.rows:
+            space, name = self.spaces[row[0]], row[1]
+            start, stop = part.within(space.extent)
+            master = space.data[start:stop].float()
+            rows[row] = master if name == _MASTER else torch.zeros_like(master)
+        return Held(part, rows)
+
+    def stage(self, arrived: Sequence[Held]) -> None:
+        """Hold these beside all others."""
+        self._staged = list(arrived)
+
+    def adopt(self) -> None:
+        """Step what is staged from now on, and drop all others."""
+        self._held, self._staged = self._staged, []
+        for held in self._held:
+            held.stepper = self._stepper(held.part, held.rows)
+        self.chained_optimizers = [held.stepper for held in self._held]
+
+    def _stepper(self, part: Part, rows: Rows) -> DistributedOptimizer:
+        """Megatron's optimizer of the part, which goes on from `rows` (where there are any)."""
+        rank = _Rank(part)
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,  # the step itself gathers nothing
+        )
+        groups = [
+            {**options, "params": list(parameters)}
+            for options, parameters in zip(self._options, self.whole_groups, strict=True)
+        ]
+        with torch.no_grad():  # shards of fp32 parameters are views of them, and must be leaves
+            stepper = _get_megatron_optimizer_based_on_param_groups(
+                self.config,
+                [_Chunk(ddp_config)],
+                groups,
+                {0: [_Buffer(space, rank, ddp_config) for space in self.spaces]},
+                data_parallel_group=rank,
+                intra_dist_opt_group=parallel_state.get_model_parallel_group(),
+            )
+            if rows:
+                self._put(stepper, rows)
+        return stepper
+
+    def _put(self, stepper: DistributedOptimizer, rows: Rows) -> None:
+        models = [*stepper.model_float16_groups, *stepper.model_fp32_groups]
+        shards = [*stepper.shard_fp32_from_float16_groups, *stepper.shard_fp32_groups]
+        for model_group, shard_group in zip(models, shards, strict=True):
+            for parameter, shard in zip(model_group, shard_group, strict=True):
+                number = self._space_of(parameter)
+                place = stepper._get_model_param_range_map(parameter)["gbuf_local"]
+                views = {name: rows[number, name][place.start : place.end] for name in self.spaces[number].fields}
+                if _MASTER in views:
+                    shard.data = views.pop(_MASTER)
+                stepper.optimizer.state[shard] = {"step": torch.tensor(float(self.steps)), **views}
+
+    def _space_of(self, parameter: torch.nn.Parameter) -> int:
+        return next(number for number, space in enumerate(self.spaces) if parameter in space.places)
+
+    # --- the whole state --------------------------------------------------------------------------
+
+    def whole_tree(self, rows: Rows) -> dict[str, Any]:
+        """The plain optimizer's state dict; `rows` are whole, and aliased."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        masters: list[list[torch.Tensor]] = []
+        groups: list[dict[str, Any]] = []
+        for options, parameters in zip(self._options, self.whole_groups, strict=True):
+            groups.append({**_plain(options), "params": list(range(len(state), len(state) + len(parameters)))})
+            masters.append([])
+            for parameter in parameters:
+                number = self._space_of(parameter)
+                start, stop = self.spaces[number].places[parameter]
+                views = {
+                    name: rows[number, name][start:stop].view(parameter.shape) for name in self.spaces[number].fields
+                }
+                if _MASTER in views:
+                    masters[-1].append(views.pop(_MASTER))
+                state[len(state)] = {"step": torch.tensor(float(self.steps)), **views}
+        inner = {"state": state, "param_groups": groups}
+        return {"optimizer": inner, "fp32_from_fp16_params": masters} if self.config.bf16 else inner
+
+    def _whole_rows(self, tree: Mapping[str, Any]) -> tuple[Rows, int, list[dict[str, Any]]]:
+        """The inverse: rows on the CPU, the steps made, and the groups' options."""
+        inner: Mapping[str, Any] = tree.get("optimizer", tree)
+        rows = {row: torch.zeros(self.spaces[row[0]].extent) for row in self.rows}
+        mine = self.whole_tree(rows)
+        theirs_by_name = dict(_tensors(inner["state"], tree.get("fp32_from_fp16_params", [])))
+        mine_by_name = dict(_tensors(mine.get("optimizer", mine)["state"], mine.get("fp32_from_fp16_params", [])))
+        if {name: tensor.shape for name, tensor in mine_by_name.items()} != {
+            name: tensor.shape for name, tensor in theirs_by_name.items()
+        }:
+            raise BadState("optimizer: the state has other tensors than this model's optimizer")
+        for name, tensor in mine_by_name.items():
+            tensor.copy_(theirs_by_name[name])
+        steps = {int(entry["step"]) for entry in inner["state"].values()}
+        if len(steps) != 1:
+            raise BadState(f"optimizer: parameters are at different numbers of steps: {sorted(steps)}")
+        return rows, steps.pop(), list(inner["param_groups"])
+
+
+def _tensors(state: Mapping[int, Mapping[str, torch.Tensor]], masters: Sequence[Sequence[torch.Tensor]]) -> Any:
+    for number, entry in state.items():
+        for name in _MOMENTS:
+            yield (number, name), entry[name]
+    for number, group in enumerate(masters):
+        for place, tensor in enumerate(group):
+            yield (_MASTER, number, place), tensor
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+# --- what a DistributedOptimizer asks of Megatron's gradient buffers -----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """In place of a data-parallel process group: which part of how many."""
+
+    part: Part
+
+    def rank(self) -> int:
+        return self.part.index
+
+    def size(self) -> int:
+        return self.part.count
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """In place of a model chunk."""
+
+    ddp_config: DistributedDataParallelConfig
+
+
+class _Bucket:
+    """The only bucket of its buffer: one whole space."""
+
+    def __init__(self, space: Space, part: Part) -> None:
+        self.offset = 0
+        self.params_list = list(space.places)
+        self.param_data = space.data
+        self.numel_unpadded = space.extent
+        self.grad_data = torch.empty(part.count * part.size(space.extent), device="meta")
+
+
+@dataclass
+class _Buffer:
+    """In place of a parameter and gradient buffer."""
+
+    space: Space
+    data_parallel_group: _Rank
+    ddp_config: DistributedDataParallelConfig
+    grad_dtype: torch.dtype = torch.float32
+    buckets: list[_Bucket] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.buckets = [_Bucket(self.space, self.data_parallel_group.part)]
+        self.params = list(self.space.places)
+        self.param_dtype = self.space.data.dtype
+        self.data_parallel_world_size = self.data_parallel_group.size()
+        self.param_index_map = {parameter: (start, stop, 0) for parameter, (start, stop) in self.space.places.items()}

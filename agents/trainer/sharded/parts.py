@@ -1,0 +1,159 @@
+"""Which replica holds which part of the optimizer's state, and where a part is found when replicas come or go.
+
+Rules
+-----
+* All parameters of a shard stand one after the other in flat spaces, one for each dtype; a *span* is a stretch of them,
+  [start, stop), counted through all spaces. Part `index` of `count` is one span in each space, as Megatron's
+  distributed optimizer divides them; spans begin at multiples of ALIGN elements of every parameter, so that
+  vectorized arithmetic treats each element alike, however many parts there are.
+* A group of n replicas has n parts. Replica r *owns* part r, and each part has a second holder, which makes the same
+  steps with it: with equal sums equal steps follow, so the second copy is never older than the first and costs no
+  traffic. One replica alone has everything, and no second holder.
+* The second holder of part r is replica r + k, around the ring; k is the smallest shift that takes every part to other
+  nodes. Where none does, the shift that fails for the fewest parts, and each of those goes to the nearest replica on
+  other nodes, if there is any.
+* What a member wants and does not have comes from the holder that has given least so far.
+
+Pure: nodes and spans come in, spans and moves go out. What does not live here: the tensors
+(`optimizer.py`) and how they travel (`sharing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+#: [start, stop), in elements.
+Span: TypeAlias = tuple[int, int]
+ALIGN = 64
+
+
+class NowhereHeld(Exception):
+    """No remaining member holds a stretch of the state: all holders of a part are lost."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """One of `count` equal parts."""
+
+    count: int
+    index: int
+
+    def size(self, extent: int) -> int:
+        """Elements of every part of a space of `extent` elements; the last parts end with the space."""
+        return -(-extent // (ALIGN * self.count)) * ALIGN
+
+    def within(self, extent: int) -> Span:
+        """Its span of one space."""
+        size = self.size(extent)
+        return min(self.index * size, extent), min((self.index + 1) * size, extent)
+
+    def spans(self, extents: Sequence[int]) -> list[Span]:
+        """Its span of each space, counted through all of them; empty ones as well."""
+        found, base = [], 0
+        for extent in extents:
+            start, stop = self.within(extent)
+            found.append((base + start, base + stop))
+            base += extent
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Member `target` takes a stretch from member `source`."""
+
+    start: int
+    stop: int
+    source: int
+    target: int
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+
+def placed(nodes: Sequence[frozenset[str]]) -> list[tuple[int, ...]]:
+    """The indices of the parts that each replica holds, its own first. `nodes[r]`: the nodes replica r stands on."""
+    count = len(nodes)
+    held = [[replica] for replica in range(count)]
+    if count > 1:
+        shift, near = _shift(nodes)
+        for part in range(count):
+            if part in near:
+                apart = (step for step in range(1, count) if not nodes[part] & nodes[(part + step) % count])
+                held[(part + next(apart, shift)) % count].append(part)
+            else:
+                held[(part + shift) % count].append(part)
+    return [tuple(parts) for parts in held]
+
+
+def _shift(nodes: Sequence[frozenset[str]]) -> tuple[int, frozenset[int]]:
+    """The ring's shift, and the parts that it leaves on a node of their own."""
+    count, best = len(nodes), (0, frozenset(range(len(nodes))))
+    for shift in range(1, count):
+        near = frozenset(part for part in range(count) if nodes[part] & nodes[(part + shift) % count])
+        if not best[0] or len(near) < len(best[1]):
+            best = shift, near
+        if not near:
+            break
+    return best
+
+
+def covers(held: Iterable[Sequence[Span]], total: int) -> bool:
+    """Whether the members together hold all `total` elements."""
+    reached = 0
+    for start, stop in sorted(span for spans in held for span in spans):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= total
+
+
+def givers(held: Sequence[Sequence[Span]], total: int) -> list[Move]:
+    """Which member gives what to all, so that each has everything; `target` is meaningless. Raises NowhereHeld."""
+    return _divided(held, [(0, 0, total)])
+
+
+def moves(held: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[Move]:
+    """What has to travel so that each member has what it wants, by target and start. Raises NowhereHeld."""
+    missing = [
+        (target, start, stop) for target, spans in enumerate(wanted) for span in spans
+        for start, stop in _without(span, held[target])
+    ]  # fmt: skip
+    return _divided(held, missing)
+
+
+def _divided(held: Sequence[Sequence[Span]], missing: Sequence[tuple[int, int, int]]) -> list[Move]:
+    """Each missing (target, start, stop), cut where the holders change."""
+    cuts = sorted({cut for spans in held for span in spans for cut in span})
+    given = [0] * len(held)
+    found = []
+    for target, start, stop in missing:
+        edges = [start, *(cut for cut in cuts if start < cut < stop), stop]
+        for here, there in pairwise(edges):
+            if here == there:
+                continue
+            holders = [member for member, spans in enumerate(held) if any(s <= here and there <= e for s, e in spans)]
+            if not holders:
+                raise NowhereHeld(f"no member holds elements {here} to {there}")
+            source = min(holders, key=lambda member: (given[member], member))
+            given[source] += there - here
+            found.append(Move(here, there, source, target))
+    return found
+
+
+def _without(span: Span, held: Sequence[Span]) -> list[Span]:
+    """What of the span no held span has."""
+    left, (start, stop) = [], span
+    for here, there in sorted(held):
+        if here >= stop or there <= start:
+            continue
+        if here > start:
+            left.append((start, here))
+        start = max(start, there)
+    if start < stop:
+        left.append((start, stop))
+    return left

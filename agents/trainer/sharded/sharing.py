@@ -1,0 +1,138 @@
+"""The sharded optimizer's tensors on their way between replicas.
+
+Rules
+-----
+* `gather`, after each step: every stretch of the parameters from a replica that has stepped it, to all others.
+* `stage`, in each new group: this replica's new parts, from what it holds and from what others give.
+* `assemble`, for a capture: the whole state, at the first replica, in memory of the CPU.
+* All are collectives of the group, in the same order everywhere, and row by row, which bounds the memory they take.
+
+What does not live here: when they happen and what follows a fault (`lifecycle/sharded.py`), which member holds what
+(`lifecycle/shares.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from agents.trainer.groups.group import Group
+from agents.trainer.sharded.optimizer import Held, Row, Rows, ShardedOptimizer
+from agents.trainer.sharded.parts import Move, Part
+
+
+class Sharing:
+    """One shard's."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def gather(self, group: Group, travelling: Sequence[Move]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Start giving the stepped parameters to all (`target` is meaningless); `Group.finish` it, and `land` what is
+        returned."""
+        arriving = []
+        for move in travelling:
+            place = self.optimizer.bytes_at(move.start, move.stop)
+            if place.device.type == group.device.type:
+                group.broadcast(place, move.source)
+            else:  # gloo between GPUs
+                arriving.append((place, place.to(group.device)))
+                group.broadcast(arriving[-1][1], move.source)
+        return arriving
+
+    def land(self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put what travelled on another device into its place."""
+        for place, data in arrived:
+            place.copy_(data)
+
+    def stage_first(self, parts: Sequence[Part]) -> None:
+        """Training begins: stage these parts, made from the parameters."""
+        self.optimizer.stage([self.optimizer.first(part) for part in parts])
+
+    def stage(self, group: Group, parts: Sequence[Part], travelling: Sequence[Move]) -> int:
+        """Stage these parts, from what is held here and from what travels; the bytes received. Raises what
+        `Group.finish` raises."""
+        arrived = [Held(part, self._empty(part)) for part in parts]
+        received_bytes = 0
+        for row, pieces in self._exchange(group, travelling):
+            extent = self.optimizer.spaces[row[0]].extent
+            for held in arrived:
+                here, there = held.part.within(extent)
+                for start, stop, piece in (*self._own(row, here, there), *pieces):
+                    _lay(held.rows[row], here, there, start, stop, piece)
+            received_bytes += sum(piece.nbytes for _, _, piece in pieces)
+        self.optimizer.stage(arrived)
+        return received_bytes
+
+    def alone(self) -> Rows:
+        """All rows, whole, copied; this replica holds everything."""
+        whole: Rows = {}
+        for row in self.optimizer.rows:
+            extent = self.optimizer.spaces[row[0]].extent
+            whole[row] = torch.zeros(extent)
+            for start, stop, piece in self._own(row, 0, extent):
+                _lay(whole[row], 0, extent, start, stop, piece)
+        return whole
+
+    def assemble(self, group: Group, travelling: Sequence[Move]) -> Rows | None:
+        """All rows, whole, at rank 0; None elsewhere. Raises what `Group.finish` raises."""
+        whole: Rows = {}
+        for row, pieces in self._exchange(group, travelling):
+            if group.rank == 0:
+                extent = self.optimizer.spaces[row[0]].extent
+                whole[row] = torch.zeros(extent)
+                for start, stop, piece in (*self._own(row, 0, extent), *pieces):
+                    _lay(whole[row], 0, extent, start, stop, piece)
+        return whole if group.rank == 0 else None
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _empty(self, part: Part) -> Rows:
+        rows: Rows = {}
+        for row in self.optimizer.rows:
+            space = self.optimizer.spaces[row[0]]
+            start, stop = part.within(space.extent)
+            rows[row] = torch.zeros(stop - start, device=space.data.device)
+        return rows
+
+    def _own(self, row: Row, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """What is held here of a stretch of a row."""
+        base = sum(self.optimizer.extents[: row[0]])
+        for here, there in self.optimizer.spans():
+            first, last = max(here - base, start), min(there - base, stop)
+            if first < last:
+                yield first, last, self.optimizer.read(row, first, last)
+
+    def _exchange(
+        self, group: Group, travelling: Sequence[Move]
+    ) -> Iterator[tuple[Row, list[tuple[int, int, torch.Tensor]]]]:
+        """Row by row, the pieces that travel to this member: start and stop within the space."""
+        for row in self.optimizer.rows:
+            base = sum(self.optimizer.extents[: row[0]])
+            end = base + self.optimizer.extents[row[0]]
+            mine = [move for move in travelling if base <= move.start and move.stop <= end]
+            yield row, self._travel(group, row, base, mine) if mine else []
+
+    def _travel(self, group: Group, row: Row, base: int, travelling: list[Move]) -> list[tuple[int, int, torch.Tensor]]:
+        leaving = sorted((move for move in travelling if move.source == group.rank), key=lambda move: move.target)
+        coming = sorted((move for move in travelling if move.target == group.rank), key=lambda move: move.source)
+        out = [self.optimizer.read(row, move.start - base, move.stop - base).to(group.device) for move in leaving]
+        given = torch.cat(out) if out else torch.empty(0, device=group.device)
+        taken = torch.empty(sum(move.size for move in coming), device=group.device)
+        group.all_to_all(
+            taken,
+            given,
+            [sum(move.size for move in coming if move.source == member) for member in range(group.size)],
+            [sum(move.size for move in leaving if move.target == member) for member in range(group.size)],
+        )
+        group.finish()
+        pieces = taken.split([move.size for move in coming])
+        return [(move.start - base, move.stop - base, piece) for move, piece in zip(coming, pieces, strict=True)]
+
+
+def _lay(target: torch.Tensor, here: int, there: int, start: int, stop: int, piece: torch.Tensor) -> None:
+    """Copy what `piece` [start, stop) has of `target` [here, there)."""
+    first, last = max(here, start), min(there, stop)
+    if first < last:
+        target[first - here : last - here].copy_(piece[first - start : last - start])

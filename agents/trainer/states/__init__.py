@@ -1,0 +1,1 @@
+"""Training states: what they are, where they are kept, how they reach a worker."""

@@ -1,0 +1,133 @@
+"""How this worker's model and optimizer lie in the whole, as Megatron tells it (`sharded_state_dict`).
+
+Rules
+-----
+* Global names, shapes and offsets are Megatron's: the same in every tp and pp. Layers of pipeline stages are counted
+  through there, while a stage's own names begin with 0.
+* Where a part of the state is not told (a plain torch model, an optimizer that is not known here, a buffer without a
+  global name), the layout is missing: only the same tp and pp can take the state over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from agents.trainer.states.resharding import Layout, Piece
+
+
+def layout_of(models: Sequence[torch.nn.Module], optimizer: Any, tp: int, pp: int) -> Layout | None:
+    """The layout of the tensors by the names of `TrainingState`, None where it is not told in full."""
+    described = [model for model in models if hasattr(model, "sharded_state_dict")]
+    if len(described) != len(models):
+        return None
+    told = {
+        id(found.data): found
+        for model in described
+        for found in nested_values(model.sharded_state_dict())
+        if isinstance(found, ShardedTensor | ShardedTensorFactory)
+    }
+    tensors: dict[str, tuple[Piece, ...]] = {}
+    names: dict[int, str] = {}
+    for number, model in enumerate(models):
+        for name, tensor in _kept(model):
+            pieces = _pieces(told[id(tensor)], tensor) if id(tensor) in told else None
+            if pieces is None:
+                return None
+            tensors[f"{number}.{name}"] = pieces
+            names[id(tensor)] = f"{number}.{name}"
+    try:
+        paths = {path: names[id(parameter)] for path, parameter in _owners(optimizer)}
+    except _Unknown:
+        return None
+    return Layout(tp, pp, tensors, paths)
+
+
+def _kept(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers that are not merely derived from the configuration."""
+    yield from model.named_parameters()
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in saved)
+
+
+def _pieces(told: ShardedTensor | ShardedTensorFactory, tensor: torch.Tensor) -> tuple[Piece, ...] | None:
+    if isinstance(told, ShardedTensor):
+        return (_piece(told, (0,) * tensor.dim(), tuple(tensor.shape)),)
+    # A factory cuts a tensor in several (the halves of a gated layer): seen by cutting the elements' numbers.
+    numbers = torch.arange(tensor.numel()).reshape(tensor.shape)
+    pieces = []
+    for part in nested_values(told.build_fn(told.key, numbers, told.replica_id, told.flattened_range)):
+        if not isinstance(part, ShardedTensor) or part.data.dim() != tensor.dim() or not part.data.numel():
+            return None
+        within = tuple(int(place) for place in torch.unravel_index(part.data.flatten()[0], tensor.shape))
+        shape = tuple(part.data.shape)
+        box = numbers[tuple(slice(begin, begin + extent) for begin, extent in zip(within, shape, strict=True))]
+        if not torch.equal(box, part.data):
+            return None
+        pieces.append(_piece(part, within, shape))
+    return tuple(pieces)
+
+
+def _piece(told: ShardedTensor, within: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+    return Piece(told.key, tuple(told.global_shape), tuple(told.global_offset), within, shape)
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+class _Unknown(Exception):
+    """An optimizer whose state is not known to lie by parameter."""
+
+
+def _owners(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's parameter for each path of `optimizer.state_dict()` that belongs to one. Raises _Unknown."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        yield from _torch_owners(optimizer, {})
+        return
+    from megatron.core.optimizer.optimizer import (
+        ChainedOptimizer,
+        Float16OptimizerWithFloat16Params,
+        FP32Optimizer,
+    )
+
+    whole_groups = getattr(optimizer, "whole_groups", None)
+    if whole_groups is not None:  # our own, whose captures are as the plain one's
+        yield from _plain_owners(whole_groups)
+    elif type(optimizer) is ChainedOptimizer:
+        chained = optimizer.chained_optimizers
+        for number, one in enumerate(chained):
+            ahead = "" if len(chained) == 1 else f"{number}."
+            yield from ((f"{ahead}{path}", parameter) for path, parameter in _owners(one))
+    elif type(optimizer) is FP32Optimizer:
+        yield from _torch_owners(optimizer.optimizer, {})
+    elif type(optimizer) is Float16OptimizerWithFloat16Params:
+        models: dict[int, torch.Tensor] = {}
+        groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+        for group, (parameters, masters) in enumerate(groups):
+            for number, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
+                models[id(master)] = parameter
+                yield f"fp32_from_fp16_params.{group}.{number}", parameter
+        yield from ((f"optimizer.{path}", parameter) for path, parameter in _torch_owners(optimizer.optimizer, models))
+    else:
+        raise _Unknown
+
+
+def _plain_owners(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As Megatron's plain optimizer for parameters of these groups has them: with masters where some are of 16 bits."""
+    parameters = [parameter for group in groups for parameter in group]
+    mixed = any(parameter.dtype != torch.float32 for parameter in parameters)
+    for number, parameter in enumerate(parameters):
+        yield f"{'optimizer.' if mixed else ''}state.{number}", parameter
+    for number, group in enumerate(groups):
+        masters = [parameter for parameter in group if parameter.dtype != torch.float32]
+        yield from ((f"fp32_from_fp16_params.{number}.{place}", one) for place, one in enumerate(masters))
+
+
+def _torch_owners(optimizer: Any, models: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As torch.optim numbers them: one after the other through the groups. `models`: of masters."""
+    parameters = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
+    yield from ((f"state.{number}", models.get(id(one), one)) for number, one in enumerate(parameters))

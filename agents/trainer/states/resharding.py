@@ -1,0 +1,276 @@
+"""From one layout to another: the state of one shard, put together from the shards of another tp and pp.
+
+Rules
+-----
+* Every state carries its *layout* (`layout.py`): of each of its tensors the *pieces*, boxes of the local tensor that
+  are boxes of a global one, which has the same name and shape in every layout; and for each path in the optimizer's
+  state the tensor of the model to which what stands there belongs.
+* What the optimizer keeps in the shape of a tensor (moments, fp32 masters) is cut as that tensor is. What it keeps as
+  a single number (a step count) holds for the whole tensor.
+* What belongs to no tensor (iteration, scheduler, the groups' rates, the loss scale, generators of random numbers) is
+  the same in all shards, and is taken from the first. Megatron's own generators differ from rank to rank: they stay
+  the new rank's own, and are seeded anew by every micro-batch.
+* Every element of every tensor must come from somewhere; replicas of the same box (layer norms under tensor
+  parallelism) are the same, and the first is taken. What does not fit is BadState, with the tensor's name.
+
+Pure: trees in, a tree out. The shards are read one after the other, so that no more than one has to be in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from agents.trainer.states.state import BadState
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A box of a local tensor that is a box of the global tensor `key`.
+
+    `whole`: the global tensor's shape; `at`: where the box begins in it. `within`: where it begins in the local one.
+    `shape`: its extents in the local tensor; the global one may have axes before those, of which it takes one step.
+    """
+
+    key: str
+    whole: tuple[int, ...]
+    at: tuple[int, ...]
+    within: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """Begin and end on each axis of the global tensor."""
+        ahead = len(self.whole) - len(self.shape)
+        return tuple((at, at + extent) for at, extent in zip(self.at, (1,) * ahead + self.shape, strict=True))
+
+    def view(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+        """The part of the local tensor that is `box` of the global one, which lies inside this piece."""
+        ahead = len(self.whole) - len(self.shape)
+        places = zip(self.within, self.at[ahead:], box[ahead:], strict=True)
+        return tensor[tuple(slice(within + lo - at, within + hi - at) for within, at, (lo, hi) in places)]
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a shard's tensors lie in the whole. `tensors`: by their name in the state. `optimizer`: the name, by path
+    in the optimizer's part of the state."""
+
+    tp: int
+    pp: int
+    tensors: dict[str, tuple[Piece, ...]]
+    optimizer: dict[str, str]
+
+
+class NoLayout(BadState):
+    """The state does not tell how its tensors lie in the whole, or this worker's model does not."""
+
+
+def layout_in(tree: dict[str, Any]) -> Layout:
+    """The layout that the state carries. Raises BadState."""
+    if tree.get("layout") is None:
+        raise NoLayout("cannot be resharded: its model or optimizer does not say where its tensors lie in the whole")
+    try:
+        return msgspec.convert(tree["layout"], Layout)
+    except msgspec.ValidationError as error:
+        raise BadState(f"cannot read its layout: {error}") from None
+
+
+def reshard(own: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The state that a worker is to live in. `own`: its state as it is, for names, shapes and places; `shards`: all
+    shards of one replica of the other layout. Raises BadState."""
+    layout = layout_in(own)
+    assembly = _Assembly(layout, own["tensors"])
+    first: dict[str, Any] | None = None
+    for shard in shards:
+        theirs = layout_in(shard)
+        if first is None:
+            common = {name: part for name, part in shard.items() if name not in ("tensors", "layout")}
+            first = _copied({**common, "optimizer": _without(shard["optimizer"], frozenset(theirs.optimizer))})
+        elif shard["iteration"] != first["iteration"]:
+            raise BadState(f"its shards are of iterations {first['iteration']} and {shard['iteration']}")
+        for name, tensor in shard["tensors"].items():
+            assembly.take("", name, tensor, tensor.shape, theirs)
+        for path, name in theirs.optimizer.items():
+            for role, value in _values(shard["optimizer"], path):
+                assembly.take(role, name, value, shard["tensors"][name].shape, theirs)
+    if first is None:
+        raise BadState("it has no shards")
+    tensors = {name: assembly.tensor("", name) for name in layout.tensors}
+    return {
+        **first,
+        "layout": own["layout"],
+        # A tensor that is not a parameter and has no place in the whole (a mask, say) stays as the model has just
+        # built it.
+        "tensors": {name: tensors.get(name, tensor) for name, tensor in own["tensors"].items()},
+        "optimizer": _optimizer(own["optimizer"], first["optimizer"], layout, assembly),
+        "generators": _generators(own.get("generators"), first.get("generators")),
+    }
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """What has come so far. `role`: "" for the model's tensors, else what the optimizer calls it."""
+
+    layout: Layout
+    tensors: dict[str, torch.Tensor]
+    roles: dict[str, None] = field(default_factory=dict)
+    _wanted: dict[str, list[tuple[str, Piece]]] = field(default_factory=dict)
+    _made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    _covered: dict[tuple[str, str], dict[tuple[str, Box], int]] = field(default_factory=dict)
+    _numbers: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, pieces in self.layout.tensors.items():
+            for piece in pieces:
+                self._wanted.setdefault(piece.key, []).append((name, piece))
+
+    def take(self, role: str, name: str, value: Any, shape: Sequence[int], theirs: Layout) -> None:
+        """What this worker needs of one value of another shard, which belongs to the tensor `name` of `shape` there."""
+        self.roles.setdefault(role)
+        is_number = not isinstance(value, torch.Tensor) or (not value.dim() and len(shape) > 0)
+        if not is_number and tuple(value.shape) != tuple(shape):
+            raise BadState(
+                f"{role}: {name} is {tuple(shape)}, its optimizer state {tuple(value.shape)}: it cannot be cut"
+            )
+        for piece in theirs.tensors.get(name, ()):
+            for own_name, wanted in self._wanted.get(piece.key, ()):
+                if is_number:
+                    self._numbers.setdefault((role, own_name), value)
+                    continue
+                _require_same(piece, wanted)
+                shared = _intersection(piece.box, wanted.box)
+                if shared is not None:
+                    self._copy(role, own_name, value, piece, wanted, shared)
+
+    def _copy(self, role: str, name: str, value: torch.Tensor, piece: Piece, wanted: Piece, shared: Box) -> None:
+        key = (role, name)
+        if key not in self._made:
+            like = self.tensors[name]
+            self._made[key] = torch.empty(like.shape, dtype=value.dtype)
+        covered = self._covered.setdefault(key, {})
+        if (piece.key, shared) in covered:
+            return
+        source = piece.view(value, shared)
+        wanted.view(self._made[key], shared).copy_(source)
+        covered[piece.key, shared] = source.numel()
+
+    def tensor(self, role: str, name: str) -> torch.Tensor:
+        """The whole of it. Raises BadState where some is missing."""
+        made, covered = self._made.get((role, name)), self._covered.get((role, name), {})
+        if made is None or sum(covered.values()) != made.numel():
+            come = sum(covered.values())
+            raise BadState(f"{role or 'model'}: of {name} {come} of {self.tensors[name].numel()} numbers are present")
+        return made
+
+    def value(self, role: str, name: str) -> Any:
+        """A tensor, a number of the tensor's own, or None where no shard has it."""
+        if (role, name) in self._numbers:
+            number = self._numbers[role, name]
+            return number.clone() if isinstance(number, torch.Tensor) else number
+        return self.tensor(role, name) if (role, name) in self._made else None
+
+
+def _require_same(piece: Piece, wanted: Piece) -> None:
+    if piece.whole != wanted.whole:
+        raise BadState(f"model: {piece.key} is {piece.whole} as a whole in the state, {wanted.whole} here")
+
+
+def _intersection(one: Box, other: Box) -> Box | None:
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(begin < end for begin, end in shared) else None
+
+
+# --- the optimizer's part ------------------------------------------------------------------------
+
+
+def _values(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What stands at the path, by role: the path without its numbers, and the entry's name where it is a dict."""
+    found = _at(optimizer, path)
+    family = ".".join(part for part in path.split(".") if not part.isdecimal())
+    if isinstance(found, dict):
+        yield from ((f"{family}:{entry}", value) for entry, value in found.items())
+    elif found is not None:
+        yield family, found
+
+
+def _at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        if isinstance(tree, dict):
+            tree = tree.get(part, tree.get(int(part)) if part.isdecimal() else None)
+        elif isinstance(tree, list | tuple) and part.isdecimal() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return None
+    return tree
+
+
+def _optimizer(own: Any, theirs: Any, layout: Layout, assembly: _Assembly) -> Any:
+    """Groups and numbers as they were there, parameters and their state as they are cut here."""
+    merged = _merged(own, theirs, "", frozenset(layout.optimizer))
+    for path, name in layout.optimizer.items():
+        parent, _, last = path.rpartition(".")
+        family = ".".join(part for part in path.split(".") if not part.isdecimal())
+        place = _at(merged, parent) if parent else merged
+        whole = assembly.value(family, name)
+        state = {
+            role.partition(":")[2]: value
+            for role in assembly.roles
+            if role.startswith(f"{family}:") and (value := assembly.value(role, name)) is not None
+        }
+        if isinstance(place, list):
+            place += [None] * (int(last) + 1 - len(place))
+        if place is not None and (whole is not None or state):
+            place[int(last) if last.isdecimal() else last] = whole if whole is not None else state
+    return merged
+
+
+def _without(tree: Any, paths: frozenset[str], here: str = "") -> Any:
+    """The tree without what stands at the paths."""
+    if isinstance(tree, dict):
+        inner = {key: f"{here}.{key}".strip(".") for key in tree}
+        return {key: _without(value, paths, inner[key]) for key, value in tree.items() if inner[key] not in paths}
+    if isinstance(tree, list | tuple):
+        inside = [(value, f"{here}.{number}".strip(".")) for number, value in enumerate(tree)]
+        return type(tree)(_without(value, paths, at) for value, at in inside if at not in paths)
+    return tree
+
+
+def _merged(own: Any, theirs: Any, here: str, paths: frozenset[str]) -> Any:
+    """Their values in this worker's structure. `params` are numbers of this worker's parameters."""
+    if isinstance(own, dict) and isinstance(theirs, dict):
+        merged = {key: value for key, value in theirs.items() if key not in own}
+        for key, value in own.items():
+            at = f"{here}.{key}".strip(".")
+            if at not in paths:
+                merged[key] = value if key == "params" or key not in theirs else _merged(value, theirs[key], at, paths)
+        return merged
+    if isinstance(own, list) and isinstance(theirs, list):
+        if any(f"{here}.{number}".strip(".") in paths for number in range(len(own))):
+            return []
+        if len(own) != len(theirs):
+            raise BadState(f"optimizer: {here or 'it'} has {len(theirs)} entries in the state, {len(own)} here")
+        inside = zip(own, theirs, range(len(own)), strict=True)
+        return [_merged(mine, other, f"{here}.{number}".strip("."), paths) for mine, other, number in inside]
+    return theirs
+
+
+def _copied(tree: Any) -> Any:
+    """What the shard's bytes are not needed for any more."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_copied, tree))
+    return tree
+
+
+def _generators(own: Any, theirs: Any) -> Any:
+    if isinstance(own, dict) and isinstance(theirs, dict) and "megatron" in own:
+        return {**theirs, "megatron": own["megatron"]}
+    return theirs

@@ -1,0 +1,322 @@
+"""The lead replica saves: into its nodes' memory, and from there to storage, while training goes on.
+
+Rules
+-----
+* At the boundary after an iteration the state is copied into the node's memory (`memory.py`): that is all that
+  training waits for. A thread seals the copy (its digest takes longer than the copy), and the agent hears of it, which
+  passes it on to another node. Another thread writes it to storage from where it lies.
+* All shards of the replica capture the same iterations: what depends on one shard's clock, memory or disk is put to
+  the vote of all, and only at iterations at which something may be due, which all know.
+* When: at every iteration that the task file's interval divides, or, without one, as often as Young and Daly ask for
+  (`interval.py`), with the cost and the pace as measured. A new lead saves at its first boundary.
+* A capture has no turn while the one before is not sealed, or while the slot is being read. Storage has no turn while
+  it is still being written to; an interval from the task file is a promise, though: there training waits.
+* Where memory has no room for two states, or the last word must be on storage before the process ends, the state
+  is written at once, and training waits.
+* Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
+* Where the optimizer's state is sharded, the first replica says in the agreement on an iteration that it is going to
+  save it (`due`), all then give it their parts, and what it saves is the whole state (`whole`).
+* A disk that fails is reported in the worker's log and tried again next time, unless the last word was to be written.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agents.protocol.memory import Draft, Memory, TooLarge
+from agents.protocol.messages import Captured, Membership, Saved
+from agents.trainer.lifecycle.results import NOTHING, Due
+from agents.trainer.process.context import Context
+from agents.trainer.states import checkpoint, interval
+from agents.trainer.states.state import BadState, TrainingState
+from agents.trainer.states.state_bytes import Flat, read
+
+#: For captures on their way to storage only: bounds nothing that the state itself does not.
+_PRIVATE_MAX_BYTES = 1 << 62
+_PACE_WEIGHT = 0.2
+
+
+@dataclass(slots=True)
+class Rhythm:
+    """How often one of the two is saved to. `every`: the task file's interval in iterations, None: as measured."""
+
+    every: int | None
+    cost_s: float = 0.0
+    last: int = 0
+    look_at: int = 0
+
+    def may_be_due(self, iteration: int) -> bool:
+        """Cheap, and the same for all shards."""
+        if self.every is not None:
+            return self.every > 0 and iteration % self.every == 0
+        return iteration >= self.look_at
+
+    def saved(self, iteration: int) -> None:
+        """The state after `iteration` has been saved."""
+        self.last, self.look_at = iteration, iteration + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A state of the optimizer that was put together for saving, and the time that training stood still for it."""
+
+    tree: dict[str, Any]
+    cost_s: float
+
+
+class Saving:
+    """One worker's. `memory`: the node's, None where the agent gives none."""
+
+    def __init__(self, context: Context, state: TrainingState) -> None:
+        launch = context.launch
+        spec = launch.spec
+        self._context = context
+        self._state = state
+        self.memory = Memory(launch.memory, launch.memory_max_bytes) if launch.memory else None
+        self._private: Memory | None = None
+        self._to_memory = Rhythm(spec.checkpoint.memory_interval if self.memory else 0)
+        self._to_storage = Rhythm(spec.checkpoint.interval if spec.checkpoint.dir else 0)
+        self._sealer = ThreadPoolExecutor(1, "seal")
+        self._writer = ThreadPoolExecutor(1, "store")
+        self._sealing: Future[Future[None] | None] | None = None
+        self._storing: Future[None] | None = None
+        self._stored = 0
+        self._pace_s = 0.0
+        self._was_lead = False
+        #: What is known of the iterations' times (baseline.py), for the next owner of the state.
+        self.usual: list[int] = []
+        #: What writing a state to storage took at most; 0: none was written.
+        self.longest_write_s = 0.0
+        #: The optimizer's state as put together from its parts; None: it is the optimizer's own.
+        self.whole: Whole | None = None
+
+    # --- at a boundary ---------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """What the threads have ended; their failures are ours."""
+        if self._sealing is not None and self._sealing.done():
+            self._storing = self._sealing.result() or self._storing
+            self._sealing = None
+        if self._storing is not None and self._storing.done():
+            self._storing.result()
+            self._storing = None
+
+    def boundary(
+        self, iteration: int, duration_s: float, loss: float, membership: Membership, *, leads: bool,
+        due: Due | None = None,
+    ) -> None:  # fmt: skip
+        """`iteration` is committed, after `duration_s`; save what is due. `leads`: in the lead's replica. `due`: as it
+        has been found already."""
+        self._pace_s = self._pace_s * (1 - _PACE_WEIGHT) + duration_s * _PACE_WEIGHT if self._pace_s else duration_s
+        due = self.due(iteration, membership, leads=leads) if due is None else due
+        if leads and due.anything:
+            self._capture(iteration, loss, membership.generation, to_storage=due.to_storage)
+
+    def due(self, iteration: int, membership: Membership, *, leads: bool) -> Due:
+        """What is to be saved after `iteration`."""
+        self._collect()
+        if leads and not self._was_lead:
+            self._to_memory.last = self._to_storage.last = 0
+            self._to_memory.look_at = self._to_storage.look_at = iteration
+        self._was_lead = leads
+        if not leads or iteration >= self._context.launch.spec.iterations:
+            return NOTHING
+        mtbf_s = membership.mtbf_us / 1e6
+        to_memory = self._to_memory.may_be_due(iteration) and self._is_due(
+            self._to_memory, iteration, mtbf_s, busy=not _is_over(self._sealing)
+        )
+        to_storage = self._to_storage.may_be_due(iteration) and self._storage_is_due(iteration, mtbf_s)
+        return Due(to_memory, to_storage)
+
+    def _storage_is_due(self, iteration: int, mtbf_s: float) -> bool:
+        if self._to_storage.every is not None:
+            self._settle()
+            return True
+        busy = self._sealing is not None or self._storing is not None
+        return self._is_due(self._to_storage, iteration, mtbf_s, busy=busy)
+
+    def _is_due(self, rhythm: Rhythm, iteration: int, mtbf_s: float, *, busy: bool) -> bool:
+        """The vote of the shards; sets when to look again."""
+        wanted = interval.iterations(rhythm.cost_s, self._pace_s, mtbf_s)
+        wanted, is_busy = self._context.replica.highest(wanted, int(busy))
+        if rhythm.every is None and rhythm.last and iteration < rhythm.last + wanted:
+            rhythm.look_at = rhythm.last + wanted
+            return False
+        if is_busy:
+            rhythm.look_at = iteration + max(1, wanted // 10)
+            return False
+        return True
+
+    # --- capturing -------------------------------------------------------------------------------
+
+    def _tree(self, iteration: int, loss: float) -> dict[str, Any]:
+        tree = {**self._state.capture(iteration, loss), "pace_s": self._pace_s, "usual": self.usual}
+        return tree if self.whole is None else {**tree, "optimizer": self.whole.tree}
+
+    def _capture(self, iteration: int, loss: float, generation: int, *, to_storage: bool) -> None:
+        started = time.monotonic()
+        flat = Flat.of(self._tree(iteration, loss))
+        draft = self._draft(flat.size_bytes, private=to_storage)
+        if not self._context.replica.all_true(draft is not None):
+            if draft is not None:
+                draft.abandon()
+            if to_storage and self._to_storage.every is not None:
+                self._write_now(iteration, generation, loss)
+            return
+        assert draft is not None
+        flat.write(draft.view)
+        cost_s = time.monotonic() - started + (self.whole.cost_s if self.whole else 0.0)
+        self._to_memory.cost_s = cost_s
+        self._to_memory.saved(iteration)
+        job = None
+        if to_storage:
+            self._to_storage.saved(iteration)
+            job = self._job(iteration, generation)
+        midway = self._midway(iteration)
+        self._sealing = self._sealer.submit(self._seal, draft, iteration, generation, cost_s, job, midway)
+
+    def _draft(self, size_bytes: int, *, private: bool) -> Draft | None:
+        if not _is_over(self._sealing):
+            return None
+        if self.memory is not None:
+            try:
+                return self.memory.draft(size_bytes)
+            except TooLarge as error:
+                print(f"{self._context.launch.worker}: {error}; keeping no states in memory", file=sys.stderr)
+                self.memory.close()
+                self.memory, self._to_memory = None, Rhythm(0)
+        if not private:
+            return None
+        if self._private is None:
+            self._private = Memory.private(_PRIVATE_MAX_BYTES)
+        return self._private.draft(size_bytes)
+
+    def _seal(
+        self, draft: Draft, iteration: int, generation: int, cost_s: float, job: checkpoint.Job | None,
+        midway: Callable[[], None],
+    ) -> Future[None] | None:  # fmt: skip
+        """In the sealing thread."""
+        spec = self._context.launch.spec
+        head = draft.seal(iteration, generation, layout=(spec.tp, spec.pp))
+        source = self.memory or self._private
+        if self.memory is not None:
+            self._context.channel.send(
+                Captured(
+                    shard=self._context.replica.shard,
+                    iteration=iteration,
+                    generation=generation,
+                    size_bytes=head.size_bytes,
+                    shards=spec.replica_workers,
+                    duration_us=int(cost_s * 1e6),
+                )
+            )
+        if job is None or source is None:
+            return None
+        held = ExitStack()  # from here on the slot is not written to until storage has it
+        reader = source.reopen()
+        held.callback(reader.close)
+        found = held.enter_context(reader.reading(iteration))
+        if found is None:
+            held.close()
+            return None
+        return self._writer.submit(self._store, job, found[1], held, midway)
+
+    def _store(self, job: checkpoint.Job, view: memoryview, held: ExitStack, midway: Callable[[], None]) -> None:
+        """In the writing thread."""
+        with held:
+            try:
+                self._write(job, read(view, copy=False), midway)
+            except (OSError, BadState) as error:
+                print(
+                    f"{self._context.launch.worker}: did not save checkpoint {job.iteration}: {error}", file=sys.stderr
+                )
+
+    def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
+        """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.
+
+        False where that cannot be: no memory or no room, the task wants none, or the slot is being read.
+        """
+        self._await_seal()
+        wanted = self.memory is not None and self._to_memory.every != 0
+        if not self._context.replica.all_true(wanted):
+            return False
+        if not self._context.replica.all_true(self._to_memory.last == iteration):
+            self._capture(iteration, loss, generation, to_storage=False)
+            self._await_seal()
+        newest = None if self.memory is None else self.memory.newest()
+        return self._context.replica.all_true(newest is not None and newest.iteration == iteration)
+
+    # --- storage ---------------------------------------------------------------------------------
+
+    def save_and_wait(self, iteration: int, generation: int, loss: float) -> None:
+        """Have the state after `iteration` on storage when this returns, all shards of the replica together.
+
+        Raises OSError.
+        """
+        if self._context.launch.spec.checkpoint.dir:
+            self._settle()
+            self._write_now(iteration, generation, loss)
+
+    def _write_now(self, iteration: int, generation: int, loss: float) -> None:
+        if not self._context.replica.all_true(self._stored == iteration):
+            self._write(self._job(iteration, generation), self._tree(iteration, loss), self._midway(iteration))
+        self._context.replica.all_true(True)  # the last one publishes
+        self._to_storage.saved(iteration)
+
+    def _write(self, job: checkpoint.Job, tree: dict[str, Any], midway: Callable[[], None]) -> None:
+        started = time.monotonic()
+        saved = checkpoint.write(job, tree, midway)
+        self._to_storage.cost_s = time.monotonic() - started
+        self.longest_write_s = max(self.longest_write_s, self._to_storage.cost_s)
+        self._stored = job.iteration
+        if saved is not None:
+            self._context.channel.send(
+                Saved(
+                    iteration=job.iteration,
+                    path=str(saved.path),
+                    size_bytes=saved.size_bytes,
+                    duration_us=int(self._to_storage.cost_s * 1e6),
+                )
+            )
+
+    def _settle(self) -> None:
+        """Wait for what is on its way to storage; its failures are ours."""
+        self._await_seal()
+        if self._storing is not None:
+            self._storing.result()
+            self._storing = None
+
+    def _await_seal(self) -> None:
+        if self._sealing is not None:
+            self._storing = self._sealing.result() or self._storing
+            self._sealing = None
+
+    def _job(self, iteration: int, generation: int) -> checkpoint.Job:
+        launch, replica = self._context.launch, self._context.replica
+        return checkpoint.Job(
+            directory=Path(launch.spec.checkpoint.dir),
+            task=launch.spec.name,
+            iteration=iteration,
+            generation=generation,
+            shard=replica.shard,
+            tp=launch.spec.tp,
+            pp=launch.spec.pp,
+            writer=f"{launch.replica}-{generation}",
+            keep=launch.spec.checkpoint.keep,
+        )
+
+    def _midway(self, iteration: int) -> Callable[[], None]:
+        context = self._context
+        return partial(context.injection.fire, "saving", iteration + 1, context.generation)
+
+
+def _is_over(future: Future[Any] | None) -> bool:
+    return future is None or future.done()

@@ -1,0 +1,186 @@
+"""Where the state comes from when no member has any: memory of a member's node, memory of another node, storage.
+
+Rules
+-----
+* Every replica says which iterations all its shards find in their nodes' memory; member 0's replica also asks the
+  other nodes, and looks at storage. All this is gathered; the order in which they are tried: `candidates.py`.
+* A state of another layout (tp, pp) than the task has now is as good as one of its own: it is there where all shards of
+  that layout are found, on whatever nodes, this one among them; each new shard puts its own together (`resharding.py`).
+* A state is believed when its digest is right, its names, shapes and dtypes fit, and every number is finite, for all
+  shards. If not, the next candidate is tried. With none left, training begins from the seed.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from agents.protocol import memory_exchange
+from agents.protocol.memory import Head, Memory, digest_of
+from agents.protocol.memory_exchange import Fetching, NoAnswer
+from agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
+from agents.trainer.process.context import Context
+from agents.trainer.states import checkpoint
+from agents.trainer.states.resharding import NoLayout
+from agents.trainer.states.state import BadState
+from agents.trainer.states.state_bytes import read
+from events.vocabulary import MemoryService
+
+#: tp and pp.
+Degrees: TypeAlias = tuple[int, int]
+Tree: TypeAlias = dict[str, Any]
+
+
+class Sources:
+    """One shard's way to the state. `memory`: its node's. `reshard`: this shard's state from all of another layout."""
+
+    def __init__(
+        self,
+        context: Context,
+        memory: Memory | None,
+        peers: tuple[MemoryService, ...],
+        reshard: Callable[[Iterable[Tree]], Tree],
+    ) -> None:
+        self._context = context
+        self._memory = memory
+        self._peers = peers
+        self._reshard = reshard
+        self._layout: Degrees = (context.launch.spec.tp, context.launch.spec.pp)
+        #: By iteration, which node has which shard, and in which layout: of this one where there is a choice.
+        self._held: dict[int, tuple[Degrees, dict[int, MemoryService]]] = {}
+        self._stored: dict[int, Degrees] = {}
+        #: Of what was loaded last: its layout where that is another than the task's, else "".
+        self.resharded_from = ""
+
+    def row(self, *, is_first: bool) -> list[int]:
+        """What this replica has to offer. All its shards call this. `is_first`: it is member 0's."""
+        heads = [] if self._memory is None else self._memory.heads()
+        told: dict[Kind, list[int]] = {"memory": [head.iteration for head in heads if head.layout == self._layout]}
+        if is_first:
+            told["peer"] = self._ask_peers()
+            told["checkpoint"] = self._look_at_storage()
+        return row_of(self._common(told))
+
+    def load(self, candidate: Candidate) -> tuple[Tree, int]:
+        """This shard's tree, a copy of its own, and the bytes that were read for it. Raises BadState."""
+        take: dict[Kind, Callable[[int], tuple[Tree, int]]] = {
+            "memory": self._from_memory,
+            "peer": self._from_peer,
+            "checkpoint": self._from_storage,
+        }
+        try:
+            self.resharded_from = ""
+            tree, size_bytes = take[candidate.kind](candidate.iteration)
+        except (OSError, NoAnswer, msgspec.MsgspecError) as error:
+            raise BadState(str(error)) from None
+        if tree["iteration"] != candidate.iteration:
+            raise BadState(f"it is the state after iteration {tree['iteration']}")
+        return tree, size_bytes
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def _common(self, told: dict[Kind, list[int]]) -> dict[Kind, list[int]]:
+        """What all shards of the replica have."""
+        code = struct.Struct(f"<{ROW_WORDS}q")
+        rows = [split(code.unpack(row)) for row in self._context.replica.gather(code.pack(*row_of(told)))]
+        return {kind: [one for one in rows[0][kind] if all(one in row[kind] for row in rows)] for kind in KINDS}
+
+    def _ask_peers(self) -> list[int]:
+        launch = self._context.launch
+        others: dict[tuple[int, Degrees], dict[int, MemoryService]] = {}
+        for peer in self._peers:
+            try:
+                kept = memory_exchange.ask(peer, launch.task)
+            except NoAnswer as error:
+                print(f"{launch.worker}: no state from the memory of {peer.node}: {error}", file=sys.stderr, flush=True)
+                continue
+            for shard, heads in kept.items():
+                for head in heads:
+                    if head.layout != self._layout:
+                        others.setdefault((head.iteration, head.layout), {}).setdefault(shard, peer)
+                    elif shard == launch.shard and peer.node != launch.node:
+                        self._held.setdefault(head.iteration, (head.layout, {shard: peer}))
+        for (iteration, (tp, pp)), shards in sorted(others.items()):
+            if shards.keys() == set(range(tp * pp)):
+                self._held.setdefault(iteration, ((tp, pp), shards))
+        return list(self._held)
+
+    def _look_at_storage(self) -> list[int]:
+        spec = self._context.launch.spec
+        if spec.checkpoint.dir:
+            self._stored = checkpoint.newest_iterations(Path(spec.checkpoint.dir), spec.name)
+        return list(self._stored)
+
+    # --- taking ----------------------------------------------------------------------------------
+
+    def _from_memory(self, iteration: int) -> tuple[Tree, int]:
+        if self._memory is None:
+            raise BadState("this node keeps no states in memory")
+        with self._memory.reading(iteration, self._layout) as found:
+            if found is None:
+                raise BadState("it was overwritten, or is being overwritten")
+            return _checked(*found)
+
+    def _from_peer(self, iteration: int) -> tuple[Tree, int]:
+        if iteration not in self._held:
+            raise BadState("no node has it in memory")
+        layout, shards = self._held[iteration]
+        return self._put_together(layout, lambda shard: self._fetched(shards[shard], shard, iteration, layout))
+
+    def _fetched(self, service: MemoryService, shard: int, iteration: int, layout: Degrees) -> tuple[Tree, int]:
+        fetching = Fetching(service, self._context.launch.task, shard, iteration, layout)
+        if fetching.head.size_bytes > _size_limit():
+            raise BadState(f"its announced size is {fetching.head.size_bytes} bytes")
+        view = memoryview(bytearray(fetching.head.size_bytes))
+        fetching.receive(view)
+        return _checked(fetching.head, view)
+
+    def _from_storage(self, iteration: int) -> tuple[Tree, int]:
+        if iteration not in self._stored:
+            raise BadState("it is not on storage")
+        spec = self._context.launch.spec
+        load = partial(checkpoint.load, Path(spec.checkpoint.dir), spec.name, iteration)
+        return self._put_together(self._stored[iteration], load)
+
+    def _put_together(self, layout: Degrees, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
+        """This shard as it was kept; or, in another layout, all shards of that, one after the other."""
+        if layout == self._layout:
+            return shard_of(self._context.launch.shard)
+        self.resharded_from = _in_words(layout)
+        sizes_bytes: list[int] = []
+
+        def shards() -> Iterator[Tree]:
+            for shard in range(layout[0] * layout[1]):
+                tree, size_bytes = shard_of(shard)
+                sizes_bytes.append(size_bytes)
+                yield tree
+
+        try:
+            return self._reshard(shards()), sum(sizes_bytes)
+        except NoLayout as error:
+            hint = f"submit the task with {_in_words(layout)}, or under another name"
+            raise NoLayout(f"it was kept with {_in_words(layout)}, and {error}; {hint}") from None
+
+
+def _in_words(layout: Degrees) -> str:
+    return f"tp {layout[0]}, pp {layout[1]}"
+
+
+def _checked(head: Head, view: memoryview) -> tuple[Tree, int]:
+    if digest_of(view) != head.digest:
+        raise BadState("the digest of its bytes is wrong")
+    return read(view, copy=True), head.size_bytes
+
+
+def _size_limit() -> int:
+    """No state is larger than this machine's memory."""
+    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 40

@@ -1,0 +1,111 @@
+"""A state tree as one stretch of bytes: what stands in a slot of a node's memory (`memory.py`).
+
+    magic, 8 bytes little-endian length of the skeleton, the skeleton, the tensors' bytes in the skeleton's order,
+    each at a multiple of 64 bytes
+
+A state that is only to be passed on is read without a copy: its tensors alias the bytes. One that is to be lived in
+must be copied: optimizers keep the tensors that they are given. No pickle (`state.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agents.trainer.states.gpu_copies import copy_from_gpu
+from agents.trainer.states.state import BadState, flatten, shapes, size_bytes, tensor_bytes, tensor_of, unflatten
+
+_MAGIC = b"unicron2"
+_FIXED_BYTES = 16
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tree made ready to be written: where each of its tensors goes, and how many bytes all take."""
+
+    skeleton: bytes
+    tensors: list[torch.Tensor]
+    places: list[int]
+    size_bytes: int
+
+    @staticmethod
+    def of(tree: object) -> Flat:
+        """Raises BadState on a value that a tree cannot hold."""
+        skeleton, tensors = flatten(tree)
+        places, end = _places(len(skeleton), [(tensor.dtype, tensor.shape) for tensor in tensors])
+        return Flat(skeleton, tensors, places, end)
+
+    def write(self, view: memoryview) -> None:
+        """Copy everything into `view`, which has `size_bytes`; everything is there when this returns."""
+        head = _MAGIC + len(self.skeleton).to_bytes(8, "little") + self.skeleton
+        view[: len(head)] = head
+        target = torch.frombuffer(view, dtype=torch.uint8)
+        on_gpu = []
+        for tensor, at in zip(self.tensors, self.places, strict=True):
+            if tensor.numel():
+                data = tensor_bytes(tensor)
+                place = target[at : at + data.numel()]
+                if data.is_cuda:
+                    on_gpu.append((data, place))
+                else:
+                    place.copy_(data)
+        if on_gpu:
+            copy_from_gpu(on_gpu)
+
+
+def read(view: memoryview, *, copy: bool) -> dict[str, Any]:
+    """The tree; unless copied, its tensors alias `view`. Raises BadState."""
+    if len(view) < _FIXED_BYTES or view[:8] != _MAGIC:
+        raise BadState("these bytes are not a state of this format")
+    length = int.from_bytes(view[8:_FIXED_BYTES], "little")
+    if length > len(view) - _FIXED_BYTES:
+        raise BadState("the skeleton is longer than the bytes that hold it")
+    skeleton = bytes(view[_FIXED_BYTES : _FIXED_BYTES + length])
+    found = shapes(skeleton)
+    places, end = _places(length, found)
+    if end > len(view):
+        raise BadState(f"the tensors end at byte {end}, there are {len(view)}")
+    source = torch.frombuffer(view, dtype=torch.uint8)
+    tensors = [
+        tensor_of(source[at : at + size_bytes(dtype, shape)], dtype, shape)
+        for at, (dtype, shape) in zip(places, found, strict=True)
+    ]
+    return check(unflatten(skeleton, [tensor.clone() for tensor in tensors] if copy else tensors))
+
+
+def check(tree: object) -> dict[str, Any]:
+    """The tree, if it can be a training state: the keys of `TrainingState.capture`, all numbers finite.
+
+    Raises BadState.
+    """
+    if not isinstance(tree, dict) or not {"iteration", "loss", "tensors", "optimizer", "scheduler"} <= tree.keys():
+        raise BadState("these bytes are a tree, but no training state")
+    for name, tensor in named(tree):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BadState(f"{name} holds values that are not finite")
+    return tree
+
+
+def named(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tree's tensors with their paths ("optimizer.state.0.exp_avg"), in the order of `flatten`."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from named(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from named(inner, f"{name}.{number}" if name else str(number))
+
+
+def _places(skeleton_bytes: int, found: Sequence[tuple[torch.dtype, Sequence[int]]]) -> tuple[list[int], int]:
+    places, end = [], _FIXED_BYTES + skeleton_bytes
+    for dtype, shape in found:
+        end = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+        places.append(end)
+        end += size_bytes(dtype, shape)
+    return places, end

@@ -1,0 +1,1 @@
+"""Policies compared on failure traces, in virtual time."""

@@ -1,0 +1,407 @@
+"""The coordinator's real core in a simulated world: `fold`, `needed_solves`, `decide` and `deadlines` run as they
+are; agents and trainers around them are models of how long things take (`assumptions.py`).
+
+Rules
+-----
+* No policy lives here. What happens after a fault is what the core decides; this module only says what agents
+  would say, and when: a node dies, and `node_detect_s` later NodeLost is on the log; a command is obeyed
+  `command_s` after it was decided; a process is ready `start_s` after it was started.
+* One slot is a whole node, one worker its processes together: a worker's death is any of theirs. The plan then
+  deals in nodes, as the compared systems do.
+* A dead node's peers report no broken connections of their own here: those only bring a reattempt that cannot
+  form, and end with NodeLost.
+* How long the core took is measured, and kept out of everything that a seed must reproduce.
+
+What does not live here: the trainers (`trainer_model.py`), the plan (`plan_rules.py`, `unicrond/planning`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from events.schemas import SCHEMA, told_version
+from replay.evaluation.meter import Phase
+from replay.evaluation.plan_rules import Rule, optimal
+from replay.evaluation.trainer_model import Activity, Process, TrainerGroup
+from replay.evaluation.virtual_time import Action, Timer, to_us
+from replay.evaluation.workload import TrainingTask, Workload
+from replay.evaluation.world import World
+from unicrond.core.deadlines import deadlines
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.fold import fold
+from unicrond.core.invariants import check
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.solver import Solution
+from unicrond.core.policy import Policy, Settings
+from unicrond.core.state import ClusterState
+from unicrond.core.survey import Survey
+from unicrond.core.work import iteration_flop
+from unicrond.throughput.presets import MODELS
+
+_VERSION = told_version("simulation", SCHEMA)
+_TERM = 1
+_STORE = v.StoreAddress(host="127.0.0.1", port=1)
+#: More than any run commits: a task of the simulation has no end.
+_ITERATIONS = 2**50
+#: How long a health check takes, in which nothing is found (agents/self_test.py).
+_CHECK_S = 5.0
+#: Virtual seconds before time 0 in which everything starts.
+_WARM_UP_S = 3600.0
+
+
+@dataclass
+class Host:
+    """A node's agent. `boot` grows with every repair; `said`: observations of this boot."""
+
+    node: int
+    boot: int = 1
+    up: bool = True
+    process: Process | None = None
+    said: int = 0
+
+    @property
+    def name(self) -> str:
+        """As the log calls it."""
+        return f"n{self.node}"
+
+
+@dataclass
+class CoreWork:
+    """What the coordinator's core did. Times are this machine's and differ from run to run.
+
+    `cpu_s`: CPU time of the whole run, the simulated world's part included (to ask the CPU clock at every event may
+    cost more than the event). `decide_s`, `solve_s`: wall time of each decision and each plan.
+    """
+
+    events: int = 0
+    plans: int = 0
+    memberships: int = 0
+    incidents: int = 0
+    cpu_s: float = 0.0
+    decide_s: list[float] = field(default_factory=list)
+    solve_s: list[float] = field(default_factory=list)
+
+    @property
+    def decide_ms(self) -> float:
+        """Median, milliseconds."""
+        return 1000 * median(self.decide_s or [0.0])
+
+    @property
+    def solve_ms(self) -> float:
+        """Median, milliseconds."""
+        return 1000 * median(self.solve_s or [0.0])
+
+
+class CoreDriver:
+    """A coordinator with its cluster. `rule` answers the plan problems."""
+
+    def __init__(self, world: World, rule: Rule = optimal) -> None:
+        workload, assumed = world.workload, world.assumptions
+        self.world = world
+        self.work = CoreWork()
+        self.state = ClusterState()
+        self.policy = policy_for(world)
+        self.hosts = [Host(node) for node in range(workload.cluster.nodes)]
+        self.specs = task_specs(workload)
+        self.groups = {
+            spec.name: TrainerGroup(
+                world,
+                spec.name,
+                iteration_flop(spec),
+                lambda node, event: self._say(self.hosts[node], event),
+            )
+            for spec in self.specs
+        }
+        self._assumed = assumed
+        self._rule = rule
+        self._resolved = 0
+        self._solutions: dict[Problem, Solution] = {}
+        self._survey: Survey | None = None
+        self._timers: dict[str, Timer] = {}
+        self._awake = False
+
+    # --- the world's side --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A coordinator, all nodes, all tasks; then virtual time runs until everybody trains."""
+        checks = Settings(self.policy, 1.0, check_timeout_s=60.0).numbers()
+        self._resolve(v.CoordinatorStarted(term=_TERM, version=_VERSION, policy=checks))
+        for host in self.hosts:
+            self._join(host)
+        for number, spec in enumerate(self.specs, start=1):
+            self._append(v.TaskSubmitted(spec=spec), "api", 1, number)
+        self._wake()
+        self.world.clock.run(self.world.clock.now_us + to_us(_WARM_UP_S))
+        self.work = CoreWork()
+
+    def node_lost(self, node: int) -> None:
+        """Agent and workers are gone; liveness notices later."""
+        host = self.hosts[node]
+        host.up = False
+        self._end_process(host)
+        boot = host.boot
+        self._after(self._assumed.node_detect_s, lambda: self._notice_loss(host, boot))
+
+    def node_back(self, node: int) -> None:
+        """A new agent on a node without workers."""
+        host = self.hosts[node]
+        host.up, host.boot, host.said = True, host.boot + 1, 0
+        believed = self._believed_on(host)
+        self._join(host)
+        self._notice(believed)
+
+    def fault(self, node: int, severity: int) -> None:
+        """SEV2: the process dies. SEV3: its connection breaks; outside a training group it goes unnoticed."""
+        host = self.hosts[node]
+        process = host.process
+        if process is None:
+            return
+        group = self.groups[process.task]
+        if severity == 2:
+            self._end_process(host)
+            self._after(self._assumed.process_detect_s, lambda: self._notice_exit(host, process))
+        elif process.generation and group.activity is Activity.TRAINING:
+            group.break_up()
+            self._after(self._assumed.error_detect_s, lambda: self._notice_error(host, process))
+
+    # --- noticing ----------------------------------------------------------------------------
+
+    def _notice_loss(self, host: Host, boot: int) -> None:
+        if host.boot != boot:
+            return  # repaired before it was missed: its NodeJoined has said so
+        believed = self._believed_on(host)
+        beat_us = max(1, self.world.clock.now_us - to_us(self._assumed.node_detect_s))
+        evidence = v.Evidence(beat_seq=1, beat_at_us=beat_us)
+        self._resolve(v.NodeLost(node=host.name, evidence=evidence, reason="no heartbeat"))
+        self._notice(believed)
+
+    def _notice_exit(self, host: Host, process: Process) -> None:
+        if not host.up:
+            return
+        exited = v.WorkerExited(
+            node=host.name, task=process.task, worker=process.worker, exit_code=1, signal=None, expected=False
+        )
+        self._say(host, exited)
+        self._notice([process.task])
+
+    def _notice_error(self, host: Host, process: Process) -> None:
+        if not host.up:
+            return
+        error = v.ErrorReported(
+            node=host.name,
+            task=process.task,
+            worker=process.worker,
+            kind="connection_broken",
+            generation=process.generation,
+            iteration=self.groups[process.task].committed,
+            phase="reduce",
+            message="connection reset by peer",
+        )
+        self._say(host, error)
+        self._notice([process.task])
+
+    def _believed_on(self, host: Host) -> list[str]:
+        """Tasks that have a worker there, as far as the coordinator knows."""
+        return [
+            task.name
+            for task in self.state.tasks.values()
+            if any(worker.node == host.name for worker in task.workers.values())
+        ]
+
+    def _notice(self, tasks: Iterable[str]) -> None:
+        """The coordinator knows why these tasks stand still."""
+        for task in tasks:
+            if self.world.meter.phase(task) is Phase.DETECTION:
+                self.world.meter.stall(task, Phase.TRANSITION)
+        self._wake()
+
+    # --- the log -----------------------------------------------------------------------------
+
+    def _append(self, event: v.AnyEvent, producer: str, boot: int, number: int) -> None:
+        now_us = self.world.clock.now_us
+        envelope = Envelope(
+            producer=producer,
+            boot=boot,
+            number=number,
+            term=_TERM if producer == "coordinator" else 0,
+            observed_at_us=now_us,
+            event=event,
+        )
+        self.state = fold(self.state, Recorded(self.state.seq + 1, now_us, envelope))
+        self.work.events += 1
+
+    def _say(self, host: Host, event: v.AnyEvent) -> None:
+        host.said += 1
+        self._append(event, host.name, host.boot, host.said)
+        if not isinstance(event, v.StepCommitted | v.WorkerStarted):  # good news asks for no decision
+            self._wake()
+
+    def _resolve(self, event: v.AnyEvent) -> None:
+        self._resolved += 1
+        self._append(event, "coordinator", _TERM, self._resolved)
+
+    def _after(self, delay_s: float, action: Action) -> None:
+        self.world.clock.after(to_us(delay_s), action)
+
+    # --- the coordinator ---------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Look at the whole state once everything that happens now has been folded."""
+        if not self._awake:
+            self._awake = True
+            self.world.clock.after(0, self._coordinate)
+
+    def _coordinate(self) -> None:
+        self._awake = False
+        while events := self._decide():
+            for event in events:
+                self._resolve(event)
+                if isinstance(event, v.PlanAdopted):
+                    self.work.plans += 1
+                    check(self.state)
+                self.work.memberships += isinstance(event, v.MembershipDecided)
+                self.work.incidents += isinstance(event, v.TransitionCompleted)
+            commands = [event for event in events if isinstance(event, v.Command)]
+            if commands:
+                self._after(self._assumed.command_s, lambda commands=commands: self._obey(commands))  # type: ignore[misc]
+        self._arm_deadlines()
+        self._mark_idle()
+
+    def _decide(self) -> list[v.AnyEvent]:
+        self._survey = Survey(self.state, self.policy, self._survey)
+        problems = needed_solves(self._survey)
+        if any(problem not in self._solutions for problem in problems):
+            began_s = time.perf_counter()
+            self._solutions = {problem: self._rule(problem) for problem in problems}
+            self.work.solve_s.append(time.perf_counter() - began_s)
+        began_s = time.perf_counter()
+        events = decide(self._survey, self._solutions)
+        self.work.decide_s.append(time.perf_counter() - began_s)
+        return events
+
+    def _arm_deadlines(self) -> None:
+        standing = deadlines(Survey(self.state, self.policy, self._survey))
+        for name in [name for name in self._timers if name not in standing]:
+            self._timers.pop(name).cancel()
+        for name, length_us in standing.items():
+            if name not in self._timers:
+                self._timers[name] = self.world.clock.after(length_us, lambda name=name: self._pass(name))  # type: ignore[misc]
+
+    def _pass(self, deadline: str) -> None:
+        self._resolve(v.DeadlinePassed(deadline_id=deadline))
+        self._wake()
+
+    def _mark_idle(self) -> None:
+        """A task that the plan gives nothing stands idle; one that gets something again is in transition."""
+        meter = self.world.meter
+        for name, assignment in self.state.plan.assignments.items():
+            phase = meter.phase(name)
+            if not assignment.workers and phase is Phase.TRANSITION:
+                meter.idle(name)
+            elif assignment.workers and phase is Phase.IDLE:
+                meter.stall(name, Phase.TRANSITION)
+
+    # --- agents ------------------------------------------------------------------------------
+
+    def _join(self, host: Host) -> None:
+        joined = v.NodeJoined(
+            node=host.name, address="127.0.0.1", slots=1, store=_STORE, agent_boot=host.boot, version=_VERSION
+        )
+        self._say(host, joined)
+
+    def _obey(self, commands: list[v.Command]) -> None:
+        """The commands of one batch; a dead node obeys none. A membership is the same for all whom it tells."""
+        memberships: dict[str, v.SetMembership] = {}
+        for command in commands:
+            host = self.hosts[int(command.node[1:])]
+            if isinstance(command, v.SetMembership):
+                memberships[command.task] = command
+            elif isinstance(command, v.StartWorker) and host.up:
+                self._start_process(host, command)
+            elif isinstance(command, v.CheckNode) and host.up:
+                self._after(_CHECK_S, lambda h=host, c=command: self._check(h, c))  # type: ignore[misc]
+            elif isinstance(command, v.StopWorker):
+                self._after(self._assumed.stop_s, lambda h=host, w=command.worker: self._stop_process(h, w))  # type: ignore[misc]
+        for membership in memberships.values():
+            self.groups[membership.task].tell(membership)
+
+    def _check(self, host: Host, command: v.CheckNode) -> None:
+        """Nothing is wrong with a node of the simulation that is up."""
+        if host.up:
+            took_us = to_us(_CHECK_S)
+            found = v.NodeChecked(
+                node=host.name, command_id=command.command_id, passed=True, duration_us=took_us, detail="simulated"
+            )
+            self._say(host, found)
+
+    def _start_process(self, host: Host, command: v.StartWorker) -> None:
+        if host.process is not None:
+            failed = v.CommandFailed(node=host.name, command_id=command.command_id, reason="the slot is taken")
+            self._say(host, failed)
+            return
+        host.process = process = Process(command.worker, command.spec.name, host.node)
+        self.groups[process.task].add(process)
+        self._say(host, v.WorkerStarted(node=host.name, task=process.task, worker=process.worker, pid=1))
+        self._after(self._assumed.start_s, lambda: self._process_ready(host, process))
+
+    def _process_ready(self, host: Host, process: Process) -> None:
+        if host.process is process:
+            process.ready = True
+            self._say(host, v.WorkerReady(node=host.name, task=process.task, worker=process.worker))
+            self.groups[process.task].try_to_form()
+
+    def _stop_process(self, host: Host, worker: str) -> None:
+        process = host.process
+        if process is None or process.worker != worker:
+            return
+        self._end_process(host)
+        exited = v.WorkerExited(
+            node=host.name, task=process.task, worker=worker, exit_code=0, signal=None, expected=True
+        )
+        self._say(host, exited)
+        self._notice([process.task])
+
+    def _end_process(self, host: Host) -> None:
+        process, host.process = host.process, None
+        if process is not None:
+            self.groups[process.task].remove(process)
+
+
+def policy_for(world: World) -> Policy:
+    """The coordinator's configuration: it knows the trace's failure rate and how long its transitions are."""
+    assumed = world.assumptions
+    transition_s = assumed.regroup_s + assumed.transfer_s + assumed.redeal_s
+    return Policy(
+        worker_start_s=2 * assumed.start_s + 60.0,
+        regroup_s=2 * (transition_s + assumed.checkpoint_load_s) + 60.0,
+        worker_mtbf_s=world.trace.node_mtbf_s,
+        transition_s=max(transition_s, 0.001),
+    )
+
+
+def task_specs(workload: Workload) -> list[v.TaskSpec]:
+    """The tasks as they would be submitted, one worker per node."""
+    return [_spec(workload, task) for task in workload.tasks]
+
+
+def _spec(workload: Workload, task: TrainingTask) -> v.TaskSpec:
+    model, unit = MODELS[task.model], workload.units[task.name]
+    curve = workload.throughput[task.name]
+    return v.TaskSpec(
+        name=task.name,
+        weight=task.weight,
+        min_workers=task.min_nodes,
+        max_workers=workload.most(task) // unit * unit,
+        pp=unit,
+        model=v.ModelSpec(
+            layers=model.layers, hidden=model.hidden, heads=model.heads, seq=model.seq, vocab=model.vocab
+        ),
+        global_batch=model.batch,
+        iterations=_ITERATIONS,
+        throughput={str(nodes): flops for nodes, flops in enumerate(curve) if nodes},
+    )

@@ -1,0 +1,154 @@
+"""`unicron-replay simulate`: run policies through a failure trace in virtual time, and compare what they deliver.
+
+unicron-replay simulate --cluster a800-80g:16x8 --tasks six --trace trace-b --policy unicron,megatron-wait
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from events.command_line import UsageError
+from replay.arguments import TRACE_FILE_VARIABLE
+from replay.evaluation.assumptions import DEFAULTS, Assumptions, assume
+from replay.evaluation.comparison import HEADERS, Comparison, as_json, cells, compare
+from replay.evaluation.plots import loss_over_time
+from replay.evaluation.simulator import POLICIES, check_policy
+from replay.evaluation.traces import INFINITEHBD_ORIGIN, POISSON, TRACE_A, TRACE_B
+from replay.evaluation.workload import parse_cluster, parse_tasks, workload
+from unicrond.core.planning import kernel
+from unicrond.display.plotting import require_matplotlib
+from unicrond.display.tables import Table, show
+from unicrond.throughput.presets import GPUS, MODELS
+
+PROGRAM = "unicron-replay simulate"
+#: From this size on the compiled kernel pays for its start.
+_NODES_FOR_COMPILED = 64
+
+
+async def simulate_command(options: argparse.Namespace) -> None:
+    """Play the policies and print what they deliver."""
+    if options.parameters:
+        _print_parameters(DEFAULTS)
+        return
+    gc.enable()  # it may run for hours
+    try:
+        made = _run(options)
+        print(json.dumps(as_json(made), indent=2)) if options.json else _print(made)
+        if options.plot is not None:  # last: long results are printed even where drawing fails
+            loss_over_time(made, options.plot)
+    except ValueError as problem:  # TraceError, WorkloadError, PolicyError are ValueErrors
+        raise UsageError(str(problem)) from None
+
+
+def _run(options: argparse.Namespace) -> Comparison:
+    cluster = parse_cluster(options.cluster)
+    policies = [name for name in options.policy.split(",") if name]
+    if not policies:
+        raise ValueError(f"--policy: none given; choose from {', '.join(POLICIES)}")
+    for name in policies:
+        check_policy(name, cluster.nodes)
+    if options.plot is not None:
+        require_matplotlib()
+        if options.plot.is_dir():
+            raise ValueError(f"--plot: {options.plot} is a directory; name a file in it")
+    assumptions = assume(dict(_setting(text) for text in options.set))
+    work = workload(cluster, parse_tasks(options.tasks))
+    spec = options.trace or os.environ.get(TRACE_FILE_VARIABLE)
+    if not spec:
+        raise ValueError(f"--trace: missing; give trace-a, trace-b, poisson:... or a FILE ({TRACE_FILE_VARIABLE})")
+    if cluster.nodes >= _NODES_FOR_COMPILED:
+        kernel.warm()
+    with runs_bar() as told:
+        return compare(
+            work,
+            spec,
+            policies,
+            range(options.first_seed, options.first_seed + options.seeds),
+            assumptions,
+            progress=told,
+        )
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text}: give NAME=VALUE; --parameters lists the names")
+    return name, value
+
+
+@contextmanager
+def runs_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on stderr, nothing where that is not a terminal. Its arguments: runs done, all runs, the last
+    one."""
+    console = Console(file=sys.stderr)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=None)
+        yield lambda done, total, what: progress.update(task, description=what, completed=done, total=total)
+
+
+def epilog() -> str:
+    """Examples, and every trace, policy, model and GPU there is."""
+    drawn = {"trace-a": TRACE_A, "trace-b": TRACE_B, "poisson": POISSON}
+    settings = "\n".join(
+        f"  {name}:{key}={default:g}   {meaning}"
+        for name, known in drawn.items()
+        for key, (default, meaning) in known.items()
+    )
+    return f"""\
+examples:
+  {PROGRAM} --cluster a800-80g:16x8 --tasks six --trace trace-b --seeds 20
+  {PROGRAM} --trace trace-b:repair_h=24 --policy unicron,megatron-wait --set timeout_s=60 --plot waf.png
+  {PROGRAM} --cluster a800-80g:400x8 --tasks 'six*4' --trace infinitehbd.json --policy unicron,hot-spare:8 --json
+
+traces (a FILE is in InfiniteHBD's format, {INFINITEHBD_ORIGIN}):
+{settings}
+
+policies: {", ".join(POLICIES)}; hot-spare:N keeps N nodes
+models (in a file of --tasks: a YAML list of name, model, weight, min_nodes, max_nodes, layout): {", ".join(MODELS)}
+GPUs:     {", ".join(GPUS)}"""
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _print_parameters(assumptions: Assumptions) -> None:
+    print(f"{Assumptions.__doc__}\ndefaults:")
+    for name, value in ((field, getattr(assumptions, field)) for field in assumptions.__struct_fields__):
+        print(f"  {name} = {value:g}")
+
+
+def _print(made: Comparison) -> None:
+    base = made.rows[0].policy
+    cluster, first = made.workload.cluster, made.rows[0].outcomes[0].trace
+    print(
+        f"{cluster.nodes} x {cluster.per_node} {cluster.gpu}, {len(made.workload.tasks)} tasks, {made.trace}: "
+        f"{first.length_us / 8.64e10:g} days, {first.node_faults} node faults and "
+        f"{len(first.faults) - first.node_faults} others (first of {len(made.seeds)} seeds)"
+    )
+    print("failure-free = delivered + detection + transition + sub-healthy; mean over seeds (range)\n")
+    headers = (*HEADERS, f"{base} is better by")
+    show(Table(headers, tuple(tuple(cells(made, row, base)) for row in made.rows), right=frozenset(headers[1:])))
+    changed = {
+        name: value
+        for name in made.assumptions.__struct_fields__
+        if (value := getattr(made.assumptions, name)) != getattr(DEFAULTS, name)
+    }
+    if changed:
+        print("\nassumed otherwise: " + ", ".join(f"{name} = {value:g}" for name, value in changed.items()))
+    for row in made.rows:
+        core = row.outcomes[0].core
+        if core is not None and row.policy == base:
+            print(
+                f"\n{row.policy}'s core, first seed: {core.events:,} events, {core.plans} plans, {core.memberships} "
+                f"memberships; {core.cpu_s:.2f} s of CPU, {core.decide_ms:.2f} ms a decision (median)"
+            )

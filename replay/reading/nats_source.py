@@ -1,0 +1,198 @@
+"""The event stream of a NATS server as a source.
+
+Nothing is created or changed there: only ephemeral consumers in the server's memory, which the server drops
+when we leave; no stream, no durable consumer, no message. A server that says nothing any more is an error here,
+not something to wait for: a person is waiting. A long log is read by a process of its own (`reading_process.py`),
+at the same time as it is decoded and folded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from events.archived_log import ArchivedLog
+from events.envelope import Entry, Recorded
+from events.log import EventLog, LogError, LogUnavailable
+from events.nats_connection import Connection, Login, connect
+from events.nats_log import NatsEventLog, decoded
+from events.nats_reader import Stored, read_stream
+from events.nats_server import EmbeddedServer
+from events.nats_streams import IMPORTED, ApiError, api
+from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
+from replay.reading.point import EPOCH
+from replay.reading.reading_process import reading_apart
+from replay.reading.source import CHUNK_ENTRIES, Chunk
+from unicrond.core.state import ClusterState
+from unicrond.service.nats_snapshots import NatsSnapshotStore
+from unicrond.service.snapshots import Snapshots
+
+CONNECT_TIMEOUT_S = 5.0
+STALL_S = 20.0
+#: With so many entries still to read, a process of its own reads them while we decode and fold. On 2 cores, which the
+#: server shared, it began to pay at 75,000 entries (docs/results/benchmarks.md, "Replay").
+APART_FROM = 100_000
+#: So many of them are read here meanwhile: about what is folded until that process has started.
+HEAD = 25_000
+STREAM_NOT_FOUND = 10059
+
+
+class NatsSource:
+    """The event stream of a NATS server, up to the entry that was the last when it was opened.
+
+    `apart_from`: with so many entries still to read (and no archive), a process of their own reads them.
+    `has_own_times`: False where `unicron-replay import` wrote it.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        last_seq: int,
+        last_us: int,
+        archive: Path | None = None,
+        *,
+        apart_from: int = APART_FROM,
+        has_own_times: bool = True,
+    ) -> None:
+        self._connection = connection
+        self._stream = NatsEventLog(connection)
+        self._log: EventLog = self._stream if archive is None else ArchivedLog(self._stream, archive)
+        self._last_seq = last_seq
+        self._last_us = last_us
+        self._apart_from = apart_from
+        self.has_own_times = has_own_times
+
+    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
+        """See Source. Raises LogUnavailable where the server falls silent."""
+        seq = after_seq
+        async with aclosing(self._batches(after_seq)) as batches:
+            while seq < self._last_seq:
+                async with self._bounded(f"nothing after entry {seq} of {self._last_seq}"):
+                    batch = await anext(batches)
+                seq = batch[-1].seq
+                yield Chunk(batch, seq / self._last_seq)
+
+    async def _batches(self, after_seq: int) -> AsyncGenerator[list[Entry], None]:
+        if self._log is self._stream:
+            async with aclosing(self._stored(after_seq)) as batches:
+                async for batch in batches:
+                    yield decoded(batch)
+            return
+        waiting: list[Entry] = []
+        async with aclosing(self._log.read(after_seq, until_seq=self._last_seq)) as entries:
+            async for each in entries:
+                waiting.append(each)
+                if len(waiting) == CHUNK_ENTRIES or each.seq == self._last_seq:
+                    yield waiting
+                    waiting = []
+
+    def _stored(self, after_seq: int) -> AsyncGenerator[list[Stored], None]:
+        if self._last_seq - after_seq >= self._apart_from:
+            return self._stored_apart(after_seq)
+        return self._stream.read_stored(after_seq, until_seq=self._last_seq)
+
+    async def _stored_apart(self, after_seq: int) -> AsyncGenerator[list[Stored], None]:
+        head = after_seq + min(HEAD, (self._last_seq - after_seq) // 4)
+        async with reading_apart(self._connection, head, self._last_seq) as rest:
+            for part in (self._stream.read_stored(after_seq, until_seq=head), rest):
+                async with aclosing(part) as batches:
+                    async for batch in batches:
+                        yield batch
+
+    async def skips(self) -> dict[int, str]:
+        """See Source."""
+        async with self._bounded("no answer about the skipped entries"):
+            return await self._log.skips()
+
+    async def end_us(self) -> int:
+        """See Source."""
+        return self._last_us
+
+    async def snapshot(self) -> ClusterState | None:
+        """The state of the coordinator's newest snapshot; None, with a warning, if none fits this log."""
+        found = await Snapshots(NatsSnapshotStore(self._connection)).restore(self._log)
+        return found[0] if found is not None and found[0].seq <= self._last_seq else None
+
+    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        """See Source. Nothing where the server has no heartbeat stream."""
+        try:
+            async with self._bounded("no answer about the heartbeats"):
+                newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
+        except ApiError as error:
+            if error.code != STREAM_NOT_FOUND:
+                raise
+            return
+        if not newest["messages"]:
+            return
+        chunk: list[Recorded] = []
+        stream = read_stream(self._connection, BEAT_STREAM, start={"deliver_policy": "all"})
+        async with aclosing(stream) as messages:
+            while True:
+                async with self._bounded("no heartbeats"):
+                    stored = await anext(messages)
+                beat = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+                if isinstance(beat, Recorded):
+                    chunk.append(beat)
+                if len(chunk) == CHUNK_ENTRIES or stored.seq >= newest["last_seq"]:
+                    yield chunk
+                    chunk = []
+                if stored.seq >= newest["last_seq"]:
+                    return
+
+    @asynccontextmanager
+    async def _bounded(self, otherwise: str) -> AsyncIterator[None]:
+        """LogUnavailable, which says `otherwise`, after STALL_S: requests to the server are repeated without end."""
+        try:
+            async with asyncio.timeout(STALL_S):
+                yield
+        except TimeoutError:
+            raise LogUnavailable(f"{self._connection.urls}: {otherwise} in {STALL_S:g} s; is the server up?") from None
+
+
+@asynccontextmanager
+async def open_nats(
+    urls: Sequence[str], login: Login | None = None, *, archive: Path | None = None, apart_from: int = APART_FROM
+) -> AsyncIterator[NatsSource]:
+    """The log of a NATS server or cluster. LogError in one line if there is none. `archive`: its older part.
+
+    `apart_from`: as for NatsSource.
+    """
+    connection = await connect(urls, name="unicron-replay", login=login, timeout_s=CONNECT_TIMEOUT_S)
+    try:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+        except TimeoutError:
+            raise LogUnavailable(
+                f"{connection.urls}: JetStream did not answer within {CONNECT_TIMEOUT_S:g} s;"
+                " is it enabled there, and may this login read it?"
+            ) from None
+        except ApiError as error:
+            if error.code != STREAM_NOT_FOUND:
+                raise
+            raise LogError(
+                f"{connection.urls}: no stream {EVENT_STREAM} there; is it the coordinator's server?"
+            ) from None
+        last_seq = int(info["state"]["last_seq"])
+        last_us = (datetime.fromisoformat(info["state"]["last_ts"]) - EPOCH) // timedelta(microseconds=1)
+        yield NatsSource(
+            connection,
+            last_seq,
+            last_us if last_seq else 0,
+            archive,
+            apart_from=apart_from,
+            has_own_times=IMPORTED not in (info["config"].get("metadata") or {}),
+        )
+    finally:
+        await connection.close()
+
+
+async def embedded_url(state_dir: Path) -> str:
+    """The address of the embedded server that runs on a coordinator's state directory. LogUnavailable."""
+    server = EmbeddedServer(state_dir / "nats")
+    if not await server.adopt():
+        raise LogUnavailable(f"{server.directory}: no nats-server runs there; start unicrond, or give --nats URL")
+    return server.url

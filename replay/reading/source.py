@@ -1,0 +1,174 @@
+"""Where the entries come from: what every source promises, and the one that is a file (NATS: `nats_source.py`).
+
+Rules
+-----
+* A source is a log as it stands when it is opened; what comes later is not read, and nothing is ever written.
+* An unfinished frame at the end of a file was never acknowledged: it is left out, with a warning. Any other
+  damage is LogDamaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from events.envelope import Entry, Recorded
+from events.log import LogDamaged
+from events.segments import TornTail, has_end_mark, read_segment, segment_paths
+from events.skips import passed_over, skips_in_files
+from replay.reading.point import Point
+
+logger = logging.getLogger(__name__)
+
+#: About so many entries are read before others get their turn.
+CHUNK_ENTRIES = 500
+
+
+class Chunk(NamedTuple):
+    """Consecutive entries, and how much of the whole log has been read with them (0 to 1)."""
+
+    entries: list[Entry]
+    done: float
+
+
+class Source(Protocol):
+    """A log that can be read from any entry to its end.
+
+    `has_own_times`: the entries carry the times at which they were first recorded; an imported log's on NATS do not.
+    """
+
+    @property
+    def has_own_times(self) -> bool:
+        """See the class."""
+        ...
+
+    def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
+        """All entries after `after_seq`, in order. Raises LogError. Close it where it is left early."""
+        ...
+
+    async def skips(self) -> dict[int, str]:
+        """Which entries are passed over, and why (events/skips.py)."""
+        ...
+
+    async def end_us(self) -> int:
+        """When the newest entry was recorded, 0 for an empty log."""
+        ...
+
+    def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        """The heartbeats that are still there, in order, in pieces."""
+        ...
+
+
+async def read(
+    source: Source, *, after: Point | None = None, until: Point | None = None
+) -> AsyncGenerator[Chunk, None]:
+    """The chunks of `source` cut to the entries that `after` does not cover and `until` does."""
+    after_seq = getattr(after, "seq", 0)
+    begun = after is None
+    async with aclosing(_folded_chunks(source, after_seq)) as chunks:
+        async for entries, done in chunks:
+            if after is not None and not begun:
+                first = next((number for number, entry in enumerate(entries) if not after.covers(entry)), None)
+                if first is None:
+                    continue
+                begun, entries = True, entries[first:]
+            if until is not None:
+                last = next((number for number, entry in enumerate(entries) if not until.covers(entry)), None)
+                if last is not None:
+                    yield Chunk(entries[:last], 1.0)
+                    return
+            yield Chunk(entries, done)
+
+
+async def entries_of(source: Source) -> AsyncGenerator[Entry, None]:
+    """The entries of `source` one by one. Close it where it is left early."""
+    async with aclosing(_folded_chunks(source, 0)) as chunks:
+        async for chunk in chunks:
+            for entry in chunk.entries:
+                yield entry
+
+
+async def _folded_chunks(source: Source, after_seq: int) -> AsyncGenerator[Chunk, None]:
+    """The chunks as they are to be folded: without what is skipped anywhere in the log."""
+    skips = await source.skips()
+    async with aclosing(source.chunks(after_seq)) as chunks:
+        async for chunk in chunks:
+            yield Chunk([passed_over(entry, skips) for entry in chunk.entries], chunk.done) if skips else chunk
+
+
+class FileSource:
+    """An exported log: one segment file, or a directory of them. FileNotFoundError, LogDamaged."""
+
+    has_own_times = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._segments = segment_paths(path)
+        if not self._segments:
+            raise LogDamaged(f"{path}: this directory holds no segment of a log (a file like {1:020d}.log)")
+        if path.is_file() and not has_end_mark(path):
+            logger.warning("%s has no end mark, as older exports have none: whether it was cut cannot be told", path)
+        self._size_bytes = sum(segment.stat().st_size for segment in self._segments)
+
+    async def chunks(self, after_seq: int = 0) -> AsyncGenerator[Chunk, None]:
+        """See Source. Raises LogDamaged."""
+        async with aclosing(self._read(self._segments)) as chunks:
+            async for entries, done in chunks:
+                if entries[-1].seq > after_seq:
+                    fresh = entries if entries[0].seq > after_seq else entries[after_seq - entries[0].seq + 1 :]
+                    yield Chunk(fresh, done)
+
+    async def skips(self) -> dict[int, str]:
+        """See Source."""
+        return skips_in_files(self._segments)
+
+    async def end_us(self) -> int:
+        """See Source. Reads backwards until it finds a segment with an entry."""
+        newest = 0
+        # A crash may have left the last segment without an entry; then the one before it has the newest.
+        for number in reversed(range(len(self._segments))):
+            async with aclosing(self._read(self._segments[number:])) as chunks:
+                async for entries, _ in chunks:
+                    newest = entries[-1].recorded_at_us
+            if newest:
+                break
+        return newest
+
+    async def beats(self) -> AsyncGenerator[list[Recorded], None]:
+        """See Source. Ends at a torn tail."""
+        for segment in self._segments:
+            try:
+                for batch in read_segment(segment):
+                    if batch.beats:
+                        yield list(batch.beats)
+                    await asyncio.sleep(0)
+            except TornTail:
+                return  # reading the entries has said so
+
+    async def _read(self, segments: Sequence[Path]) -> AsyncGenerator[Chunk, None]:
+        seq = 0
+        in_turn = 0
+        before_bytes = 0
+        for segment in segments:
+            try:
+                for batch in read_segment(segment):
+                    if not batch.entries:
+                        continue
+                    for entry in batch.entries:
+                        if seq and entry.seq != seq + 1:
+                            raise LogDamaged(f"{segment}: entry {entry.seq} follows entry {seq}")
+                        seq = entry.seq
+                    yield Chunk(batch.entries, (before_bytes + batch.end_bytes) / self._size_bytes)
+                    in_turn += len(batch.entries)
+                    if in_turn >= CHUNK_ENTRIES:
+                        in_turn = 0
+                        await asyncio.sleep(0)  # reading never waits by itself, and Ctrl-C wants its turn
+            except TornTail as torn:
+                if segment != self._segments[-1] or (torn.whole_bytes == 0 and len(self._segments) == 1):
+                    raise
+                logger.warning("%s; that write was never acknowledged and is left out", torn)
+            before_bytes += segment.stat().st_size

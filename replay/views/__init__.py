@@ -1,0 +1,1 @@
+"""What is made of a log: states, stories, timelines, differences, decisions made again."""

@@ -1,0 +1,119 @@
+"""Whether a lost or returned node follows from the heartbeats that are still there.
+
+Rules
+-----
+* The coordinator's own `Liveness` runs again over the retained beats and the log, on the log's clock in place
+  of the coordinator's monotonic one, judging as often as the coordinator does.
+* A recorded verdict is right if the rerun gives the same one within SLACK before it was recorded (the way of a
+  beat, of the judgement and of the append), and if the beat that it names as evidence is the retained one.
+* Beats expire. Where they do not reach back to before the silence began, nothing is said: `Unverifiable`.
+
+Pure: entries and beats in, findings out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from events import vocabulary as v
+from events.envelope import Recorded
+from unicrond.core.liveness import MOST_SILENT_FACTOR, Liveness
+from unicrond.core.state import ClusterState
+
+SLACK_US = 1_500_000
+#: The coordinator judges so many times per heartbeat.
+JUDGEMENTS = 8
+
+
+class Unverifiable(Exception):
+    """The beats cannot tell; the message says why."""
+
+
+class BeatCheck:
+    """`take_over`, `joined` and `advance` follow the log; `contradiction` compares a verdict of it."""
+
+    def __init__(self, beats: Sequence[Recorded]) -> None:
+        self._beats = beats
+        self._by_seq = {beat.seq: beat for beat in beats}
+        self._next = 0
+        self._now_us = 0
+        self._from_us = 0
+        self._liveness: Liveness | None = None
+        self._joined_us: dict[str, int] = {}
+        self._said_us: dict[tuple[type, str], int] = {}
+
+    def take_over(self, heartbeat_s: float, at_us: int) -> None:
+        """A coordinator starts: nothing heard yet, and everybody has a grace period."""
+        self._now_us = max(self._now_us, at_us)
+        heartbeat_us = int(heartbeat_s * 1e6)
+        self._liveness = Liveness(heartbeat_us, self._now_us)
+        self._liveness.grace(self._now_us)
+        self._from_us = self._now_us
+        self._joined_us = {}
+        self._said_us = {}
+        while self._next < len(self._beats) and self._beats[self._next].recorded_at_us <= at_us:
+            self._next += 1  # unheard: a coordinator listens from its start on
+
+    def joined(self, node: str, at_us: int) -> None:
+        """The coordinator reads a NodeJoined."""
+        self._joined_us[node] = max(self._now_us, at_us)
+
+    def advance(self, until_us: int, state: ClusterState) -> None:
+        """Hear what was said until then, and judge on the way. `state`: as it stands meanwhile."""
+        liveness = self._liveness
+        if liveness is None or not self._beats:
+            return
+        oldest_us = self._beats[0].recorded_at_us
+        if until_us < oldest_us:
+            return
+        if self._now_us < oldest_us:
+            self._begin_at(oldest_us)
+        tick_us = max(1, liveness.heartbeat_us // JUDGEMENTS)
+        while self._now_us < until_us:
+            self._now_us = min(self._now_us + tick_us, until_us)
+            self._hear(liveness)
+            for verdict in liveness.verdicts(state.nodes, self._joined_us, self._now_us):
+                if isinstance(verdict, v.NodeLost | v.NodeReturned):
+                    self._said_us[type(verdict), verdict.node] = self._now_us
+
+    def contradiction(self, verdict: v.NodeLost | v.NodeReturned, at_us: int, state: ClusterState) -> str:
+        """Why the verdict that was recorded at `at_us` does not follow; empty if it does. Unverifiable."""
+        liveness = self._liveness
+        if liveness is None or not self._beats:
+            raise Unverifiable("this log has no heartbeats with it")
+        patience_us = MOST_SILENT_FACTOR * liveness.limit_us + SLACK_US
+        began_us = max(self._from_us, self._joined_us.get(verdict.node, 0))
+        if self._beats[0].recorded_at_us > max(began_us, at_us - patience_us):
+            raise Unverifiable("beats expired")
+        if self._beats[-1].recorded_at_us < at_us - liveness.limit_us:
+            raise Unverifiable("the heartbeats end before this entry")
+        evidence = verdict.evidence
+        if evidence.beat_seq:
+            beat = self._by_seq.get(evidence.beat_seq)
+            if beat is None and evidence.beat_seq >= self._beats[0].seq:
+                return f"its evidence, beat {evidence.beat_seq}, is not among the heartbeats"
+            if beat is not None:
+                event = beat.envelope.event
+                same = isinstance(event, v.Heartbeat) and event.node == verdict.node
+                if not same or beat.recorded_at_us != evidence.beat_at_us:
+                    return f"its evidence, beat {evidence.beat_seq}, is another node's or another time's"
+        said_us = self._said_us.get((type(verdict), verdict.node))
+        if said_us is None or said_us < at_us - SLACK_US:
+            heard = liveness.beats.get(verdict.node)
+            last = f"beat {heard.seq}, {(at_us - heard.at_us) / 1e6:.2f} s before" if heard else "none in this term"
+            return f"the retained heartbeats do not support it: the last one of {verdict.node} was {last}"
+        return ""
+
+    def _begin_at(self, at_us: int) -> None:
+        """The beats begin after the term did: as if everybody had been heard just then."""
+        assert self._liveness is not None, "a coordinator runs"
+        self._now_us = at_us
+        self._liveness.grace(at_us)
+
+    def _hear(self, liveness: Liveness) -> None:
+        while self._next < len(self._beats) and self._beats[self._next].recorded_at_us <= self._now_us:
+            beat = self._beats[self._next]
+            self._next += 1
+            event = beat.envelope.event
+            if isinstance(event, v.Heartbeat):
+                liveness.heard(event, beat.seq, beat.recorded_at_us, beat.recorded_at_us)

@@ -1,0 +1,58 @@
+"""What `unicron-replay` prints: entries as lines, a state as a page. Pure, and free of control characters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from events.envelope import Entry, Quarantined
+from events.prose import summary
+from replay.reading.point import format_time
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest, to_json
+from unicrond.display.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table
+from unicrond.display.tables import clean, plain
+
+CLOSED_SHOWN = 10
+
+
+def entry_line(entry: Entry) -> str:
+    """Time, sequence number and the event's sentence."""
+    if isinstance(entry, Quarantined):
+        said = f"quarantined, {entry.size_bytes} bytes on {entry.subject or 'an unknown subject'}: {entry.reason}"
+    else:
+        said = summary(entry.envelope.event)
+    return f"{format_time(entry.recorded_at_us)} {entry.seq:>7} {clean(said)}"
+
+
+def digest_json(state: ClusterState) -> dict[str, Any]:
+    """The digest and the point that it belongs to."""
+    return {"digest": digest(state), "seq": state.seq, "now_us": state.now_us, "term": state.term}
+
+
+def state_json(state: ClusterState) -> dict[str, Any]:
+    """The whole state, and its digest."""
+    return {"digest": digest(state), "state": to_json(state)}
+
+
+def when(state: ClusterState) -> str:
+    """The point that a state belongs to."""
+    told = f"{format_time(state.now_us)}, term {state.term}" if state.seq else "before the first event"
+    return f"entry {state.seq}, {told}"
+
+
+def state_page(state: ClusterState) -> str:
+    """The state for people: when, nodes, tasks, plan, incidents; the tables are those of `unicronctl`."""
+    lines = [when(state), f"digest {digest(state)}"]
+    oddities = {"quarantined": state.quarantined, "duplicates": state.duplicates, "of an old term": state.inert}
+    if any(oddities.values()):
+        lines.append("not folded: " + ", ".join(f"{count} {what}" for what, count in oddities.items() if count))
+    plan = state.plan
+    sections = {
+        "nodes": nodes_table(state),
+        "tasks": tasks_table(state),
+        f"plan {plan.epoch} ({plan.trigger}): {plan.reason}" if plan.epoch else "no plan yet": plan_table(state),
+        f"incidents ({len(state.incidents)} open)": incidents_table(state, state.now_us, CLOSED_SHOWN),
+    }
+    for title, table in sections.items():
+        lines += ["", clean(title), *(f"  {line}" for line in plain(table))]
+    return "\n".join(lines)

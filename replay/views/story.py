@@ -1,0 +1,356 @@
+"""Stories: what became of a node, a task, an incident or a plan, in the log's own sentences. Pure.
+
+Rules
+-----
+* An `Index` is made in one pass: what there is to tell of, and where an incident begins and ends. An incident
+  begins with the first symptom that it explained, and ends with its TransitionCompleted.
+* A `Story` is made in a second pass: it takes the entries that belong to its subject. Causes are told by what
+  the log holds: a decision by the entries that the coordinator had read (`based_on`), a membership by its
+  incident, a command by the plan's epoch and by the batch in which it was committed.
+* Routine takes one sentence: steps of a task by their range, acknowledgements not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+from events import vocabulary as v
+from events.envelope import Entry, Recorded
+from events.prose import summary
+from replay.reading.point import EPOCH, format_time
+from replay.reading.selection import nodes_of, tasks_of
+from unicrond.core.fold import fold
+from unicrond.core.state import ClusterState, Incident
+from unicrond.display.tables import clean
+
+KINDS = ("node", "task", "incident", "plan")
+
+
+class Subject(NamedTuple):
+    """`kind` is one of KINDS; `name`: a node, a task, an incident's id, or a plan's epoch."""
+
+    kind: str
+    name: str
+
+
+class NoSuchSubject(LookupError):
+    """Nothing of that name is in the log; or more than one thing. One line, with the fix."""
+
+
+@dataclass
+class Life:
+    """An incident from its first symptom on. `incident`: as it was last. `last_seq` 0: it is still open.
+
+    `names`: its own id, and those of the incidents that it explained.
+    """
+
+    first_seq: int
+    first_us: int
+    incident: Incident
+    names: tuple[str, ...]
+    last_seq: int = 0
+
+
+@dataclass
+class Index:
+    """What a log tells of."""
+
+    state: ClusterState = field(default_factory=ClusterState)
+    incidents: dict[str, Life] = field(default_factory=dict)
+    #: Epoch -> the sequence number of its PlanAdopted.
+    plans: dict[int, int] = field(default_factory=dict)
+
+    def feed(self, entry: Entry) -> None:
+        """The next entry."""
+        before, self.state = self.state, fold(self.state, entry)
+        if self.state.plan.epoch != before.plan.epoch:
+            self.plans[self.state.plan.epoch] = entry.seq
+        if self.state.incidents is not before.incidents:
+            self._follow_incidents(before, entry)
+
+    def _follow_incidents(self, before: ClusterState, entry: Entry) -> None:
+        now = self.state.incidents
+        gone = [name for name in before.incidents if name not in now]
+        explained: list[Life] = []
+        for name in gone:
+            life = self.incidents[name]
+            if self.state.closed is not before.closed and self.state.closed[-1].id == name:
+                life.incident, life.last_seq = self.state.closed[-1], entry.seq
+            else:
+                explained.append(self.incidents.pop(name))  # taken over by the one that is opened here
+        for name, incident in now.items():
+            if name not in self.incidents:
+                first_seq, first_us = min(
+                    ((life.first_seq, life.first_us) for life in explained), default=(entry.seq, entry.recorded_at_us)
+                )
+                names = (name, *(other for life in explained for other in life.names))
+                self.incidents[name] = Life(first_seq, first_us, incident, names)
+            else:
+                self.incidents[name].incident = incident
+
+    def subject(self, text: str) -> Subject:
+        """What a person named: `node:n1`, `task:big`, `incident:i52`, `plan:6`, or the name alone. NoSuchSubject."""
+        kind, colon, name = text.partition(":")
+        known: dict[str, Collection[str]] = {
+            "node": self.state.nodes,
+            "task": self.state.tasks,
+            "incident": self.incidents,
+            "plan": [str(epoch) for epoch in self.plans],
+        }
+        if colon and kind in KINDS:
+            if name in known[kind]:
+                return Subject(kind, name)
+            raise NoSuchSubject(f"{text}: no such {kind}; the log has {_some(known[kind])}")
+        found = [kind for kind in KINDS if text in known[kind]]
+        if len(found) > 1:
+            choice = " or ".join(f"{kind}:{text}" for kind in found)
+            raise NoSuchSubject(f"{text}: is the name of several things; give {choice}")
+        if not found:
+            what = "; ".join(f"{kind}s: {_some(names)}" for kind, names in known.items())
+            raise NoSuchSubject(f"{text}: the log has nothing of this name ({what})")
+        return Subject(found[0], text)
+
+
+@dataclass
+class _Steps:
+    """Committed iterations of one task that nothing interrupted."""
+
+    task: str
+    first: int
+    last: int
+    loss: float
+
+
+class Story:
+    """Feed it every entry in order; `page` is the account."""
+
+    def __init__(self, subject: Subject, index: Index) -> None:
+        self._subject = subject
+        self._index = index
+        self._state = ClusterState()
+        self._lines: list[str] = []
+        self._steps: dict[str, _Steps] = {}
+        self._told_basis = (0, 0)
+        life = index.incidents.get(subject.name) if subject.kind == "incident" else None
+        self._life = life
+
+    def feed(self, entry: Entry) -> None:
+        """The next entry."""
+        before, self._state = self._state, fold(self._state, entry)
+        if not isinstance(entry, Recorded):
+            return
+        event = entry.envelope.event
+        if not self._belongs(entry, before):
+            return
+        if isinstance(event, v.StepCommitted):
+            self._walk(event)
+            return
+        if isinstance(event, v.CommandApplied):
+            return
+        self._tell_steps(tasks_of(event))
+        self._tell(entry, self._remark(entry, before))
+
+    def page(self) -> str:
+        """Title, what happened in order, and how it ended."""
+        self._tell_steps(list(self._steps))
+        return "\n".join([*self._opening(), "", *(self._lines or ["  (nothing happened)"]), "", *self._ending()])
+
+    # --- which entries -----------------------------------------------------------------------
+
+    def _belongs(self, entry: Recorded, before: ClusterState) -> bool:
+        event = entry.envelope.event
+        kind, name = self._subject
+        if kind == "node":
+            if isinstance(event, v.PlanAdopted):
+                return self._plan_changes_node(event, before)
+            if isinstance(event, v.TransitionCompleted):
+                life = self._index.incidents.get(event.incident)
+                return life is not None and life.incident.node == name
+            return getattr(event, "node", None) == name and not isinstance(event, v.StepCommitted)
+        if kind == "task":
+            if isinstance(event, v.PlanAdopted):
+                old = before.plan.assignments.get(name)
+                new = next((a for a in event.assignments if a.task == name), None)
+                return (old.replicas if old else None) != (new.replicas if new else None)
+            if isinstance(event, v.TransitionCompleted):
+                life = self._index.incidents.get(event.incident)
+                return life is not None and name in life.incident.generations
+            return name in tasks_of(event) and not isinstance(event, v.SetMembership)
+        if kind == "plan":
+            return self._belongs_to_plan(entry, int(name))
+        return self._belongs_to_incident(entry)
+
+    def _plan_changes_node(self, event: v.PlanAdopted, before: ClusterState) -> bool:
+        name = self._subject.name
+        old = _tasks_on(name, before.plan.assignments.values())
+        return old != _tasks_on(name, event.assignments)
+
+    def _belongs_to_plan(self, entry: Recorded, epoch: int) -> bool:
+        event = entry.envelope.event
+        if isinstance(event, v.PlanAdopted):
+            return event.epoch in (epoch, epoch + 1) and entry.seq == self._index.plans.get(event.epoch)
+        if self._state.plan.epoch != epoch:
+            return False
+        if isinstance(event, v.Command):
+            return event.epoch == epoch and not isinstance(event, v.SetMembership)
+        return isinstance(
+            event,
+            v.MembershipDecided | v.WorkerReady | v.WorkerParked | v.WorkerRegrouped | v.TransitionCompleted
+            | v.WorkerExited | v.CommandFailed,
+        )  # fmt: skip
+
+    def _belongs_to_incident(self, entry: Recorded) -> bool:
+        life = self._life
+        if life is None or entry.seq < life.first_seq or (life.last_seq and entry.seq > life.last_seq):
+            return False
+        event, incident = entry.envelope.event, life.incident
+        if isinstance(event, v.TransitionCompleted):
+            return event.incident == incident.id
+        if isinstance(event, v.DeadlinePassed):
+            subject = event.deadline_id.partition(":")[2]
+            return any(word in subject for word in (*life.names, *incident.tasks, incident.node) if word)
+        if isinstance(event, v.PlanAdopted | v.CoordinatorStarted):
+            return True
+        if isinstance(event, v.SetMembership):
+            return False
+        if incident.node and getattr(event, "node", None) == incident.node and not isinstance(event, v.StepCommitted):
+            return True
+        return any(task in incident.generations for task in tasks_of(event))
+
+    # --- how they are told -------------------------------------------------------------------
+
+    def _remark(self, entry: Recorded, before: ClusterState) -> str:
+        """What the entry meant, where the sentence does not say it."""
+        event = entry.envelope.event
+        opened = self._state.incidents.get(f"i{entry.seq}")
+        if opened is not None and opened.id not in before.incidents:
+            return f" -> opens incident {opened.id}, SEV{opened.severity.value}"
+        if self._state.incidents is not before.incidents:
+            for name, incident in self._state.incidents.items():
+                old = before.incidents.get(name)
+                if old is None or isinstance(event, v.Decision):
+                    continue
+                if incident.kind != old.kind:
+                    return f" -> the cause of incident {name}, now SEV{incident.severity.value}"
+                if incident.symptoms != old.symptoms:
+                    return f" -> a symptom of incident {name}"
+                if incident.resumed_us and not old.resumed_us:
+                    return f" -> training continues, incident {name} is healed"
+        if isinstance(event, v.MembershipDecided):
+            told = [node for node in dict.fromkeys(nodes_of(event)) if node]
+            because = f", because of incident {event.incident}" if event.incident else ""
+            return f" (sent to {', '.join(told)}{because})" if told else because
+        return ""
+
+    def _tell(self, entry: Recorded, remark: str) -> None:
+        event, envelope = entry.envelope.event, entry.envelope
+        basis = (envelope.term, envelope.based_on)
+        if isinstance(event, v.Decision | v.Command) and envelope.based_on and basis != self._told_basis:
+            self._told_basis = basis
+            self._lines.append(f"  The coordinator, having read everything up to entry {envelope.based_on}:")
+        self._lines.append(f"  {_clock(entry.recorded_at_us)} {entry.seq:>7}  {_short(summary(event))}{remark}")
+
+    def _walk(self, event: v.StepCommitted) -> None:
+        steps = self._steps.get(event.task)
+        if steps is None or event.first > steps.last + 1 or event.first < steps.first:
+            self._tell_steps([event.task])
+            self._steps[event.task] = _Steps(event.task, event.first, event.last, event.loss)
+        else:
+            steps.last, steps.loss = event.last, event.loss
+
+    def _tell_steps(self, tasks: Iterable[str]) -> None:
+        for task in list(tasks):
+            steps = self._steps.pop(task, None)
+            if steps is not None:
+                which = f"iteration {steps.first}" if steps.first == steps.last else f"{steps.first} to {steps.last}"
+                self._lines.append(f"{'':25}{task} commits {which}, loss {steps.loss:.4g}")
+
+    # --- beginning and end -------------------------------------------------------------------
+
+    def _opening(self) -> list[str]:
+        kind, name = self._subject
+        final = self._index.state
+        match kind:
+            case "incident":
+                assert self._life is not None, "it is in the index"
+                incident = self._life.incident
+                who = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
+                hit = ", ".join(f"{task} in generation {broken}" for task, broken in incident.generations.items())
+                return [
+                    f"Incident {name}: {incident.kind}, SEV{incident.severity.value}, {who}",
+                    clean(f"{incident.message}. It hit {hit or 'no task'}."),
+                ]
+            case "plan":
+                return [f"Plan {name}, adopted by entry {self._index.plans[int(name)]}"]
+            case "task":
+                task = final.tasks[name]
+                spec = task.spec
+                return [
+                    f"Task {name}: weight {spec.weight:g}, {spec.min_workers} to {spec.max_workers} workers,"
+                    f" {spec.iterations} iterations"
+                ]
+            case _:
+                return [f"Node {name}: {final.nodes[name].slots} slots at {final.nodes[name].address}"]
+
+    def _ending(self) -> list[str]:
+        kind, name = self._subject
+        final = self._index.state
+        if kind == "incident":
+            assert self._life is not None, "it is in the index"
+            return self._end_of_incident(self._life)
+        if kind == "plan":
+            after = self._index.plans.get(int(name) + 1)
+            return [f"It was in force until entry {after}." if after else "It is in force at the end of the log."]
+        if kind == "task":
+            task = final.tasks[name]
+            own = [life for life in self._index.incidents.values() if name in life.incident.generations]
+            why = f" ({clean(task.ending.reason)})" if task.ending.reason else ""
+            return [
+                f"At the end it is {task.status.value}{why} at iteration {task.progress.iteration}, generation"
+                f" {task.generation}, {_after(own)}."
+            ]
+        node = final.nodes[name]
+        own = [life for life in self._index.incidents.values() if life.incident.node == name]
+        status = "isolated" if node.isolated else node.status.value
+        return [f"At the end it is {status}, {_after(own)}."]
+
+    def _end_of_incident(self, life: Life) -> list[str]:
+        incident = life.incident
+        if not life.last_seq:
+            return [f"It is still open at entry {self._index.state.seq}."]
+        whole_s = (incident.closed_us - life.first_us) / 1e6
+        return [
+            f"From the first sign (entry {life.first_seq}, {format_time(life.first_us)}) to its end (entry"
+            f" {life.last_seq}) it took {whole_s:.3f} s.",
+            f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
+            f" {incident.transition_us / 1e6:.3f} s later; {incident.redone} micro-batches were computed again,"
+            f" {incident.symptoms} symptoms explained.",
+        ]
+
+
+def _after(lives: list[Life]) -> str:
+    """How many incidents, and which."""
+    which = ", ".join(life.incident.id for life in lives)
+    return f"after incident {which}" if len(lives) == 1 else f"after {len(lives)} incidents{': ' * bool(lives)}{which}"
+
+
+def _short(text: str, limit: int = 200) -> str:
+    line = clean(text)
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _tasks_on(node: str, assignments: Iterable[v.TaskAssignment]) -> list[str]:
+    return sorted(a.task for a in assignments for nodes in a.replicas for each in nodes if each == node)
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
+    return (", ".join(shown[-limit:]) + more) or "none"
+
+
+def _clock(time_us: int) -> str:
+    return (EPOCH + timedelta(microseconds=time_us)).strftime("%H:%M:%S.%f")[:-3] if 0 <= time_us < 2**57 else "?"

@@ -1,0 +1,125 @@
+"""The course of a log as spans of time: what each node did, what each task had, the incidents, the WAF. Pure.
+
+A span says the same thing from `start_us` to `end_us`, by the log's time. What is drawn of it: `timeline_text.py`,
+`timeline_html.py`, `timeline_png.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from events import vocabulary as v
+from events.envelope import Entry, Recorded
+from unicrond.core.fold import fold
+from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
+from unicrond.core.waf import linear_flops, waf
+
+#: What a node is where it is not up and free to work; a node that works carries the names of its tasks.
+IDLE, LOST, LEFT, ISOLATED = "idle", "lost", "left", "isolated"
+TRAINING, REGROUPING, WAITING = "training", "regrouping", "waiting"
+#: These change nothing that is drawn.
+_ROUTINE = (v.StepCommitted, v.CommandApplied, v.CheckpointSaved)
+
+
+class Span(NamedTuple):
+    """`what`: for a node its condition, for a task TRAINING, REGROUPING, WAITING or its end. `workers`: of a task.
+
+    `tasks`: those whose workers a node carries.
+    """
+
+    start_us: int
+    end_us: int
+    what: str
+    workers: int = 0
+    tasks: tuple[str, ...] = ()
+
+
+class WafPoint(NamedTuple):
+    """From `at_us` on: weighted FLOP/s that the plan promises, and that the groups which train amount to."""
+
+    at_us: int
+    planned: int
+    running: int
+
+
+@dataclass
+class Timeline:
+    """Feed it every entry in order, then `finish`."""
+
+    start_us: int = 0
+    end_us: int = 0
+    nodes: dict[str, list[Span]] = field(default_factory=dict)
+    tasks: dict[str, list[Span]] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    waf: list[WafPoint] = field(default_factory=list)
+    state: ClusterState = field(default_factory=ClusterState)
+
+    def feed(self, entry: Entry) -> None:
+        """The next entry."""
+        before, self.state = self.state, fold(self.state, entry)
+        self.start_us = self.start_us or self.state.now_us
+        self.end_us = self.state.now_us
+        if isinstance(entry, Recorded) and isinstance(entry.envelope.event, _ROUTINE):
+            return
+        if self.state.closed is not before.closed and self.state.closed:
+            self.incidents.append(self.state.closed[-1])
+        now_us = self.state.now_us
+        if self.state.nodes is not before.nodes or self.state.tasks is not before.tasks:
+            for node in self.state.nodes.values():
+                _extend(self.nodes.setdefault(node.name, []), _node_span(self.state, node, now_us))
+            for task in self.state.tasks.values():
+                _extend(self.tasks.setdefault(task.name, []), _task_span(task, now_us))
+        point = WafPoint(now_us, self.state.plan.waf, _running_waf(self.state))
+        if not self.waf or self.waf[-1][1:] != point[1:]:
+            self.waf.append(point)
+
+    def finish(self) -> Timeline:
+        """After the last entry: what is open lasts until the end."""
+        for spans in (*self.nodes.values(), *self.tasks.values()):
+            spans[-1] = spans[-1]._replace(end_us=self.end_us)
+        self.incidents += self.state.incidents.values()
+        return self
+
+
+def _extend(spans: list[Span], now: Span) -> None:
+    """Ends the last span where another condition begins."""
+    if not spans:
+        spans.append(now)
+    elif spans[-1][2:] != now[2:]:
+        spans[-1] = spans[-1]._replace(end_us=now.start_us)
+        spans.append(now)
+
+
+def _node_span(state: ClusterState, node: Node, now_us: int) -> Span:
+    tasks = tuple(
+        task.name
+        for task in state.tasks.values()
+        if any(worker.node == node.name and worker.status is not WorkerStatus.LOST for worker in task.workers.values())
+    )
+    if node.status is NodeStatus.LOST:
+        return Span(now_us, now_us, LOST)
+    if node.status is NodeStatus.LEFT:
+        return Span(now_us, now_us, LEFT)
+    if node.isolated:
+        return Span(now_us, now_us, ISOLATED, tasks=tasks)
+    return Span(now_us, now_us, ", ".join(tasks) or IDLE, tasks=tasks)
+
+
+def _task_span(task: Task, now_us: int) -> Span:
+    if task.status is not TaskStatus.ACTIVE:
+        return Span(now_us, now_us, task.status.value)
+    members = task.membership.members if task.membership else ()
+    if not members:
+        return Span(now_us, now_us, WAITING)
+    whole = task.confirmed and all(task.workers[member.worker].can_train for member in members)
+    return Span(now_us, now_us, TRAINING if whole else REGROUPING, len(members))
+
+
+def _running_waf(state: ClusterState) -> int:
+    running, linear = 0, linear_flops(state)
+    for task in state.tasks.values():
+        span = _task_span(task, 0)
+        if span.what == TRAINING:
+            running += waf(task, span.workers, linear)
+    return running

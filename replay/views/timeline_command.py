@@ -1,0 +1,76 @@
+"""`unicron-replay timeline`: the course of a log in the terminal, as a page or as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from contextlib import aclosing
+from pathlib import Path
+
+from events.command_line import UsageError
+from replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
+from replay.reading.progress import with_bar
+from replay.reading.source import read
+from replay.views.timeline import Timeline
+from replay.views.timeline_html import html_page
+from replay.views.timeline_text import text_page
+
+
+async def timeline_command(options: argparse.Namespace) -> int:
+    """Text on stdout, unless --html or --png name a file."""
+    for kind, path in (("html", options.html), ("png", options.png)):
+        if path is not None:
+            _require_drawing(kind, path, options.file)
+    timeline = Timeline()
+    async with open_source(options) as source:
+        until = await resolve(source, options.at)
+        async with aclosing(with_bar(read(source, until=until), "drawing")) as chunks:
+            async for chunk in chunks:
+                for entry in chunk.entries:
+                    timeline.feed(entry)
+    require_reached(options.at, timeline.state.seq)
+    timeline.finish()
+    title = f"{options.file or options.state_dir or ', '.join(options.nats)}"
+    written: list[Path] = []
+    if options.html is not None:
+        options.html.write_text(html_page(timeline, title), encoding="utf-8")
+        written.append(options.html)
+    if options.png is not None:
+        _draw(timeline, options.png, title)
+        written.append(options.png)
+    if options.json:
+        say(as_json(_json(timeline)))
+    elif written:
+        say("\n".join(str(path) for path in written))
+    else:
+        say(text_page(timeline, min(shutil.get_terminal_size((100, 24)).columns, 200)))
+    return 0
+
+
+def _require_drawing(kind: str, path: Path, log: Path | None) -> None:
+    """A drawing can be written there. An older one is replaced, the log never."""
+    require_place(f"--{kind}", path)
+    if path.suffix != f".{kind}":
+        raise UsageError(f"--{kind}: {path} does not end in .{kind}; name it so")
+    if log is not None and log.exists() and path.exists() and path.samefile(log):
+        raise UsageError(f"--{kind}: {path} is the log itself; name another place")
+
+
+def _draw(timeline: Timeline, path: Path, title: str) -> None:
+    try:
+        from replay.views.timeline_png import write_png
+
+        write_png(timeline, path, title)
+    except ImportError:
+        raise UsageError("--png: matplotlib is not installed; pip install 'unicrond[plot]', or use --html") from None
+
+
+def _json(timeline: Timeline) -> dict[str, object]:
+    return {
+        "start_us": timeline.start_us,
+        "end_us": timeline.end_us,
+        "nodes": {name: [span._asdict() for span in spans] for name, spans in timeline.nodes.items()},
+        "tasks": {name: [span._asdict() for span in spans] for name, spans in timeline.tasks.items()},
+        "incidents": timeline.incidents,
+        "waf": [point._asdict() for point in timeline.waf],
+    }

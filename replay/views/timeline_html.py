@@ -1,0 +1,145 @@
+"""A timeline as one HTML page with an inline SVG: no script, no font, no picture from anywhere. Pure."""
+
+from __future__ import annotations
+
+from html import escape
+
+from replay.reading.point import format_time
+from replay.views.timeline import LEFT, Span, Timeline
+from replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
+
+_LABEL, _PLOT, _ROW, _GAP, _WAF = 150, 1000, 18, 6, 120
+
+
+def html_page(timeline: Timeline, title: str) -> str:
+    """The whole page. Pointing at a span or an incident tells its times."""
+    drawing = _Drawing(timeline)
+    for name, spans in timeline.nodes.items():
+        drawing.row(f"node {name}", [(span, node_colour(span, drawing.colours)) for span in spans])
+    drawing.space()
+    for name, spans in timeline.tasks.items():
+        drawing.row(f"task {name}", [(span, task_colour(span, drawing.colours[name])) for span in spans])
+    drawing.space()
+    drawing.incidents()
+    drawing.waf()
+    legend = {**{f"task {name}": colour for name, colour in drawing.colours.items()}, **COLOURS}
+    boxes = "".join(
+        f'<span class="key"><span class="box" style="background:{colour}"></span>{escape(name)}</span>'
+        for name, colour in legend.items()
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{escape(title)}</title>
+<style>
+body {{ font: 14px sans-serif; margin: 2em; color: #222; }}
+text {{ font: 12px sans-serif; fill: #222; }}
+.key {{ margin-right: 1.2em; white-space: nowrap; }}
+.box {{ display: inline-block; width: 1em; height: 1em; margin-right: .4em; border: 1px solid #999; }}
+</style></head>
+<body>
+<h1>{escape(title)}</h1>
+<p>{escape(format_time(timeline.start_us))} to {escape(format_time(timeline.end_us))}, {timeline.state.seq} entries,
+{len(timeline.incidents)} incidents. Point at anything for its times.</p>
+<p>{boxes}</p>
+{drawing.svg()}
+</body>
+</html>
+"""
+
+
+class _Drawing:
+    """The SVG, from top to bottom."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.colours = task_colours(timeline)
+        self._timeline = timeline
+        self._length = max(1, timeline.end_us - timeline.start_us)
+        self._parts: list[str] = []
+        self._y = 4
+
+    def row(self, label: str, spans: list[tuple[Span, str]]) -> None:
+        """One bar of spans."""
+        self._label(label)
+        for span, colour in spans:
+            if span.what == LEFT:
+                continue
+            told = f"{span.what}{f', {span.workers} workers' if span.workers else ''}"
+            times = f"{self._since(span.start_us)} to {self._since(span.end_us)}"
+            self._parts.append(
+                f'<rect x="{self._x(span.start_us):.2f}" y="{self._y}" height="{_ROW}"'
+                f' width="{max(0.4, self._x(span.end_us) - self._x(span.start_us)):.2f}" fill="{colour}">'
+                f"<title>{escape(label)}: {escape(told)}, {times}</title></rect>"
+            )
+        self._y += _ROW + _GAP
+
+    def space(self) -> None:
+        """Between groups of rows."""
+        self._y += 2 * _GAP
+
+    def incidents(self) -> None:
+        """Each from its detection to its cure, on one row."""
+        self._label("incidents")
+        for incident in self._timeline.incidents:
+            end_us = incident.resumed_us or incident.closed_us or self._timeline.end_us
+            x = self._x(incident.detected_us)
+            told = f"{incident.id} {incident.kind} SEV{incident.severity.value} {incident.worker or incident.node}"
+            self._parts.append(
+                f'<rect x="{x:.2f}" y="{self._y}" height="{_ROW}" width="{max(2.0, self._x(end_us) - x):.2f}"'
+                f' fill="{SEVERITY_COLOURS[incident.severity.value]}"><title>{escape(told)}:'
+                f" {self._since(incident.detected_us)} to {self._since(end_us)}</title></rect>"
+            )
+        self._y += _ROW + _GAP
+
+    def waf(self) -> None:
+        """Planned (thin) and running (filled) WAF over time."""
+        self._space_for_waf()
+        most = max((max(point.planned, point.running) for point in self._timeline.waf), default=0) or 1
+        bottom = self._y + _WAF
+        for kind, style in (
+            ("running", 'fill="#0072B2" fill-opacity="0.35"'),
+            ("planned", 'fill="none" stroke="#222"'),
+        ):
+            path, y = [f"M {_LABEL} {bottom}"], float(bottom)
+            for point in self._timeline.waf:
+                x = self._x(point.at_us)
+                path.append(f"L {x:.2f} {y:.2f}")
+                y = bottom - _WAF * getattr(point, kind) / most
+                path.append(f"L {x:.2f} {y:.2f}")
+            path.append(f"L {_LABEL + _PLOT} {y:.2f}")
+            if kind == "running":
+                path.append(f"L {_LABEL + _PLOT} {bottom} Z")
+            self._parts.append(
+                f'<path d="{" ".join(path)}" {style}><title>{kind} WAF, at most {most:.3g}</title></path>'
+            )
+        self._parts.append(f'<text x="0" y="{self._y + 24}">planned, running</text>')
+        self._parts.append(f'<text x="0" y="{self._y + 38}">top {most:.3g} FLOP/s</text>')
+        self._y = bottom + _GAP
+
+    def svg(self) -> str:
+        """The drawing with its time axis."""
+        for tenth in range(0, 11, 2):
+            at_us = self._timeline.start_us + tenth * self._length // 10
+            x = self._x(at_us)
+            self._parts.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{self._y}" stroke="#BBB" stroke-width="0.5"/>'
+            )
+            self._parts.append(f'<text x="{x:.1f}" y="{self._y + 14}" text-anchor="middle">{self._since(at_us)}</text>')
+        height = self._y + 24
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LABEL + _PLOT + 40} {height}"'
+            f' width="100%" role="img">{"".join(self._parts)}</svg>'
+        )
+
+    def _space_for_waf(self) -> None:
+        self._y += _GAP
+        self._parts.append(f'<text x="0" y="{self._y + 10}">WAF</text>')
+
+    def _label(self, text: str) -> None:
+        self._parts.append(f'<text x="0" y="{self._y + 13}">{escape(text)}</text>')
+
+    def _x(self, at_us: int) -> float:
+        share = (at_us - self._timeline.start_us) / self._length
+        return _LABEL + _PLOT * min(max(share, 0.0), 1.0)
+
+    def _since(self, at_us: int) -> str:
+        return f"{(at_us - self._timeline.start_us) / 1e6:.1f} s"

@@ -1,0 +1,313 @@
+"""Verify: make every recorded decision again from the same inputs, and compare.
+
+Rules
+-----
+* The inputs of a decision are in the log: the state at `based_on` (the last entry that the coordinator had
+  folded), the policy of its term (in CoordinatorStarted), the answer of the exact planner. All that one look
+  of the coordinator gave has one `based_on`; what it gave is compared event for event.
+* A plan may have been asked for and not be ready yet: then the batch holds no PlanAdopted, and is compared
+  with what `decide` says without the answer.
+* What the coordinator's shell observed and appended as a decision is derived again by its own means: a
+  deadline must have stood since the term's last decision; a lost or returned node must follow from the
+  retained heartbeats (`beat_check.py`), else it is counted as not verifiable; so is the end of a repair command.
+* Decisions of an old term are inert and not compared.
+* Another version or configuration is not an error by itself; it is named, since it may explain a difference.
+
+Pure: entries in, findings out. One pass over the log finds where decisions were based (`bases`), a second
+one decides again (`Verifier`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from events import vocabulary as v
+from events.envelope import Entry, Recorded
+from events.log import MAX_BATCH
+from events.prose import summary
+from events.schemas import spoken_schema, told_version
+from replay.views.beat_check import BeatCheck, Unverifiable
+from unicrond.core.admission import from_the_future, is_repetition
+from unicrond.core.deadlines import deadlines
+from unicrond.core.decide import decide, needed_solves
+from unicrond.core.fold import fold
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.policy import Policy, Settings, settings_of
+from unicrond.core.state import ClusterState
+from unicrond.core.survey import Survey
+from unicrond.service.code_identity import code_version
+
+#: Decisions that the coordinator's shell makes of what it observes; `decide` makes all others.
+OBSERVED = (v.DeadlinePassed, v.NodeLost, v.NodeReturned, v.RepairEnded)
+_SOLUTIONS_MAX = 16
+_NO_WAY: dict[str, Any] = {
+    field: value
+    for field, value in {"way": "fresh", "took_us": 0, "rows_reused": 0}.items()
+    if field in v.PlanAdopted.__struct_fields__
+}
+
+
+class Divergence(Exception):
+    """The first decision that cannot be made again. `recorded` and `decided_again` are sentences.
+
+    `differing`: fields of the first event that differs, as "PlanAdopted.waf: 3 -> 4"; empty where a whole event does.
+    """
+
+    def __init__(
+        self,
+        seq: int,
+        based_on: int,
+        recorded: Sequence[str],
+        decided_again: Sequence[str],
+        differing: Sequence[str] = (),
+    ) -> None:
+        super().__init__(f"entry {seq} (based on entry {based_on}) differs from today's decision")
+        self.seq = seq
+        self.based_on = based_on
+        self.recorded = list(recorded)
+        self.decided_again = list(decided_again)
+        self.differing = list(differing)
+
+
+@dataclass
+class Findings:
+    """What was compared. `notes`: versions, configurations and their changes, in the log's order."""
+
+    entries: int = 0
+    batches: int = 0
+    decisions: int = 0
+    deadlines: int = 0
+    node_verdicts: int = 0
+    unverifiable: list[str] = field(default_factory=list)
+    inert: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    """What one look of the coordinator appended. `stood`: the deadlines that may have passed before it."""
+
+    based_on: int
+    seq: int
+    events: list[v.AnyEvent]
+    stood: set[str]
+
+
+def bases(entries: Iterable[Entry]) -> set[int]:
+    """The entries on which the decisions among `entries` were based."""
+    return {
+        entry.envelope.based_on
+        for entry in entries
+        if isinstance(entry, Recorded)
+        and isinstance(entry.envelope.event, v.Decision | v.Command)
+        and not isinstance(entry.envelope.event, v.CoordinatorStarted)
+    }
+
+
+class Verifier:
+    """Feed it every entry in order, then `finish`. Raises Divergence at the first difference.
+
+    `needed`: where decisions were based (see `bases`). `beats`: the retained heartbeats, in order.
+    """
+
+    def __init__(self, needed: set[int], beats: Sequence[Recorded] = ()) -> None:
+        self.findings = Findings()
+        self._state = ClusterState()
+        self._needed = needed
+        self._states: dict[int, ClusterState] = {}
+        self._batch: _Batch | None = None
+        self._settings: Settings | None = None
+        self._stood: set[str] = set()
+        self._solutions: dict[Problem, Solution] = {}
+        self._survey: Survey | None = None
+        self._beats = BeatCheck(beats)
+        self._keep_state()
+
+    def feed(self, entry: Entry) -> None:
+        """The next entry."""
+        self.findings.entries += 1
+        if isinstance(entry, Recorded):
+            self._beats.advance(entry.recorded_at_us, self._state)
+            self._judge(entry)
+        before, self._state = self._state, fold(self._state, entry)
+        if isinstance(entry, Recorded):
+            event = entry.envelope.event
+            if isinstance(event, v.CoordinatorStarted) and self._state.term > before.term:
+                self._take_over(event, entry)
+            elif isinstance(event, v.NodeJoined):
+                self._beats.joined(event.node, entry.recorded_at_us)
+            if not isinstance(event, v.StepCommitted):  # steps make no deadline stand
+                self._stood |= self._standing(self._state)
+        self._keep_state()
+
+    def finish(self) -> Findings:
+        """After the last entry."""
+        self._close_batch(at_end=True)
+        return self.findings
+
+    # --- terms -------------------------------------------------------------------------------
+
+    def _take_over(self, event: v.CoordinatorStarted, entry: Recorded) -> None:
+        self._close_batch(at_end=True)
+        told = f"term {event.term} from entry {entry.seq}: version {event.version}"
+        if event.version not in (code_version(), told_version(code_version(), spoken_schema(event.version))):
+            told += f" (this is version {code_version()})"
+        before = self._settings
+        if not event.policy:
+            self._settings = Settings(Policy(), 1.0)
+            told += ", no policy recorded: today's defaults are assumed"
+        else:
+            try:
+                self._settings = settings_of(event.policy)
+            except msgspec.ValidationError as error:
+                raise Divergence(
+                    entry.seq, entry.envelope.based_on, [told], [f"a policy that this version cannot follow: {error}"]
+                ) from None
+        told += _change(before, self._settings)
+        self.findings.notes.append(told)
+        self._stood = set()
+        self._beats.take_over(self._settings.heartbeat_s, entry.recorded_at_us)
+
+    # --- decisions ---------------------------------------------------------------------------
+
+    def _judge(self, entry: Recorded) -> None:
+        event, envelope = entry.envelope.event, entry.envelope
+        if not isinstance(event, v.Decision | v.Command) or isinstance(event, v.CoordinatorStarted):
+            return
+        if (
+            envelope.term != self._state.term
+            or is_repetition(self._state, envelope)
+            or from_the_future(self._state, envelope)
+        ):
+            self.findings.inert += 1
+            return
+        batch = self._batch
+        if batch is None or batch.based_on != envelope.based_on:
+            self._close_batch(at_end=False)
+            self._batch = batch = _Batch(envelope.based_on, entry.seq, [], self._stood)
+            # A timer that fires before the next look at the state was set at this one, at the latest.
+            based_on = self._states.get(envelope.based_on, self._state)
+            self._stood = self._standing(based_on) | self._standing(self._state)
+        batch.events.append(event)
+        if isinstance(event, OBSERVED):
+            self._verify_observed(entry, event, batch.stood)
+
+    def _close_batch(self, *, at_end: bool) -> None:
+        """All of the batch has been read: decide again. `at_end`: of the term, where a crash may have cut it."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        state = self._states.pop(batch.based_on, None)
+        for seq in [seq for seq in self._states if seq < batch.based_on]:
+            del self._states[seq]
+        if isinstance(batch.events[0], OBSERVED):
+            return
+        if state is None or batch.based_on >= batch.seq:
+            raise Divergence(
+                batch.seq, batch.based_on, _sentences(batch.events), ["nothing: it has no earlier entry as its basis"]
+            )
+        again = self._decide(state, answered=any(isinstance(event, v.PlanAdopted) for event in batch.events))
+        cut = at_end and len(batch.events) % MAX_BATCH == 0
+        recorded, decided = _answers(batch.events), _answers(again[: len(batch.events)] if cut else again)
+        if recorded != decided:
+            sentences = _sentences(batch.events), _sentences(again)
+            raise Divergence(batch.seq, batch.based_on, *sentences, _differing(recorded, decided))
+        self.findings.batches += 1
+        self.findings.decisions += len(batch.events)
+
+    def _decide(self, state: ClusterState, *, answered: bool) -> list[v.AnyEvent]:
+        survey = self._look_at(state)
+        solutions: dict[Problem, Solution] = {}
+        if answered:
+            for problem in needed_solves(survey):
+                solutions[problem] = self._solve(problem)
+        return decide(survey, solutions)
+
+    def _solve(self, problem: Problem) -> Solution:
+        if problem not in self._solutions:
+            while len(self._solutions) >= _SOLUTIONS_MAX:
+                del self._solutions[next(iter(self._solutions))]
+            self._solutions[problem] = solve(problem)
+        return self._solutions[problem]
+
+    # --- what the shell observed ----------------------------------------------------------------
+
+    def _verify_observed(
+        self, entry: Recorded, event: v.DeadlinePassed | v.NodeLost | v.NodeReturned | v.RepairEnded, stood: set[str]
+    ) -> None:
+        based_on = entry.envelope.based_on
+        if isinstance(event, v.DeadlinePassed):
+            if event.deadline_id not in stood:
+                raise Divergence(
+                    entry.seq,
+                    based_on,
+                    [summary(event)],
+                    ["no such deadline existed; these did: " + (", ".join(sorted(stood)) or "none")],
+                )
+            self.findings.deadlines += 1
+            return
+        if isinstance(event, v.RepairEnded):
+            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: by an operator's command")
+            return
+        try:
+            contradiction = self._beats.contradiction(event, entry.recorded_at_us, self._state)
+        except Unverifiable as why:
+            self.findings.unverifiable.append(f"entry {entry.seq}, {summary(event)}: {why}")
+            return
+        if contradiction:
+            raise Divergence(entry.seq, based_on, [summary(event)], [contradiction])
+        self.findings.node_verdicts += 1
+
+    def _standing(self, state: ClusterState) -> set[str]:
+        return set(deadlines(self._look_at(state)))
+
+    def _look_at(self, state: ClusterState) -> Survey:
+        self._survey = Survey(state, self._policy, self._survey)
+        return self._survey
+
+    @property
+    def _policy(self) -> Policy:
+        return self._settings.policy if self._settings is not None else Policy()
+
+    def _keep_state(self) -> None:
+        if self._state.seq in self._needed:
+            self._states[self._state.seq] = self._state
+
+
+def _differing(recorded: Sequence[v.AnyEvent], decided: Sequence[v.AnyEvent]) -> list[str]:
+    """The fields in which the first two events of the same type that differ do so."""
+    for one, other in zip(recorded, decided, strict=False):
+        if type(one) is not type(other):
+            return []
+        if one != other:
+            return [
+                f"{type(one).__name__}.{name}: {getattr(one, name)!r} -> {getattr(other, name)!r}"
+                for name in one.__struct_fields__
+                if getattr(one, name) != getattr(other, name)
+            ]
+    return []
+
+
+def _answers(events: Sequence[v.AnyEvent]) -> list[v.AnyEvent]:
+    """The events without what says how a plan was come by (from a table, in which time), and which command checks a
+    node: these are no inputs."""
+    bare = [msgspec.structs.replace(e, **_NO_WAY) if isinstance(e, v.PlanAdopted) and _NO_WAY else e for e in events]
+    return [msgspec.structs.replace(e, argv=()) if isinstance(e, v.CheckNode) else e for e in bare]
+
+
+def _change(before: Settings | None, now: Settings) -> str:
+    """What differs from the term before, in words."""
+    if before is None:
+        return ""
+    old, new = before.numbers(), now.numbers()
+    changed = [f"{name} {old.get(name)} -> {new.get(name)}" for name in new if old.get(name) != new[name]]
+    return f", configuration changed: {', '.join(changed)}" if changed else ""
+
+
+def _sentences(events: Sequence[v.AnyEvent]) -> list[str]:
+    return [f"{type(event).__name__}: {summary(event)}" for event in events]

@@ -1,0 +1,128 @@
+"""`unicron-replay whatif`: decide afresh from a point, with other inputs; the difference in plan and WAF."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from events.command_line import UsageError
+from events.envelope import Recorded
+from events.prose import summary
+from events.vocabulary import AnyEvent, CoordinatorStarted, PlanAdopted
+from replay.reading.opening import as_json, open_source, require_reached, resolve, say
+from replay.reading.progress import with_bar
+from replay.reading.replayer import EMPTY, replay
+from replay.reading.source import read
+from replay.views.report import when
+from replay.views.whatif import BadChange, Changes, Outcome, waf_of, what_if
+from unicrond.core.policy import Policy, settings_of
+from unicrond.core.state import ClusterState
+from unicrond.display.tables import Table, clean, plain
+
+
+async def whatif_command(options: argparse.Namespace) -> int:
+    """Nothing is written anywhere."""
+    changes = Changes(settings=options.set, lose=options.lose, add_nodes=options.add_nodes, slots=options.slots)
+    state, policy = await _state_and_policy(options)
+    try:
+        without, with_changes = what_if(state, policy, changes)
+    except BadChange as error:
+        raise UsageError(str(error)) from None
+    said = _json(state, without, with_changes)
+    say(as_json(said) if options.json else _page(state, without, with_changes, said))
+    return 0
+
+
+async def _state_and_policy(options: argparse.Namespace) -> tuple[ClusterState, Policy]:
+    """The state at --at, and the policy that the coordinator of that moment had."""
+    state, policy = EMPTY, Policy()
+    async with open_source(options) as source:
+        until = await resolve(source, options.at)
+        async with aclosing(with_bar(read(source, until=until), "replaying")) as chunks:
+            async for chunk in chunks:
+                for entry in chunk.entries:
+                    if isinstance(entry, Recorded) and isinstance(entry.envelope.event, CoordinatorStarted):
+                        policy = _policy(entry.envelope.event)
+                state = replay(chunk.entries, start=state)
+    require_reached(options.at, state.seq)
+    return state, policy
+
+
+def _policy(event: CoordinatorStarted) -> Policy:
+    try:
+        return settings_of(event.policy).policy
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--at: the policy of term {event.term} is another version's: {error}") from None
+
+
+def _json(state: ClusterState, without: Outcome, with_changes: Outcome) -> dict[str, Any]:
+    # Both plans by the changed settings: else another weight would look like a gain.
+    before, after = waf_of(with_changes.state, without.plan), waf_of(with_changes.state, with_changes.plan)
+    return {
+        "seq": state.seq,
+        "tasks": {
+            name: {
+                "workers_now": _workers(state, name),
+                "workers_without": without.plan.assignments[name].workers if name in without.plan.assignments else 0,
+                "workers_with": with_changes.plan.assignments[name].workers
+                if name in with_changes.plan.assignments
+                else 0,
+                "waf_without": before.get(name, 0),
+                "waf_with": after.get(name, 0),
+            }
+            for name in dict.fromkeys([*without.plan.assignments, *with_changes.plan.assignments])
+        },
+        "waf_without": sum(before.values()),
+        "waf_with": sum(after.values()),
+        "reason_without": _reason(without),
+        "reason_with": _reason(with_changes),
+        "decisions_with": [summary(event) for event in with_changes.decisions],
+    }
+
+
+def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: dict[str, Any]) -> str:
+    rows = tuple(
+        (
+            name,
+            str(row["workers_now"]),
+            str(row["workers_without"]),
+            str(row["workers_with"]),
+            f"{row['waf_without']:.4g}",
+            f"{row['waf_with']:.4g}",
+        )
+        for name, row in said["tasks"].items()
+    )
+    headers = ("task", "workers now", "unchanged", "what if", "WAF unchanged", "WAF what if")
+    table = Table(headers, rows, frozenset(headers[1:]), "no tasks")
+    before, after = said["waf_without"], said["waf_with"]
+    share = f" ({(after - before) / before:+.1%})" if before else ""
+    counts = Counter(type(event).__name__ for event in with_changes.decisions if not isinstance(event, PlanAdopted))
+    return "\n".join(
+        [
+            f"decided again at {when(state)}",
+            "",
+            *plain(table),
+            "",
+            f"WAF {before:.4g} -> {after:.4g} FLOP/s{share}, both under the changed settings",
+            f"unchanged: {clean(said['reason_without'])}",
+            f"what if:   {clean(said['reason_with'])}",
+            "at once:   " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing else"),
+        ]
+    )
+
+
+def _reason(outcome: Outcome) -> str:
+    return next((_plan_reason(event) for event in outcome.decisions if isinstance(event, PlanAdopted)), "no plan")
+
+
+def _plan_reason(event: AnyEvent) -> str:
+    return event.reason if isinstance(event, PlanAdopted) else ""
+
+
+def _workers(state: ClusterState, name: str) -> int:
+    assignment = state.plan.assignments.get(name)
+    return assignment.workers if assignment else 0

@@ -1,0 +1,85 @@
+"""The one door: which valid events of the log must not be folded all the same. Pure.
+
+Rules
+-----
+* Refused is: what no honest producer says (a boot or a term from the future, words about another node's worker, an
+  iteration that the task does not have), a request that breaks the rules of requests (`requests.py`), and whatever
+  would break an invariant of the state or make its fold raise.
+* A refused entry is quarantined: counted, kept with its reason (`ClusterState.refused`), and otherwise the state stays
+  as it was. Every reader of the log comes to the same verdict, a replay included.
+* `seen` moves on, so that a repetition is one; but not for a boot or a term from the future: whose name that is could
+  never say anything again.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core.requests import request_problem
+from unicrond.core.state import REFUSED_MAX, ClusterState, Refusal
+
+#: A node's boot is its wall clock at most, or one more than the one before; no clock is wrong by more than that.
+AHEAD_MAX_US = 366 * 86_400_000_000
+
+
+def from_the_future(state: ClusterState, envelope: Envelope) -> str:
+    """Why the identity of `envelope` cannot be its producer's, so that it must not count as seen; "" where it can."""
+    event, boot = envelope.event, envelope.boot
+    if isinstance(event, v.CoordinatorStarted):
+        if event.term > state.term + 1:
+            return f"$.event.term: {event.term} does not follow term {state.term}"
+        return f"$.boot: {boot} is not the term {event.term}" if event.term > state.term and boot != event.term else ""
+    if isinstance(event, (v.Decision, v.Command)):
+        rules = envelope.term == state.term
+        return f"$.boot: {boot} is not the term {envelope.term}" if rules and boot != envelope.term else ""
+    if isinstance(event, v.Request):
+        ahead = boot > max(1, state.term)
+        return f"$.boot: the API of term {state.term} has no boot {boot}" if ahead else ""
+    ahead = boot > state.now_us + AHEAD_MAX_US
+    return f"$.boot: {boot} is more than a year ahead of the log's time {state.now_us}" if ahead else ""
+
+
+def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
+    """It was folded already: per producer, (boot, number) only grows."""
+    last = state.seen.get(envelope.producer, (-1, 0))
+    if (envelope.boot, envelope.number) > last:
+        return False
+    # The boots of the coordinator and the API are terms: one above the present belongs to no process, and disturbs
+    # none.
+    future = last[0] > max(state.term, envelope.boot) and isinstance(envelope.event, (v.Decision, v.Command))
+    return not (future and envelope.term >= state.term)
+
+
+def problem(state: ClusterState, event: v.AnyEvent) -> str:
+    """What is wrong with a valid observation, seen from `state`; "" where nothing is."""
+    if isinstance(event, v.Request):
+        return request_problem(state, event)
+    task = state.tasks.get(getattr(event, "task", ""))
+    if task is None:
+        return ""
+    worker = task.workers.get(getattr(event, "worker", ""))
+    if worker is not None and worker.node != event.node:  # type: ignore[union-attr]  # every observation but requests
+        return f"$.event.node: {worker.worker} runs on {worker.node}"
+    if isinstance(event, v.StepCommitted):
+        if event.first > event.last:
+            return f"$.event.first: {event.first} is after the last, {event.last}"
+        reached = event.last
+    else:
+        reached = getattr(event, "iteration", 0)
+    if reached > task.spec.iterations + 1:  # one more: a member that has done the last waits for the next
+        return f"$.event: iteration {reached} of {task.name}, which has {task.spec.iterations}"
+    return ""
+
+
+def refuse(state: ClusterState, envelope: Envelope, reason: str) -> ClusterState:
+    """`state` with the entry that it stands at quarantined."""
+    refusal = Refusal(seq=state.seq, event_id=envelope.event_id, reason=reason[:1024])
+    refused = (*state.refused, refusal)[-REFUSED_MAX:]
+    return replace(state, quarantined=state.quarantined + 1, refused=refused)
+
+
+def raised(error: Exception) -> str:
+    """The reason, where a fold raised."""
+    return " ".join(f"its fold fails: {type(error).__name__}: {error}".split())

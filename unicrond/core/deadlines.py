@@ -1,0 +1,54 @@
+"""Which deadlines stand, as data: the shell arms them on its monotonic clock and appends DeadlinePassed.
+
+Ids name their subject so exactly that one which comes late means nothing any more:
+`start:<worker>`, `meet:<task>#<generation>.<nth>`, `regroup:<task>#<generation>` (all leave; in older logs any),
+`symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`, `check:<node>#<nth>` (after failed attempts
+`#<nth>.<attempts>`).
+"""
+
+from __future__ import annotations
+
+from unicrond.core import isolation
+from unicrond.core.state import ClusterState, Severity, TaskStatus, WorkerStatus
+from unicrond.core.survey import Survey
+
+_SECOND_US = 1_000_000
+#: Where all leave, the lead's replica may have to write the whole state to storage before it does.
+_LAST_OUT = 10
+
+
+def deadlines(survey: Survey) -> dict[str, int]:
+    """Id -> length in microseconds, from the moment the shell first sees the id."""
+    state, policy = survey.state, survey.policy
+    standing: dict[str, int] = {}
+    for incident in state.incidents.values():
+        if incident.ripe:
+            continue
+        if incident.severity is Severity.SEV3:
+            standing[f"symptom:{incident.id}"] = int(policy.symptom_window_s * _SECOND_US)
+        elif _lives(state, incident.worker):
+            # A worker with an error ends by itself, and tells more by that; a hanging one does not.
+            length_s = policy.symptom_window_s if incident.kind == "hang" else policy.exit_s
+            standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
+    standing.update(isolation.deadlines(state, policy.isolation_s))
+    for task in state.tasks.values():
+        if task.status is not TaskStatus.ACTIVE or survey.staffing(task).settled:
+            continue
+        for worker in task.workers.values():
+            if worker.status is WorkerStatus.STARTING:
+                length_s = task.spec.start_timeout_s or policy.worker_start_s
+                standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
+        if task.membership is not None and (task.leavers or not task.confirmed):
+            length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.pace.iteration_us)
+            if task.membership.members:
+                busy_us = max((worker.busy_us for worker in task.workers.values()), default=0)
+                name = f"meet:{task.name}#{task.generation}.{task.group.meetings}"
+                standing[name] = max(length_us, busy_us)
+            else:
+                standing[f"regroup:{task.name}#{task.generation}"] = length_us * _LAST_OUT
+    return standing
+
+
+def _lives(state: ClusterState, worker: str) -> bool:
+    task = state.tasks.get(worker.rpartition(".")[0])
+    return task is not None and worker in task.workers and task.workers[worker].alive

@@ -1,0 +1,110 @@
+"""Decide: reconcile the whole state with what should be; `decide(survey, solutions) -> decisions`.
+
+Rules
+-----
+* Level-triggered: nothing is remembered between calls. What is wrong in the state is decided upon; once
+  those decisions are folded, decide is quiet. A burst coalesces, a restart needs no memory.
+* Pure and quick: plan problems that the state poses (`needed_solves`) are solved elsewhere and handed in.
+* What is returned is one batch: a membership and the commands that carry it commit together.
+* A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
+  (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
+
+Order in one call: escalate incidents, isolate and readmit nodes, fail tasks; adopt a plan; per task regroup,
+staff; end what is unwanted; close incidents; pass on ordered faults; where none of this is asked for, learn.
+
+The ladder, for one task's incident; each step is a decision with its reason:
+  SEV3  a new generation of the same members; breaks it again before it is calm, `reattempts_max` times -> SEV2
+  SEV2  the process ends by itself or is given up, another takes its place; `strikes_max` times -> SEV1
+  SEV1  the node is isolated, all tasks get a new plan
+  `stuck_max` blows without a new iteration, or two nodes struck and no step: it is the task that fails.
+  A broken connection has two ends, either of which may be at fault: see blame.py.
+
+A task's membership changes for five reasons:
+  a member is gone            -> urgent, without its replica, at once
+  the group broke, all live   -> urgent, same members (SEV3 reattempt in place)
+  no member has state         -> all that are ready; state from a checkpoint, or from the seed
+  the plan says otherwise     -> planned, at an iteration boundary, when all newcomers are ready
+  it is to have another tp, pp -> planned, with no members at all: all hand over at an iteration boundary and park.
+                                 When the last has ended the task is described anew, and planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from events import vocabulary as v
+from unicrond.core.deciding import closing, copies, ladder, memberships, plans, readmission, staff
+from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.plans import needed_solves
+from unicrond.core.estimates import corrections, failure_rate
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.solver import Solution
+from unicrond.core.state import TaskStatus
+from unicrond.core.survey import Survey
+
+__all__ = ["decide", "needed_solves"]
+
+
+def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:  # noqa: C901  # the order of all decisions, to be read at one place
+    """The decisions that the surveyed state asks for, in order; empty at rest.
+
+    `solutions`: answers to `needed_solves(survey)`, as far as they are known. `gathering`: a node was lost and others
+    are late (liveness.py): no plan is made for less than all of them.
+    """
+    state, policy = survey.state, survey.policy
+    batch = Batch(survey)
+    for incident in state.incidents.values():
+        ladder.escalate(batch, incident, policy)
+    for task in survey.active:
+        ladder.fail_task(batch, task, policy)
+    ladder.isolate_nodes(batch, policy)
+    readmission.readmit_nodes(batch)
+    if batch.events:
+        return batch.events  # the usable nodes have changed: plan with them
+    fresh = survey.fresh
+    if not fresh and not gathering:
+        plan = plans.planned(survey, solutions)
+        if plan is not None:
+            batch.add(plan)
+    unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
+    for task in unsettled:
+        if task.status is TaskStatus.ACTIVE and task.reshaping.reshape is not None:
+            memberships.reshape(batch, task, task.reshaping.reshape)
+        elif task.status is TaskStatus.ACTIVE:
+            memberships.regroup(batch, task, fresh)
+            if fresh:
+                staff.staff(batch, task, policy)
+    for task in unsettled:
+        staff.end_unwanted(batch, task)
+    for task in state.tasks.values():
+        copies.tell_peers(batch, task)
+        copies.drop_state(batch, task)
+    for incident in state.incidents.values():
+        closing.close_incident(batch, incident, fresh)
+    _inject(batch)
+    if not batch.events and fresh:
+        _learn(batch)
+    return batch.events
+
+
+def _learn(batch: Batch) -> None:
+    """At rest: the next plan is to know better (see estimates.py)."""
+    for correction in corrections(batch.survey):
+        batch.add(correction)
+    estimate = failure_rate(batch.survey)
+    if estimate is not None:
+        batch.add(estimate)
+
+
+def _inject(batch: Batch) -> None:
+    for name, injection in batch.state.injections.items():
+        batch.add(
+            v.InjectFault(
+                command_id=batch.command_id(injection.node),
+                node=injection.node,
+                epoch=batch.state.plan.epoch,
+                injection=name,
+                fault=injection.fault,
+                agent_boot=batch.state.nodes[injection.node].agent_boot,
+            )
+        )

@@ -1,0 +1,68 @@
+"""A batch: the decisions of one call, which commit together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+
+from events import vocabulary as v
+from events.schemas import lowered, readable
+from unicrond.core import reconcile
+from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
+from unicrond.core.survey import Survey
+
+
+class Batch:
+    """The decisions of one call, with command ids that are unique by construction."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.survey = survey
+        self.state = survey.state
+        self.events: list[v.AnyEvent] = []
+        self._numbers: dict[str, int] = {}
+
+    @cached_property
+    def occupied(self) -> Counter[str]:
+        """Slots in use per node; grows by what this batch starts."""
+        return reconcile.occupied(self.state)
+
+    def add(self, event: v.AnyEvent) -> None:
+        """Takes a decision into the batch in its reader's schema; what the reader does not know is left out."""
+        schema = self.state.schema
+        if isinstance(event, v.Command):
+            schema = min(schema, self.state.nodes[event.node].schema)
+        told = lowered(event, schema)
+        if told is not None:
+            self.events.append(told)
+
+    def reads(self, node: str, kind: type[v.Command]) -> bool:
+        """Whether the node's agent knows the command; one that it does not know is not sent."""
+        return readable(kind, min(self.state.schema, self.state.nodes[node].schema))
+
+    def command_id(self, node: str) -> str:
+        """The next command id of the node: "term.epoch.node.number"."""
+        number = self._numbers.get(node, self.state.nodes[node].commands) + 1
+        self._numbers[node] = number
+        return f"{self.state.term}.{self.state.plan.epoch}.{node}.{number}"
+
+    def has_room(self, nodes: tuple[str, ...]) -> bool:
+        """Whether each of the nodes has a free slot for each time that it is named, and is not cordoned."""
+        known = self.state.nodes
+        return all(self.occupied[n] + nodes.count(n) <= known[n].slots and not known[n].cordoned for n in nodes)
+
+    def stop(self, task: Task, worker: Worker, reason: str, *, kill: bool = False) -> None:
+        """Orders the worker's end, where its node can hear it. `kill`: it may not be able to end itself."""
+        node = self.state.nodes.get(worker.node)
+        if node is None or node.status is not NodeStatus.UP or worker.status is WorkerStatus.STOPPING:
+            return
+        self.add(
+            v.StopWorker(
+                command_id=self.command_id(worker.node),
+                node=worker.node,
+                epoch=self.state.plan.epoch,
+                task=task.name,
+                worker=worker.worker,
+                reason=reason,
+                kill=kill,
+            )
+        )

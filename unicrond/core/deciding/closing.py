@@ -1,0 +1,76 @@
+"""An incident is over: when, and the summary."""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from unicrond.core import reconcile
+from unicrond.core.costs import charge_of, sub_health_flops
+from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.memberships import places
+from unicrond.core.deciding.plans import FLOPS_MAX
+from unicrond.core.severity import RESPONSE
+from unicrond.core.state import ClusterState, Incident, Task, TaskStatus
+from unicrond.core.survey import Survey
+
+
+def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
+    """The incident is closed once every task that it hit has what the plan gives it. `fresh`: the plan fits."""
+    state = batch.state
+    if not fresh:
+        return
+    for name, broken in incident.generations.items():
+        task = state.tasks.get(name)
+        if task is not None and task.status is TaskStatus.ACTIVE and not _healed(batch.survey, task, broken):
+            return
+    end_us = incident.resumed_us or state.now_us
+    detection_flop, transition_flop = charge_of(state, incident.id)
+    batch.add(
+        v.TransitionCompleted(
+            incident=incident.id,
+            response=RESPONSE[incident.severity],
+            detection_us=max(0, incident.detected_us - incident.occurred_us),
+            transition_us=max(0, end_us - incident.detected_us),
+            micro_batches_redone=incident.redone,
+            reason=_outcome(state, incident),
+            detection_flop=detection_flop,
+            transition_flop=transition_flop,
+            sub_health_flops=min(sub_health_flops(state), FLOPS_MAX),
+        )
+    )
+
+
+def _healed(survey: Survey, task: Task, broken: int) -> bool:
+    """The task has left the broken generation, and has what the plan gives it."""
+    assignment = survey.state.plan.assignments.get(task.name)
+    if assignment is not None and not assignment.workers:
+        return True  # it waits for workers; that is the plan, not the incident
+    staff = survey.staffing(task)
+    if staff.missing or staff.starting or not task.confirmed or task.generation <= broken:
+        return False
+    wanted = reconcile.members_of(staff.kept)
+    return task.membership is not None and places(wanted) == places(task.membership.members)
+
+
+def _outcome(state: ClusterState, incident: Incident) -> str:
+    parts = []
+    for name in incident.tasks:
+        task = state.tasks.get(name)
+        if task is None or task.status is not TaskStatus.ACTIVE:
+            parts.append(f"{name} {task.status.value if task else 'unknown'}")
+        else:
+            members = len(task.membership.members) if task.membership else 0
+            parts.append(f"{name} continues with {members} workers in generation {task.generation}")
+    if incident.state_from:
+        source = _SOURCES.get(incident.state_from, incident.state_from)
+        whole = any(state.tasks[name].spec.optimizer.distributed for name in incident.tasks if name in state.tasks)
+        what = "whole optimizer state" if whole else "replica"
+        parts.append(f"no {what} survived: {incident.iterations_lost} iterations lost, state from {source}")
+    return "; ".join(parts)[:1024] or "no task affected"
+
+
+_SOURCES = {
+    "memory": "memory of a member's node",
+    "peer": "memory of another node",
+    "checkpoint": "storage",
+    "init": "the seed",
+}

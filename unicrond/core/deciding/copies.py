@@ -1,0 +1,45 @@
+"""Copies of a task's state in memory: where they go, and when their memory is free again."""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from unicrond.core import memory_places
+from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.memberships import nodes_to_tell
+from unicrond.core.state import NodeStatus, Task, TaskStatus
+
+
+def tell_peers(batch: Batch, task: Task) -> None:
+    """Nodes have come or gone since the membership was told: copies go elsewhere from now on."""
+    if task.status is not TaskStatus.ACTIVE:
+        return
+    targets = batch.survey.targets(task)
+    if not memory_places.peers_are_stale(task, targets) or not task.confirmed:
+        return
+    peers = memory_places.peers(batch.state, task, targets)
+    for name in nodes_to_tell(task, task.membership.members if task.membership else ()):
+        if batch.state.nodes[name].status is NodeStatus.UP:
+            batch.add(
+                v.SetPeers(
+                    command_id=batch.command_id(name),
+                    node=name,
+                    epoch=batch.state.plan.epoch,
+                    task=task.name,
+                    peers=peers,
+                )
+            )
+
+
+def drop_state(batch: Batch, task: Task) -> None:
+    """The memory that a task's state takes is free again once the task has ended and no process writes to it."""
+    if task.status is TaskStatus.ACTIVE or not task.at_rest:
+        return
+    for node in memory_places.to_drop(batch.state, task):
+        batch.add(
+            v.DropState(
+                command_id=batch.command_id(node.name),
+                node=node.name,
+                epoch=batch.state.plan.epoch,
+                task=task.name,
+            )
+        )

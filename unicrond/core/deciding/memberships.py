@@ -1,0 +1,175 @@
+"""Memberships: the workers that train a task from now on, and the nodes that must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from events import vocabulary as v
+from unicrond.core import memory_places, reconcile
+from unicrond.core.deciding.batch import Batch
+from unicrond.core.reshaping import is_in_place
+from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.core.survey import Survey
+
+
+def mend(batch: Batch, task: Task) -> bool:
+    """The urgent membership that a broken group asks for; whether it did."""
+    current = task.membership.members if task.membership else ()
+    living = reconcile.living_members(task)
+    if len(living) < len(current):
+        # A worker that was to leave at the next boundary has not left yet: its state and its work still count.
+        survivors = living + reconcile.leaving_members(task)
+        if any(task.workers[m.worker].status is WorkerStatus.MEMBER for m in survivors):
+            gone = len(current) - len(living)
+            reason = f"{gone} of {len(current)} members are lost"
+            set_membership(batch, task, survivors, urgent=True, reason=reason)
+            return True
+    if _with_state(task, living) and _grace_expired(batch.state, task):
+        # A worker that was to leave has not, so its work counts here too.
+        stay = living + reconcile.leaving_members(task)
+        set_membership(batch, task, stay, urgent=True, reason="the group broke and all members are alive")
+        return True
+    if task.membership is not None and task.group.unread == task.generation and len(living) == len(current):
+        urgent, handover = task.membership.urgent, not current
+        reason = "a node could not read the membership: sent again in its schema"
+        set_membership(batch, task, current, urgent=urgent, reason=reason, handover=handover)
+        return True
+    return False
+
+
+def _with_state(task: Task, members: tuple[v.Member, ...]) -> list[v.Member]:
+    return [member for member in members if task.workers[member.worker].status is WorkerStatus.MEMBER]
+
+
+def regroup(batch: Batch, task: Task, fresh: bool) -> None:
+    """At most one new membership for the task (the reasons: `unicrond/core/decide.py`)."""
+    if mend(batch, task) or not fresh:
+        return
+    current = task.membership.members if task.membership else ()
+    living = reconcile.living_members(task)
+    with_state = _with_state(task, living)
+    staff = batch.survey.staffing(task)
+    if staff.starting:
+        return
+    wanted = reconcile.members_of(staff.kept)
+    if not with_state:
+        # Members wait for others that are gone since: what was tried is the membership as it was sent.
+        untried = places(wanted) != places(current) or _grace_expired(batch.state, task)
+        if wanted and untried and not staff.missing and not task.leavers:
+            source = memory_places.nearest(batch.state, task)
+            set_membership(batch, task, wanted, urgent=True, reason=f"no member has state: start from {source}")
+        return
+    if not task.confirmed or task.leavers or places(wanted) == places(current):
+        return
+    if any(_breaks(batch.state, task)):
+        return  # members that left the broken group meet no boundary with those still in it: first all meet again
+    stay = tuple(member for member in current if member in wanted)
+    newcomers = tuple(member for member in wanted if member not in current)
+    if len(stay) == len(current) and staff.missing:
+        return  # others are still to come: one change for all of them
+    if not stay and not newcomers and any(batch.has_room(nodes) for nodes in staff.missing):
+        return  # the workers that take the state over are about to start
+    if not stay and newcomers:
+        stay = current  # newcomers take state from the leavers, which leave afterwards
+    target = stay + newcomers
+    reason = f"plan {batch.state.plan.epoch}: {len(newcomers)} join, {len(current) - len(stay)} leave"
+    set_membership(batch, task, target, urgent=False, reason=reason)
+
+
+def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
+    """The next step of a task to another layout: hand over and park, end, be described anew."""
+    if is_in_place(task.spec, asked) or task.at_rest:
+        fields = ("task", "tp", "pp", "min_workers", "max_workers", "reason")
+        batch.add(v.TaskReshaped(**{name: getattr(asked, name) for name in fields}))
+        return
+    if mend(batch, task):
+        return
+    members = task.membership.members if task.membership else ()
+    with_state = _with_state(task, reconcile.living_members(task))
+    if task.leavers or (with_state and (not task.confirmed or any(_breaks(batch.state, task)))):
+        return  # on the way from one group to the next, or about to be
+    if members and with_state:
+        before, after = (f"tp {form.tp}, pp {form.pp}" for form in (task.spec, asked))
+        set_membership(batch, task, (), urgent=False, reason=f"{before} becomes {after}: all leave", handover=True)
+        return
+    broken = batch.survey.staffing(task).broken  # those end anyway, as those that have parked do
+    for worker in task.workers.values():
+        if worker.can_train and worker.replica not in broken:
+            batch.stop(task, worker, "the task gets another layout")
+
+
+def settled(survey: Survey, task: Task) -> bool:
+    """Nothing is to be done for the task: in a large cluster this is nearly every one."""
+    if task.reshaping.reshape is not None:
+        return False
+    return task.status is TaskStatus.ACTIVE and survey.staffing(task).settled and not _grace_expired(survey.state, task)
+
+
+def places(members: tuple[v.Member, ...]) -> list[str]:
+    """Their ids, whatever their order."""
+    return sorted(member.worker for member in members)
+
+
+def _grace_expired(state: ClusterState, task: Task) -> bool:
+    """The newest generation's group broke, or the one that it is to follow, and no death has explained it in time."""
+    return any(incident.ripe for incident in _breaks(state, task))
+
+
+def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
+    """The incidents in which that group broke, as far as is known by itself."""
+    for incident in state.incidents.values():
+        if incident.severity is Severity.SEV3 and incident.generations.get(task.name) in task.in_use:
+            yield incident
+
+
+def set_membership(
+    batch: Batch, task: Task, members: tuple[v.Member, ...], *, urgent: bool, reason: str, handover: bool = False
+) -> None:
+    """The decision, and the commands that carry it. `handover`: see events.vocabulary.SetMembership."""
+    state = batch.state
+    generation = task.generation + 1
+    # A newcomer to a live group has no state; where no member has any, all are joiners.
+    joiners = tuple(m.worker for m in members if task.workers[m.worker].status is not WorkerStatus.MEMBER)
+    told = [state.nodes[name] for name in nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
+    store = state.nodes[members[0].node].store if members else told[0].store
+    peers = memory_places.peers(state, task, batch.survey.targets(task))
+    mtbf_us = batch.survey.worker_mtbf_us // max(1, len(members))
+    incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
+    newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
+    batch.add(
+        v.MembershipDecided(
+            task=task.name,
+            generation=generation,
+            members=members,
+            joiners=joiners,
+            urgent=urgent,
+            store=store,
+            incident=newest.id if newest else "",
+            reason=reason,
+        )
+    )
+    for node in told:
+        batch.add(
+            v.SetMembership(
+                command_id=batch.command_id(node.name),
+                node=node.name,
+                epoch=state.plan.epoch,
+                task=task.name,
+                generation=generation,
+                members=members,
+                joiners=joiners,
+                urgent=urgent,
+                store=store,
+                peers=peers,
+                mtbf_us=mtbf_us,
+                handover=handover,
+                stop=task.ending.stop,
+            )
+        )
+
+
+def nodes_to_tell(task: Task, members: tuple[v.Member, ...]) -> list[str]:
+    """Nodes of the members, and of those whom the change leaves out."""
+    nodes = [member.node for member in members]
+    nodes += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
+    return list(dict.fromkeys(nodes))

@@ -1,0 +1,57 @@
+"""Workers: started where they are missing, ended where they are unwanted."""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.ladder import waits_for_a_step
+from unicrond.core.policy import Policy
+from unicrond.core.state import Task, TaskStatus, WorkerStatus
+
+
+def staff(batch: Batch, task: Task, policy: Policy) -> None:
+    """Starts what is missing where a slot is free; ends what is surplus and in no group."""
+    state = batch.state
+    wanted = batch.survey.staffing(task)
+    worker_number, replica_number = task.numbers.next_worker, task.numbers.next_replica
+    for nodes in wanted.missing:
+        if not batch.has_room(nodes):
+            continue  # the slot is still another worker's; its end will bring us back
+        if any(waits_for_a_step(task, node, policy) for node in nodes):
+            continue
+        for shard, node in enumerate(nodes):
+            batch.occupied[node] += 1
+            batch.add(
+                v.StartWorker(
+                    command_id=batch.command_id(node),
+                    node=node,
+                    epoch=state.plan.epoch,
+                    spec=task.spec,
+                    worker=f"{task.name}.{worker_number}",
+                    replica=replica_number,
+                    shard=shard,
+                    store=state.nodes[nodes[0]].store,
+                )
+            )
+            worker_number += 1
+        replica_number += 1
+    for workers in wanted.surplus.values():
+        for worker in workers:
+            in_group = worker.status is WorkerStatus.MEMBER
+            has_left = task.confirmed and task.membership is not None and task.membership.members
+            if not task.is_member(worker.worker) and (not in_group or has_left):
+                batch.stop(task, worker, f"plan {state.plan.epoch} no longer needs it")
+
+
+def end_unwanted(batch: Batch, task: Task) -> None:
+    """Strays, workers given up, parked ones, the rest of broken replicas, and all of an ended task."""
+    broken = batch.survey.staffing(task).broken
+    for worker in task.workers.values():
+        if task.status is not TaskStatus.ACTIVE:
+            batch.stop(task, worker, f"task {task.status.value}")
+        elif worker.status is WorkerStatus.LOST:
+            batch.stop(task, worker, "the coordinator evicted it", kill=True)
+        elif worker.status is WorkerStatus.PARKED:
+            batch.stop(task, worker, "it left its group")
+        elif worker.replica in broken:
+            batch.stop(task, worker, "another rank of its replica is lost")

@@ -1,0 +1,119 @@
+"""What is wrong with data that people wrote, field by field, in words that say how to mend it.
+
+msgspec checks the values; this module adds what its messages lack: the exact place, all faults and not
+only the first, a guess for a misspelt name, and plain words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
+
+import msgspec
+
+from events.guess import guess
+from events.vocabulary import NAME_PATTERN
+
+#: Where a value stands in a document: mapping keys and list indices from the top.
+Place: TypeAlias = tuple[str | int, ...]
+
+
+class Fault(NamedTuple):
+    """`what` is one line: what is wrong there, and the fix."""
+
+    place: Place
+    what: str
+
+    def __str__(self) -> str:
+        path = dotted(self.place)
+        return f"{path}: {self.what}" if path else self.what
+
+
+def dotted(place: Place) -> str:
+    """("model", "layers") -> "model.layers"; list indices in brackets."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+
+
+def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
+    """All that keeps `value` (dicts, lists, scalars) from being a `kind` (struct, dict, tuple or scalar type)."""
+    while get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is not None:
+        kind = get_args(kind)[0]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield from _struct_faults(value, kind, place)
+    elif get_origin(kind) is dict:
+        yield from _dict_faults(value, kind, place)
+    elif get_origin(kind) is tuple and isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from faults(item, get_args(kind)[0], (*place, index))
+    else:
+        try:
+            msgspec.convert(value, kind, strict=True)
+        except msgspec.ValidationError as error:
+            yield Fault(place, _sentence(str(error), value, kind))
+
+
+def _struct_faults(value: Any, kind: type[msgspec.Struct], place: Place) -> Iterator[Fault]:
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    if not isinstance(value, dict):
+        yield Fault(place, f"expected fields such as {', '.join(list(fields)[:3])}, got {_shown(value)}")
+        return
+    for name in value:
+        if name not in fields:
+            yield Fault((*place, str(name)), f"unknown field; {guess(str(name), list(fields))}")
+    for name, field in fields.items():
+        if name in value:
+            yield from faults(value[name], field.type, (*place, name))
+        elif field.required:
+            yield Fault((*place, name), f"missing; add the line `{name}: ...`")
+
+
+def _dict_faults(value: Any, kind: Any, place: Place) -> Iterator[Fault]:
+    if not isinstance(value, dict):
+        yield Fault(place, f"expected a mapping (key: value), got {_shown(value)}")
+        return
+    key_kind, item_kind = get_args(kind)
+    for key, item in value.items():
+        yield from faults(key, key_kind, (*place, str(key)))
+        yield from faults(item, item_kind, (*place, str(key)))
+
+
+_WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list"}
+
+
+def _sentence(message: str, value: Any, kind: Any) -> str:
+    if "matching regex" in message:
+        if NAME_PATTERN in (getattr(meta, "pattern", None) for meta in get_args(kind)[1:]):
+            return (
+                f"{value!r} is not a valid name; use letters, digits, - and _, at most 63, the first a letter or digit"
+            )
+        return f"{value!r} has the wrong form; {message}"
+    if get_origin(kind) is Literal:
+        known = [str(choice) for choice in get_args(kind)]
+        return f"unknown value {value!r}; {guess(str(value), known)}"
+    length = re.search(r"length <= (\d+)", message)
+    if length:
+        return f"{len(value)} characters long; at most {length[1]} are allowed"
+    bound = re.match(r"Expected `(\w+)` (>=|>|<=|<) (\S+)", message)
+    if bound:
+        return f"must be {_WORDS.get(bound[1], bound[1])} {bound[2]} {bound[3]}, got {_shown(value)}"
+    wrong = re.match(r"Expected `(\w+)[^`]*`, got", message)
+    if wrong:
+        quotes = "; put it in quotes" if wrong[1] == "str" and isinstance(value, int | float) else ""
+        return f"expected {_WORDS.get(wrong[1], wrong[1])}, got {_shown(value)}{quotes}"
+    return f"{message[:1].lower()}{message[1:]}, got {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it may stand in a line: short, and recognisable as what it is."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, str):
+        return f"text {value[:60]!r}"
+    return repr(value) if isinstance(value, float) or abs(value) < 10**30 else "a huge number"

@@ -1,0 +1,158 @@
+"""The one door: `fold(state, entry) -> state` is the only way in which cluster state changes.
+
+Rules
+-----
+* Total and pure: any valid event may come at any time, late, twice or from the dead; the fold never
+  raises, it ignores what no longer matters, and quarantines what must not be (admission.py).
+* Time is the log's receive time, as a running maximum. The observer's clock only dates its own sighting.
+* Fencing lives here: decisions and commands of another term than the newest claimed one are inert.
+* De-duplication lives here: per producer, (boot, number) only grows.
+* A report about a process that is gone, or a group that its reporter has left, changes nothing.
+* Facts open incidents; only decisions close them (their rules: `folding/incidents.py`).
+
+What each event does to the state lives in `folding/`, by subject; the table below names it.
+What does not live here: severities (`severity.py`), what to do about anything (`decide.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Entry, Envelope, Quarantined
+from events.schemas import spoken_schema
+from unicrond.core import admission, isolation
+from unicrond.core.costs import accrue
+from unicrond.core.folding import (
+    accelerators,
+    commands,
+    deadlines,
+    injections,
+    kept_states,
+    nodes,
+    plans,
+    responses,
+    stragglers,
+    suspicions,
+    tasks,
+    training,
+    workers,
+)
+from unicrond.core.invariants import newly_broken
+from unicrond.core.state import ClusterState
+
+
+def fold(state: ClusterState, entry: Entry) -> ClusterState:
+    """The state after `entry`. Entries come in sequence order; one already folded changes nothing."""
+    if entry.seq <= state.seq:
+        return state
+    seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
+    if isinstance(entry, Quarantined):
+        return replace(state, seq=seq, now_us=now_us, quarantined=state.quarantined + 1)
+    envelope = entry.envelope
+    event = envelope.event
+    if admission.is_repetition(state, envelope):
+        return replace(state, seq=seq, now_us=now_us, duplicates=state.duplicates + 1)
+    seen = state.seen | {envelope.producer: (envelope.boot, envelope.number)}
+    told = replace(state, seq=seq, now_us=now_us, seen=seen)
+    reason = admission.from_the_future(told, envelope)
+    if reason:
+        return admission.refuse(replace(told, seen=state.seen), envelope, reason)
+    if isinstance(event, v.CoordinatorStarted):
+        return _coordinator_started(told, event) if event.term > state.term else _inert(told)
+    if isinstance(event, (v.Decision, v.Command)):
+        if envelope.term != state.term:
+            return _inert(told)
+    else:
+        reason = admission.problem(told, event)
+    if not reason:
+        try:
+            after = accrue(told, FOLDS[type(event)](told, event, envelope), event)
+            reason = newly_broken(told, after, event)
+        except Exception as error:  # whatever it is, the next entries want to be folded
+            reason = admission.raised(error)
+    return admission.refuse(told, envelope, reason) if reason else after
+
+
+def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:
+    # A fault that the last coordinator did not get to is not to strike out of the blue.
+    schema = spoken_schema(event.version)
+    return replace(
+        state,
+        term=event.term,
+        severity=dict(event.severity),
+        injections={},
+        schema=schema,
+        check_limit_us=isolation.limit_us(event.policy, "check_timeout_s"),
+        repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
+    )
+
+
+def _inert(state: ClusterState) -> ClusterState:
+    return replace(state, inert=state.inert + 1)
+
+
+def _nothing(state: ClusterState, _event: Any, _envelope: Envelope) -> ClusterState:
+    return state
+
+
+FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
+    v.NodeJoined: nodes.node_joined,
+    v.NodeLeft: nodes.node_left,
+    v.NodeLost: nodes.node_lost,
+    v.NodeReturned: nodes.node_returned,
+    v.NodeIsolated: nodes.node_isolated,
+    v.NodeReadmitted: nodes.node_readmitted,
+    v.RepairEnded: lambda state, event, _: isolation.repair_ended(state, event),
+    v.NodeCordoned: nodes.node_cordoned,
+    v.NodeUncordoned: nodes.node_uncordoned,
+    v.WorkerStarted: workers.worker_started,
+    v.WorkerReady: workers.worker_ready,
+    v.WorkerRegrouped: workers.worker_regrouped,
+    v.WorkerParked: workers.worker_parked,
+    v.WorkerExited: workers.worker_exited,
+    v.ErrorReported: workers.error_reported,
+    v.StepCommitted: training.step_committed,
+    v.CheckpointSaved: training.checkpoint_saved,
+    v.TaskCompleted: tasks.task_completed,
+    v.HangSuspected: suspicions.hang_suspected,
+    v.WorkerBusy: workers.worker_busy,
+    v.WorkerWaits: workers.worker_waits,
+    v.StopAsked: tasks.stop_asked,
+    v.DegradationObserved: _nothing,  # news for people
+    v.StragglerObserved: stragglers.straggler_observed,
+    v.StragglerRecovered: stragglers.straggler_recovered,
+    v.CorruptionSuspected: suspicions.corruption_suspected,
+    v.AcceleratorReported: accelerators.accelerator_reported,
+    v.NodeChecked: lambda state, event, _: isolation.checked(state, event),
+    v.StateKept: kept_states.state_kept,
+    v.PeersRemembered: kept_states.peers_remembered,
+    v.StateTaken: _nothing,  # the regrouping that follows says what the fold must know
+    v.CommandApplied: commands.command_applied,
+    v.CommandFailed: commands.command_failed,
+    v.TaskSubmitted: tasks.task_submitted,
+    v.TaskCancelled: tasks.task_cancelled,
+    v.ReshapeRequested: tasks.reshape_requested,
+    v.Heartbeat: _nothing,  # stands on its own stream and is folded by liveness.py
+    v.InjectionRequested: injections.injection_requested,
+    v.IncidentEscalated: responses.incident_escalated,
+    v.EntrySkipped: _nothing,  # read before the fold (events/skips.py)
+    v.DeadlinePassed: deadlines.deadline_passed,
+    v.PlanAdopted: plans.plan_adopted,
+    v.MembershipDecided: plans.membership_decided,
+    v.TaskReshaped: tasks.task_reshaped,
+    v.TaskFailed: tasks.task_failed,
+    v.TransitionCompleted: responses.transition_completed,
+    v.ThroughputCorrected: plans.throughput_corrected,
+    v.FailureRateEstimated: plans.failure_rate_estimated,
+    v.StartWorker: commands.start_worker,
+    v.StopWorker: commands.stop_worker,
+    v.SetMembership: commands.set_membership,
+    v.SetPeers: commands.set_peers,
+    v.DropState: kept_states.drop_state,
+    v.InjectFault: injections.inject_fault,
+    v.CheckNode: lambda state, event, _: isolation.check_begun(commands.count_command(state, event.node), event),
+}

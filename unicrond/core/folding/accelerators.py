@@ -1,0 +1,60 @@
+"""Accelerators: what their own driver tells, beside what the processes on them say.
+
+Rules
+-----
+* It belongs to the incident of the worker on it, as if the worker had reported it (`incidents.blame`).
+* Without a worker on it, a fault that would restart a process has no effect; one that takes the node out of
+  service does so before somebody is started there.
+* What the hardware needs is remembered until the node is readmitted: isolation.py says what that asks for.
+* A node that is isolated already is not isolated again by an unused accelerator.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core import isolation
+from unicrond.core.changes import with_incident, with_node, worker_known
+from unicrond.core.folding import incidents
+from unicrond.core.folding.incidents import Fact
+from unicrond.core.severity import severity_of
+from unicrond.core.state import ClusterState, NodeStatus, Severity, TaskStatus
+
+
+def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, envelope: Envelope) -> ClusterState:
+    """A driver's error: an incident of the worker on the accelerator or, at SEV1 without one, of the node."""
+    node = state.nodes.get(event.node)
+    if event.kind is None or node is None or node.status is not NodeStatus.UP:
+        return state
+    if severity_of(event.kind, state.severity) is Severity.SEV1:
+        node = isolation.broken(node, event.needs)
+        state = with_node(state, node)
+    message = f"{event.accelerator}: {event.message}"[:1024]
+    known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
+    if known is not None and known[1].alive and known[0].status is TaskStatus.ACTIVE and known[1].node == event.node:
+        task, worker = known
+        fact = Fact(
+            kind=event.kind,
+            node=event.node,
+            worker=worker.worker,
+            generations={task.name: incidents.broken_generation(task, [worker.worker])},
+            message=message,
+            occurred_us=envelope.observed_at_us,
+        )
+        return incidents.blame(state, fact)
+    if severity_of(event.kind, state.severity) is not Severity.SEV1 or node.isolated:
+        return state
+    for incident in state.incidents.values():
+        if incident.node == event.node and incident.severity is Severity.SEV1:
+            return with_incident(state, replace(incident, symptoms=incident.symptoms + 1))
+    fact = Fact(
+        kind=event.kind,
+        node=event.node,
+        worker="",
+        generations={},
+        message=message,
+        occurred_us=envelope.observed_at_us,
+    )
+    return incidents.open_incident(state, fact)

@@ -1,0 +1,126 @@
+"""Commands to nodes, and what the agents answer."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core import isolation
+from unicrond.core.changes import with_moved, with_node, with_task, with_worker, without_workers, worker_known
+from unicrond.core.folding import strikes
+from unicrond.core.state import UNREAD_MAX, ClusterState, Worker, WorkerStatus
+from unicrond.core.task_parts import Numbers
+from unicrond.core.worker_life import can_move, status_after
+
+
+def count_command(state: ClusterState, node: str) -> ClusterState:
+    """One more command to `node`; an unknown node counts none."""
+    known = state.nodes.get(node)
+    return with_node(state, replace(known, commands=known.commands + 1)) if known else state
+
+
+def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
+    """A new worker is starting; a worker id that the task knows already is not begun again."""
+    state = count_command(state, event.node)
+    task = state.tasks.get(event.spec.name)
+    if task is None or event.worker in task.workers:
+        return state
+    worker = Worker(
+        worker=event.worker,
+        node=event.node,
+        replica=event.replica,
+        shard=event.shard,
+        status=status_after(None, v.StartWorker),
+        command_id=event.command_id,
+    )
+    number = int(event.worker.rpartition(".")[2])
+    numbers = Numbers(
+        next_worker=max(task.numbers.next_worker, number + 1),
+        next_replica=max(task.numbers.next_replica, event.replica + 1),
+    )
+    return with_task(state, with_worker(replace(task, numbers=numbers), worker))
+
+
+def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> ClusterState:
+    """A known worker gets the order to stop."""
+    state = count_command(state, event.node)
+    known = worker_known(state, event.task, event.worker)
+    if known is None:
+        return state
+    task, worker = known
+    return with_task(state, with_moved(task, worker, v.StopWorker, command_id=event.command_id))
+
+
+def set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
+    """Counts the command, and keeps the peers that the membership names."""
+    return _with_peers(count_command(state, event.node), event.task, event.peers)
+
+
+def set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterState:
+    """Counts the command, and keeps the peers that it names."""
+    return _with_peers(count_command(state, event.node), event.task, event.peers)
+
+
+def _with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
+    task = state.tasks.get(name)
+    if task is None or task.copies.peers == peers:
+        return state
+    return with_task(state, replace(task, copies=replace(task.copies, peers=peers)))
+
+
+def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:
+    """A stop is applied once the process is gone; of one that never was, nothing else is ever told."""
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            if can_move(worker, v.CommandApplied) and worker.command_id == event.command_id:
+                return with_task(state, without_workers(task, [worker.worker]))
+    return state
+
+
+def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
+    """A start that failed takes the worker away as a strike; a schema that the agent cannot read is learned."""
+    state = isolation.check_refused(state, event)
+    if event.reads:
+        state, is_new = _learn_what_it_reads(state, event)
+        if is_new:
+            return _unread(state, event)
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            if worker.command_id != event.command_id or worker.status is not WorkerStatus.STARTING:
+                continue
+            state = with_task(state, without_workers(task, [worker.worker]))
+            return strikes.strike(
+                state,
+                task=task.name,
+                worker=worker,
+                kind="start_failed",
+                broken=task.generation - 1,
+                message=f"{event.node} could not start {worker.worker}: {event.reason}",
+                occurred_us=envelope.observed_at_us,
+            )
+    return state
+
+
+def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[ClusterState, bool]:
+    """An agent got a command that was written for a younger one, which it has replaced. Whether that may be all."""
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state, False
+    node = replace(node, schema=min(node.schema, event.reads), unread=node.unread + 1)
+    return with_node(state, node), node.unread <= UNREAD_MAX
+
+
+def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
+    """No fault: the command is to be sent again, in the agent's schema."""
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            if worker.command_id == event.command_id and worker.status is WorkerStatus.STARTING:
+                return with_task(state, without_workers(task, [worker.worker]))
+            if worker.command_id == event.command_id and worker.status is WorkerStatus.STOPPING:
+                return with_task(state, with_moved(task, worker, v.CommandFailed))
+    for task in state.tasks.values():  # a membership, then; the answer does not say whose
+        here = [worker for worker in task.workers.values() if worker.node == event.node and worker.alive]
+        if any(worker.generation < task.generation for worker in here) and not task.confirmed:
+            state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))
+    return state

@@ -1,0 +1,90 @@
+"""Deadlines that have passed (see `unicrond/core/deadlines.py` for their ids)."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core import isolation
+from unicrond.core.changes import with_incident, with_task
+from unicrond.core.folding import incidents, strikes
+from unicrond.core.folding.incidents import Fact
+from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.state import ClusterState, Task, Worker, WorkerStatus
+
+
+def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Envelope) -> ClusterState:
+    """One that no longer applies changes nothing."""
+    kind, _, subject = event.deadline_id.partition(":")
+    if kind in ("symptom", "exit") and subject in state.incidents:
+        incident = state.incidents[subject]
+        meant = (kind == "symptom") == incidents.is_symptom(incident)
+        return with_incident(state, moved(incident, Befalls.TIME_IS_UP)) if meant else state
+    if kind in ("isolation", "check"):
+        return isolation.deadline_passed(state, kind, subject)
+    if kind == "regroup":
+        name, _, generation = subject.partition("#")
+        task = state.tasks.get(name)
+        if task is not None and task.membership is not None and str(task.generation) == generation:
+            for worker in task.workers.values():
+                late = task.is_member(worker.worker) and worker.alive and worker.generation != task.generation
+                if late or worker in task.leavers:
+                    what = f"did not {'join' if late else 'leave for'} generation {generation} in time"
+                    state = strikes.give_up(state, name, worker, "hang", what, envelope.observed_at_us)
+    if kind == "meet":
+        name, _, meeting = subject.partition("#")
+        task = state.tasks.get(name)
+        if task is not None and meeting == f"{task.generation}.{task.group.meetings}":
+            return _not_met(state, task, envelope.observed_at_us)
+    if kind == "start":
+        for task in state.tasks.values():
+            late_starter = task.workers.get(subject)
+            if late_starter is not None and late_starter.status is WorkerStatus.STARTING:
+                what = "did not become ready in time"
+                return strikes.give_up(state, task.name, late_starter, "start_failed", what, envelope.observed_at_us)
+    return state
+
+
+def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterState:
+    """The members of the newest membership have not met in time.
+
+    Only workers that do not answer are ended: one that waits for the others keeps its state, and so does one that has
+    declared to be busy; where all have answered, it is the group, and all meet again. A planned membership is answered
+    at a boundary, and a late member may be held up by another: an urgent one shows which does not answer.
+    """
+    late = [worker for worker in task.workers.values() if worker.alive and _is_late(task, worker)]
+    if not late:
+        return state
+    if any(worker.busy for worker in late):
+        return _next_meeting(state, task)
+    silent = [worker for worker in late if worker.answered < task.generation]
+    assert task.membership is not None
+    urgent = task.membership.urgent
+    if urgent and silent:
+        for worker in silent:
+            what = f"did not come into generation {task.generation} in time"
+            state = strikes.give_up(state, task.name, worker, "hang", what, observed_at_us)
+        return state
+    how = "all have come, and do not meet" if urgent else "did not come to the boundary in time"
+    fact = Fact(
+        kind="collective_timeout",
+        node=late[0].node,
+        worker=late[0].worker,
+        generations={task.name: task.generation},
+        message=f"generation {task.generation} of {task.name}: {', '.join(worker.worker for worker in late)} {how}"[
+            :1024
+        ],
+        occurred_us=observed_at_us,
+        lost={late[0].worker: ""},
+    )
+    return incidents.blame(_next_meeting(state, task), fact)
+
+
+def _next_meeting(state: ClusterState, task: Task) -> ClusterState:
+    """The deadline has passed and ended no process; the next one stands."""
+    return with_task(state, replace(task, group=replace(task.group, meetings=task.group.meetings + 1)))
+
+
+def _is_late(task: Task, worker: Worker) -> bool:
+    return worker in task.leavers or (task.is_member(worker.worker) and worker.generation != task.generation)

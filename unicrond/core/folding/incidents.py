@@ -1,0 +1,161 @@
+"""Incidents: facts open them (`blame`), and only decisions close them (responses.py).
+
+Rules
+-----
+* One incident per (task, generation): the first root cause names it. What breaks the group in which its tasks have gone
+  on is another: the first may be about to be closed.
+* A broken connection is a symptom, and gives its place to the cause that explains it. So does any other cause to a
+  worse one on another node: the response to it is about that node.
+* A lost node is one incident for all its tasks and takes over what it explains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from unicrond.core.changes import with_incident
+from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.severity import severity_of
+from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that went wrong. `generations`: per task, the one that it breaks. `occurred_us`: by the observer's
+    clock. `place`: where in its work the worker was. `lost`, `links`: see Incident.
+    """
+
+    kind: str
+    node: str
+    worker: str
+    generations: dict[str, int]
+    message: str
+    occurred_us: int
+    log_tail: str = ""
+    place: str = ""
+    lost: dict[str, str] = field(default_factory=dict)
+    links: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def is_symptom(incident: Incident) -> bool:
+    """It may still turn out to be the echo of a death or of a lost node."""
+    return incident.severity is Severity.SEV3
+
+
+def broken_generation(task: Task, workers: list[str]) -> int:
+    """The generation that the loss of these workers breaks (see Incident.generations)."""
+    return task.generation if any(task.is_member(worker) for worker in workers) else task.generation - 1
+
+
+def blame(state: ClusterState, fact: Fact) -> ClusterState:
+    """Opens an incident, or gives the fact to the open one that it belongs to."""
+    severity = severity_of(fact.kind, state.severity)
+
+    def shares_generation(incident: Incident) -> bool:
+        return any(
+            name in incident.generations and _are_one(state.tasks[name], incident.generations[name], broken)
+            for name, broken in fact.generations.items()
+        )
+
+    # The generation says more than the worker, which may have reported an older group's end too.
+    for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
+        if not shares_generation(incident) and not (fact.worker and incident.worker == fact.worker):
+            continue
+        if incident.resumed_us and _is_newer(fact, incident):
+            continue
+        if severity < incident.severity and (is_symptom(incident) or fact.node != incident.node):
+            # The root cause of what so far was only a broken connection; or what is worse, and acts on another node.
+            incident = moved(
+                incident,
+                Befalls.CAUSE_NAMES,
+                kind=fact.kind,
+                node=fact.node,
+                worker=fact.worker,
+                message=fact.message,
+                log_tail=fact.log_tail,
+                place=fact.place or incident.place,
+                occurred_us=min(incident.occurred_us, fact.occurred_us),
+            )
+        return with_incident(
+            state,
+            replace(
+                incident,
+                severity=min(severity, incident.severity),
+                generations=incident.generations | fact.generations,
+                lost=fact.lost if _is_newer(fact, incident) else incident.lost | fact.lost,
+                links=fact.links if _is_newer(fact, incident) else _with_links(incident.links, fact.links),
+                log_tail=incident.log_tail or fact.log_tail,
+                symptoms=incident.symptoms + 1,
+            ),
+        )
+    return open_incident(state, fact)
+
+
+def _with_links(known: dict[str, tuple[str, ...]], told: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """A member that reports again has lost both."""
+    return known | {name: tuple(sorted({*known.get(name, ()), *lost})) for name, lost in told.items()}
+
+
+def _are_one(task: Task, one: int, other: int) -> bool:
+    """One break: of the same generation, or of one that is to be left at a boundary and of the next."""
+    return one == other or (one in task.in_use and other in task.in_use)
+
+
+def _is_newer(fact: Fact, incident: Incident) -> bool:
+    """It breaks a generation that the incident has not."""
+    return any(broken > incident.generations.get(task, 0) for task, broken in fact.generations.items())
+
+
+def open_incident(state: ClusterState, fact: Fact) -> ClusterState:
+    """An incident of its own, whatever others are open."""
+    incident = Incident(
+        id=f"i{state.seq}",
+        kind=fact.kind,
+        severity=severity_of(fact.kind, state.severity),
+        node=fact.node,
+        worker=fact.worker,
+        generations=fact.generations,
+        message=fact.message,
+        occurred_us=fact.occurred_us,
+        detected_us=state.now_us,
+        log_tail=fact.log_tail,
+        place=fact.place,
+        lost=fact.lost,
+        links=fact.links,
+    )
+    return replace(with_incident(state, incident), incidents_total=state.incidents_total + 1)
+
+
+def lose_workers_of(
+    state: ClusterState,
+    node: str,
+    gone: dict[str, list[str]],
+    *,
+    kind: str,
+    message: str,
+    occurred_us: int,
+) -> ClusterState:
+    """One incident for all that was lost with a node; it takes over the incidents that it explains."""
+    generations = {
+        task: broken_generation(state.tasks[task], workers)
+        for task, workers in gone.items()
+        if state.tasks[task].status is TaskStatus.ACTIVE
+    }
+    explained = [
+        incident
+        for incident in state.incidents.values()
+        if incident.node == node or (is_symptom(incident) and any(task in generations for task in incident.tasks))
+    ]
+    for incident in explained:
+        generations = incident.generations | generations
+        occurred_us = min(occurred_us, incident.occurred_us)
+    state = replace(state, incidents={k: i for k, i in state.incidents.items() if i not in explained})
+    fact = Fact(kind=kind, node=node, worker="", generations=generations, message=message, occurred_us=occurred_us)
+    state = open_incident(state, fact)
+    opened = state.incidents[f"i{state.seq}"]
+    symptoms = sum(1 + incident.symptoms for incident in explained)
+    detected_us = min([opened.detected_us, *(incident.detected_us for incident in explained)])
+    redone = sum(incident.redone for incident in explained)
+    return with_incident(state, replace(opened, symptoms=symptoms, detected_us=detected_us, redone=redone))

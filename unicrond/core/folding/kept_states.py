@@ -1,0 +1,52 @@
+"""Kept states: which node keeps which state of which task in its memory."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core.changes import with_task
+from unicrond.core.folding import commands
+from unicrond.core.state import ClusterState
+from unicrond.core.task_parts import KeptState
+
+
+def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterState:
+    """Which iteration of a shard's state a known node keeps in memory; a later one replaces it."""
+    task = state.tasks.get(event.task)
+    if task is None or event.node not in state.nodes:
+        return state
+    kept = KeptState(
+        node=event.node,
+        shard=event.shard,
+        iteration=event.iteration,
+        generation=event.generation,
+        origin=event.origin,
+        size_bytes=event.size_bytes,
+        shards=event.shards,
+    )
+    all_kept = task.copies.kept | {f"{event.node}/{event.shard}": kept}
+    return with_task(state, replace(task, copies=replace(task.copies, kept=all_kept)))
+
+
+def peers_remembered(state: ClusterState, event: v.PeersRemembered, _: Envelope) -> ClusterState:
+    """A node that remembers other peers than the last ones gets them again, and all others too (`peers_are_stale`)."""
+    task = state.tasks.get(event.task)
+    if task is None or tuple(peer.node for peer in task.copies.peers) == event.peers:
+        return state
+    return with_task(state, replace(task, copies=replace(task.copies, peers=())))
+
+
+def drop_state(state: ClusterState, event: v.DropState, _: Envelope) -> ClusterState:
+    """The node forgets all that it keeps of the task."""
+    return forget_kept(commands.count_command(state, event.node), event.node, (event.task,))
+
+
+def forget_kept(state: ClusterState, node: str, tasks: tuple[str, ...] | None = None) -> ClusterState:
+    """The node keeps nothing more of these tasks, or of any."""
+    for task in state.tasks.values():
+        if (tasks is None or task.name in tasks) and any(kept.node == node for kept in task.copies.kept.values()):
+            kept = {place: kept for place, kept in task.copies.kept.items() if kept.node != node}
+            state = with_task(state, replace(task, copies=replace(task.copies, kept=kept)))
+    return state

@@ -1,0 +1,206 @@
+"""Nodes: which are up, lost, or not to be used; and what an agent that comes back has found alive."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from events.schemas import spoken_schema
+from unicrond.core import isolation
+from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
+from unicrond.core.folding import incidents, injections, kept_states, strikes
+from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
+from unicrond.core.worker_life import status_after
+
+
+def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
+    """A node is up with what its agent tells of it; workers that its agent does not run any more are lost."""
+    old = state.nodes.get(event.node)
+    node = Node(
+        name=event.node,
+        status=NodeStatus.UP,
+        slots=event.slots,
+        slots_max=max(event.slots, old.slots_max if old else 0),
+        address=event.address,
+        store=event.store,
+        agent_boot=event.agent_boot,
+        joined_us=state.now_us,
+        version=event.version,
+        isolated=old.isolated if old else False,
+        isolation_over=old.isolation_over if old else False,
+        isolations=old.isolations if old else 0,
+        cordoned=old.cordoned if old else False,
+        draining=old.draining if old else False,
+        cordon_reason=old.cordon_reason if old else "",
+        returns_us=old.returns_us if old else (),
+        injected=old.injected if old else False,
+        reason=old.reason if old and old.isolated else "",
+        commands=old.commands if old else 0,
+        memory=event.memory,
+        schema=spoken_schema(event.version),
+        isolation=old.isolation if old else None,
+        needs=old.needs if old else "",
+    )
+    if old is not None and old.status is NodeStatus.LOST:
+        node = _came_back(state, node)
+    state = kept_states.forget_kept(with_node(state, node), event.node)  # what it still holds it tells next
+    if old is not None and old.agent_boot != event.agent_boot:
+        state = isolation.check_lost(state, event.node, "its agent was replaced")
+    return _reconcile_workers(state, event, envelope)
+
+
+def _came_back(state: ClusterState, node: Node) -> Node:
+    if node.injected:  # somebody had it lost
+        return replace(node, injected=False)
+    return replace(node, returns_us=(*node.returns_us, state.now_us)[-RETURNS_MAX:])
+
+
+def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
+    """What the agent found alive, against what the log believed of this node."""
+    alive = {running.worker for running in event.workers}
+    missing: dict[str, list[str]] = {}
+    for task in state.tasks.values():
+        dead = [
+            w.worker
+            for w in task.workers.values()
+            # A worker without a pid was commanded only: the command still waits for the agent.
+            if w.node == event.node and w.worker not in alive and (w.pid or w.status is WorkerStatus.LOST)
+        ]
+        expected = [name for name in dead if not task.workers[name].alive]
+        if expected:
+            state = with_task(state, without_workers(task, expected))
+        if len(dead) > len(expected):
+            missing[task.name] = [name for name in dead if name not in expected]
+    if missing:
+        if not alive:  # down and up again, quicker than its silence could tell
+            state = with_node(state, _came_back(state, state.nodes[event.node]))
+        state = incidents.lose_workers_of(
+            state,
+            event.node,
+            missing,
+            kind="process_exit" if alive else "node_lost",
+            message=f"agent of {event.node} came back without {sum(map(len, missing.values()))} of its workers",
+            occurred_us=envelope.observed_at_us,
+        )
+        for name, workers in missing.items():
+            state = with_task(state, without_workers(state.tasks[name], workers))
+    for running in event.workers:
+        known = state.tasks.get(running.task)
+        if known and running.worker not in known.workers:
+            state = with_task(state, with_worker(known, stray(running.worker, event.node, running.pid)))
+    return state
+
+
+def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterState:
+    """The node has gone in order: its workers have ended, and it keeps no state."""
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state
+    state = injections.forget_injections(state, event.node)
+    state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason))
+    state = isolation.check_lost(state, event.node, "the node left")
+    state = kept_states.forget_kept(state, event.node)
+    for task in state.tasks.values():
+        ended = [w.worker for w in task.workers.values() if w.node == event.node]
+        if ended:
+            state = with_task(state, without_workers(task, ended))
+    return state
+
+
+def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> ClusterState:
+    """The node is lost, and each of its live workers with it: an incident."""
+    node = state.nodes.get(event.node)
+    if node is None or node.status is not NodeStatus.UP:
+        return state
+    state = injections.forget_injections(state, event.node)
+    state = with_node(state, replace(node, status=NodeStatus.LOST, reason=event.reason))
+    state = isolation.check_lost(state, event.node, "the node was lost")
+    gone = {
+        task.name: [w.worker for w in task.workers.values() if w.node == event.node and w.alive]
+        for task in state.tasks.values()
+    }
+    gone = {task: workers for task, workers in gone.items() if workers}
+    state = incidents.lose_workers_of(
+        state,
+        event.node,
+        gone,
+        kind="node_lost",
+        message=event.reason,
+        occurred_us=event.evidence.beat_at_us or envelope.observed_at_us,
+    )
+    for task in state.tasks.values():
+        on_node = {
+            w.worker: replace(w, status=status_after(w.status, v.NodeLost))
+            for w in task.workers.values()
+            if w.node == event.node
+        }
+        if on_node:
+            state = with_task(state, replace(task, workers=task.workers | on_node))
+    return state
+
+
+def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> ClusterState:
+    """A lost node is up again."""
+    node = state.nodes.get(event.node)
+    if node is None or node.status is not NodeStatus.LOST:
+        return state
+    return with_node(state, _came_back(state, replace(node, status=NodeStatus.UP, reason="")))
+
+
+def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> ClusterState:
+    """The node is isolated; its incidents become SEV1."""
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state
+    stay = isolation.begun(state, node)
+    for incident in state.incidents.values():
+        if incident.node == event.node:  # the restart has failed: its cure is another plan
+            state = with_incident(state, moved(incident, Befalls.NODE_ISOLATED, severity=Severity.SEV1))
+    for task in state.tasks.values():
+        held = task.troubles
+        if held.breaks.get(event.node, 0) > held.unclear.get(event.node, 0):  # that explains its peers' losses
+            state = with_task(state, replace(task, troubles=replace(held, ends={})))
+    return with_node(
+        state,
+        replace(
+            node,
+            isolated=True,
+            isolation_over=False,
+            isolations=node.isolations + 1,
+            returns_us=(),
+            reason=event.reason,
+            isolation=stay,
+        ),
+    )
+
+
+def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
+    """The isolation is over, and what the node was suspected of is forgotten."""
+    node = state.nodes.get(event.node)
+    if node is None or not node.isolated:
+        return state
+    state = with_node(state, isolation.ended(node))
+    for task in state.tasks.values():
+        if task.troubles.names(event.node) or event.node in task.troubles.ends:
+            held = strikes.acquit(task.troubles, {event.node}, calm=True)
+            state = with_task(state, replace(task, troubles=held))
+    return state
+
+
+def node_cordoned(state: ClusterState, event: v.NodeCordoned, _: Envelope) -> ClusterState:
+    """A person takes the node out of use; with `drain` its workers are to move away."""
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state
+    return with_node(state, replace(node, cordoned=True, draining=event.drain, cordon_reason=event.reason))
+
+
+def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -> ClusterState:
+    """A person gives the node back: its isolation's past is forgiven too."""
+    node = state.nodes.get(event.node)
+    if node is None:
+        return state
+    node = isolation.pardoned(state, node, event.reason)
+    return with_node(state, replace(node, cordoned=False, draining=False, cordon_reason=""))

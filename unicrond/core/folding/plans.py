@@ -1,0 +1,83 @@
+"""What has been decided for whole tasks: plans, memberships, and the estimates that plans are made of."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core import blame
+from unicrond.core.changes import with_task
+from unicrond.core.folding import incidents, strikes
+from unicrond.core.folding.stragglers import only_members
+from unicrond.core.state import ClusterState, Membership, Plan, Task, TaskStatus
+
+
+def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> ClusterState:
+    """The plan is in force, if its epoch is the next one."""
+    if event.epoch != state.plan.epoch + 1:
+        return state
+    plan = Plan(
+        epoch=event.epoch,
+        assignments={assignment.task: assignment for assignment in event.assignments},
+        waf=event.waf,
+        basis=event.basis,
+        trigger=event.trigger,
+        reason=event.reason,
+        adopted_us=state.now_us,
+        healthy=event.healthy,
+        healthy_waf=event.healthy_waf,
+        transition_flop=event.transition_flop,
+        way=event.way,
+        took_us=event.took_us,
+        rows_reused=event.rows_reused,
+    )
+    return replace(state, plan=plan)
+
+
+def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envelope) -> ClusterState:
+    """The task's next membership, if its generation is the next one."""
+    task = state.tasks.get(event.task)
+    if task is None or event.generation != task.generation + 1:
+        return state
+    membership = Membership(
+        generation=event.generation,
+        members=event.members,
+        joiners=event.joiners,
+        urgent=event.urgent,
+        store=event.store,
+        decided_us=state.now_us,
+    )
+    again = event.urgent and task.membership is not None and task.membership.members == event.members
+    if again:
+        task = _evidence_counted(state, task)
+    group = replace(
+        task.group,
+        formed_after=task.progress.iteration,
+        reattempts=task.group.reattempts + 1 if again else 0,
+        suspicions={},
+    )
+    pace = replace(task.pace, timings=(), warm=0)
+    return with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))
+
+
+def _evidence_counted(state: ClusterState, task: Task) -> Task:
+    """What a break that is reattempted in place says of the nodes; in logs older than `ErrorReported.lost` nothing."""
+    for incident in state.incidents.values():
+        if incidents.is_symptom(incident) and incident.links and incident.generations.get(task.name) in task.in_use:
+            task = strikes.ends_counted(task, blame.evidence(task, incident))
+    return task
+
+
+def throughput_corrected(state: ClusterState, event: v.ThroughputCorrected, _: Envelope) -> ClusterState:
+    """The FLOP/s that an active task was measured to achieve with so many workers."""
+    task = state.tasks.get(event.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    measured = task.pace.measured | {str(event.workers): event.flops}
+    return with_task(state, replace(task, pace=replace(task.pace, measured=measured)))
+
+
+def failure_rate_estimated(state: ClusterState, event: v.FailureRateEstimated, _: Envelope) -> ClusterState:
+    """The mean time between failures of one worker, in microseconds."""
+    return replace(state, worker_mtbf_us=event.worker_mtbf_us)

@@ -1,0 +1,77 @@
+"""What is decided about incidents: escalation, and their end."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core import blame
+from unicrond.core.changes import with_incident, with_task, with_worker, worker_known
+from unicrond.core.folding import incidents, strikes
+from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.severity import severity_of
+from unicrond.core.state import CLOSED_INCIDENTS_MAX, ClusterState, Severity, TaskStatus
+from unicrond.core.worker_life import given_up
+
+
+def incident_escalated(state: ClusterState, event: v.IncidentEscalated, _: Envelope) -> ClusterState:
+    """A worker is given up for the incident, which becomes as severe as the event says, or stays worse."""
+    incident = state.incidents.get(event.incident)
+    known = worker_known(state, event.worker.rpartition(".")[0], event.worker)
+    if incident is None or known is None or not known[1].alive:
+        return state
+    task, worker = known
+    broken = incidents.broken_generation(task, [worker.worker])
+    broke = severity_of(incident.kind, state.severity) is Severity.SEV3
+    unclear = broke and worker.node not in blame.verdict(task, incident).clear
+    if broke and incidents.is_symptom(incident):  # of several workers that are given up for it the first
+        task = strikes.ends_counted(task, blame.evidence(task, incident))
+    incident = moved(
+        incident,
+        Befalls.WORKER_GIVEN_UP,
+        severity=min(Severity(event.severity), incident.severity),
+        node=worker.node,
+        worker=worker.worker,
+        generations=incident.generations | {task.name: broken},
+    )
+    task = with_worker(task, given_up(worker))
+    task = strikes.struck(
+        task, worker, broke=broke, unclear=unclear, spared=not broke and strikes.is_ordered(worker, incident.kind)
+    )
+    return with_incident(with_task(state, task), incident)
+
+
+def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: Envelope) -> ClusterState:
+    """The incident is closed, with its costs in time (microseconds) and FLOP."""
+    incident = state.incidents.get(event.incident)
+    if incident is None:
+        return state
+    closed = replace(
+        incident,
+        response=event.response,
+        closed_us=state.now_us,
+        detection_us=event.detection_us,
+        transition_us=event.transition_us,
+        detection_flop=event.detection_flop,
+        transition_flop=event.transition_flop,
+        sub_health_flops=event.sub_health_flops,
+        links={},
+    )
+    if incident.severity < Severity.SEV3:
+        state = replace(state, ledger=replace(state.ledger, failures=state.ledger.failures + 1))
+    for name in incident.tasks if incident.resumed_us else ():
+        task = state.tasks.get(name)
+        if task is not None and task.status is TaskStatus.ACTIVE:
+            transition_us = _averaged(task.pace.transition_us, event.transition_us)
+            state = with_task(state, replace(task, pace=replace(task.pace, transition_us=transition_us)))
+    return replace(
+        state,
+        incidents={name: i for name, i in state.incidents.items() if name != event.incident},
+        closed=(*state.closed, closed)[-CLOSED_INCIDENTS_MAX:],
+    )
+
+
+def _averaged(before_us: int, measured_us: int) -> int:
+    """D_transition of a task: the newest transition counts a quarter."""
+    return max(1, (3 * before_us + measured_us) // 4 if before_us else measured_us)

@@ -1,0 +1,51 @@
+"""Stragglers: which members are slower than the other replicas. News for people; nothing is decided about them."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core.changes import with_task, worker_known
+from unicrond.core.state import ClusterState, Task, TaskStatus
+from unicrond.core.task_parts import Straggler
+
+
+def straggler_observed(state: ClusterState, event: v.StragglerObserved, _: Envelope) -> ClusterState:
+    """A member is slower than the others, by `factor`; since when is kept from its first report."""
+    known = worker_known(state, event.task, event.straggler)
+    if known is None or known[0].status is not TaskStatus.ACTIVE or not known[0].is_member(event.straggler):
+        return state
+    task, worker = known
+    before = task.group.stragglers.get(event.straggler)
+    straggler = Straggler(
+        worker=worker.worker,
+        node=worker.node,
+        factor=event.factor,
+        compute_us=event.compute_us,
+        others_us=event.others_us,
+        since_iteration=before.since_iteration if before else event.since_iteration,
+        since_us=before.since_us if before else event.since_us,
+    )
+    return with_task(state, _with_stragglers(task, task.group.stragglers | {straggler.worker: straggler}))
+
+
+def straggler_recovered(state: ClusterState, event: v.StragglerRecovered, _: Envelope) -> ClusterState:
+    """The member is as fast as the others again."""
+    task = state.tasks.get(event.task)
+    if task is None or event.straggler not in task.group.stragglers:
+        return state
+    rest = {name: straggler for name, straggler in task.group.stragglers.items() if name != event.straggler}
+    return with_task(state, _with_stragglers(task, rest))
+
+
+def only_members(task: Task) -> Task:
+    """A worker that has left the task is not its straggler any more."""
+    if not task.group.stragglers:
+        return task
+    members = task.member_names
+    return _with_stragglers(task, {name: one for name, one in task.group.stragglers.items() if name in members})
+
+
+def _with_stragglers(task: Task, stragglers: dict[str, Straggler]) -> Task:
+    return replace(task, group=replace(task.group, stragglers=stragglers))

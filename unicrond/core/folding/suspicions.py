@@ -1,0 +1,64 @@
+"""Suspicions: what the trainers' statistics tell of hangs and of damaged parameters."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope
+from unicrond.core.changes import with_task, worker_known
+from unicrond.core.folding import incidents, strikes
+from unicrond.core.folding.incidents import Fact
+from unicrond.core.hangs import is_stale, judge
+from unicrond.core.state import ClusterState, Task, TaskStatus
+
+
+def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelope) -> ClusterState:
+    """One worker is late; when the members' suspicions agree on a verdict, that is an incident."""
+    known = worker_known(state, event.task, event.worker)
+    if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+        return state
+    task, worker = known
+    newest = event.generation == task.generation and task.is_member(worker.worker)
+    # The group that a planned membership is to follow is at work until its boundary.
+    before = bool(event.told) and event.generation in task.in_use and worker.generation == event.generation
+    if not (newest or before) or is_stale(task, event):
+        return state
+    task = _with_suspicions(task, task.group.suspicions | {worker.worker: event})
+    verdict = judge(task, event.generation)
+    if verdict is None:
+        return with_task(state, task)
+    state = with_task(state, _with_suspicions(task, {}))
+    if verdict.stuck:
+        fact = Fact(
+            kind="collective_timeout",
+            node=worker.node,
+            worker=worker.worker,
+            generations={task.name: event.generation},
+            message=verdict.reason,
+            occurred_us=envelope.observed_at_us,
+            place=f"iteration {event.iteration}, {event.phase}",
+            lost={worker.worker: ""},
+        )
+        return incidents.blame(state, fact)
+    for culprit in verdict.culprits:
+        since_us = max(0, envelope.observed_at_us - culprit.still_us)
+        what = f"hangs in {culprit.phase} of iteration {culprit.iteration}: {verdict.reason}"
+        state = strikes.give_up(state, task.name, task.workers[culprit.worker], "hang", what, since_us)
+    return state
+
+
+def _with_suspicions(task: Task, suspicions: dict[str, v.HangSuspected]) -> Task:
+    return replace(task, group=replace(task.group, suspicions=suspicions))
+
+
+def corruption_suspected(state: ClusterState, event: v.CorruptionSuspected, envelope: Envelope) -> ClusterState:
+    """Parameters that differ from the majority's are more than a suspicion: their worker is evicted."""
+    known = worker_known(state, event.task, event.suspect)
+    if event.sign != "checksum" or known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
+        return state
+    task, worker = known
+    if event.generation != task.generation or not task.is_member(worker.worker):
+        return state
+    what = f"has other parameters than the other replicas before iteration {event.iteration}"
+    return strikes.give_up(state, task.name, worker, "corruption", what, envelope.observed_at_us)

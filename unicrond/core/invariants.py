@@ -1,0 +1,99 @@
+"""What must hold in every state.
+
+Rules
+-----
+* The fold looks at what an event has touched (`newly_broken`) and takes nothing in that would break a rule: an
+  observation is quarantined for it (`admission.py`).
+* The coordinator holds whole states against the rules (`check`): before it appends what it has decided, and after
+  each burst of entries. If one breaks there, our own code is wrong, and saying so with the story, and deciding nothing
+  more, is worth more than going on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+from events import vocabulary as v
+from unicrond.core.state import ClusterState, Node, NodeStatus, Plan, Task, Worker
+
+
+class InvariantError(AssertionError):
+    """The coordinator's own logic is wrong. Carries the sequence number and the broken rule."""
+
+
+def check(state: ClusterState) -> None:
+    """Raises InvariantError if a rule is broken."""
+    story = next((story for story in _all_stories(state) if story), "")
+    if story:
+        raise InvariantError(f"at sequence {state.seq}, term {state.term}: {story}")
+
+
+def newly_broken(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> str:
+    """The story of a rule that `event` has broken, "" where none is; looks at nothing that it did not touch.
+
+    How many workers stand on a node is left to `check`: only decisions change that, and counting takes long.
+    """
+    if after.tasks is not before.tasks:
+        name = getattr(event, "task", "")
+        touched = (name,) if name else tuple(after.tasks)
+        for task, was in [(after.tasks.get(one), before.tasks.get(one)) for one in touched]:
+            if task is None or task is was:
+                continue
+            story = _task_story(task, was) or _strangers(_new_workers(task, was, event), after.nodes)
+            if story:
+                return story
+    if after.plan is not before.plan:
+        return next(_plan_stories(after), "")
+    return ""
+
+
+def _all_stories(state: ClusterState) -> Iterator[str]:
+    seats: list[str] = []
+    for task in state.tasks.values():
+        seats += [worker.node for worker in task.workers.values() if worker.replica >= 0]
+        yield _task_story(task, None)
+    for task in state.tasks.values():
+        yield _strangers(task.workers.values(), state.nodes)
+    for name, count in Counter(seats).items():
+        node = state.nodes[name]
+        if count > node.slots_max and node.status is NodeStatus.UP:
+            yield f"{name}: {count} workers on {node.slots_max} slots"
+    yield from _plan_stories(state)
+
+
+def _task_story(task: Task, was: Task | None) -> str:
+    is_new = task.membership is not None and (was is None or was.membership is not task.membership)
+    if is_new and task.membership and len(task.member_names) != len(task.membership.members):
+        return f"{task.name}: a worker is a member twice"
+    return f"{task.name}: best iteration is behind" if task.progress.iteration > task.progress.best_iteration else ""
+
+
+def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker]:
+    """Those that the event may have put there: the named one, and the last one."""
+    if was is not None and task.workers is was.workers:
+        return []
+    named = task.workers.get(getattr(event, "worker", ""))
+    came = max(1, len(task.workers) - len(was.workers)) if was is not None else len(task.workers)
+    return [*islice(reversed(task.workers.values()), came), *([named] if named else [])]
+
+
+def _strangers(workers: Iterable[Worker], nodes: Mapping[str, Node]) -> str:
+    for worker in workers:
+        if worker.node not in nodes:
+            return f"a worker runs on unknown node {worker.node}"
+    return ""
+
+
+def _plan_stories(state: ClusterState) -> Iterator[str]:
+    for name, count in _planned(state.plan).items():
+        if name not in state.nodes:
+            yield f"plan {state.plan.epoch} uses unknown node {name}"
+        elif count > state.nodes[name].slots_max:
+            yield f"plan {state.plan.epoch} puts {count} workers on {name}"
+
+
+def _planned(plan: Plan) -> Counter[str]:
+    """Workers per node."""
+    return Counter([node for a in plan.assignments.values() for nodes in a.replicas for node in nodes])

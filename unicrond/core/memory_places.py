@@ -1,0 +1,79 @@
+"""Where tasks' states are kept in memory, and which nodes are to hold copies: questions to the state, no decisions.
+
+A task's *peers* are told with its membership, and again when the targets among them change. Targets are the first
+`COPIES` nodes by highest random weight of (task, node), so that they stay the same while nodes come and go around
+them, and the copies of many tasks spread over the cluster. The node that captures the state copies it to the first
+that is not itself. The other peers are nodes that already keep something of it, and can be asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from heapq import nlargest
+
+from events import vocabulary as v
+from unicrond.core.state import ClusterState, Node, NodeStatus, Task
+from unicrond.core.task_parts import KeptState
+
+#: Candidates for copies, in this order. One holds; the others stand in when it is lost, or is the captor itself.
+COPIES = 3
+PEERS_MAX = 8
+
+
+def services(state: ClusterState) -> tuple[v.MemoryService, ...]:
+    """Of the nodes that take and give states now: those that are up and have memory for it."""
+    return tuple([n.memory for n in state.nodes.values() if n.memory is not None and n.status is NodeStatus.UP])
+
+
+def targets(services: Sequence[v.MemoryService], task: str) -> tuple[v.MemoryService, ...]:
+    """The nodes to copy the task's state to, in the order in which they are tried."""
+    return tuple(nlargest(COPIES, services, key=lambda service: _weight(task, service.node)))
+
+
+def peers(state: ClusterState, task: Task, targets: Sequence[v.MemoryService]) -> tuple[v.MemoryService, ...]:
+    """The `targets`, and all others to ask for the state."""
+    keepers = [state.nodes.get(kept.node) for kept in newest_first(task)]
+    known = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
+    # All shards must be within reach, where they are to be put together anew.
+    most = max([PEERS_MAX, *(COPIES + kept.shards for kept in task.copies.kept.values())])
+    return tuple(dict.fromkeys([*targets, *known]))[:most]
+
+
+def peers_are_stale(task: Task, targets: tuple[v.MemoryService, ...]) -> bool:
+    """Nodes have come or gone, and those that hold the task's state would copy it to the wrong place."""
+    return task.copies.peers[: len(targets)] != targets
+
+
+def newest_first(task: Task) -> list[KeptState]:
+    """What is kept of the task in memory, by iteration."""
+    return sorted(task.copies.kept.values(), key=lambda kept: kept.iteration, reverse=True)
+
+
+def nearest(state: ClusterState, task: Task) -> str:
+    """In words: what the task would start from without live state."""
+    layouts: dict[int, dict[int, KeptState]] = {}
+    for kept in newest_first(task):
+        node = state.nodes.get(kept.node)
+        if node is not None and node.status is NodeStatus.UP:
+            layouts.setdefault(kept.shards or task.spec.replica_workers, {}).setdefault(kept.shard, kept)
+    whole = [list(shards.values()) for count, shards in layouts.items() if len(shards) == count]
+    if whole:
+        kept_now = max(whole, key=lambda shards: min(kept.iteration for kept in shards))
+        iteration = min(kept.iteration for kept in kept_now)
+        if iteration >= task.progress.checkpoint_iteration:
+            nodes = dict.fromkeys(kept.node for kept in kept_now)
+            return f"the memory of {' or '.join(nodes)} (iteration {iteration} or later)"
+    if task.progress.checkpoint_iteration:
+        return f"the checkpoint of iteration {task.progress.checkpoint_iteration}, if it is valid"
+    return "the newest checkpoint, or the seed" if task.progress.best_iteration else "the seed"
+
+
+def to_drop(state: ClusterState, task: Task) -> list[Node]:
+    """Nodes that still keep something of a task that has ended, and can hear so."""
+    names = dict.fromkeys(kept.node for kept in task.copies.kept.values())
+    return [node for name in names if (node := state.nodes.get(name)) and node.status is NodeStatus.UP]
+
+
+def _weight(task: str, node: str) -> bytes:
+    return hashlib.blake2b(f"{task}\0{node}".encode(), digest_size=8).digest()

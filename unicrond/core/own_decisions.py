@@ -1,0 +1,102 @@
+"""What becomes of the coordinator's own decisions: tried before they are written, watched until they have worked.
+
+Rules
+-----
+* A decision and the commands behind it are one batch, and commit together (`batches`).
+* A batch is folded into a copy of the state before it is appended. One that the fold would not take (it breaks an
+  invariant, its fold raises, it passes for a repetition) is a bug of ours, and never reaches the log.
+* A batch that is read back has had an effect if one of its decisions, or a command of it, changed more than what is
+  counted, and if the next batch does not ask for the same again. IDLE_MAX batches without effect, one after the
+  other, and nothing more is appended: `decide` and the fold do not understand each other, and only fill the log.
+* Each check says why (`Stopped`); the coordinator decides nothing more, and training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from events.log import MAX_BATCH
+from events.prose import summary
+from unicrond.core import fold as folding
+from unicrond.core.invariants import InvariantError, check
+from unicrond.core.state import ClusterState
+
+#: So many batches without effect, one after the other, stop the appending.
+IDLE_MAX = 20
+_SUBSTANCE = ("nodes", "tasks", "incidents", "closed", "plan", "injections", "worker_mtbf_us", "term")
+
+
+class Stopped(Exception):
+    """Nothing more may be decided; why, in one line."""
+
+
+def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
+    """Raises Stopped unless `state` takes all of these, and is sound then."""
+    for envelope in envelopes:
+        after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
+        told = f"{type(envelope.event).__name__} ({summary(envelope.event)})"
+        if after.quarantined > state.quarantined:
+            raise Stopped(f"a decision does not fit the state: {told}: {after.refused[-1].reason}")
+        if after.duplicates > state.duplicates or after.inert > state.inert:
+            raise Stopped(f"a decision looks like a repetition: {told}")
+        state = after
+    try:
+        check(state)
+    except InvariantError as error:
+        raise Stopped(f"decisions do not fit the state: {error}") from None
+
+
+def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
+    """The events in batches that can be written atomically, a decision together with the commands behind it.
+
+    Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn. Should the
+    coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those that
+    replace them take the nearest state.
+    """
+    batch: list[v.AnyEvent] = []
+    group: list[v.AnyEvent] = []
+    for event in events:
+        if group and (not isinstance(event, v.Command) or len(group) == MAX_BATCH):
+            if len(batch) + len(group) > MAX_BATCH:
+                yield batch
+                batch = []
+            batch, group = batch + group, []
+        group.append(event)
+    if len(batch) + len(group) > MAX_BATCH:
+        yield batch
+        batch = []
+    if batch or group:
+        yield batch + group
+
+
+class Breaker:
+    """Counts batches without effect."""
+
+    def __init__(self, idle_max: int = IDLE_MAX) -> None:
+        self._idle_max = idle_max
+        self._last: list[v.AnyEvent] = []
+        self._had_effect = True
+        self._idle = 0
+
+    def folded(self, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> None:
+        """An own event was read back."""
+        # Of a command, the count of the node's commands is not an effect.
+        parts = ("tasks", "injections") if isinstance(event, v.Command) else _SUBSTANCE
+        if any(getattr(before, part) is not getattr(after, part) for part in parts):
+            self._had_effect = True
+
+    def about_to_append(self, events: Sequence[v.AnyEvent]) -> None:
+        """The batch before has been read back, and these are next. Raises Stopped."""
+        said = [_unnumbered(event) for event in events]
+        self._idle = self._idle + 1 if not self._had_effect or said == self._last else 0
+        if self._idle >= self._idle_max:
+            raise Stopped(f"{self._idle} batches of decisions had no effect, the last: {summary(events[0])}")
+        self._last, self._had_effect = said, False
+
+
+def _unnumbered(event: v.AnyEvent) -> v.AnyEvent:
+    return replace(event, command_id="") if isinstance(event, v.Command) else event

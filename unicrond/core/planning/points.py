@@ -1,0 +1,270 @@
+"""The problem as flat arrays: what the kernels work on.
+
+A task's choices are points (workers, in grains) with integer values held in float64, all tasks one after
+the other: task i owns `workers[starts[i]:starts[i + 1]]`, rising. Every function here is a pure function
+of its arguments; equal problems give equal bits.
+
+The grain is the greatest common divisor of the tasks' units: a cluster whose tasks all come in multiples
+of 8 is solved on rows that are 8 times shorter, without any loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import frexp, fsum, gcd
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unicrond.core.planning import kernel
+from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
+
+T = TypeVar("T")
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+#: No cap: more than any cluster has.
+UNCAPPED = 2**62
+
+# How a task takes part.
+HEALTHY, FAULTY, ABSENT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Tasks as arrays, before any number of workers is fixed. Index = the task's place in the canonical order."""
+
+    names: tuple[str, ...]
+    workers: Ints  # the points of the curves that may be useful, one curve after the other
+    flops: Floats
+    starts: Ints
+    weight: Floats
+    minimum: Ints
+    cap: Ints
+    unit: Ints
+    present: Ints  # x, before the event
+    present_flops: Floats  # T(t, x), whether useful or not
+    floors: list[int]  # the fewest workers that meet the floor, 0 = none
+    staying: list[float]  # F(t, x) * (D_transition + D_churn)
+    grain: int
+
+    @cached_property
+    def kernel_part(self) -> tuple[Ints, Floats]:
+        """Floors and staying, as the kernel takes them."""
+        return np.array(self.floors, dtype=np.int64), np.array(self.staying, dtype=np.float64)
+
+    @cached_property
+    def floors_total(self) -> int:
+        """Workers that meet all floors."""
+        return sum(self.floors)
+
+    @cached_property
+    def staying_total(self) -> float:
+        """What staying is worth to all."""
+        return fsum(self.staying)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Per task, at some n' and D_running: the highest gain, the gain at 0 workers, the steepest rise from there."""
+
+    workers: int
+    highest: list[float]
+    at_zero: list[float]
+    steepest: list[float]
+
+    @cached_property
+    def totals(self) -> tuple[float, float, float]:
+        """The sums of the first two, the largest of the last."""
+        return fsum(self.highest), fsum(self.at_zero), max(self.steepest, default=0.0)
+
+
+class Scale(NamedTuple):
+    """How gains become integers: times 2**-exponent; `floor_bonus` for a met floor, 0 = floors are hard."""
+
+    exponent: int
+    floor_bonus: float
+
+    def resolution(self, tasks: int) -> float:
+        """A plan of that many tasks is at most this far below the true optimum, in the unit of the objective.
+
+        Half a quantum per task for the best plan and for ours, and the roundings of the gains themselves,
+        a few 2**-53 of a total that is below 2**52 quanta.
+        """
+        return 2.0**self.exponent * (tasks + 4)
+
+
+@dataclass(frozen=True)
+class Points:
+    """The useful choices of all tasks. `stay`: the present point in grains, -1 where it is impossible."""
+
+    workers: Ints
+    values: Floats
+    starts: Ints
+    stay: Ints
+
+    def leading(self, other: Points) -> int:
+        """How many tasks from the first on have the same choices in both."""
+        count = min(len(self.stay), len(other.stay))
+        same = min(_alike(self.stay, other.stay), _alike(self.starts[1:], other.starts[1:]))
+        points = min(_alike(self.workers, other.workers), _alike(self.values, other.values))
+        return min(count, same, int(np.searchsorted(self.starts[1:], points, side="right")))
+
+    def trailing(self, other: Points) -> int:
+        """How many tasks from the last back have the same choices in both."""
+        return self._reversed().leading(other._reversed())
+
+    def _reversed(self) -> Points:
+        return Points(self.workers[::-1], self.values[::-1], self.starts[-1] - self.starts[::-1], self.stay[::-1])
+
+
+def _alike(mine: NDArray[np.generic], theirs: NDArray[np.generic]) -> int:
+    """Length of the common beginning."""
+    common = min(len(mine), len(theirs))
+    differ = mine[:common] != theirs[:common]
+    return int(np.argmax(differ)) if differ.any() else common
+
+
+def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -> Outline:
+    """Flatten the tasks; `d_transition` holds where a task has none of its own."""
+    curves = [_worth_a_look(task.curve, task.min_workers, task.unit, task.floor_point) for task in tasks]
+    starts = np.zeros(len(tasks) + 1, dtype=np.int64)
+    np.cumsum([len(workers) for workers, _ in curves], out=starts[1:])
+    staying, present_flops = [], []
+    for task in tasks:
+        present_flops.append(float(task.curve(task.workers)) if task.workers >= task.min_workers else 0.0)
+        achieved = present_flops[-1] * float(task.weight)
+        own = d_transition if task.d_transition_us is None else float(task.d_transition_us)
+        staying.append(achieved * (own + d_churn))
+    return Outline(
+        names=tuple(task.name for task in tasks),
+        workers=np.concatenate([np.zeros(0, dtype=np.int64), *(workers for workers, _ in curves)]),
+        flops=np.concatenate([np.zeros(0), *(flops for _, flops in curves)]),
+        starts=starts,
+        weight=np.array([float(task.weight) for task in tasks], dtype=np.float64),
+        minimum=np.array([task.min_workers for task in tasks], dtype=np.int64),
+        cap=np.array([UNCAPPED if t.max_workers is None else t.max_workers for t in tasks], dtype=np.int64),
+        unit=np.array([task.unit for task in tasks], dtype=np.int64),
+        present=np.array([task.workers for task in tasks], dtype=np.int64),
+        present_flops=np.array(present_flops, dtype=np.float64),
+        floors=[task.floor_point for task in tasks],
+        staying=staying,
+        grain=gcd(*(task.unit for task in tasks)) or 1,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _worth_a_look(curve: Curve, minimum: int, unit: int, floor: int) -> tuple[Ints, Floats]:
+    """The legal points that are not dominated by fewer workers, or by fewer that still meet the floor."""
+    legal = (curve.workers >= minimum) & (curve.workers % unit == 0)
+    workers, flops = curve.workers[legal], curve.flops[legal]
+    behind = int(np.searchsorted(workers, floor))
+    good = np.concatenate([_rises(flops[:behind]), _rises(flops[behind:])])
+    return workers[good], flops[good]
+
+
+def _rises(flops: Floats) -> NDArray[np.bool_]:
+    """Where a number is larger than all before it."""
+    before = np.concatenate([[-np.inf], np.maximum.accumulate(flops)])[: len(flops)]
+    rises: NDArray[np.bool_] = flops > before
+    return rises
+
+
+def outline_of(problem: Problem) -> Outline:
+    """The outline of a whole problem."""
+    return outline(problem.tasks, float(problem.d_transition_us), float(problem.churn_us))
+
+
+def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
+    """What each task can gain on at most `workers` workers."""
+    with np.errstate(over="ignore", invalid="ignore"):  # `scale` refuses what overflows
+        parts = kernel.active().bounds(
+            tasks.workers, tasks.flops, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
+        )
+        return Bounds(workers, *((part * d_running).tolist() for part in parts))
+
+
+def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
+    """The scale for all tasks but those `gone` (indices). It does not depend on which are faulty.
+
+    With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
+    Raises ProblemError if the gains are beyond float64.
+    """
+    all_met = tasks.floors_total - sum([tasks.floors[i] for i in gone]) <= limits.workers
+    bits = 52 if all_met else 51 - _floors_met(without(tasks.floors, gone), limits.workers).bit_length()
+    below = _exponent_nearly(tasks, limits, gone)
+    if below is None:
+        below = _exponent(tasks, limits, gone)
+    return Scale(max(below - bits, -900), 0.0 if all_met else 2.0 ** (bits + 1))
+
+
+def _exponent(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int:
+    """The power of two that all gains together stay below; sums are rounded once, in no order."""
+    at_most, flat = fsum(without(limits.highest, gone)), fsum(without(limits.at_zero, gone))
+    slope = max(without(limits.steepest, gone), default=0.0)
+    bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.staying, gone))
+    if not bound < 2.0**900:
+        raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
+    return frexp(bound)[1] if bound > 0 else -(2**20)
+
+
+def _exponent_nearly(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int | None:
+    """The same from the totals, for a table asks this for every task that may end; None where that is too near."""
+    at_most, flat, slope = limits.totals
+    if any(limits.steepest[i] == slope for i in gone):
+        slope = max(without(limits.steepest, gone), default=0.0)
+    error = (at_most + flat + slope * limits.workers + tasks.staying_total) * 2.0**-40
+    for i in gone:
+        at_most, flat = at_most - limits.highest[i], flat - limits.at_zero[i]
+    bound = min(at_most, flat + slope * limits.workers) + tasks.staying_total - sum([tasks.staying[i] for i in gone])
+    low, high = bound - error, bound + error
+    if not 0 < low <= high < 2.0**900 or frexp(low)[1] != frexp(high)[1]:
+        return None
+    return frexp(low)[1]
+
+
+def _floors_met(floors: Sequence[int], workers: int) -> int:
+    """How many floors can be met at once: the smallest ones."""
+    met, left = 0, workers
+    for floor in sorted(floor for floor in floors if floor):
+        if floor > left:
+            break
+        met, left = met + 1, left - floor
+    return met
+
+
+def without(values: Sequence[T], gone: Sequence[int]) -> Sequence[T]:
+    """The values but those at the indices `gone`."""
+    if not gone:
+        return values
+    kept = list(values)
+    for index in sorted(gone, reverse=True):
+        del kept[index]
+    return kept
+
+
+def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scale) -> Points:
+    """Every task's useful points at n' = `workers`; `forms`: HEALTHY, FAULTY or ABSENT per task."""
+    return Points(
+        *kernel.active().useful(
+            tasks.workers,
+            tasks.flops,
+            tasks.starts,
+            tasks.weight,
+            tasks.minimum,
+            tasks.cap,
+            tasks.unit,
+            tasks.present,
+            tasks.present_flops,
+            *tasks.kernel_part,
+            forms,
+            workers,
+            d_running,
+            2.0**-by.exponent,
+            by.floor_bonus,
+            tasks.grain,
+        )
+    )

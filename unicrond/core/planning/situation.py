@@ -1,0 +1,172 @@
+"""The situation before an event, every event that may come next, and the problem that each one poses.
+
+This is the one place that says what an event does to the problem. The table answers the problems stated
+here, the coordinator asks them, the tests solve them afresh: all three mean the same by construction.
+
+Rules
+-----
+* n' = the slots of the nodes that are left. D_running = the mean time between failures of one worker / n'.
+* *Worker lost*: one slot less, its task is faulty. *Node lost*: all its slots less, every task with a
+  worker there is faulty (none on an idle node). *Node joined*: more slots. *Task finished*: the task is
+  gone. *Task launched*: the next queued task is there, with no workers yet.
+* Tasks stand in one order throughout (the coordinator's: as they were submitted), the queued one last: that
+  order decides ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from unicrond.core.planning.problem import Number, Problem, ProblemError, TaskProblem
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """A slot dies under one worker of the task."""
+
+    task: str
+
+
+class NodeLost(msgspec.Struct, frozen=True):
+    """A node dies with all its slots."""
+
+    node: str
+
+
+class NodeJoined(msgspec.Struct, frozen=True):
+    """A node with that many slots comes (again)."""
+
+    slots: int
+
+
+class TaskFinished(msgspec.Struct, frozen=True):
+    """A task needs its workers no longer."""
+
+    task: str
+
+
+class TaskLaunched(msgspec.Struct, frozen=True):
+    """A queued task is to run."""
+
+    task: str
+
+
+NextEvent: TypeAlias = WorkerLost | NodeLost | NodeJoined | TaskFinished | TaskLaunched
+
+
+class Change(NamedTuple):
+    """What an event changes: n' after it, and tasks by name. At most one of the three is not empty."""
+
+    workers: int
+    faulty: frozenset[str] = frozenset()
+    finished: str = ""
+    launched: str = ""
+
+
+@dataclass(frozen=True)
+class NodeLoad:
+    """A node that may carry workers, and the tasks that have a worker on it."""
+
+    name: str
+    slots: int
+    tasks: frozenset[str] = frozenset()
+
+    @property
+    def load(self) -> tuple[int, frozenset[str]]:
+        """All that its loss would change."""
+        return self.slots, self.tasks
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The present shares. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
+
+    `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
+    Raises ProblemError for tasks that are faulty, stand there twice, or are on a node without running.
+    """
+
+    nodes: tuple[NodeLoad, ...]
+    tasks: tuple[TaskProblem, ...]
+    mtbf_us: int
+    d_transition_us: Number
+    churn_us: Number = 0
+    queued: TaskProblem | None = None
+    join_slots: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.lineup]
+        if len(set(names)) != len(names):
+            raise ProblemError("tasks: a name appears twice; give each task its own name")
+        if any(task.faulty for task in self.lineup):
+            raise ProblemError("tasks: one is faulty; a situation describes the time before the fault")
+        for node in self.nodes:
+            if strangers := node.tasks - self._running.keys():
+                raise ProblemError(f"nodes: {node.name} carries {min(strangers)}, which is not a running task")
+
+    @cached_property
+    def workers(self) -> int:
+        """All slots."""
+        return sum(node.slots for node in self.nodes)
+
+    @cached_property
+    def lineup(self) -> tuple[TaskProblem, ...]:
+        """Running tasks, then the queued one, in canonical order."""
+        return (*self.tasks, self.queued) if self.queued else self.tasks
+
+    @cached_property
+    def load_of(self) -> dict[str, NodeLoad]:
+        """The nodes by name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _running(self) -> dict[str, str]:
+        """The names of the running tasks, to look up: a KeyError names the one that is not there."""
+        return {task.name: task.name for task in self.tasks}
+
+    def expected(self, *, distinct: bool = False) -> Iterator[NextEvent]:
+        """Every event that may come next; `distinct`: of nodes with the same load, one alone."""
+        for task in self.tasks:
+            if task.workers and self.workers:
+                yield WorkerLost(task.name)
+        for name in {(n.slots, n.tasks): n.name for n in self.nodes}.values() if distinct else self.load_of:
+            yield NodeLost(name)
+        for slots in sorted(set(self.join_slots)):
+            yield NodeJoined(slots)
+        for task in self.tasks:
+            yield TaskFinished(task.name)
+        if self.queued:
+            yield TaskLaunched(self.queued.name)
+
+    def change(self, event: NextEvent) -> Change:
+        """What the event changes. Raises KeyError for a node or task that is not there."""
+        match event:
+            case WorkerLost(task):
+                return Change(self.workers - 1, faulty=frozenset({self._running[task]}))
+            case NodeLost(node):
+                return Change(self.workers - self.load_of[node].slots, faulty=self.load_of[node].tasks)
+            case NodeJoined(slots):
+                return Change(self.workers + slots)
+            case TaskFinished(task):
+                return Change(self.workers, finished=self._running[task])
+            case TaskLaunched(task):
+                if self.queued is None or self.queued.name != task:
+                    raise KeyError(task)
+                return Change(self.workers, launched=task)
+
+    def d_running_us(self, workers: int) -> int:
+        """Expected time to the next failure among that many workers."""
+        return self.mtbf_us // max(workers, 1)
+
+    def after(self, event: NextEvent) -> Problem:
+        """The problem that the event poses. Raises KeyError for a node or task that is not there."""
+        workers, faulty, finished, launched = self.change(event)
+        tasks = self.lineup if launched else self.tasks
+        if finished:
+            tasks = tuple(task for task in tasks if task.name != finished)
+        elif faulty:
+            tasks = tuple(replace(task, faulty=True) if task.name in faulty else task for task in tasks)
+        return Problem(workers, self.d_running_us(workers), self.d_transition_us, tasks, self.churn_us)

@@ -1,0 +1,344 @@
+"""The one-step table: the plan for every event that may come next, computed before it comes.
+
+The theory
+----------
+All scenarios at one n' differ from the resting problem in a few tasks: one is faulty, one is gone, the
+queued one is there. With prefix rows P and suffix rows S of the resting problem, a scenario that changes
+the tasks a..b costs b - a + 1 max-plus products and one merge:
+
+    best = max_u C(u) + S_{b+1}(n' - u),    C = P_a (+) changed choices of a..b
+
+so the whole table costs a few passes of the dynamic programme, not one per scenario. Scenarios can share
+rows if they agree on n', D_running and the scale of the integers; a *sweep* is the pair of row sets for
+one such key. A node loss or join changes D_running and so every row of its sweep. Events at the same n'
+leave the rows before the first and behind the last changed task as they are: those are reused, and counted.
+
+Rules
+-----
+* An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
+* A `Table` is immutable and holds plans, no rows. The rows belong to the `Planner`, which is used from one
+  thread at a time; a mere look-up needs no planner and no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unicrond.core.planning import kernel
+from unicrond.core.planning.points import (
+    ABSENT,
+    FAULTY,
+    HEALTHY,
+    Bounds,
+    Outline,
+    Points,
+    Scale,
+    bounds,
+    outline,
+    scale,
+    useful,
+)
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.situation import NextEvent, NodeLost, Situation
+from unicrond.core.planning.solver import Solution, solve
+
+#: How a plan came about: looked up, solved on rows that were there, solved from nothing.
+Way: TypeAlias = Literal["table", "incremental", "fresh"]
+
+# Forms of a task in a scenario, as `kernel.answer` has them.
+_AT_REST, _OTHER = 0, 1
+
+#: What a node carries: its slots and the tasks on it. Many nodes carry the same and share an entry.
+_Load: TypeAlias = tuple[int, frozenset[str]]
+#: What an event changes: n' after it, the tasks that are not there, the faulty ones (places in the lineup).
+_Change: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What it took to build a table, in rows of the dynamic programme."""
+
+    rows_computed: int = 0
+    rows_reused: int = 0
+    scenarios: int = 0
+    sweeps: int = 0
+
+
+class _Key(NamedTuple):
+    """What scenarios must agree on to share rows."""
+
+    workers: int
+    d_running_us: int
+    scale: Scale
+
+
+#: The tasks `first`, `first + 1`, ... take these forms instead of standing at rest; the row of the table that asks. A
+#: plain tuple that begins with a number: hundreds are sorted for every table, and these are sorted four times as fast.
+_Scenario: TypeAlias = tuple[int, tuple[int, ...], int]
+
+
+@dataclass
+class _Sweep:
+    """Rows of the resting problem. Valid: prefixes[:prefix_valid], suffixes[suffix_valid:]."""
+
+    points: Points
+    prefixes: NDArray[np.float64]  # (tasks + 1, size + 1)
+    suffixes: NDArray[np.float64]
+    prefix_valid: int
+    suffix_valid: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Plans for all expected events. Immutable; a look-up computes nothing."""
+
+    situation: Situation
+    effort: Effort
+    _plans: NDArray[np.int64] = field(repr=False)
+    _row_of: Mapping[NextEvent | _Load, int] = field(repr=False)  # node losses by load
+    _row_of_change: Mapping[_Change, int] = field(repr=False)
+    _resolutions: tuple[float, ...] = field(repr=False)
+    _events: tuple[NextEvent, ...] = field(repr=False)  # one per row
+
+    def look_up(self, event: NextEvent) -> tuple[int, ...] | None:
+        """Workers per task of `situation.lineup` (0 for tasks not there); None if the event has no entry."""
+        row = self._row(event)
+        return None if row is None else tuple(self._plans[row].tolist())
+
+    def solution(self, event: NextEvent) -> Solution | None:
+        """The entry with its problem, objective and reason; None if there is none."""
+        row = self._row(event)
+        return None if row is None else self._solution(row, self.situation.after(event))
+
+    def _row(self, event: NextEvent) -> int | None:
+        if isinstance(event, NodeLost):
+            node = self.situation.load_of.get(event.node)
+            return None if node is None else self._row_of[node.load]
+        return self._row_of.get(event)
+
+    def answer(self, problem: Problem) -> Solution | None:
+        """The entry for exactly this problem; None if the table does not hold it."""
+        row = self._row_of_change.get(_change(self.situation, problem))
+        if row is None or self.situation.after(self._events[row]) != problem:
+            return None
+        return self._solution(row, problem)
+
+    def _solution(self, row: int, problem: Problem) -> Solution:
+        there = {task.name for task in problem.tasks}
+        counts = zip(self.situation.lineup, self._plans[row].tolist(), strict=True)
+        plan = tuple(count for task, count in counts if task.name in there)
+        return Solution(problem, plan, self._resolutions[row])
+
+
+def _change(situation: Situation, problem: Problem) -> _Change:
+    asked = {task.name: task.faulty for task in problem.tasks}
+    gone = tuple(i for i, task in enumerate(situation.lineup) if task.name not in asked)
+    faulty = tuple(i for i, task in enumerate(situation.lineup) if asked.get(task.name))
+    return problem.workers, gone, faulty
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan and how it came about. `rows_reused`: rows of the dynamic programme that stood already."""
+
+    solution: Solution
+    way: Way
+    rows_reused: int = 0
+
+
+class Planner:
+    """Keeps the rows from one table to the next. Not to be used from two threads at once."""
+
+    def __init__(self) -> None:
+        self._sweeps: dict[_Key, _Sweep] = {}
+        self.table: Table | None = None
+
+    @property
+    def rows_bytes(self) -> int:
+        """Memory of the rows, bytes."""
+        return sum(sweep.prefixes.nbytes + sweep.suffixes.nbytes for sweep in self._sweeps.values())
+
+    def refresh(self, situation: Situation) -> Table:
+        """Build the table for the situation and keep it: to be done after every event, off the event loop."""
+        self.table = None
+        build = _Build(situation, self._sweeps)
+        table = build.table()
+        self._sweeps = build.sweeps
+        self.table = table
+        return table
+
+    def answer(self, problem: Problem) -> Answer:
+        """The canonical plan, the quickest way there is. The way never changes the plan."""
+        if self.table is not None and (known := self.table.answer(problem)) is not None:
+            return Answer(known, "table", self.table.effort.rows_reused)
+        if (near := self._on_rows(problem)) is not None:
+            return near
+        return Answer(solve(problem), "fresh")
+
+    def _on_rows(self, problem: Problem) -> Answer | None:
+        """Solve on the rows that stand, if the problem differs from a resting one in the middle only."""
+        if self.table is None or not problem.tasks:
+            return None
+        lineup = self.table.situation.lineup
+        place = {task.name: index for index, task in enumerate(lineup)}
+        places = [place.get(task.name, -1) for task in problem.tasks]
+        if places != sorted(set(places)) or places[0] < 0:
+            return None
+        tasks = {task.name: task for task in problem.tasks}
+        here = [tasks.get(task.name, task) for task in lineup]
+        forms = np.array([int(t.faulty) if t.name in tasks else ABSENT for t in here], dtype=np.int64)
+        gone = tuple(i for i, task in enumerate(here) if task.name not in tasks)
+        flat = outline(here, float(problem.d_transition_us), float(problem.churn_us))
+        d_running = float(problem.d_running_us)
+        by = scale(flat, bounds(flat, problem.workers, d_running), gone)
+        for key, sweep in self._sweeps.items():
+            if (key.workers, float(key.d_running_us), key.scale) != (problem.workers, d_running, by):
+                continue
+            if sweep.prefixes.shape[1] != problem.workers // flat.grain + 1:
+                continue
+            asked = useful(flat, forms, problem.workers, d_running, by)
+            first, behind = asked.leading(sweep.points), asked.trailing(sweep.points)
+            first = min(first, len(here) - 1)
+            last = max(len(here) - behind, first + 1)
+            if first >= sweep.prefix_valid or last < sweep.suffix_valid:
+                continue
+            plan = (_answers(sweep, asked, [(first, (_OTHER,) * (last - first), 0)])[0] * flat.grain).tolist()
+            solution = Solution(problem, tuple(plan[i] for i in places), by.resolution(len(places)))
+            return Answer(solution, "incremental", first + len(here) - last)
+        return None
+
+
+class _Build:
+    """One building of a table: groups the scenarios by what they can share, then sweeps group by group."""
+
+    def __init__(self, situation: Situation, old: Mapping[_Key, _Sweep]) -> None:
+        self.situation = situation
+        self.old = old
+        self.sweeps: dict[_Key, _Sweep] = {}
+        self.flat: Outline = outline(situation.lineup, float(situation.d_transition_us), float(situation.churn_us))
+        self.index = {name: i for i, name in enumerate(self.flat.names)}
+        waiting = situation.queued
+        self.waiting: tuple[int, ...] = (self.index[waiting.name],) if waiting else ()
+        self.at_rest = np.full(len(self.index), HEALTHY, dtype=np.int64)
+        self.other = np.full(len(self.index), FAULTY, dtype=np.int64)
+        for i in self.waiting:
+            self.at_rest[i], self.other[i] = ABSENT, HEALTHY
+        self.still: tuple[int, ...] = (_AT_REST,)
+        self.computed = self.reused = 0
+        self.limits: dict[int, Bounds] = {}
+        self.keys: dict[tuple[int, tuple[int, ...]], _Key] = {}
+        self.row_of_change: dict[_Change, int] = {}
+        self.events: list[NextEvent] = []
+        self.resolutions: list[float] = []
+        self.scenarios: dict[_Key, list[_Scenario]] = {}
+
+    def table(self) -> Table:
+        row_of: dict[NextEvent | _Load, int] = {}
+        load_of = self.situation.load_of
+        for event in self.situation.expected(distinct=True):
+            known_by = load_of[event.node].load if isinstance(event, NodeLost) else event
+            row_of[known_by] = self._enlist(event)
+        plans = np.zeros((len(self.events), len(self.index)), dtype=np.int64)
+        if len(self.index):
+            for key, scenarios in self.scenarios.items():
+                scenarios.sort()  # those that begin alike stand together and share the work
+                plans[[row for _, _, row in scenarios]] = self._solve(key, scenarios)
+            plans *= self.flat.grain
+        effort = Effort(self.computed, self.reused, len(self.events), len(self.scenarios))
+        resolutions, events = tuple(self.resolutions), tuple(self.events)
+        return Table(self.situation, effort, plans, row_of, self.row_of_change, resolutions, events)
+
+    def _enlist(self, event: NextEvent) -> int:
+        """Put the event's scenario where it shares rows; its row in the table."""
+        workers, hit, finished, launched = self.situation.change(event)
+        faulty: tuple[int, ...] = ()
+        gone, first, forms = self.waiting, 0, self.still
+        if hit:
+            faulty = tuple(sorted([self.index[name] for name in hit]))
+            first, behind = faulty[0], faulty[-1] + 1
+            forms = (_OTHER,) * len(faulty)
+            if behind - first > len(faulty):
+                forms = tuple([_OTHER if i in faulty else _AT_REST for i in range(first, behind)])
+        elif finished:
+            first, forms = self.index[finished], (ABSENT,)
+            gone = (first, *self.waiting)
+        elif launched:
+            first, forms, gone = self.index[launched], (_OTHER,), ()
+        row = self.row_of_change.setdefault((workers, gone, faulty), len(self.events))
+        if row == len(self.events):
+            self.events.append(event)
+            key = self._key(workers, gone)
+            self.resolutions.append(key.scale.resolution(len(self.index) - len(gone)))
+            self.scenarios.setdefault(key, []).append((first, forms, row))
+        return row
+
+    def _key(self, workers: int, gone: tuple[int, ...]) -> _Key:
+        key = self.keys.get((workers, gone))
+        if key is None:
+            d_running = self.situation.d_running_us(workers)
+            if workers not in self.limits:
+                self.limits[workers] = bounds(self.flat, workers, float(d_running))
+            key = self.keys[workers, gone] = _Key(workers, d_running, scale(self.flat, self.limits[workers], gone))
+        return key
+
+    def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
+        points = useful(self.flat, self.at_rest, key.workers, float(key.d_running_us), key.scale)
+        if any(_OTHER in forms for _, forms, _ in scenarios):
+            other = useful(self.flat, self.other, key.workers, float(key.d_running_us), key.scale)
+        else:
+            other = points
+        first = max([first for first, _, _ in scenarios])
+        last = min([first + len(forms) for first, forms, _ in scenarios])
+        sweep = self.sweeps[key] = self._sweep(key, points, first + 1, last)
+        return _answers(sweep, other, scenarios)
+
+    def _sweep(self, key: _Key, points: Points, prefix_rows: int, suffix_from: int) -> _Sweep:
+        """Rows for the points: prefixes[:prefix_rows] and suffixes[suffix_from:], as many as possible from before."""
+        tasks, size = len(points.stay), key.workers // self.flat.grain
+        prefixes, suffixes = np.empty((tasks + 1, size + 1)), np.empty((tasks + 1, size + 1))
+        prefixes[0], prefixes[0, 0], suffixes[tasks] = -np.inf, 0.0, 0.0
+        leading = trailing = 0
+        old = self.old.get(key)
+        if old is not None and old.prefixes.shape[1] == size + 1:
+            leading = min(points.leading(old.points), old.prefix_valid - 1)
+            trailing = min(points.trailing(old.points), len(old.suffixes) - 1 - old.suffix_valid)
+            prefixes[1 : leading + 1] = old.prefixes[1 : leading + 1]
+            suffixes[tasks - trailing : tasks] = old.suffixes[len(old.suffixes) - 1 - trailing : -1]
+        prefix_rows, suffix_from = max(prefix_rows, leading + 1), min(suffix_from, tasks - trailing)
+        compute, workers, values = kernel.active(), points.workers, points.values
+        compute.prefix(workers, values, points.starts[:prefix_rows], prefixes, leading)
+        known = tasks - trailing - suffix_from
+        compute.suffix(workers, values, points.starts[suffix_from:], suffixes[suffix_from:], known)
+        self.reused += leading + trailing
+        self.computed += prefix_rows - 1 - leading + tasks - trailing - suffix_from
+        return _Sweep(points, prefixes, suffixes, prefix_rows, suffix_from)
+
+
+def _answers(sweep: _Sweep, other: Points, scenarios: Sequence[_Scenario]) -> NDArray[np.int64]:
+    """Grains per scenario and task."""
+    points = sweep.points
+    plans = np.zeros((len(scenarios), len(points.stay)), dtype=np.int64)
+    starts = np.zeros(len(scenarios) + 1, dtype=np.int64)
+    np.cumsum([len(forms) for _, forms, _ in scenarios], out=starts[1:])
+    kernel.active().answer(
+        points.workers,
+        points.values,
+        points.starts,
+        points.stay,
+        sweep.prefixes,
+        sweep.suffixes,
+        other.workers,
+        other.values,
+        other.starts,
+        other.stay,
+        np.array([first for first, _, _ in scenarios], dtype=np.int64),
+        starts,
+        np.array([form for _, forms, _ in scenarios for form in forms], dtype=np.int64),
+        plans,
+    )
+    return plans

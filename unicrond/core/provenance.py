@@ -1,0 +1,37 @@
+"""How a plan was come by, written onto the decision that adopts it.
+
+`decide` says which plan; whether it was looked up or solved, and how long that took, is the shell's own
+knowledge. It is in the log for people; a repeated decision is compared the decision without it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from events.vocabulary import AnyEvent, PlanAdopted, PlanWay
+from unicrond.core.planning.solver import Solution
+
+E = TypeVar("E", bound=AnyEvent)
+
+
+class Answered(NamedTuple):
+    """A plan problem's answer. `took_us`: from the question to the answer. `rows_reused`: of the solver's rows."""
+
+    solution: Solution
+    way: PlanWay = "fresh"
+    took_us: int = 0
+    rows_reused: int = 0
+
+
+def stamped(event: E, answered: Answered) -> E:
+    """The event; a plan with how it was come by."""
+    if isinstance(event, PlanAdopted):
+        return replace(event, way=answered.way, took_us=answered.took_us, rows_reused=answered.rows_reused)
+    return event
+
+
+def bare(event: E) -> E:
+    """The event as `decide` gives it."""
+    return replace(event, way="fresh", took_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event

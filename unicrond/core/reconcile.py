@@ -1,0 +1,121 @@
+"""What a task has against what the plan gives it: pure arithmetic on replicas, used by `decide`.
+
+A replica is tp * pp workers; it lives or falls as a whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from events.vocabulary import Member, TaskAssignment
+from unicrond.core.state import ClusterState, Node, Task, Worker, WorkerStatus
+
+Nodes = tuple[str, ...]
+
+
+class Staffing(msgspec.Struct, frozen=True):
+    """`kept` and `surplus`: whole replicas, by replica number, workers in shard order.
+
+    `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes.
+    `settled`: the group is whole, is what the plan wants, and no other worker is there: nothing to do, unless it
+    breaks.
+    """
+
+    kept: dict[int, tuple[Worker, ...]]
+    surplus: dict[int, tuple[Worker, ...]]
+    broken: dict[int, tuple[Worker, ...]]
+    missing: tuple[Nodes, ...]
+    settled: bool
+
+    @property
+    def starting(self) -> bool:
+        """A kept replica is not ready yet."""
+        return any(w.status is WorkerStatus.STARTING for workers in self.kept.values() for w in workers)
+
+
+def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
+    """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
+    able = [worker for worker in task.workers.values() if worker.can_train]
+    replicas: dict[int, list[Worker]] = {}
+    for worker in sorted(able, key=_seat):
+        replicas.setdefault(worker.replica, []).append(worker)
+    size = task.spec.replica_workers
+    whole = {number: tuple(workers) for number, workers in replicas.items() if len(workers) == size}
+    broken = {number: tuple(workers) for number, workers in replicas.items() if len(workers) != size}
+
+    wanted = Counter(assignment.replicas if assignment else ())
+    kept: dict[int, tuple[Worker, ...]] = {}
+    surplus: dict[int, tuple[Worker, ...]] = {}
+    members = task.member_names
+    in_group = [number for number, workers in whole.items() if workers[0].worker in members]
+    for number in in_group + [number for number, workers in whole.items() if workers[0].worker not in members]:
+        nodes = tuple([worker.node for worker in whole[number]])
+        if wanted.get(nodes, 0) > 0:
+            wanted[nodes] -= 1
+            kept[number] = whole[number]
+        else:
+            surplus[number] = whole[number]
+    missing = tuple(sorted(wanted.elements()))
+    settled = not (missing or surplus or broken) and members == task.workers.keys() and _all_in(task)
+    return Staffing(kept, surplus, broken, missing, settled)
+
+
+def _seat(worker: Worker) -> tuple[int, int]:
+    return worker.replica, worker.shard
+
+
+def _all_in(task: Task) -> bool:
+    """All workers that there are stand in the group of the newest generation."""
+    generation = task.generation
+    return all(w.status is WorkerStatus.MEMBER and w.generation == generation for w in task.workers.values())
+
+
+def members_of(replicas: dict[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
+    """Members in replica order, shards in order within."""
+    return tuple(
+        Member(worker=w.worker, node=w.node, replica=w.replica, shard=w.shard)
+        for _, workers in sorted(replicas.items())
+        for w in workers
+    )
+
+
+def living_members(task: Task) -> tuple[Member, ...]:
+    """The members of the newest membership whose whole replica lives, in their order."""
+    if task.membership is None:
+        return ()
+    fallen = {
+        member.replica
+        for member in task.membership.members
+        if member.worker not in task.workers or not task.workers[member.worker].can_train
+    }
+    return tuple(member for member in task.membership.members if member.replica not in fallen)
+
+
+def leaving_members(task: Task) -> tuple[Member, ...]:
+    """Whole living replicas that the newest membership leaves out, but that have not left yet."""
+    replicas: dict[int, tuple[Worker, ...]] = {}
+    for worker in sorted(task.leavers, key=lambda w: (w.replica, w.shard)):
+        replicas[worker.replica] = (*replicas.get(worker.replica, ()), worker)
+    return members_of({n: w for n, w in replicas.items() if len(w) == task.spec.replica_workers})
+
+
+def schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
+    """The slots of the nodes that may carry workers, and which of them are cordoned."""
+    there = [node for node in nodes.values() if node.schedulable]
+    return {node.name: node.slots for node in there}, [node.name for node in there if node.cordoned]
+
+
+def capacity(state: ClusterState, slots: Mapping[str, int], cordoned: Sequence[str]) -> Mapping[str, int]:
+    """Of `schedulable` nodes the slots that a plan may use: of a cordoned one no more than its workers hold."""
+    if not cordoned:
+        return slots
+    held = Counter(worker.node for task in state.active for worker in task.workers.values() if worker.can_train)
+    return {**slots, **{name: min(slots[name], held[name]) for name in cordoned}}
+
+
+def occupied(state: ClusterState) -> Counter[str]:
+    """Slots in use per node, by every process that is not known to be gone."""
+    return Counter(w.node for task in state.tasks.values() for w in task.workers.values())

@@ -1,0 +1,73 @@
+"""What a request may not ask for: one set of rules, wherever it comes from. Pure.
+
+Rules
+-----
+* The API refuses with these words (400); the fold quarantines with them what stands in the log all the same
+  (`admission.py`), so no request gets past them by another way.
+* What only meets the wrong moment (a task that is not active, a node that is away) is not a breach: it changes nothing,
+  and the API says so by itself (404, 409).
+"""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from unicrond.core.reshaping import is_in_place, reshaped
+from unicrond.core.state import ClusterState, Task, TaskStatus
+from unicrond.core.task_rules import spec_faults
+
+#: Faults of a node; the others are a worker's. `kill` is either.
+NODE_FAULTS = ("drop_network", "xid")
+
+
+def request_problem(state: ClusterState, event: v.Request) -> str:
+    """Why `event` asks for what cannot be, as "field: what is wrong; the fix"; "" where nothing is wrong."""
+    if isinstance(event, v.TaskSubmitted):
+        return next((str(fault) for fault in spec_faults(event.spec)), "")
+    if isinstance(event, v.ReshapeRequested):
+        task = state.tasks.get(event.task)
+        return reshape_problem(state, task, event) if task and task.status is TaskStatus.ACTIVE else ""
+    if isinstance(event, v.InjectionRequested):
+        return fault_problem(event.fault)
+    return ""
+
+
+def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) -> str:
+    """What keeps the task from being so.
+
+    Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that
+    keeps tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
+    """
+    needs_room = not is_in_place(task.spec, asked) or asked.min_workers > task.spec.min_workers
+    stages = 0
+    if needs_room:
+        # The tp workers of a stage stand on one node (placement.py).
+        slots = [node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned]
+        largest = max(slots, default=0)
+        if asked.tp > largest:
+            return (
+                f"tp: {asked.tp} workers of a stage share a node, and no node has more than {largest} slots; lower it"
+            )
+        stages = sum(each // asked.tp for each in slots)
+        if asked.pp > stages:
+            return f"pp: the nodes have room for {stages} stages of tp {asked.tp}, not for {asked.pp}; lower it, or tp"
+    for fault in spec_faults(reshaped(task.spec, asked)):
+        return str(fault)
+    if needs_room and asked.min_workers > (room := stages // asked.pp * asked.pp * asked.tp):
+        return f"min_workers: the nodes have room for {room}; lower it"
+    return ""
+
+
+def fault_problem(fault: v.Fault) -> str:
+    """What keeps the fault from happening as it is described."""
+    is_of_node = fault.kind in NODE_FAULTS or (fault.kind == "kill" and not fault.worker)
+    if not fault.worker and not is_of_node:
+        return f"task: {fault.kind} is a worker's fault; give --task (and --rank)"
+    if is_of_node and (fault.at_iteration or fault.phase):
+        return "at_iteration: a node's fault happens at once; leave --at-iteration and --phase out"
+    if fault.kind == "slow" and not fault.seconds:
+        return "seconds: slow needs the delay of each iteration; give --seconds 0.5"
+    if fault.seconds and fault.kind not in ("slow", "drop_network"):
+        return f"seconds: {fault.kind} has no length; leave --seconds out"
+    if (fault.kind == "xid") != bool(fault.xid):
+        return "xid: give --xid CODE with the fault xid, and with no other"
+    return ""

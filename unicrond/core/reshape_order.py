@@ -1,0 +1,60 @@
+"""What a person asks of a running task's layout, made exact: fields left out, and what cannot be. Pure.
+
+Rules
+-----
+* What is not given stays as it is; bounds on workers that are not given come to whole replicas of the new tp * pp.
+* What cannot be is refused in one line: a model that does not divide so, a stage that no node has room for, a least
+  number of workers that the nodes have no room for: all would end, and none could begin.
+* Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that keeps
+  tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from events.vocabulary import ReshapeRequested, SomeWorkers, TaskSpec, Text
+from unicrond.core.ordering import Refused
+from unicrond.core.requests import reshape_problem
+from unicrond.core.reshaping import changes_nothing
+from unicrond.core.state import ClusterState, Task
+
+
+class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/tasks/NAME/reshape. None: not given."""
+
+    tp: SomeWorkers | None = None
+    pp: SomeWorkers | None = None
+    min_workers: SomeWorkers | None = None
+    max_workers: SomeWorkers | None = None
+    reason: Text = ""
+
+
+def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRequested:
+    """The event that asks for it. Raises Refused."""
+    spec = task.spec
+    tp, pp = order.tp or spec.tp, order.pp or spec.pp
+    least, most = bounds(spec, tp, pp)
+    asked = ReshapeRequested(
+        task=task.name,
+        tp=tp,
+        pp=pp,
+        min_workers=order.min_workers or least,
+        max_workers=order.max_workers or most,
+        reason=order.reason or "requested by an operator",
+    )
+    problem = reshape_problem(state, task, asked)
+    if problem:
+        raise Refused(400, problem)
+    if changes_nothing(spec, asked) and task.reshaping.reshape is None:
+        raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; give others")
+    return asked
+
+
+def bounds(spec: TaskSpec, tp: int, pp: int) -> tuple[int, int]:
+    """min_workers and max_workers that come nearest to the present ones, in whole replicas of tp * pp, of which there
+    are at least one and no more than micro-batches."""
+    unit = tp * pp
+    most = max(1, min(spec.max_workers // unit, spec.micro_batches))
+    least = min(most, -(-spec.min_workers // unit))
+    return least * unit, most * unit

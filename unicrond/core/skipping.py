@@ -1,0 +1,56 @@
+"""Whether the log can do without an entry: what has been decided since must not rest on it. Pure.
+
+A skip cannot be undone, so it is tried before it is written: the log is folded without the entry, and what the
+entries after it say is held against the state that comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from events import vocabulary as v
+from events.envelope import Entry, Recorded
+from events.skips import can_be_skipped
+from unicrond.core.state import ClusterState
+
+
+class SkipRefused(ValueError):
+    """The entry cannot be skipped; why, and what to do, in one line."""
+
+
+class Needed:
+    """Watches the entries go by, and says afterwards what is missing without those that are skipped."""
+
+    def __init__(self, skips: Mapping[int, str], last_seq: int) -> None:
+        """Raises SkipRefused for a number that the log does not have."""
+        self._skips = skips
+        self._generations: dict[str, int] = {}
+        self._workers: dict[str, int] = {}
+        for seq in skips:
+            if not 1 <= seq <= last_seq:
+                raise SkipRefused(f"--skip: entry {seq} is not in the log, which ends at entry {last_seq}")
+
+    def see(self, entry: Entry) -> None:
+        """An entry as it stands in the log. Raises SkipRefused for one that cannot be skipped at all."""
+        if entry.seq in self._skips:
+            if not can_be_skipped(entry):
+                raise SkipRefused(f"--skip: entry {entry.seq} is a claim or a skip; the log needs it")
+            return
+        event = entry.envelope.event if isinstance(entry, Recorded) else None
+        if isinstance(event, v.MembershipDecided):
+            self._generations[event.task] = max(event.generation, self._generations.get(event.task, 0))
+        elif isinstance(event, v.StartWorker):
+            number = int(event.worker.rpartition(".")[2])
+            self._workers[event.spec.name] = max(number, self._workers.get(event.spec.name, 0))
+
+    def require(self, state: ClusterState) -> None:
+        """`state`: folded without them. Raises SkipRefused where numbers would be given out a second time."""
+        named = " and ".join(str(seq) for seq in self._skips)
+        for name, generation in self._generations.items():
+            task = state.tasks.get(name)
+            if task is None or task.generation < generation:
+                raise SkipRefused(f"--skip: without {named}, generation {generation} of task {name} would be unknown")
+        for name, number in self._workers.items():
+            task = state.tasks.get(name)
+            if task is None or task.numbers.next_worker <= number:
+                raise SkipRefused(f"--skip: without {named}, worker {name}.{number} would be unknown")

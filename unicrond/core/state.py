@@ -1,0 +1,379 @@
+"""What the coordinator believes about the cluster: frozen values, made by the fold alone.
+
+Rules
+-----
+* Nothing here changes in place. `fold` builds the next state; every other module reads.
+* Only what the log said is here: no clock, no connection, nothing that a replay could not rebuild.
+* Collections iterate in insertion order, and insertion order is log order: no sets.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Literal
+
+import msgspec
+
+from events.fields import always
+from events.vocabulary import (
+    Fault,
+    FaultKind,
+    Member,
+    MemoryService,
+    RepairNeed,
+    StoreAddress,
+    TaskAssignment,
+    TaskSpec,
+)
+from unicrond.core.ledger import Ledger
+from unicrond.core.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles
+
+
+class Severity(IntEnum):
+    """SEV1 is the worst (paper, section "error detection and response")."""
+
+    SEV1 = 1
+    SEV2 = 2
+    SEV3 = 3
+
+
+class NodeStatus(StrEnum):
+    """Whether the node's agent is there."""
+
+    UP = "up"
+    LOST = "lost"
+    LEFT = "left"
+
+
+class WorkerStatus(StrEnum):
+    """What may follow what: worker_life.py.
+
+    starting: commanded; ready: waits for a membership; member: is in the group of `generation`;
+    parked: left a group at a boundary; stopping: ordered to end; lost: its node is gone, or it is
+    unwanted, so it must be stopped as soon as its node can be reached.
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    MEMBER = "member"
+    PARKED = "parked"
+    STOPPING = "stopping"
+    LOST = "lost"
+
+
+_ENDING = (WorkerStatus.STOPPING, WorkerStatus.LOST)
+_NEVER_TO_TRAIN = (*_ENDING, WorkerStatus.PARKED)
+
+
+class TaskStatus(StrEnum):
+    """Whether the task goes on, and how it ended."""
+
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Isolation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an isolated node has been through (isolation.py). `cause`: "hardware", "strikes" (workers ended there); "":
+    it is over after a time. `attempts`: checks and repairs that failed, or had no end.
+
+    `command_id`: of the check under way. `repaired`: the repair command has done its work. `pardon`: why a person wants
+    it back. `last`, `last_us`: the last outcome, in words, and when.
+    """
+
+    cause: str = ""
+    attempts: int = 0
+    command_id: str = ""
+    passed: bool = False
+    repaired: bool = False
+    pardon: str = ""
+    last: str = ""
+    last_us: int = 0
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
+
+    `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
+    `returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
+    `schema`: what its agent reads (events/schemas.py). `unread`: commands that it could not, since it joined.
+    `injected`: somebody has ordered its loss; its next return is none of these.
+    """
+
+    name: str
+    status: NodeStatus
+    slots: int
+    slots_max: int
+    address: str
+    store: StoreAddress
+    agent_boot: int
+    joined_us: int
+    version: str = always("")
+    isolated: bool = always(False)
+    isolation_over: bool = always(False)
+    isolations: int = always(0)
+    cordoned: bool = always(False)
+    draining: bool = always(False)
+    cordon_reason: str = always("")
+    returns_us: tuple[int, ...] = always(())
+    reason: str = always("")
+    commands: int = always(0)
+    memory: MemoryService | None = always(None)
+    schema: int = 1
+    unread: int = 0
+    injected: bool = False
+    isolation: Isolation | None = None
+    needs: RepairNeed = ""
+
+    @property
+    def schedulable(self) -> bool:
+        """May carry workers; a cordoned node those that it has (`reconcile.capacity`)."""
+        return self.status is NodeStatus.UP and not self.isolated and not self.draining
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process of a task. `generation`: the last membership whose group it has joined, 0 = none.
+
+    `injected`: the fault ordered for it, which is not a strike. `answered`: the last membership that it
+    said to wait in for the others. `busy`: with what its program has declared, for at most `busy_us`; "" = nothing.
+    """
+
+    worker: str
+    node: str
+    replica: int
+    shard: int
+    status: WorkerStatus
+    command_id: str = always("")
+    pid: int = always(0)
+    generation: int = always(0)
+    injected: FaultKind | Literal[""] = ""
+    answered: int = 0
+    busy: str = ""
+    busy_us: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Runs, or will, without an order to end."""
+        return self.status not in _ENDING
+
+    @property
+    def can_train(self) -> bool:
+        """Can be, or become, part of a group; a parked worker never comes back."""
+        return self.status not in _NEVER_TO_TRAIN
+
+
+class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The workers that train a task, as the log holds them (see events.vocabulary.MembershipDecided)."""
+
+    generation: int
+    members: tuple[Member, ...]
+    joiners: tuple[str, ...]
+    urgent: bool
+    store: StoreAddress
+    decided_us: int
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A training job; its subjects stand in task_parts.py. In bytes and in JSON it is flat (state_bytes.py).
+
+    `submitted_seq`: the event since which it is what it is: its submission, or its last reshaping.
+    """
+
+    spec: TaskSpec
+    status: TaskStatus
+    submitted_seq: int
+    submitted_us: int
+    workers: dict[str, Worker] = always({})
+    membership: Membership | None = always(None)
+    numbers: Numbers = Numbers()
+    progress: Progress = Progress()
+    pace: Pace = Pace()
+    group: Group = Group()
+    troubles: Troubles = Troubles()
+    copies: Copies = Copies()
+    reshaping: Reshaping = Reshaping()
+    ending: Ending = Ending()
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self.spec.name
+
+    @property
+    def generation(self) -> int:
+        """The newest generation decided, 0 = none yet."""
+        return self.membership.generation if self.membership else 0
+
+    @property
+    def confirmed(self) -> bool:
+        """Every member of the newest generation has said that it is in the group."""
+        if self.membership is None:
+            return False
+        generation, workers = self.membership.generation, self.workers
+        for member in self.membership.members:
+            worker = workers.get(member.worker)
+            if worker is None or worker.generation != generation:
+                return False
+        return True
+
+    @property
+    def in_use(self) -> tuple[int, ...]:
+        """Generations whose groups may be at work: the newest, and the one before it until a planned one has formed."""
+        planned = self.membership is not None and not self.membership.urgent and not self.confirmed
+        return (self.generation - 1, self.generation) if planned else (self.generation,)
+
+    @property
+    def leavers(self) -> list[Worker]:
+        """Workers still in an older group that the newest membership leaves out; they park at a boundary."""
+        workers = [worker for worker in self.workers.values() if worker.status is WorkerStatus.MEMBER]
+        members = self.member_names if workers else ()
+        return [worker for worker in workers if worker.worker not in members]
+
+    @property
+    def member_names(self) -> frozenset[str]:
+        """Workers of the newest membership. Only to look up in: a set has no order."""
+        return frozenset(member.worker for member in self.membership.members) if self.membership else frozenset()
+
+    @property
+    def at_rest(self) -> bool:
+        """No process of the task can be running on a node that is reachable."""
+        return all(worker.status is WorkerStatus.LOST for worker in self.workers.values())
+
+    def is_member(self, worker: str) -> bool:
+        """The worker stands in the newest membership."""
+        return self.membership is not None and any(m.worker == worker for m in self.membership.members)
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A root cause and what was done about it.
+
+    `generations`: per task hit, the newest generation that the fault broke; the incident is healed there
+    once a later one has formed. A worker that was no member broke none: the present one less 1.
+    `ripe`: the time to wait is over: for a better explanation (SEV3), or for the process to end by itself.
+    `place`: where in the training it happened, in words.
+    `lost`: member that reported the newest group's break -> the peer that it lost, "" where it does not know;
+    `links`: to whom else, as far as it tells (see events.vocabulary.ErrorReported.lost).
+    `occurred_us` is by the observer's clock; the other times are by the log's.
+    `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
+    where the state came from then.
+    `resumed_us`: when the last task hit went on training, 0 = not yet.
+    """
+
+    id: str
+    kind: str
+    severity: Severity
+    node: str
+    worker: str
+    generations: dict[str, int]
+    message: str
+    occurred_us: int
+    detected_us: int
+    log_tail: str = always("")
+    place: str = always("")
+    lost: dict[str, str] = always({})
+    symptoms: int = always(0)
+    ripe: bool = always(False)
+    response: str = always("")
+    resumed_us: int = always(0)
+    redone: int = always(0)
+    iterations_lost: int = always(0)
+    state_from: str = always("")
+    closed_us: int = always(0)
+    detection_us: int = always(0)
+    transition_us: int = always(0)
+    detection_flop: float = always(0.0)
+    transition_flop: float = always(0.0)
+    sub_health_flops: int = always(0)
+    links: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that were hit."""
+        return tuple(self.generations)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Each task's share (see events.vocabulary.PlanAdopted). Epoch 0 is the empty plan of an empty cluster."""
+
+    epoch: int = always(0)
+    assignments: dict[str, TaskAssignment] = always({})
+    waf: int = always(0)
+    basis: str = always("")
+    trigger: str = always("")
+    reason: str = always("")
+    adopted_us: int = always(0)
+    healthy: dict[str, int] = always({})
+    healthy_waf: int = always(0)
+    transition_flop: float = always(0.0)
+    way: str = always("")
+    took_us: int = always(0)
+    rows_reused: int = always(0)
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """Per task."""
+        return {name: assignment.workers for name, assignment in self.assignments.items()}
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A valid event that was not folded, and why (admission.py)."""
+
+    seq: int
+    event_id: str
+    reason: str
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A fault that somebody ordered, and that no command carries yet."""
+
+    node: str
+    fault: Fault
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
+
+    `severity`: what the configuration of the present coordinator sets (severity.py). `injections`: by id.
+    `refused`: the newest REFUSED_MAX of the quarantined that were valid events.
+    `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
+    `schema`: what the coordinator of the present term reads and writes (events/schemas.py).
+    `check_limit_us`, `repair_limit_us`: how long its health checks and repairs may take; 0: it has none (isolation.py).
+    """
+
+    seq: int = always(0)
+    now_us: int = always(0)
+    term: int = always(0)
+    severity: dict[str, int] = always({})
+    nodes: dict[str, Node] = always({})
+    tasks: dict[str, Task] = always({})
+    incidents: dict[str, Incident] = always({})
+    closed: tuple[Incident, ...] = always(())
+    incidents_total: int = always(0)
+    plan: Plan = always(Plan())
+    injections: dict[str, Injection] = always({})
+    ledger: Ledger = always(Ledger())
+    worker_mtbf_us: int = always(0)
+    seen: dict[str, tuple[int, int]] = always({})
+    quarantined: int = always(0)
+    duplicates: int = always(0)
+    inert: int = always(0)
+    refused: tuple[Refusal, ...] = ()
+    schema: int = 1
+    check_limit_us: int = 0
+    repair_limit_us: int = 0
+
+    @property
+    def active(self) -> list[Task]:
+        """The tasks to plan for, in the order that decides ties."""
+        return [task for task in self.tasks.values() if task.status is TaskStatus.ACTIVE]
+
+
+#: How many closed incidents the state remembers; the log has them all.
+CLOSED_INCIDENTS_MAX = 200
+#: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
+UNREAD_MAX = 3
+#: How many refused events it remembers.
+REFUSED_MAX = 16
+#: How many returns of a node it remembers.
+RETURNS_MAX = 16

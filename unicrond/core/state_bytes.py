@@ -1,0 +1,147 @@
+"""The state in bytes and in JSON: what digests are made of, what snapshots hold, what `GET /v1/state` answers.
+
+Rules
+-----
+* There a task is flat: the fields of all its parts stand beside each other in TASK_FIELDS' order, which is the order
+  in which they came to be. So how tasks are cut into parts (task_parts.py) is nothing that a digest can see.
+* A new field goes to the end of TASK_FIELDS and has a default that is left out (events/fields.py): the digests of all
+  states before it stay what they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+from msgspec.structs import fields
+
+from unicrond.core.state import ClusterState, Task
+
+#: Where each field of a flat task stands in a Task.
+TASK_FIELDS: tuple[str, ...] = (
+    "spec",
+    "status",
+    "submitted_seq",
+    "submitted_us",
+    "workers",
+    "membership",
+    "numbers.next_worker",
+    "numbers.next_replica",
+    "progress.iteration",
+    "progress.best_iteration",
+    "progress.committed_generation",
+    "progress.loss",
+    "progress.first_loss",
+    "progress.first_commit_us",
+    "progress.last_commit_us",
+    "pace.iteration_us",
+    "progress.checkpoint_iteration",
+    "troubles.strikes",
+    "troubles.stuck",
+    "troubles.struck_below",
+    "group.reattempts",
+    "troubles.ends",
+    "troubles.breaks",
+    "group.formed_after",
+    "group.suspicions",
+    "pace.timings",
+    "pace.warm",
+    "pace.measured",
+    "pace.transition_us",
+    "reshaping.reshape",
+    "reshaping.reshaped_us",
+    "copies.peers",
+    "copies.kept",
+    "ending.params_digest",
+    "ending.reason",
+    "troubles.unclear",
+    "group.unread",
+    "group.stragglers",
+    "ending.stop",
+    "ending.left",
+    "troubles.early",
+    "troubles.early_below",
+    "group.meetings",
+)
+
+
+def digest(state: ClusterState) -> str:
+    """16 bytes of BLAKE2b, in hex, over the state's canonical msgpack: equal states, equal digests."""
+    encoded = msgspec.msgpack.encode(_flat(state), order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def to_json(state: ClusterState) -> Any:
+    """The state as plain JSON types."""
+    return msgspec.to_builtins(_flat(state))
+
+
+def from_json(tree: Any) -> ClusterState:
+    """The state of `to_json`. Raises msgspec.ValidationError."""
+    return _cut(msgspec.convert(tree, _FlatState, strict=True))
+
+
+def encode(state: ClusterState) -> bytes:
+    """Msgpack that keeps insertion order, which is part of the state."""
+    return msgspec.msgpack.encode(_flat(state))
+
+
+def decode(body: bytes) -> ClusterState:
+    """The state of `encode`. Raises msgspec.MsgspecError."""
+    return _cut(msgspec.msgpack.decode(body, type=_FlatState))
+
+
+# --- the flat forms ------------------------------------------------------------------------------
+
+
+def _field(owner: type[msgspec.Struct], path: str) -> tuple[str, Any, Any]:
+    """Name, type and default of the field at `path`, which may lead through a part."""
+    part, _, name = path.rpartition(".")
+    found = {info.name: info for info in fields(owner)}
+    if part:
+        return _field(found[part].type, name)
+    info = found[name]
+    if info.default_factory is not msgspec.NODEFAULT:
+        return name, info.type, msgspec.field(default_factory=info.default_factory)
+    return name, info.type, msgspec.field(default=info.default)
+
+
+_FlatTask = msgspec.defstruct(
+    "_FlatTask", [_field(Task, path) for path in TASK_FIELDS], frozen=True, omit_defaults=True
+)
+_STATE_FIELDS = tuple(info.name for info in fields(ClusterState))
+_FlatState = msgspec.defstruct(
+    "_FlatState",
+    [
+        (name, dict[str, _FlatTask] if name == "tasks" else kind, default)  # type: ignore[valid-type]
+        for name, kind, default in [_field(ClusterState, name) for name in _STATE_FIELDS]
+    ],
+    frozen=True,
+    omit_defaults=True,
+)
+_values_of_task = attrgetter(*TASK_FIELDS)
+_values_of_state = attrgetter(*_STATE_FIELDS)
+_TASKS = _STATE_FIELDS.index("tasks")
+_PARTS = {info.name: info.type for info in fields(Task) if info.name not in TASK_FIELDS}
+
+
+def _flat(state: ClusterState) -> Any:
+    values = list(_values_of_state(state))
+    values[_TASKS] = {name: _FlatTask(*_values_of_task(task)) for name, task in state.tasks.items()}
+    return _FlatState(*values)
+
+
+def _cut(flat: Any) -> ClusterState:
+    values = list(_values_of_state(flat))
+    values[_TASKS] = {name: _cut_task(task) for name, task in flat.tasks.items()}
+    return ClusterState(**dict(zip(_STATE_FIELDS, values, strict=True)))
+
+
+def _cut_task(flat: Any) -> Task:
+    given: dict[str, Any] = {}
+    for path in TASK_FIELDS:
+        part, _, name = path.rpartition(".")
+        (given.setdefault(part, {}) if part else given)[name] = getattr(flat, name)
+    return Task(**{name: _PARTS[name](**value) if name in _PARTS else value for name, value in given.items()})

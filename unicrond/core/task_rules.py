@@ -1,0 +1,168 @@
+"""What a task may not be, beyond the types of its fields. Pure: the same for a file, for the API and for the log.
+
+What these rules let pass, the planner and the log can carry. Whether the entry script exists is not a rule: each
+machine sees another disk (`task_file.py` looks at it, where a person waits for the answer).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from events.codec import MAX_EVENT_BYTES
+from events.vocabulary import TaskSpec
+from unicrond.core.field_faults import Fault, Place
+from unicrond.core.work import LINEAR_FLOPS
+
+#: The built-in GPT pretraining.
+BUILT_IN = "gpt"
+#: A spec travels inside commands, and is not to fill them.
+SPEC_BYTES_MAX = 64 * 1024
+#: A name up to this long is not worth shortening.
+SHORT_NAME = 12
+#: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
+WAF_MAX = 2**62
+PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
+
+
+def spec_faults(spec: TaskSpec) -> Iterator[Fault]:
+    """All that is wrong with a well-typed spec."""
+    yield from _not_finite(spec)
+    yield from _workers(spec)
+    yield from _batches(spec)
+    yield from _shape(spec)
+    yield from _worth(spec)
+    yield from _schedule(spec)
+    yield from _program(spec)
+    size_bytes = len(msgspec.msgpack.encode(spec))
+    if size_bytes > SPEC_BYTES_MAX:
+        yield Fault((), f"the task is {size_bytes} bytes long, more than {SPEC_BYTES_MAX}; shorten args, env or tables")
+
+
+def _not_finite(part: msgspec.Struct, place: Place = ()) -> Iterator[Fault]:
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _not_finite(value, (*place, name))
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Fault((*place, name), f"{value} is not finite; give a finite number")
+
+
+def _workers(spec: TaskSpec) -> Iterator[Fault]:
+    unit = spec.replica_workers
+    if spec.min_workers > spec.max_workers:
+        yield Fault(("min_workers",), f"{spec.min_workers} is more than max_workers ({spec.max_workers}); lower it")
+    if spec.max_workers > (most := _membership_max(spec.name)):
+        fix = "lower it, or shorten the name" if len(spec.name) > SHORT_NAME else "lower it"
+        yield Fault(("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}")
+    for name in ("min_workers", "max_workers"):
+        value = getattr(spec, name)
+        if value % unit:
+            near = " or ".join(str(n) for n in (value // unit * unit, (value // unit + 1) * unit) if n)
+            yield Fault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
+
+
+def _membership_max(name: str) -> int:
+    """How many workers of the task fit into one SetMembership, all of them joiners, on nodes with the longest names."""
+    worker_bytes = len(name) + len(".123456789") + 2
+    member_bytes = worker_bytes + len("worker") + len("node") + len("replica") + len("shard") + 5 + 65 + 2 * 5
+    return (MAX_EVENT_BYTES - SPEC_BYTES_MAX) // (member_bytes + worker_bytes)
+
+
+def _batches(spec: TaskSpec) -> Iterator[Fault]:
+    if spec.global_batch % spec.micro_batch:
+        yield Fault(
+            ("global_batch",),
+            f"{spec.global_batch} is not a multiple of micro_batch ({spec.micro_batch});"
+            f" use {_multiples(spec.global_batch, spec.micro_batch)}",
+        )
+        return
+    replicas = spec.max_workers // spec.replica_workers
+    if replicas > spec.micro_batches:
+        yield Fault(
+            ("max_workers",),
+            f"{replicas} replicas share {spec.micro_batches} micro-batches, so some would idle;"
+            f" use at most {spec.micro_batches * spec.replica_workers}, or a larger global_batch",
+        )
+
+
+def _shape(spec: TaskSpec) -> Iterator[Fault]:
+    """Of the built-in GPT: what Megatron-core asserts when it builds the model."""
+    if spec.entry != BUILT_IN:
+        return
+    model = spec.model
+    if model.hidden % model.heads:
+        yield Fault(
+            ("model", "hidden"),
+            f"{model.hidden} does not divide among heads ({model.heads}); use {_multiples(model.hidden, model.heads)}",
+        )
+    for name in ("heads", "hidden", "vocab"):
+        value = getattr(model, name)
+        if value % spec.tp:
+            yield Fault(
+                ("model", name),
+                f"{value} does not divide among tp ({spec.tp}); use {_multiples(value, spec.tp)}, or another tp",
+            )
+    if model.layers % spec.pp:
+        yield Fault(
+            ("model", "layers"),
+            f"{model.layers} does not divide among pp ({spec.pp});"
+            f" use {_multiples(model.layers, spec.pp)}, or another pp",
+        )
+
+
+def _multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` beside `value`, as words."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _worth(spec: TaskSpec) -> Iterator[Fault]:
+    table = spec.throughput
+    for key in table:
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", key) or int(key) > spec.max_workers:
+            yield Fault(("throughput", key), f"must be a number of workers, 1 to max_workers ({spec.max_workers})")
+            return
+    best = max(table.values()) if table else spec.max_workers * LINEAR_FLOPS
+    if not math.isfinite(spec.weight):
+        return
+    if not best:
+        yield Fault(("throughput",), "every entry is 0, so the task would never run; give measured FLOP/s")
+    elif int(spec.weight * best) < 1:
+        yield Fault(("weight",), f"{spec.weight:g} is too small to count beside other tasks; raise it")
+    elif int(spec.weight * best) > WAF_MAX:
+        yield Fault(("weight",), f"{spec.weight:g} * {best:.3g} FLOP/s is more than the planner can add up; lower it")
+
+
+def _schedule(spec: TaskSpec) -> Iterator[Fault]:
+    optimizer = spec.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Fault(("optimizer", "min_lr"), f"{optimizer.min_lr:g} is more than lr ({optimizer.lr:g}); lower it")
+    name = "iterations" if optimizer.decay_iterations is None else "decay_iterations"
+    decay = optimizer.decay_iterations or spec.iterations
+    if optimizer.warmup_iterations >= decay:
+        yield Fault(
+            ("optimizer", "warmup_iterations"),
+            f"{optimizer.warmup_iterations} leaves nothing of {name} ({decay}); use less than {decay}",
+        )
+
+
+def _program(spec: TaskSpec) -> Iterator[Fault]:
+    for place in PATHS:
+        value: Any = spec
+        for name in place:
+            value = getattr(value, str(name))
+        if value and not value.startswith("/") and (place, value) != (("entry",), BUILT_IN):
+            choice = f"; give {BUILT_IN} or an absolute path" if place == ("entry",) else "; give an absolute path"
+            yield Fault(place, f"{value!r} is a relative path, and nodes have other directories{choice}")
+    if spec.entry == BUILT_IN and spec.args:
+        yield Fault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
+    for name, text in spec.env.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield Fault(("env", name), "is not a variable's name; use letters, digits and _")
+        elif "\0" in text:
+            yield Fault(("env", name), "holds a NUL character; remove it")

@@ -1,0 +1,151 @@
+"""Weighted achieved FLOP/s (WAF): what a cluster is worth, in integers (paper, section "plan generation").
+
+T(t, x) is the achieved FLOP/s of task t on x workers; F(t, x) = weight * T(t, x), and 0 below the
+task's minimum.
+
+Rules
+-----
+* The *model* of T is the task file's table; where there is none, a straight line.
+* What was *measured* (`ThroughputCorrected`) holds at its number of workers, and corrects the model elsewhere:
+  by the ratio of measured to modelled at the nearest measured number, between two by what lies between theirs.
+* A straight line has no scale of its own. Until the task is measured, one of its workers is worth what one
+  of the others' is (the median over measured and tabled tasks); where nothing is known, LINEAR_FLOPS.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from statistics import median_low
+from typing import NamedTuple
+
+from events.vocabulary import TaskSpec
+from unicrond.core.planning.problem import Curve, Number
+from unicrond.core.state import ClusterState, Task
+from unicrond.core.work import LINEAR_FLOPS
+
+
+class Model(NamedTuple):
+    """What a task file says of T: a table, `at` so many workers (rising) `flops`; without one a line of `linear` FLOP/s
+    per worker. Counts that are no multiple of `unit`, or more than `most`, are worth 0.
+    """
+
+    unit: int
+    most: int
+    at: tuple[int, ...]
+    flops: tuple[int, ...]
+    linear: int
+
+    def __call__(self, workers: int) -> int:
+        """FLOP/s on that many workers; between the table's entries the next smaller one holds."""
+        if not 0 < workers <= self.most or workers % self.unit:
+            return 0
+        if not self.at:
+            return workers * self.linear
+        below = bisect_right(self.at, workers)
+        return self.flops[below - 1] if below else 0
+
+
+class Corrected(NamedTuple):
+    """A model, corrected by what was measured `at` so many workers (rising)."""
+
+    model: Model
+    at: tuple[int, ...]
+    flops: tuple[int, ...]
+    ratio: tuple[float, ...]
+
+    def __call__(self, workers: int) -> int:
+        """FLOP/s on that many workers."""
+        right = min(bisect_left(self.at, workers), len(self.at) - 1)
+        if self.at[right] == workers:
+            return self.flops[right]
+        # Additions, products and quotients of float64, one at a time: the same bits on every machine.
+        left = max(right - 1, 0)
+        span = float(self.at[right]) - float(self.at[left])
+        share = min(max((workers - float(self.at[left])) / (span or 1.0), 0.0), 1.0)
+        return round(float(self.model(workers)) * (self.ratio[left] + (self.ratio[right] - self.ratio[left]) * share))
+
+
+def model_of(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Model:
+    """T before any measurement. `linear`: FLOP/s of one worker without a table."""
+    table = sorted((int(workers), flops) for workers, flops in spec.throughput.items())
+    at, flops = tuple([workers for workers, _ in table]), tuple([flops for _, flops in table])
+    return Model(spec.replica_workers, spec.max_workers, at, flops, linear)
+
+
+def flops_of(task: Task, linear: int = LINEAR_FLOPS) -> Model | Corrected:
+    """T as far as it is known today: call it with a number of workers."""
+    if not task.pace.measured:
+        return model_of(task.spec, linear)
+    model = model_of(task.spec)
+    measured = sorted((int(workers), flops) for workers, flops in task.pace.measured.items())
+    anchors = [(workers, flops) for workers, flops in measured if model(workers)]
+    if not anchors:
+        return model
+    return Corrected(
+        model,
+        tuple([workers for workers, _ in anchors]),
+        tuple([flops for _, flops in anchors]),
+        tuple([flops / _float(model(workers)) for workers, flops in anchors]),
+    )
+
+
+def _float(flops: int) -> Number:
+    """As float64 where that is exact, as curves hold it."""
+    return float(flops) if float(flops) == flops else flops
+
+
+def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
+    """T(0..max_workers) before any measurement, FLOP/s."""
+    return _curve(spec, model_of(spec, linear))
+
+
+def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
+    """T(0..max_workers) as far as it is known today, FLOP/s."""
+    return _curve(task.spec, flops_of(task, linear))
+
+
+def _curve(spec: TaskSpec, flops: Model | Corrected) -> Curve:
+    unit = spec.replica_workers
+    return Curve({workers: flops(workers) for workers in range(unit, spec.max_workers + 1, unit)})
+
+
+def has_scale(task: Task) -> bool:
+    """Its T is known in FLOP/s; of others it is a line of `linear_flops`."""
+    return bool(task.pace.measured or task.spec.throughput)
+
+
+def linear_flops(state: ClusterState) -> int:
+    """FLOP/s of one worker of a task of which nothing is known."""
+    known = [flops for task in state.tasks.values() if (flops := _per_worker(task))]
+    return max(1, median_low(known)) if known else LINEAR_FLOPS
+
+
+def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
+    """F(t, workers), weighted FLOP/s."""
+    if workers < task.spec.min_workers or workers > task.spec.max_workers:
+        return 0
+    return int(task.spec.weight * flops_of(task, linear)(workers))
+
+
+def worth_stays(before: ClusterState, after: ClusterState) -> bool:
+    """No task's F is another, nor are there other tasks that have one. Never says so wrongly."""
+    if before.tasks is after.tasks:
+        return True
+    if len(before.tasks) != len(after.tasks):
+        return False
+    for name, task in after.tasks.items():
+        was = before.tasks.get(name)
+        if was is task:
+            continue
+        if was is None or was.spec is not task.spec or was.status is not task.status:
+            return False
+        if was.pace.measured is not task.pace.measured:
+            return False
+    return True
+
+
+def _per_worker(task: Task) -> int:
+    """FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is known."""
+    known = task.pace.measured or task.spec.throughput
+    most = max(known, key=int, default="")
+    return known[most] // int(most) if most else 0

@@ -1,0 +1,172 @@
+"""What would be planned if: pure questions to the planner that change nothing.
+
+`foreseen` reads the one-step table: what each next event would lead to. `what_if` changes the state as a person
+says (nodes lost or added, tasks weighed otherwise), and plans for that with the coordinator's own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from events.guess import guess
+from events.vocabulary import Name, PlanAdopted, StoreAddress
+from unicrond.core.deciding.plans import FLOPS_MAX, planned
+from unicrond.core.plan_problems import healthy_problem_of, problem_of
+from unicrond.core.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished, TaskLaunched, WorkerLost
+from unicrond.core.planning.solver import solve
+from unicrond.core.planning.table import Table
+from unicrond.core.policy import Policy
+from unicrond.core.state import ClusterState, Node, NodeStatus, TaskStatus
+from unicrond.core.survey import Survey
+from unicrond.core.task_rules import spec_faults
+
+#: More nodes than any question needs; a planner's row has one entry per worker.
+NODES_MAX = 10_000
+
+
+class BadChange(ValueError):
+    """A change that cannot be made; the message names the field and the fix."""
+
+
+class TaskChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What of a task is to be otherwise."""
+
+    weight: float | None = None
+    min_workers: int | None = None
+    max_workers: int | None = None
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`lose`: nodes. `add_nodes`: how many, of `slots` each (0: as most nodes have). `tasks`: by name."""
+
+    lose: tuple[Name, ...] = ()
+    add_nodes: Annotated[int, Meta(ge=0, le=NODES_MAX)] = 0
+    slots: Annotated[int, Meta(ge=0, le=NODES_MAX)] = 0
+    tasks: dict[Name, TaskChange] = {}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What one next event would lead to. `nodes`: further nodes whose loss would lead to the same.
+
+    `workers`: per task that would be there. `waf`: weighted FLOP/s of that, as far as all find a seat.
+    """
+
+    event: str
+    subject: str
+    workers: dict[str, int]
+    waf: int
+    reason: str
+    nodes: tuple[str, ...] = ()
+
+
+_WORDS: dict[type, str] = {
+    WorkerLost: "slot lost",
+    NodeLost: "node lost",
+    NodeJoined: "node joins",
+    TaskFinished: "task ends",
+    TaskLaunched: "task launched",
+}
+
+
+def foreseen(table: Table) -> list[Row]:
+    """One row per event that the table answers; nodes whose loss means the same share one."""
+    rows: list[Row] = []
+    alike: dict[object, list[str]] = {}
+    for node in table.situation.nodes:
+        alike.setdefault(node.load, []).append(node.name)
+    for event in table.situation.expected(distinct=True):
+        solution = table.solution(event)
+        assert solution is not None
+        others: tuple[str, ...] = ()
+        if isinstance(event, NodeLost):
+            same = alike[table.situation.load_of[event.node].load]
+            event, others = NodeLost(same[0]), tuple(same[1:])
+        rows.append(
+            Row(
+                event=_WORDS[type(event)],
+                subject=_subject(event),
+                workers={task.name: workers for task, workers in solution},
+                waf=min(solution.waf, FLOPS_MAX),
+                reason=solution.reason,
+                nodes=others,
+            )
+        )
+    return rows
+
+
+def _subject(event: NextEvent) -> str:
+    match event:
+        case NodeLost(node):
+            return node
+        case NodeJoined(slots):
+            return f"{slots} slot{'s' if slots != 1 else ''}"
+        case WorkerLost(task) | TaskFinished(task) | TaskLaunched(task):
+            return task
+
+
+def what_if(state: ClusterState, policy: Policy, changes: Changes) -> PlanAdopted:
+    """The plan that the coordinator would adopt now, were the cluster so. Raises BadChange. Takes a plan's time."""
+    survey = Survey(changed(state, changes), policy)
+    solutions = {problem: solve(problem) for problem in (problem_of(survey), healthy_problem_of(survey))}
+    plan = planned(survey, solutions)
+    assert plan is not None
+    return plan
+
+
+def changed(state: ClusterState, changes: Changes) -> ClusterState:
+    """The state with the changes made. Raises BadChange."""
+    nodes = dict(state.nodes)
+    for name in changes.lose:
+        node = nodes.get(name)
+        if node is None or node.status is not NodeStatus.UP:
+            up = [node.name for node in state.nodes.values() if node.status is NodeStatus.UP]
+            raise BadChange(f"lose: {name} is not a node that is up; {guess(name, up)}")
+        nodes[name] = replace(node, status=NodeStatus.LOST)
+    slots = changes.slots or _usual_slots(state.nodes)
+    if changes.add_nodes and not slots:
+        raise BadChange("slots: no node to take the number of slots from; give --slots")
+    added = 0
+    while added < changes.add_nodes:
+        name = f"new-{len(nodes) + 1}"
+        nodes[name] = _new_node(name, slots, state.now_us)
+        added += 1
+    tasks = dict(state.tasks)
+    for name, change in changes.tasks.items():
+        task = tasks.get(name)
+        if task is None or task.status is not TaskStatus.ACTIVE:
+            raise BadChange(f"task: {name} is not active; {guess(name, [t.name for t in state.active])}")
+        given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not None}
+        try:
+            spec = msgspec.convert(msgspec.to_builtins(task.spec) | given, type(task.spec))
+        except msgspec.ValidationError as error:
+            field = str(error).rpartition("`$.")[2].rstrip("`")
+            raise BadChange(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
+        wrong = [str(fault) for fault in spec_faults(spec) if fault.place and fault.place[0] in given]
+        if wrong:
+            raise BadChange(f"task: {name}:{wrong[0]}")
+        tasks[name] = replace(task, spec=spec)
+    return replace(state, nodes=nodes, tasks=tasks)
+
+
+def _usual_slots(nodes: Mapping[str, Node]) -> int:
+    """What most nodes have; the larger of two as frequent."""
+    slots = [node.slots for node in nodes.values() if node.status is not NodeStatus.LEFT]
+    return max(slots, key=lambda count: (slots.count(count), count), default=0)
+
+
+def _new_node(name: str, slots: int, now_us: int) -> Node:
+    return Node(
+        name=name,
+        status=NodeStatus.UP,
+        slots=slots,
+        slots_max=slots,
+        address="",
+        store=StoreAddress(host="", port=0),
+        agent_boot=0,
+        joined_us=now_us + 1,
+    )

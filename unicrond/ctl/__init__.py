@@ -1,0 +1,1 @@
+"""`unicronctl`: its flags, its commands, its client of the HTTP API."""

@@ -1,0 +1,52 @@
+"""`unicronctl`: what people type. `parser.py` knows every flag, `commands.py` acts; this file finds them.
+
+Rules
+-----
+* Exit codes: 0 done, 1 the operation failed or no coordinator answers (one line says what to check),
+  2 bad usage (one line names the field and the fix), 130 interrupted.
+* `events decode` is called once per message by the nats CLI: it is found before anything is imported.
+* `plan solve` and `throughput` need no coordinator.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:2] == ["events", "decode"]:
+        from events.decode import main as decode
+
+        return decode(arguments[2:])
+    from events.command_line import run
+    from unicrond.ctl.client import ApiError
+
+    return run("unicronctl", lambda: _run(arguments), ApiError)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from unicrond.ctl.parser import parser
+
+    options = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if options.command == "throughput":
+        from unicrond.ctl.throughput import run as throughput
+
+        return throughput(options)
+    if getattr(options, "plan_command", "") == "solve":
+        from unicrond.ctl.solve import run as solve
+
+        solve(options)
+        return 0
+    from unicrond.ctl.commands import COMMANDS
+
+    COMMANDS[options.command](options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

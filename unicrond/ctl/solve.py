@@ -1,0 +1,117 @@
+"""`unicronctl plan solve`: one plan problem in, one plan out; `ctl/parser.py` describes the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from events.command_line import UsageError
+from unicrond.core.planning.exact import solve_precisely
+from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
+from unicrond.display.tables import Table, show
+
+_Workers: TypeAlias = Annotated[int, Meta(ge=0, lt=10**15)]
+_Number: TypeAlias = int | float
+_COUNT = re.compile(r"0|[1-9][0-9]{0,14}")
+
+
+class _Task(msgspec.Struct, forbid_unknown_fields=True):
+    weight: _Number
+    x: _Workers
+    faulty: bool
+    min: _Workers
+    T: list[_Number] | dict[str, _Number]
+    floor: _Workers | None = None
+    cap: _Workers | None = None
+    unit: Annotated[int, Meta(ge=1, lt=10**15)] = 1
+    name: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    n: _Workers
+    D_run: _Number
+    D_trans: _Number
+    tasks: list[_Task]
+    churn: _Number = 0
+
+
+def read_problem(text: bytes) -> Problem:
+    """The problem that the JSON states. Raises ProblemError, one line that names the field."""
+    try:
+        request = msgspec.json.decode(text, type=_Request)
+    except msgspec.ValidationError as error:
+        raise ProblemError(_field_first(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProblemError(f"not JSON: {error}") from None
+    for field in ("D_run", "D_trans", "churn"):
+        _not_negative(field, getattr(request, field))
+    tasks = tuple(_task(f"tasks[{index}]", task) for index, task in enumerate(request.tasks))
+    return Problem(request.n, request.D_run, request.D_trans, tasks, request.churn)
+
+
+def _task(where: str, task: _Task) -> TaskProblem:
+    _not_negative(f"{where}.weight", task.weight)
+    points = task.T if isinstance(task.T, dict) else {str(k): flops for k, flops in enumerate(task.T)}
+    for count, flops in points.items():
+        if not _COUNT.fullmatch(count):
+            raise ProblemError(f'{where}.T: {count!r} is not a number of workers; give keys like "8"')
+        _not_negative(f"{where}.T[{count}]", flops)
+    return TaskProblem(
+        name=task.name or where,
+        weight=task.weight,
+        workers=task.x,
+        throughput=Curve({int(count): flops for count, flops in points.items()}),
+        faulty=task.faulty,
+        min_workers=task.min,
+        max_workers=task.cap,
+        floor=task.floor or 0,
+        unit=task.unit,
+    )
+
+
+def _not_negative(field: str, number: _Number) -> None:
+    if number < 0:
+        raise ProblemError(f"{field}: {number}; give a number >= 0")
+
+
+def _field_first(message: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.tasks[0].x`" as "tasks[0].x: expected int, got str"."""
+    said, _, where = message.replace("`", "").partition(" - at ")
+    if missing := re.search(r"required field (\w+)", said):
+        field = f"{where}.{missing[1]}" if where else missing[1]
+        said = "is missing; give it"
+    elif unknown := re.search(r"unknown field (\w+)", said):
+        field, said = f"{where}.{unknown[1]}" if where else unknown[1], "no such field; remove it"
+    else:
+        field, said = where, said[:1].lower() + said[1:]
+    field = field.replace("key in ", "").removeprefix("$").removeprefix(".")
+    return f"{field or 'the file'}: {said}"
+
+
+def run(options: Namespace) -> None:
+    """Solve the problem that the command line names. Raises UsageError."""
+    try:
+        text = sys.stdin.buffer.read() if options.problem == "-" else Path(options.problem).read_bytes()
+        solution = solve_precisely(read_problem(text))
+    except ProblemError as error:
+        raise UsageError(f"{options.problem}: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise UsageError(f"{options.problem}: {error.strerror}; give a readable JSON file") from None
+    if options.json or not sys.stdout.isatty():
+        answer = {"objective": solution.objective, "plan": list(solution.workers), "reason": solution.reason}
+        print(json.dumps(answer))
+    else:
+        headers = ("task", "before", "after", "WAF, FLOP/s")
+        rows = (
+            (task.name, f"{task.workers}{' (faulty)' if task.faulty else ''}", str(workers), f"{waf:.4g}")
+            for (task, workers), waf in zip(solution, solution.waf_of, strict=True)
+        )
+        show(Table(headers, tuple(rows)), f"objective {solution.objective:.12g}")
+        print(solution.reason)

@@ -1,0 +1,1 @@
+"""State and events as tables, lines and pictures."""

@@ -1,0 +1,231 @@
+"""What people ask of a cluster's state, as tables: nodes, tasks, the plan, incidents. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from unicrond.core.isolation import waits_for
+from unicrond.core.reconcile import occupied
+from unicrond.core.severity import RESPONSE
+from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
+from unicrond.core.task_parts import Straggler
+from unicrond.core.work import LINEAR_FLOPS, achieved_waf
+from unicrond.display.tables import Table
+
+#: Rows of a live view before it says "and N more".
+NODES_SHOWN = 16
+
+
+def si(value: float, unit: str = "") -> str:
+    """1.5e12, "FLOP/s" -> "1.5 TFLOP/s"; what rounds up to the next unit is given in it."""
+    value = float(f"{value:.3g}")
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def planned_waf(state: ClusterState, waf: int, workers: Mapping[str, int]) -> str:
+    """What a plan that gives these tasks these `workers` is worth.
+
+    In weighted workers, not FLOP/s, where the plan was made before any T(x) was known.
+    """
+    tasks = [(state.tasks[name].spec, count) for name, count in workers.items() if name in state.tasks]
+    nominal = sum(int(spec.weight * count * LINEAR_FLOPS) for spec, count in tasks)
+    if waf and waf == nominal and not any(spec.throughput for spec, _ in tasks):
+        return f"{waf / LINEAR_FLOPS:.3g} weighted workers"
+    return si(waf, "FLOP/s")
+
+
+def milliseconds(duration_us: int) -> str:
+    """Microseconds as whole milliseconds, with one decimal below ten."""
+    return f"{duration_us / 1000:.1f}" if duration_us < 10_000 else f"{duration_us / 1000:.0f}"
+
+
+def node_status(node: Node) -> str:
+    """up, lost or left; of those up, what keeps workers away: isolated, drained or cordoned."""
+    if node.status is not NodeStatus.UP:
+        return node.status.value
+    if node.isolated:
+        return "isolated"
+    return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
+
+
+def _why(state: ClusterState, node: Node) -> str:
+    """Why it does not work, and what it waits for; "" where it does."""
+    return "; ".join(filter(None, (waits_for(state, node), node.reason or node.cordon_reason)))
+
+
+def nodes_table(
+    state: ClusterState, rows_max: int | None = None, kept_back: Mapping[str, Mapping[str, float]] | None = None
+) -> Table:
+    """One row per node; with `rows_max`, those in trouble first and the rest summed up. `kept_back`: of /v1/state."""
+    used = occupied(state)
+    workers: dict[str, list[str]] = {}
+    for task in state.tasks.values():
+        for worker in task.workers.values():
+            mark = "" if worker.status is WorkerStatus.MEMBER else f" ({worker.status.value})"
+            workers.setdefault(worker.node, []).append(f"{worker.worker}{mark}")
+    nodes = sorted(state.nodes.values(), key=lambda node: node.name)
+    hidden: list[Node] = []
+    if rows_max is not None and len(nodes) > rows_max:
+        nodes.sort(key=lambda node: node_status(node) == "up")
+        nodes, hidden = nodes[:rows_max], nodes[rows_max:]
+    rows = [
+        (
+            node.name,
+            "draining" if node_status(node) == "drained" and used.get(node.name) else node_status(node),
+            f"{used.get(node.name, 0)}/{node.slots}",
+            ", ".join(workers.get(node.name, ())) or "-",
+            "; ".join(filter(None, (_keeps_back(kept_back, node), _why(state, node)))) or "-",
+        )
+        for node in nodes
+    ]
+    if hidden:
+        counts = ", ".join(f"{count} {status}" for status, count in Counter(map(node_status, hidden)).items())
+        rows.append((f"and {len(hidden)} more", counts, "", "", ""))
+    return Table(("node", "status", "used", "workers", "reason"), tuple(rows), frozenset({"used"}), "no nodes")
+
+
+def _keeps_back(kept_back: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
+    kept = (kept_back or {}).get(node.name)
+    if kept is None:
+        return ""
+    return f"holds back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
+
+
+def task_workers(task: Task) -> str:
+    """Members now, and the bounds: "2 of 1..3"."""
+    members = len(task.membership.members) if task.membership else 0
+    return f"{members} of {task.spec.min_workers}..{task.spec.max_workers}"
+
+
+def loss(value: float | None) -> str:
+    """A loss, or "-" where none is known."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def tasks_table(state: ClusterState) -> Table:
+    """One row per task, in the order of submission."""
+    rows = [
+        (
+            task.name,
+            task.status.value,
+            f"{task.spec.weight:g}",
+            task_workers(task),
+            f"{task.progress.iteration}/{task.spec.iterations}",
+            loss(task.progress.loss),
+            milliseconds(task.pace.iteration_us) if task.pace.iteration_us else "-",
+            si(achieved_waf(task, state.now_us), "FLOP/s"),
+            task.ending.reason.partition("\n")[0] or _reshaping(task) or _slow(task) or "-",
+        )
+        for task in state.tasks.values()
+    ]
+    headers = ("task", "status", "weight", "workers", "iteration", "loss", "ms/iteration", "WAF", "reason")
+    right = frozenset({"weight", "iteration", "loss", "ms/iteration", "WAF"})
+    return Table(headers, tuple(rows), right, "no tasks")
+
+
+def stragglers_table(state: ClusterState) -> Table:
+    """The members of active tasks that are slower than the other replicas."""
+    rows = [
+        (
+            straggler.worker,
+            str(rank),
+            straggler.node,
+            f"{straggler.factor:.2f}",
+            f"{milliseconds(straggler.compute_us)} ms",
+            f"{milliseconds(straggler.others_us)} ms",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(straggler.since_us / 1e6)),
+            str(straggler.since_iteration),
+        )
+        for rank, straggler in stragglers(state)
+    ]
+    headers = ("straggler", "rank", "node", "factor", "micro-batch", "others", "since", "iteration")
+    return Table(headers, tuple(rows), frozenset({"rank", "factor", "micro-batch", "others", "iteration"}), "none")
+
+
+def stragglers(state: ClusterState) -> list[tuple[int, Straggler]]:
+    """Of all active tasks, each with its rank."""
+    found = []
+    for task in state.tasks.values():
+        if task.group.stragglers and task.membership is not None and task.status is TaskStatus.ACTIVE:
+            ranks = {member.worker: rank for rank, member in enumerate(task.membership.members)}
+            found += [(ranks[name], one) for name, one in task.group.stragglers.items() if name in ranks]
+    return found
+
+
+def _slow(task: Task) -> str:
+    """The slowest of its stragglers, in a few words."""
+    if not task.group.stragglers or task.status is not TaskStatus.ACTIVE:
+        return ""
+    slowest = max(task.group.stragglers.values(), key=lambda one: one.factor)
+    others = f", {len(task.group.stragglers) - 1} more" if len(task.group.stragglers) > 1 else ""
+    return f"{slowest.worker} on {slowest.node} takes {slowest.factor:.2f} times as long as the others{others}"
+
+
+def _reshaping(task: Task) -> str:
+    asked = task.reshaping.reshape
+    return f"changes to tp {asked.tp}, pp {asked.pp}" if asked else ""
+
+
+def plan_table(state: ClusterState) -> Table:
+    """Each task's share under the adopted plan, and its worth."""
+    rows = []
+    for name, assignment in state.plan.assignments.items():
+        task = state.tasks.get(name)
+        counts = Counter(node for nodes in assignment.replicas for node in nodes)
+        where = ", ".join(node if count == 1 else f"{node} x{count}" for node, count in counts.items())
+        rows.append(
+            (
+                name,
+                str(assignment.workers),
+                str(len(assignment.replicas)),
+                planned_waf(state, assignment.waf, {name: assignment.workers}),
+                si(achieved_waf(task, state.now_us), "FLOP/s") if task else "-",
+                where or "waits for workers",
+            )
+        )
+    headers = ("task", "workers", "replicas", "planned WAF", "achieved WAF", "nodes")
+    right = frozenset({"workers", "replicas", "planned WAF", "achieved WAF"})
+    return Table(headers, tuple(rows), right, "no task is planned")
+
+
+def costs_table(costs: Mapping[str, float]) -> Table:
+    """What the cluster's failure-free work has become, in weighted FLOP (costs.py)."""
+    free = costs["failure_free_flop"]
+    rows = [
+        (name.removesuffix("_flop").replace("_", " "), si(flop, "FLOP"), f"{100 * flop / free:.2f} %" if free else "-")
+        for name, flop in costs.items()
+    ]
+    return Table(("weighted work", "amount", "share"), tuple(rows), frozenset({"amount", "share"}))
+
+
+def incidents_table(state: ClusterState, now_us: int, last: int | None = None) -> Table:
+    """Open incidents after closed ones, oldest first; only the `last` closed ones where that is given.
+
+    Times of an open incident run until `now_us`. `redone`: micro-batches computed anew.
+    """
+    closed = state.closed if last is None else state.closed[len(state.closed) - min(last, len(state.closed)) :]
+    rows = [_incident_row(incident, now_us) for incident in (*closed, *state.incidents.values())]
+    headers = ("incident", "sev", "cause", "tasks", "response", "detection", "transition", "redone", "what")
+    return Table(headers, tuple(rows), frozenset({"detection", "transition", "redone"}), "no incident")
+
+
+def _incident_row(incident: Incident, now_us: int) -> tuple[str, ...]:
+    detection_us = incident.detection_us or max(0, incident.detected_us - incident.occurred_us)
+    end_us = incident.resumed_us or (now_us if not incident.closed_us else incident.closed_us)
+    transition_us = incident.transition_us or max(0, end_us - incident.detected_us)
+    return (
+        incident.id,
+        incident.severity.name,
+        incident.kind,
+        ", ".join(incident.tasks) or "-",
+        incident.response if incident.closed_us else f"{RESPONSE[incident.severity]} (open)",
+        f"{milliseconds(detection_us)} ms",
+        f"{milliseconds(transition_us)} ms",
+        str(incident.redone),
+        incident.message.partition("\n")[0],
+    )

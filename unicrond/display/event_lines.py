@@ -1,0 +1,129 @@
+"""Events as the HTTP API sends them (server-sent events), and as lines for people. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from events.envelope import Entry, Quarantined
+from events.prose import summary
+from unicrond.display.tables import clean
+
+#: What a watching person wants to see; the rest is the machinery that brings it about.
+NOTEWORTHY = frozenset(
+    {
+        "AcceleratorReported",
+        "CheckpointSaved",
+        "CommandFailed",
+        "CoordinatorStarted",
+        "ErrorReported",
+        "MembershipDecided",
+        "NodeChecked",
+        "NodeIsolated",
+        "NodeJoined",
+        "NodeLeft",
+        "NodeLost",
+        "NodeReadmitted",
+        "NodeReturned",
+        "PlanAdopted",
+        "Quarantined",
+        "RepairEnded",
+        "ReshapeRequested",
+        "TaskCancelled",
+        "TaskCompleted",
+        "TaskFailed",
+        "TaskReshaped",
+        "TaskSubmitted",
+        "TransitionCompleted",
+        "WorkerExited",
+    }
+)
+
+#: An event is at most 768 KiB of msgpack; as JSON it is not much longer.
+LINE_BYTES_MAX = 4 * 1024 * 1024
+
+
+def entry_json(entry: Entry) -> dict[str, Any]:
+    """The entry as plain JSON types, its prose with it."""
+    if isinstance(entry, Quarantined):
+        return {"seq": entry.seq, "recorded_at_us": entry.recorded_at_us, "quarantined": entry.reason}
+    return {
+        "seq": entry.seq,
+        "recorded_at_us": entry.recorded_at_us,
+        "summary": summary(entry.envelope.event),
+        "envelope": msgspec.to_builtins(entry.envelope),
+    }
+
+
+class BadEventStream(ValueError):
+    """The answer is not an event stream of a coordinator."""
+
+
+class EventLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the log. `quarantined`: why it is not an event, or ""; then `summary` and `envelope` are empty."""
+
+    seq: int
+    recorded_at_us: int
+    type: str
+    summary: str = ""
+    quarantined: str = ""
+    envelope: dict[str, Any] = {}
+
+    @property
+    def noteworthy(self) -> bool:
+        """Worth a line in the live view. A worker that ended by order is not."""
+        expected = self.type == "WorkerExited" and self.envelope.get("event", {}).get("expected") is True
+        return self.type in NOTEWORTHY and not expected
+
+    @property
+    def text(self) -> str:
+        """What happened, on one line."""
+        return clean(f"not a valid event: {self.quarantined}" if self.quarantined else self.summary)
+
+    def clock(self, timespec: str = "seconds") -> str:
+        """The log's receive time, local; `timespec` as in datetime.isoformat."""
+        return datetime.fromtimestamp(self.recorded_at_us / 1e6).time().isoformat(timespec)
+
+
+class EventStreamParser:
+    """Bytes in, events out: the part of the server-sent events format that the API uses."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._type = ""
+        self._data = ""
+
+    def feed(self, chunk: bytes) -> Iterator[EventLine]:
+        """The events that `chunk` completes. Raises BadEventStream; what it had not yet read is lost then."""
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        self._rest = b""
+        for line in lines:
+            event = self._line(line.decode(errors="replace").removesuffix("\r"))
+            if event is not None:
+                yield event
+        if len(rest) > LINE_BYTES_MAX:
+            raise BadEventStream(f"a line of more than {LINE_BYTES_MAX} bytes")
+        self._rest = rest
+
+    def _line(self, line: str) -> EventLine | None:
+        """A field of the event that is being read, or the empty line that ends it."""
+        if line:
+            field, _, value = line.partition(":")
+            if field == "event":
+                self._type = value.strip()
+            elif field == "data":
+                self._data = value
+            return None
+        kind, data = self._type, self._data
+        self._type = self._data = ""
+        if not data:
+            return None
+        try:
+            # json reads NaN, which a loss may be; msgspec's own decoder does not.
+            return msgspec.convert({"type": kind, **json.loads(data)}, EventLine, strict=True)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise BadEventStream(f"cannot read it: {clean(str(error))}") from None

@@ -1,1 +1,0 @@
-"""What each event does to the state, by subject; `unicrond/fold.py` is the door and holds the table."""

@@ -1,0 +1,1 @@
+"""What people write, read strictly: task files, the configuration."""

@@ -1,0 +1,247 @@
+"""`unicrond demo`: train two tasks, kill a worker, kill a node, bring it back, and tell how each was healed.
+
+Everything is real: the parts are `unicrond dev`'s, the training is Megatron-core's on the Python standard
+library's sources, the faults are SIGKILLs. The story at the end comes from the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from unicrond.core.reconcile import staffing
+from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.work import achieved_waf, delivered_flop
+from unicrond.ctl.client import ApiError, follow
+from unicrond.ctl.view import incident_table, watch
+from unicrond.local.dev import DevCluster, small_cluster, start_small
+
+TASKS = {"big": 2.0, "small": 1.0}
+SEED, SEQ, GLOBAL_BATCH, MICRO_BATCH = 1234, 64, 48, 4
+HEAL_TIMEOUT_S = 90.0
+
+
+class NotHealed(RuntimeError):
+    """The cluster is not as it should be; the message says what was waited for."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What the demo did, and when (wall clock)."""
+
+    what: str
+    at_us: int
+
+
+class Story:
+    """The demo's steps, over one running cluster."""
+
+    def __init__(self, cluster: DevCluster, directory: Path, iterations: int) -> None:
+        self.cluster = cluster
+        self.cache = directory / "cache"
+        self.iterations = iterations
+        self.faults: list[Fault] = []
+        self.digest = ""
+        self._random = random.Random(2401)
+
+    async def run(self) -> ClusterState:
+        """All of it. Raises NotHealed."""
+        for name, weight in TASKS.items():
+            await self.cluster.submit(self.spec(name, weight))
+        state = await self.until("both tasks train on all four nodes", lambda s: whole(s, 4) and _trained(s, 8))
+
+        victim = self._random.choice(state.tasks["big"].membership.members[1:])  # type: ignore[union-attr]
+        worker = state.tasks["big"].workers[victim.worker]
+        await self._in_mid_iteration("big")
+        self._fault(f"SIGKILL of worker {worker.worker} (pid {worker.pid}) on {worker.node}")
+        os.kill(worker.pid, signal.SIGKILL)
+        state = await self._healed(4)
+
+        big = state.tasks["big"].membership.members  # type: ignore[union-attr]
+        node = self._random.choice(big[1:]).node
+        self._fault(f"SIGKILL of node {node}: agent, fork server, workers")
+        await self.cluster.kill_node(node)
+        await self._healed(3)
+
+        self._fault(f"node {node} comes back", count=False)
+        await self.cluster.bring_back(node)
+        state = await self.until(f"{node} has workers again", lambda s: whole(s, 4))
+        reached = {name: task.progress.iteration for name, task in state.tasks.items()}
+        state = await self.until(
+            "both tasks continue",
+            lambda s: all(s.tasks[name].progress.iteration >= at + 10 for name, at in reached.items()),
+        )
+        state, self.digest = await self.cluster.state()
+        return state
+
+    async def until(self, what: str, holds: Callable[[ClusterState], bool]) -> ClusterState:
+        """The first state in which `holds`. Raises NotHealed after HEAL_TIMEOUT_S, or when a task failed."""
+        deadline = time.monotonic() + HEAL_TIMEOUT_S
+        state = ClusterState()
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ApiError):
+                state, _ = await self.cluster.state()
+                failed = [task for task in state.tasks.values() if task.status is TaskStatus.FAILED]
+                if failed:
+                    raise NotHealed(f"task {failed[0].name} failed: {failed[0].ending.reason}")
+                if holds(state):
+                    return state
+            await asyncio.sleep(0.05)
+        raise NotHealed(f"waited {HEAL_TIMEOUT_S:g} s for this: {what}; {_where_things_stand(state)}")
+
+    async def _healed(self, workers: int) -> ClusterState:
+        opened = sum(1 for fault in self.faults if fault.what.startswith("SIGKILL"))
+        return await self.until(
+            f"incident {opened} is healed and {workers} workers train",
+            lambda s: s.incidents_total >= opened and not s.incidents and whole(s, workers),
+        )
+
+    async def _in_mid_iteration(self, task: str) -> None:
+        """Half an iteration after a commit was seen."""
+        state, _ = await self.cluster.state()
+        seen = state.tasks[task].progress.iteration
+        state = await self.until("another step", lambda s: s.tasks[task].progress.iteration > seen)
+        await asyncio.sleep(state.tasks[task].pace.iteration_us / 2e6)
+
+    def _fault(self, what: str, *, count: bool = True) -> None:
+        print(f">>> {what}", flush=True)
+        if count:
+            self.faults.append(Fault(what, time.time_ns() // 1000))
+
+    def spec(self, name: str, weight: float) -> dict[str, object]:
+        """A small GPT on the standard library's sources, 1 to 3 workers."""
+        return {
+            "name": name,
+            "weight": weight,
+            "min_workers": 1,
+            "max_workers": 3,
+            "model": {"layers": 2, "hidden": 64, "heads": 4, "seq": SEQ, "vocab": 256},
+            "optimizer": {"lr": 2e-3, "warmup_iterations": 10},
+            "env": {"XDG_CACHE_HOME": str(self.cache)},
+            "global_batch": GLOBAL_BATCH,
+            "micro_batch": MICRO_BATCH,
+            "seed": SEED,
+            "iterations": self.iterations or 1_000_000,
+            "checkpoint": {"interval": 100},
+        }
+
+
+def _where_things_stand(state: ClusterState) -> str:
+    """What is not as it should be, to find out why."""
+    told = [f"incident {i.id} ({i.kind}, {i.worker or i.node}: {i.message}) is open" for i in state.incidents.values()]
+    for node in state.nodes.values():
+        isolated = f", isolated ({node.reason})" if node.isolated else ""
+        told.append(f"node {node.name} is {node.status}{isolated}")
+    for task in state.tasks.values():
+        workers = ", ".join(f"{w.worker} {w.status} on {w.node}" for w in task.workers.values())
+        given = state.plan.assignments[task.name].workers if task.name in state.plan.assignments else 0
+        told.append(
+            f"task {task.name} at iteration {task.progress.iteration} is given {given} workers"
+            f" and has: {workers or 'none'}"
+        )
+    return "; ".join(told)
+
+
+def _trained(state: ClusterState, iterations: int) -> bool:
+    return all(task.progress.iteration >= iterations for task in state.tasks.values())
+
+
+def whole(state: ClusterState, workers: int) -> bool:
+    """The plan uses `workers` workers, and every task has what the plan gives it."""
+    if set(state.tasks) != set(TASKS) or sum(a.workers for a in state.plan.assignments.values()) != workers:
+        return False
+    for task in state.tasks.values():
+        staff = staffing(task, state.plan.assignments.get(task.name))
+        if staff.missing or staff.surplus or staff.starting or not task.confirmed or task.leavers:
+            return False
+        if task.membership is None or len(task.membership.members) != state.plan.assignments[task.name].workers:
+            return False
+    return True
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit code 0 only if everything healed and the replay agrees."""
+    return start_small(arguments, _main)
+
+
+async def _main(arguments: argparse.Namespace, directory: Path) -> int:
+    started = time.monotonic()
+    demo = asyncio.current_task()
+    assert demo is not None
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, demo.cancel)
+    print(f"starting nats-server, coordinator and {arguments.nodes} agents; their files are in {directory}", flush=True)
+    try:
+        async with small_cluster(
+            directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.api_port
+        ) as cluster:
+            story = Story(cluster, directory, arguments.iterations)
+            stop = asyncio.Event()
+            view = asyncio.create_task(watch(cluster.state, stop, follow(cluster.client)))
+            try:
+                state = await story.run()
+            finally:
+                stop.set()
+                await asyncio.gather(view, return_exceptions=True)
+            replayed = await replay(cluster, state.seq)
+    except NotHealed as error:
+        print(f"NOT HEALED: {error}; run with --dir DIR and look at the logs there", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        print("interrupted; everything was ended", file=sys.stderr)
+        return 130
+    return _tell(story, state, replayed, time.monotonic() - started)
+
+
+async def replay(cluster: DevCluster, seq: int) -> str:
+    """The digest that `unicron-replay`, a process of its own, finds in the stored log."""
+    process = await asyncio.create_subprocess_exec(
+        str(Path(sys.executable).parent / "unicron-replay"),
+        "digest",
+        "--nats",
+        cluster.nats_url,
+        "--at",
+        str(seq),
+        "--json",
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    return str(json.loads(output)["digest"]) if process.returncode == 0 else ""
+
+
+def _tell(story: Story, state: ClusterState, replayed: str, took_s: float) -> int:
+    incidents = [*state.closed, *state.incidents.values()]
+    print()
+    incident_table(state)
+    for fault, incident in zip(story.faults, incidents, strict=False):
+        print(f"  {fault.what}: in the log {_since(fault, incident.detected_us)} after it,", end=" ")
+        print(f"training again {_since(fault, incident.resumed_us)} after it")
+    print()
+    for task in state.tasks.values():
+        first, last = task.progress.first_loss or 0.0, task.progress.loss or 0.0
+        print(
+            f"  {task.name}: iteration {task.progress.iteration}, loss {first:.3f} -> {last:.3f}, "
+            f"{delivered_flop(task):.3e} weighted FLOP, WAF {achieved_waf(task, state.now_us):.3e} FLOP/s"
+        )
+    print(f"  total WAF: {sum(achieved_waf(task, state.now_us) for task in state.tasks.values()):.3e} FLOP/s")
+    same = replayed == story.digest
+    print(f"  digest of the daemon at sequence {state.seq}: {story.digest}")
+    print(f"  digest of a replay of the stored log:    {replayed or 'none'} ({'equal' if same else 'NOT EQUAL'})")
+    learned = all((task.progress.loss or 9e9) < (task.progress.first_loss or 0.0) for task in state.tasks.values())
+    healed = not state.incidents and len(state.closed) == len(story.faults) and same and learned
+    print(f"{'all healed' if healed else 'NOT all healed'}, in {took_s:.0f} s")
+    return 0 if healed else 1
+
+
+def _since(fault: Fault, at_us: int) -> str:
+    return f"{max(0, at_us - fault.at_us) / 1000:.0f} ms"

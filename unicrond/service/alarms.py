@@ -1,0 +1,78 @@
+"""Alarms: what a person has to look at though nothing has stopped, in one line each.
+
+Rules
+-----
+* An invalid message in the log is lost to the fold. Where a known producer wrote it (a node of the
+  cluster, the API, a coordinator) a fact or an order is missing: most likely another version is at work there.
+* They follow from the log and the time alone, so that a restart brings none back that is over. The state knows nothing
+  of them: nothing is decided from them.
+* One stands until STANDS_US after its producer's last such message.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from events.codec import API_PRODUCER
+from events.envelope import Quarantined
+from events.schemas import SCHEMA
+from events.subjects import PREFIX, TERM_SUBJECT
+from unicrond.core.liveness import OWN_NAME
+from unicrond.core.state import ClusterState
+
+log = logging.getLogger("unicrond")
+
+STANDS_US = 3600 * 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Messages of one known producer that are no valid events; `kind`, `reason`: of the last."""
+
+    count: int
+    seq: int
+    at_us: int
+    kind: str
+    reason: str
+
+
+class Alarms:
+    """Told of what was read, by the coordinator's shell."""
+
+    def __init__(self) -> None:
+        self.refused: dict[str, Refused] = {}
+        self._schemas: dict[str, int] = {}
+
+    def quarantined(self, entry: Quarantined, state: ClusterState) -> str:
+        """Take in a quarantined entry; the alarm that it raises, "" where its producer is unknown."""
+        producer, kind = written_by(entry.subject)
+        if producer not in state.nodes and producer not in (API_PRODUCER, OWN_NAME):
+            return ""
+        before = self.refused.get(producer)
+        count = before.count + 1 if before else 1
+        self.refused[producer] = Refused(count, entry.seq, entry.recorded_at_us, kind, entry.reason)
+        node = state.nodes.get(producer)
+        self._schemas[producer] = node.schema if node else SCHEMA
+        return self._line(producer)
+
+    def standing(self, now_us: int) -> list[str]:
+        """The alarms at this moment, by producer."""
+        return [self._line(name) for name, it in sorted(self.refused.items()) if now_us - it.at_us < STANDS_US]
+
+    def _line(self, producer: str) -> str:
+        it, reads = self.refused[producer], self._schemas[producer]
+        who = f"node {producer}" if producer not in (API_PRODUCER, OWN_NAME) else f"the {producer}"
+        many = f"{it.count} unreadable messages, the last" if it.count > 1 else "an unreadable message"
+        newer = f"; its agent is of schema {reads}, this coordinator reads {SCHEMA}" if reads > SCHEMA else ""
+        return f"{who}: {many} at sequence {it.seq} ({it.kind}): {it.reason}{newer}"
+
+
+def written_by(subject: str) -> tuple[str, str]:
+    """The only producer on this subject, and the type of event; two empty texts where there is none."""
+    tokens = subject.removeprefix(f"{PREFIX}.").split(".")
+    if subject == TERM_SUBJECT:
+        return OWN_NAME, "CoordinatorStarted"
+    if len(tokens) != 3:
+        return "", ""
+    return (tokens[1] if tokens[0] == "obs" else OWN_NAME), tokens[2]

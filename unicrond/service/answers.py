@@ -1,0 +1,68 @@
+"""The answers that one coordinator has to plan problems: looked up or solved, and kept for a while.
+
+Rules
+-----
+* A problem that was foreseen is answered at once. Any other is solved in a thread, once at a time.
+* The newest ANSWERS_MAX are kept. An answer never grows old: it depends on its problem alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.solver import Solution
+from unicrond.core.provenance import Answered
+from unicrond.service.foresight import Foresight
+
+ANSWERS_MAX = 64
+
+
+class Answers:
+    """`ask`, and `solve` what `ask` returns."""
+
+    def __init__(self, foresight: Foresight) -> None:
+        self._foresight = foresight
+        self._solutions: dict[Problem, Solution] = {}
+        self._answered: dict[Problem, Answered] = {}
+        self._solving: set[Problem] = set()
+
+    @property
+    def solutions(self) -> Mapping[Problem, Solution]:
+        """What `decide` is given."""
+        return self._solutions
+
+    def how(self, problem: Problem) -> Answered | None:
+        """The answer with how it was obtained; None if there is none yet."""
+        return self._answered.get(problem)
+
+    def ask(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Those of the problems that have to be solved, and are not being solved yet. Quick, on the event loop."""
+        to_solve = []
+        for problem in problems:
+            if problem in self._solutions or problem in self._solving:
+                continue
+            known = self._foresight.look_up(problem)
+            if known is not None:
+                self._keep(problem, known)
+            else:
+                self._solving.add(problem)
+                to_solve.append(problem)
+        return to_solve
+
+    async def solve(self, problem: Problem) -> None:
+        """Answer one that `ask` has returned. Raises what the solver raises."""
+        try:
+            self._keep(problem, await self._foresight.solve(problem))
+        finally:
+            self._solving.discard(problem)
+
+    def forget_the_unsolved(self) -> None:
+        """Nothing is being solved any more: the tasks that solved were cancelled."""
+        self._solving.clear()
+
+    def _keep(self, problem: Problem, answered: Answered) -> None:
+        while len(self._solutions) >= ANSWERS_MAX:
+            oldest = next(iter(self._solutions))
+            del self._solutions[oldest], self._answered[oldest]
+        self._solutions[problem], self._answered[problem] = answered.solution, answered

@@ -1,0 +1,198 @@
+"""`unicrond run`: one asyncio process on the head node: NATS, the coordinator, the HTTP API.
+
+Rules
+-----
+* The API answers before the log is folded; it says "catching up" until the coordinator is live.
+* SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too.
+* An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
+  its disk was full (log_keeper.py).
+* One coordinator at a time uses a `state_dir`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from events.archived_log import ArchivedLog
+from events.log import Fenced, LogError
+from events.nats_connection import Connection, connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_server import EmbeddedServer, ServerError
+from events.nats_streams import create_streams
+from events.nats_url import parse_urls
+from unicrond.core.skipping import SkipRefused
+from unicrond.display.tables import clean
+from unicrond.intake.config import Config, login, read_secret
+from unicrond.intake.timeouts import contradictions
+from unicrond.service.api import Api
+from unicrond.service.archive_command import archive_directory
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.log_keeper import LogKeeper
+from unicrond.service.log_reading import LogReader
+from unicrond.service.nats_snapshots import NatsSnapshotStore
+from unicrond.service.snapshots import Snapshots
+from unicrond.service.stream_probe import StreamProbe
+
+log = logging.getLogger("unicrond")
+
+CONNECT_TIMEOUT_S = 15.0
+
+
+class Fatal(RuntimeError):
+    """The daemon cannot go on; the message says why and what to do."""
+
+
+async def serve(config: Config, skip: Sequence[int] = ()) -> None:
+    """Run until SIGTERM or SIGINT. `skip`: entries of the log to pass over. Raises Fatal."""
+    stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.put_nowait, signum)
+    with nullcontext() if config.nats.url else _sole_user(Path(config.state_dir)):
+        await _serve(config, skip, stop)
+
+
+async def _serve(config: Config, skip: Sequence[int], stop: asyncio.Queue[signal.Signals]) -> None:
+    server = None if config.nats.url else await _embedded(config)
+    url = server.url if server else config.nats.url
+    try:
+        connection = await connect(
+            parse_urls(url), name="unicrond", login=login(config.nats), timeout_s=CONNECT_TIMEOUT_S
+        )
+    except LogError as error:
+        raise Fatal(f"nats.url: no NATS at {url}: {error}; check that it runs and that the login is right") from None
+    ended_by = None
+    try:
+        await create_streams(connection, replicas=config.nats.replicas)
+        ended_by = await _serve_until_stopped(config, connection, server, stop, skip)
+    finally:
+        await connection.close()
+        if server is not None and ended_by is not signal.SIGTERM:
+            await server.stop()
+
+
+@contextmanager
+def _sole_user(state_dir: Path) -> Iterator[None]:
+    """Hold the directory: a second coordinator would adopt the first one's nats-server, and end it. Raises Fatal."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = (state_dir / "unicrond.lock").open("a")
+    except OSError as error:
+        raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Fatal(
+                f"state_dir: another coordinator runs in {state_dir}; stop it first, or set another state_dir"
+            ) from None
+        yield
+
+
+async def _embedded(config: Config) -> EmbeddedServer:
+    server = EmbeddedServer(
+        Path(config.state_dir) / "nats",
+        host=config.nats.host,
+        port=config.nats.port,
+        login=login(config.nats) if config.nats.user else None,
+    )
+    try:
+        adopted = await server.start()
+    except (OSError, ServerError) as error:
+        if isinstance(error, OSError) and error.filename:
+            raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
+        raise Fatal(f"nats-server: {clean(str(error))}") from None
+    log.info("nats-server at %s (%s, pid %s)", server.url, "adopted" if adopted else "started", server.pid)
+    return server
+
+
+async def _serve_until_stopped(
+    config: Config,
+    connection: Connection,
+    server: EmbeddedServer | None,
+    stop: asyncio.Queue[signal.Signals],
+    skip: Sequence[int],
+) -> signal.Signals:
+    stream = NatsEventLog(connection)
+    event_log = ArchivedLog(stream, archive_directory(config))
+    snapshots = Snapshots(NatsSnapshotStore(connection, replicas=config.nats.replicas))
+    coordinator = Coordinator(
+        event_log,
+        NatsBeatLog(connection),
+        config.policy,
+        config.heartbeat_s,
+        severity=config.severity,
+        snapshots=snapshots,
+        process=f"{socket.gethostname()}:{os.getpid()}",
+        skip=skip,
+        schema=config.write_schema,
+        readmission=config.readmission,
+    )
+    for warning in contradictions(config.policy, config.heartbeat_s, {}):
+        log.warning("%s", warning)
+    if config.injection:
+        log.warning("injection is on: anyone with access to the API may order faults")
+    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    probe = StreamProbe(connection, lambda: coordinator.state.seq)
+    keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
+    api = Api(config, coordinator, event_log, LogReader(connection), token, lambda: keeper.trouble)
+    runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, config.api.host, config.api.port).start()
+        except OSError as error:
+            where = f"{config.api.host}:{config.api.port}"
+            raise Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port") from None
+        log.info("API at http://%s:%d", config.api.host, config.api.port)
+        work = [
+            asyncio.create_task(coordinator.run(), name="coordinator"),
+            asyncio.create_task(keeper.run(), name="log-keeper"),
+        ]
+        if server is not None:
+            work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
+        stopped = asyncio.create_task(stop.get(), name="stop")
+        done, _ = await asyncio.wait([*work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in [*work, stopped]:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        if stopped in done:
+            log.info("stopping on %s", stopped.result().name)
+            return stopped.result()
+        _raise_cause(done.pop())
+        raise Fatal("a part of the daemon ended without a reason")
+    finally:
+        with suppress(asyncio.TimeoutError):
+            await runner.cleanup()
+
+
+async def _keep_running(server: EmbeddedServer) -> None:
+    while True:
+        await server.ended()
+        log.warning("nats-server ended; restarting it")
+        await server.start()
+        log.info("nats-server runs again at %s (pid %s)", server.url, server.pid)
+
+
+def _raise_cause(task: asyncio.Task[Any]) -> None:
+    """The task's exception, a task group's wrapping taken off."""
+    error = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, Fenced):
+        raise Fatal(f"another coordinator took over ({error}); this one stops, so that only one decides") from None
+    if isinstance(error, SkipRefused):
+        raise Fatal(str(error)) from None
+    if error is not None:
+        raise error

@@ -1,0 +1,115 @@
+"""Foresight: while nothing happens, the plan for everything that may happen next is made in a thread.
+
+Rules
+-----
+* The event loop only looks up: a problem that was foreseen is answered at once. One that was not is solved in a
+  thread, on rows that stand if there are any.
+* The table is made anew when the cluster is at rest and something has changed that plans depend on: nodes, tasks,
+  the plan, or what was learnt. Only the newest state counts; what comes while a table is made makes the next one.
+* With it the healthy cluster's problem is solved, so that no lost node waits for that either.
+* The planner's rows belong to one thread at a time. While they are in use, others are solved from nothing.
+* A small cluster is planned in plain numpy within milliseconds; where that would take longer, the compiled
+  kernel is loaded first, in the thread, never on the loop.
+* The way never changes the plan (`planning/table.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from unicrond.core.plan_problems import healthy_problem_of, situation_of
+from unicrond.core.planning import kernel
+from unicrond.core.planning.problem import Problem, ProblemError
+from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.table import Planner, Table
+from unicrond.core.provenance import Answered
+from unicrond.core.survey import Survey
+
+log = logging.getLogger("unicrond")
+
+#: Workers times tasks from which on the compiled kernel is worth its loading (a second, 100 MB).
+WARM_FROM = 1000
+
+
+class Foresight:
+    """The next plans of one coordinator. `table`: what is foreseen from plan `epoch` on, None = nothing yet.
+
+    `monotonic_us`: the clock that times answers.
+    """
+
+    def __init__(self, monotonic_us: Callable[[], int]) -> None:
+        self.table: Table | None = None
+        self.epoch = 0
+        self._monotonic_us = monotonic_us
+        self._planner = Planner()
+        self._healthy: Solution | None = None
+        self._rows = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self._survey: Survey | None = None
+        self._seen: object = None
+
+    def look_up(self, problem: Problem) -> Answered | None:
+        """The answer, if it was foreseen: quick, on the event loop."""
+        asked_us = self._monotonic_us()
+        if self._healthy is not None and self._healthy.problem == problem:
+            return Answered(self._healthy, "table", self._monotonic_us() - asked_us)
+        known = self.table.answer(problem) if self.table is not None else None
+        if self.table is None or known is None:
+            return None
+        return Answered(known, "table", self._monotonic_us() - asked_us, self.table.effort.rows_reused)
+
+    async def solve(self, problem: Problem) -> Answered:
+        """The answer, from a thread."""
+        asked_us = self._monotonic_us()
+        if self._rows.locked():
+            solution = await asyncio.to_thread(solve, problem)
+            return Answered(solution, "fresh", self._monotonic_us() - asked_us)
+        async with self._rows:
+            answer = await asyncio.to_thread(self._planner.answer, problem)
+        return Answered(answer.solution, answer.way, self._monotonic_us() - asked_us, answer.rows_reused)
+
+    def look_from(self, survey: Survey) -> None:
+        """The cluster is at rest in this state: foresee from here, if anything has changed."""
+        state = survey.state
+        if not survey.fresh or not state.plan.epoch:
+            return
+        paces = [(task.name, task.pace) for task in survey.active]
+        learnt = tuple((name, tuple(pace.measured.items()), pace.transition_us) for name, pace in paces)
+        seen = (state.plan.epoch, survey.basis, state.worker_mtbf_us, learnt)
+        if seen != self._seen:
+            self._seen, self._survey = seen, survey
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """Make tables as they are wanted, without end."""
+        while True:
+            await self._wanted.wait()
+            async with self._rows:
+                self._wanted.clear()
+                asked_us, survey = self._monotonic_us(), self._survey
+                assert survey is not None
+                try:
+                    self.table = await asyncio.to_thread(self._foresee, survey)
+                    self.epoch = survey.state.plan.epoch
+                except ProblemError as error:
+                    log.warning("no table of plans: %s", error)
+                    self.table = None
+            if self.table is not None:
+                effort, took_ms = self.table.effort, (self._monotonic_us() - asked_us) / 1000
+                rows = f"{effort.rows_computed} rows computed, {effort.rows_reused} reused"
+                log.debug("table of plans: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
+
+    def _foresee(self, survey: Survey) -> Table | None:
+        """In the thread."""
+        situation = situation_of(survey)
+        if situation is None:
+            return None
+        if situation.workers * len(situation.tasks) >= WARM_FROM:
+            kernel.warm()
+        table = self._planner.refresh(situation)
+        healthy = healthy_problem_of(survey)
+        if self._healthy is None or self._healthy.problem != healthy:
+            self._healthy = solve(healthy)
+        return table

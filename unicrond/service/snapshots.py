@@ -1,0 +1,160 @@
+"""Snapshots: the folded state, kept beside the log, so that a restart folds only what came after it.
+
+Rules
+-----
+* Nothing but a cache. Deleted, damaged, or written by other code, it is ignored with one line in the log, and
+  the log is folded from its beginning: the state is the same either way.
+* A snapshot is believed only if its bytes have their checksum, its state has its digest, the code that folds
+  and the state's shape are those that wrote it (`fingerprint`), and the log still holds the very entry that it
+  ends with (`Mark`): another log's snapshot is of no use.
+* Insertion order is part of the state (ties are decided by it), so the bytes keep it; the digest alone would not.
+* To write one never holds up a decision and never fails the coordinator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from events.envelope import Entry, Quarantined
+from events.log import EventLog, LogError
+from unicrond.core import state_bytes
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest
+from unicrond.service.code_identity import fingerprint
+
+log = logging.getLogger("unicrond")
+
+SNAPSHOT_EVERY = 10_000
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The entry that a state ends with: enough to tell its log from another."""
+
+    seq: int
+    recorded_at_us: int
+    event_id: str
+
+
+class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fingerprint: str
+    mark: Mark
+    digest: str
+    checksum: bytes
+    state: bytes
+    skipped: tuple[int, ...] = ()
+
+
+class BadSnapshot(ValueError):
+    """It cannot be used; why, in one line."""
+
+
+class SnapshotStore(Protocol):
+    """Where the newest snapshot is kept."""
+
+    async def load(self) -> bytes | None:
+        """The newest, None if there is none. LogError where it cannot be reached."""
+        ...
+
+    async def save(self, body: bytes) -> None:
+        """Put it in place of the one before. LogError where that fails."""
+        ...
+
+
+def mark_of(entry: Entry) -> Mark:
+    """The mark of a state that ends with `entry`."""
+    event_id = "" if isinstance(entry, Quarantined) else entry.envelope.event_id
+    return Mark(entry.seq, entry.recorded_at_us, event_id)
+
+
+def encode_snapshot(state: ClusterState, mark: Mark, skips: Collection[int] = ()) -> bytes:
+    """The bytes of a snapshot. `skips`: the entries that were passed over."""
+    body = state_bytes.encode(state)
+    skipped = _up_to(mark.seq, skips)
+    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), _checksum(body), body, skipped))
+
+
+def _up_to(seq: int, skips: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(skip for skip in skips if skip <= seq))
+
+
+def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterState, Mark]:
+    """The state and the entry that it ends with. `skips`: the entries to pass over. BadSnapshot."""
+    try:
+        snapshot = msgspec.msgpack.decode(body, type=_Snapshot)
+    except msgspec.MsgspecError as error:
+        raise BadSnapshot(f"not a snapshot: {error}") from None
+    if snapshot.fingerprint != fingerprint():
+        raise BadSnapshot("another version's fold wrote it")
+    if snapshot.checksum != _checksum(snapshot.state):
+        raise BadSnapshot("its checksum is wrong")
+    try:
+        state = state_bytes.decode(snapshot.state)
+    except msgspec.MsgspecError as error:
+        raise BadSnapshot(f"its state does not fit: {error}") from None
+    if digest(state) != snapshot.digest or state.seq != snapshot.mark.seq:
+        raise BadSnapshot("its state has another digest")
+    if snapshot.skipped != _up_to(snapshot.mark.seq, skips):
+        raise BadSnapshot("other entries are skipped now")
+    return state, snapshot.mark
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+class Snapshots:
+    """One coordinator's use of a store. `every`: how many entries lie between two snapshots."""
+
+    def __init__(self, store: SnapshotStore, every: int = SNAPSHOT_EVERY) -> None:
+        self._store = store
+        self._every = every
+        self._saved_seq = 0
+        self._saving = False
+
+    async def restore(
+        self, event_log: EventLog, skips: Collection[int] | None = None
+    ) -> tuple[ClusterState, Mark] | None:
+        """The newest snapshot of this very log; None, with one line in the log, if there is none that fits."""
+        try:
+            body = await self._store.load()
+            if body is None:
+                return None
+            state, mark = decode_snapshot(body, await event_log.skips() if skips is None else skips)
+            await _require_same_log(event_log, mark)
+        except (BadSnapshot, LogError) as error:
+            log.warning("not using the snapshot: %s; folding the log from its beginning", error)
+            return None
+        self._saved_seq = state.seq
+        log.info("snapshot of entry %d", state.seq)
+        return state, mark
+
+    def due(self, seq: int) -> bool:
+        """Whether it is time for the next; then call `save`."""
+        return not self._saving and seq - self._saved_seq >= self._every
+
+    async def save(self, state: ClusterState, mark: Mark, skips: Collection[int] = ()) -> None:
+        """Write one. Never raises because the store is away; the next is tried after as many entries again."""
+        self._saving = True
+        try:
+            await self._store.save(encode_snapshot(state, mark, skips))
+            log.info("wrote a snapshot of entry %d", state.seq)
+        except LogError as error:
+            log.warning("could not write a snapshot of entry %d: %s", state.seq, error)
+        finally:
+            self._saved_seq = state.seq
+            self._saving = False
+
+
+async def _require_same_log(event_log: EventLog, mark: Mark) -> None:
+    if await event_log.last_seq() < mark.seq:
+        raise BadSnapshot(f"the log ends before its entry {mark.seq}")
+    async with aclosing(event_log.read(mark.seq - 1, until_seq=mark.seq)) as entries:
+        async for entry in entries:
+            if mark_of(entry) != mark:
+                raise BadSnapshot(f"entry {mark.seq} of the log differs from the one at its end")

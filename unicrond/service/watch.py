@@ -1,0 +1,74 @@
+"""The coordinator's watch over its nodes: its own beats out, all beats in, and what follows from them.
+
+What follows is judged by liveness.py, which is pure: the watch lends it its ears and its clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing
+
+from events.envelope import Envelope, Recorded
+from events.log import BeatLog
+from events.vocabulary import AnyEvent, Heartbeat, NodeJoined, NodeLost
+from unicrond.core.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness, Said
+from unicrond.core.state import Node
+from unicrond.service.clock import Clock
+
+
+class Watch:
+    """Of one coordinator."""
+
+    def __init__(self, beat_log: BeatLog, heartbeat_s: float, clock: Clock) -> None:
+        self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
+        self._beat_log = beat_log
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._joined_us: dict[str, int] = {}
+        self._lost_us: int | None = None
+        self._said = Said()
+
+    def folded(self, event: AnyEvent, *, live: bool) -> None:
+        """The coordinator has folded `event`. `live`: what it tells has just happened."""
+        if isinstance(event, NodeJoined):
+            self._joined_us[event.node] = self._clock.monotonic_us()
+        elif isinstance(event, NodeLost) and live:
+            self._lost_us = self._clock.monotonic_us()
+
+    async def beat(self, term: int) -> None:
+        """Our own beats, while this runs: what tells a silent bus from silent nodes."""
+        number = 0
+        while True:
+            number += 1
+            beat = Heartbeat(node=OWN_NAME, agent_boot=term, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
+            await self._beat_log.publish(
+                Envelope(producer=OWN_NAME, boot=term, number=number, observed_at_us=self._clock.wall_us(), event=beat)
+            )
+            await asyncio.sleep(self._heartbeat_s / OWN_BEATS)
+
+    async def listen(self) -> None:
+        """Hear all beats, while this runs."""
+        async with aclosing(self._beat_log.subscribe()) as entries:
+            async for entry in entries:
+                if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
+                    self.liveness.heard(
+                        entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us()
+                    )
+        raise RuntimeError("the heartbeat log ended, which must not happen")
+
+    async def pause(self) -> None:
+        """Until it is time to judge again."""
+        await asyncio.sleep(self._heartbeat_s / JUDGEMENTS)
+
+    def verdicts(self, nodes: Mapping[str, Node]) -> list[AnyEvent]:
+        """What the beats call for now; to be asked at each judgement, or it passes for a pause of ours."""
+        return self.liveness.verdicts(nodes, self._joined_us, self._clock.monotonic_us())
+
+    def news(self, verdicts: list[AnyEvent]) -> list[AnyEvent]:
+        """Those of the verdicts that are to be appended."""
+        return self._said.news(verdicts, self._clock.monotonic_us())
+
+    def gathers(self, nodes: Mapping[str, Node]) -> bool:
+        """Whether a plan waits for more losses now."""
+        return self.liveness.gathers(self._lost_us, nodes, self._joined_us, self._clock.monotonic_us())
