@@ -1,0 +1,170 @@
+"""The fork server's line to its agent: the newest connection alone is served.
+
+Without an agent the socket is kept where the next one looks for it, and the lease runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents.bound_path import BoundPath
+from agents.fork_server.sockets import listen_unix, peer_uid
+from agents.protocol.framing import BadFrame, Unframer, frame
+from agents.protocol.messages import FromForkServer, ToForkServer
+
+logger = logging.getLogger("agents.fork_server")
+
+_CHUNK_BYTES = 65536
+#: How often an agent that is away is looked out for: somebody may have unlinked the socket that it will look for.
+_LOOK_EVERY_S = 1.0
+
+
+class Retired(Exception):
+    """The reason why the fork server ends."""
+
+
+@dataclass(slots=True)
+class _Agent:
+    """The one connection that is served."""
+
+    connection: socket.socket
+    incoming: Unframer[ToForkServer]
+    outgoing: bytearray
+
+
+class AgentLine:
+    """`greeting()`: what a new agent is told. `obey(message)`: does what the agent asks for."""
+
+    def __init__(
+        self,
+        path: Path,
+        lease_s: float,
+        selector: selectors.BaseSelector,
+        greeting: Callable[[], Iterable[FromForkServer]],
+        obey: Callable[[ToForkServer], None],
+    ) -> None:
+        self._path = path
+        self._lease_s = lease_s
+        self._selector = selector
+        self._greeting = greeting
+        self._obey = obey
+        self._agent: _Agent | None = None
+        self._lonely_since_s = time.monotonic()
+        self._listener = listen_unix(path)
+        self._bound = BoundPath(path)
+
+    def open(self) -> None:
+        """Agents may connect from now on."""
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def due_s(self) -> list[float]:
+        """When to look again, by the monotonic clock; empty: only messages matter."""
+        if self._agent is not None:
+            return []
+        return [self._lonely_since_s + self._lease_s, time.monotonic() + _LOOK_EVERY_S]
+
+    def look(self) -> None:
+        """Raises Retired when the lease is over without an agent."""
+        if self._agent is None and time.monotonic() - self._lonely_since_s >= self._lease_s:
+            raise Retired(f"no agent for {self._lease_s:g} s")
+        self._stay_bound()
+
+    def say(self, message: FromForkServer) -> None:
+        """To the agent, if there is one."""
+        if self._agent is not None:
+            self._agent.outgoing += frame(message)
+            self._flush()
+
+    def drop(self, why: str) -> None:
+        """End the connection."""
+        agent = self._agent
+        if agent is None:
+            return
+        logger.info("the agent is gone: %s", why)
+        self._agent = None
+        self._lonely_since_s = time.monotonic()
+        self._selector.unregister(agent.connection)
+        agent.connection.close()
+
+    def close(self) -> None:
+        """In a child, or at the end: all sockets."""
+        self._listener.close()
+        if self._agent is not None:
+            self._agent.connection.close()
+
+    def _accept(self, _: int) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            logger.warning("an agent could not be accepted: %s", error)
+            return
+        if (uid := peer_uid(connection)) != os.getuid():
+            logger.warning("refused a connection of uid %d: not ours", uid)
+            connection.close()
+            return
+        self.drop("a newer agent has connected")
+        connection.setblocking(False)
+        self._agent = _Agent(connection, Unframer(ToForkServer), bytearray())
+        self._selector.register(connection, selectors.EVENT_READ, self._talk)
+        for message in self._greeting():
+            self.say(message)
+
+    def _stay_bound(self) -> None:
+        """Without an agent: the next one must find the socket, or the workers end with the lease."""
+        if self._agent is not None or self._bound.holds():
+            return
+        try:
+            listener = listen_unix(self._path)
+            self._bound = BoundPath(self._path)
+        except OSError as error:
+            logger.error("%s is gone and cannot be bound again: %s", self._path, error)
+            return
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        logger.warning("%s was gone: bound again", self._path)
+
+    def _flush(self) -> None:
+        agent = self._agent
+        if agent is None:
+            return
+        try:
+            while agent.outgoing:
+                del agent.outgoing[: agent.connection.send(agent.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.drop(f"{error.strerror}")
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.outgoing else 0)
+        self._selector.modify(agent.connection, wanted, self._talk)
+
+    def _talk(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush()
+        agent = self._agent
+        if agent is None or not events & selectors.EVENT_READ:
+            return
+        try:
+            data = agent.connection.recv(_CHUNK_BYTES)
+            messages = agent.incoming.feed(data)
+        except BlockingIOError:
+            return
+        except BadFrame as error:
+            self.drop(f"bad frame: {error}")
+            return
+        except OSError as error:
+            self.drop(f"{error.strerror}")
+            return
+        for message in messages:
+            self._obey(message)
+        if not data:
+            self.drop("end of its connection")

@@ -1,0 +1,68 @@
+"""`python -m agents.fork_server`: its flags. Preloads what is heavy, then serves."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agents.fork_server.server import READY, ForkServer
+
+logger = logging.getLogger("agents.fork_server")
+
+
+def imported(path: str) -> Any:
+    """The object at "package.module:name"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Parse the flags, preload, serve, exit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m agents.fork_server", description="Started by unicron-agent; not for people."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--address", default="127.0.0.1", help="where the rendezvous store listens")
+    parser.add_argument("--lease-s", type=float, default=60.0, help="ends itself without an agent for so long")
+    parser.add_argument("--memory-max-bytes", type=int, default=0, help="bound of each shard's memory; 0: none is held")
+    parser.add_argument("--preload", default="agents.trainer.preload", help="module that imports all that is heavy")
+    parser.add_argument("--worker", default="agents.trainer.worker:run", help="function that a worker runs")
+    parser.add_argument(
+        "--store", default="agents.trainer.groups.rendezvous_store:serve", help="function that the store runs"
+    )
+    parser.add_argument("--ready-fd", type=int, default=-1, help="told when agents may connect")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def announce() -> None:
+        if options.ready_fd >= 0:
+            os.write(options.ready_fd, READY)
+            os.close(options.ready_fd)
+
+    begun_s = time.monotonic()
+    importlib.import_module(options.preload)
+    run, serve_store = imported(options.worker), imported(options.store)
+    server = ForkServer(
+        options.run_dir,
+        address=options.address,
+        lease_s=options.lease_s,
+        memory_max_bytes=options.memory_max_bytes,
+        run=run,
+        serve_store=serve_store,
+    )
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    if threads > 1 or threading.active_count() > 1:
+        logger.error("the preloaded modules have started %d threads: forked workers may hang", threads - 1)
+    gc.collect()
+    gc.freeze()  # what is here stays: collections in children shall not copy its pages
+    logger.info("preloaded in %.1f s, serving %s", time.monotonic() - begun_s, options.run_dir)
+    server.serve(announce)
+    sys.exit(0)

@@ -1,0 +1,68 @@
+"""The node's rendezvous store: a child of the fork server, on a port that outlives it.
+
+The listening socket belongs to the fork server: a store that dies is replaced on the same port, after a growing pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+from agents.fork_server.sockets import listen_tcp
+
+logger = logging.getLogger("agents.fork_server")
+
+_PAUSE_MIN_S = 0.05
+_PAUSE_MAX_S = 5.0
+
+
+class Store:
+    """`fork(child)`: forks and gives the pid. `serve`: called in the child, never here."""
+
+    def __init__(
+        self,
+        address: str,
+        serve: Callable[[socket.socket], object],
+        fork: Callable[[Callable[[], object]], int],
+    ) -> None:
+        self.listener = listen_tcp(address)
+        self.pid = 0
+        self._serve = serve
+        self._fork = fork
+        self._forked_s = 0.0
+        self._pause_s = _PAUSE_MIN_S
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.listener.getsockname()[1])
+
+    def start(self) -> None:
+        """Fork one."""
+        self._forked_s = time.monotonic()
+        self.pid = self._fork(lambda: self._serve(self.listener))
+
+    def due_s(self) -> float | None:
+        """When the next one is to be forked, by the monotonic clock; None while one lives."""
+        return None if self.pid else self._forked_s + self._pause_s
+
+    def revive(self) -> None:
+        """Fork the next one when it is time."""
+        if not self.pid and time.monotonic() - self._forked_s >= self._pause_s:
+            self.start()
+
+    def ended(self, status: int) -> None:
+        """It has died; the next one waits for the longer, the shorter this one lived."""
+        lived_s = time.monotonic() - self._forked_s
+        self.pid = 0
+        self._pause_s = _PAUSE_MIN_S if lived_s > _PAUSE_MAX_S else min(self._pause_s * 2, _PAUSE_MAX_S)
+        self._forked_s = time.monotonic()
+        logger.error(
+            "the rendezvous store ended (status %d) after %.1f s; another takes its port in %.2f s. "
+            "Groups that were forming there time out and form again",
+            status,
+            lived_s,
+            self._pause_s,
+        )
