@@ -13,7 +13,6 @@ FILE_LINES_MAX = 450
 EXCEPTIONS = {
     "events/vocabulary.py": "all events at one place: the log's format, to be read and reviewed as one",
     "agents/daemon.py": "the one holder of sockets, clocks and signals, behind all ports of shell.py",
-    "agents/fork_server/server.py": "one process with one loop; what it says is in trainer/messages.py",
     "unicrond/core/planning/kernel_numba.py:useful": "one loop: numba compiles it as one, calls in it cost time",
     "unicrond/core/planning/kernel_numba.py:answer": "one loop: numba compiles it as one, calls in it cost time",
 }
