@@ -106,7 +106,7 @@ class AgentLine:
             logger.warning("an agent could not be accepted: %s", error)
             return
         if (uid := peer_uid(connection)) != os.getuid():
-            logger.warning("refused a connection of uid %d: not ours", uid)
+            logger.warning("refused a connection of uid %d: it is not this user's", uid)
             connection.close()
             return
         self.drop("a newer agent has connected")
@@ -167,4 +167,4 @@ class AgentLine:
         for message in messages:
             self._obey(message)
         if not data:
-            self.drop("end of its connection")
+            self.drop("the agent closed the connection")

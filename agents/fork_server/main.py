@@ -31,14 +31,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1", help="where the rendezvous store listens")
-    parser.add_argument("--lease-s", type=float, default=60.0, help="ends itself without an agent for so long")
-    parser.add_argument("--memory-max-bytes", type=int, default=0, help="bound of each shard's memory; 0: none is held")
-    parser.add_argument("--preload", default="agents.trainer.preload", help="module that imports all that is heavy")
+    parser.add_argument("--lease-s", type=float, default=60.0, help="ends itself after this long without an agent")
+    parser.add_argument("--memory-max-bytes", type=int, default=0, help="limit of each shard's memory; 0: keep none")
+    parser.add_argument("--preload", default="agents.trainer.preload", help="module with the heavy imports")
     parser.add_argument("--worker", default="agents.trainer.worker:run", help="function that a worker runs")
     parser.add_argument(
         "--store", default="agents.trainer.groups.rendezvous_store:serve", help="function that the store runs"
     )
-    parser.add_argument("--ready-fd", type=int, default=-1, help="told when agents may connect")
+    parser.add_argument("--ready-fd", type=int, default=-1, help="notified when agents may connect")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 

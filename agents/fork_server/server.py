@@ -134,7 +134,7 @@ class ForkServer:
                 pass
         self._reap()
         if self._ending:
-            raise Retired("asked to by SIGTERM")
+            raise Retired("SIGTERM")
 
     # --- the agent -------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class ForkServer:
             case Forget(task=task):
                 self._memories.forget(task)
             case Retire():
-                raise Retired("the agent retires it")
+                raise Retired("the agent ends it")
 
     # --- children --------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class ForkServer:
             pid = ended.si_pid
             is_worker, is_store = self._workers.has(pid), pid == self._store.pid
             if is_worker or is_store:
-                # While it is not waited for, its pid, and so its group's id, is nobody else's.
+                # While it is not waited for, its pid, and so its group's id, belongs to no other process.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)

@@ -147,7 +147,7 @@ class Workers:
     def _require_startable(self, spawn: Spawn) -> None:
         cwd = spawn.launch.spec.cwd
         if cwd and not os.access(cwd, os.X_OK):
-            raise FileNotFoundError(2, "the task's cwd is no directory that can be entered on this node", cwd)
+            raise FileNotFoundError(2, "the task's cwd is not a directory that this node can enter", cwd)
         if self._gpus and spawn.slot >= len(self._gpus):
             raise OSError(
                 19, f"slot {spawn.slot} has no GPU: the node has {len(self._gpus)}; start it with fewer slots"
