@@ -159,8 +159,9 @@ class Driver:
 
     async def _clear(self, effect: e.Clear) -> None:
         replica = self.replica
-        if any(shard.host.name in self.training.link_breakers for shard in replica.shards):
-            self.training.loop.call_later(self.training.drawn.uniform(0.0, 0.05), replica.reset)
+        breakers = self.training.link_breakers
+        if broken := [number for number, shard in enumerate(replica.shards) if shard.host.name in breakers]:
+            self.training.loop.call_later(self.training.drawn.uniform(0.0, 0.05), replica.reset, broken)
         self._buckets.begin()
 
     async def _keep_sums(self, effect: e.KeepSums) -> None:

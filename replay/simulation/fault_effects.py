@@ -288,7 +288,7 @@ def _ill_accelerator(world: World, fault: Fault) -> None:
 def _reset_group(world: World, fault: Fault) -> None:
     for process in _victims(world, fault):
         if process.replica is not None:
-            process.replica.reset()
+            process.replica.reset([process.replica.shards.index(process)])
 
 
 def _sick_links(world: World, fault: Fault) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from agents.protocol.messages import Membership
@@ -62,8 +62,8 @@ class End:
         self.rank = rank
         self.replica = replica
         self.broken = ""
-        #: The members to whom the connection has ended.
-        self.lost: set[int] = set()
+        #: The members to whom connections have ended: of which of the replica's shards.
+        self.lost: dict[int, set[int]] = {}
         self._entered = 0
         self._under_way: list[Result] = []
 
@@ -113,10 +113,11 @@ class End:
             for other in group.present.values():
                 group.loop.call_later(group.drawn.uniform(0.001, 0.02), other.peer_left, self.rank)
 
-    def peer_left(self, rank: int) -> None:
-        """A connection of this member ended: what is under way breaks, unless it was as good as done."""
+    def peer_left(self, rank: int, shards: Iterable[int] | None = None) -> None:
+        """Connections of this member's shards (None: of all) ended: what is under way breaks, unless it was as good as
+        done."""
         self.broken = f"connection closed by member {rank}"
-        self.lost.add(rank)
+        self.lost.setdefault(rank, set()).update(range(len(self.replica.shards)) if shards is None else shards)
         for waiting in list(self._under_way):
             if not (waiting.complete and self.group.drawn.random() < 0.5):
                 waiting.fail(self.broken)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from agents.protocol.exits import EXIT_NO_MEMBERSHIP
@@ -116,14 +116,15 @@ class Replica:
         """It has seen an error that does not end it."""
         self.shards[0].say(self.trouble(kind, "simulated", "reduce"))
 
-    def reset(self) -> None:
-        """The connections of its group are reset; the process lives."""
+    def reset(self, shards: Sequence[int]) -> None:
+        """The connections of these of its shards are reset; the processes live. Each shard has connections to its like
+        in the other replicas alone: what the others lose, they lose because somebody leaves."""
         mine = self._driver.seat.end
         if mine is not None:
             for other in list(mine.group.present.values()):
                 if other is not mine:
-                    mine.peer_left(other.rank)
-                    other.peer_left(mine.rank)
+                    mine.peer_left(other.rank, shards)
+                    other.peer_left(mine.rank, shards)
 
     async def _run(self) -> None:
         code = 0

@@ -34,8 +34,8 @@ class Seat:
         self.end: End | None = None
         self._aside: End | None = None
         self._until_s: float | None = None
-        #: Whom its last group has lost, the workers of each replica.
-        self._lost: list[list[str]] = []
+        #: What its last group has lost: for each of its shards, the workers of the other replicas.
+        self._lost: dict[int, list[str]] = {}
 
     def close(self, *, silently: bool = False) -> None:
         """The process ends: its connections do."""
@@ -85,7 +85,7 @@ class Seat:
 
     async def _form(self, effect: e.Form) -> None:
         group = self.training.group(self.replica.task, effect.membership)
-        self._lost = []
+        self._lost = {}
         self.end = group.enter(self.replica)
         if group.size > 1:
             await self._meet(effect.membership, self.end)
@@ -138,15 +138,18 @@ class Seat:
         if not replica.newest(self.generation, urgent_only=True):
             trouble = replica.trouble("connection_broken", effect.failure, effect.phase)
             for number, shard in enumerate(replica.shards):
-                shard.say(struct_replace(trouble, lost=tuple(sorted(mates[number] for mates in self._lost))))
+                shard.say(struct_replace(trouble, lost=tuple(sorted(self._lost.get(number, ())))))
 
     def note_losses(self) -> None:
         """Before it leaves the group, for that ends all connections."""
         if self.end is not None:
             members = self.end.group.membership.members
             places = {member.worker: member.replica for member in members}
-            replicas = [places[lead] for number, lead in enumerate(self.end.group.leads) if number in self.end.lost]
-            self._lost = [[m.worker for m in members if m.replica == replica] for replica in replicas]
+            self._lost = {}
+            for rank, shards in self.end.lost.items():
+                mates = [m.worker for m in members if m.replica == places[self.end.group.leads[rank]]]
+                for shard in shards:
+                    self._lost.setdefault(shard, []).append(mates[shard])
 
     async def _stand_by(self, effect: e.StandBy) -> None:
         pass
