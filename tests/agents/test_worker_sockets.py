@@ -75,7 +75,7 @@ async def test_a_socket_that_is_taken_away_is_bound_again(
                     await asyncio.sleep(0.01)
             heard.path.parent.mkdir()
         second = await heard.connect("a.2")
-    assert caplog.text.count("was gone: bound again") == 1
+    assert caplog.text.count("was gone: bound it again") == 1
     assert caplog.text.count("cannot be bound again") <= 1, "told once, not at each look"
     assert stat.S_IMODE(heard.path.stat().st_mode) == 0o600
     first.write(frame(Ready()))

@@ -41,7 +41,7 @@ def test_any_seed_may_be_the_first() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--faults", "x"], "names no places"),
+        (["--faults", "x"], "does not name places"),
         (["--faults", "99", "--seeds", "1"], "name some of these"),
         (["--seeds", "0"], "give at least 1"),
         (["--seeds", "many"], "--seeds"),
