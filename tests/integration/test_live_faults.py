@@ -66,7 +66,7 @@ BROKEN = (
 ROWS = (
     Row("exception", SEV2, "exception --phase step", says="RuntimeError: injected", place="step", in_suite=True),
     Row("exception", SEV2, ("raise", "shapes (3,) and (4,) do not match"), says="(3,) and (4,)", place="forward"),
-    Row("process_exit", SEV2, "kill --phase reduce", says="SIGKILL; somebody did that", in_suite=True),
+    Row("process_exit", SEV2, "kill --phase reduce", says="SIGKILL from outside unicron", in_suite=True),
     Row("process_exit", SEV2, "exit", says="exit code 3"),
     Row("hang", SEV2, "stop", says="its process is stopped", in_suite=True),
     Row("hang", SEV2, "hang --phase backward", says="which it has not entered"),
@@ -255,7 +255,7 @@ async def test_row(live: Live, row: Row) -> None:
 @in_one_loop
 async def test_an_order_that_cannot_be_carried_out_is_refused(live: Live) -> None:
     await live.training(incidents=live.incidents, beyond=0)
-    with pytest.raises(Refused, match="at_iteration: 1 is past"):
+    with pytest.raises(Refused, match="at_iteration: 1 has passed"):
         await inject(live.client).exception(task=TASK).at_iteration(1)
 
 
@@ -463,4 +463,4 @@ async def test_each_incident_has_a_readable_story(live: Live) -> None:
             continue  # of the task that was given up
         assert page.startswith(f"Incident {incident.id}: {incident.kind}, SEV{incident.severity.value}, ")
         assert f"Response: {RESPONSE[incident.severity]}." in page
-        assert "training goes on" in page
+        assert "training continues" in page

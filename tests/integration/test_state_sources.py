@@ -233,11 +233,11 @@ def test_who_does_not_know_the_token_gets_nothing(rig: Start, spec: TaskSpec) ->
             memory_exchange.ask(stranger, "t")
         with pytest.raises(NoAnswer, match="token"):
             memory_exchange.push(stranger, "t", 0, "n1", head, memoryview(b"state"))
-        with pytest.raises(NoAnswer, match="nothing of it"):
+        with pytest.raises(NoAnswer, match="no state of it"):
             Fetching(service, "t", 1, 4, (1, 1))
-        with pytest.raises(NoAnswer, match="iteration 4 is not here"):
+        with pytest.raises(NoAnswer, match="iteration 4 is not in memory"):
             Fetching(service, "t", 0, 4, (2, 1))
-        with pytest.raises(NoAnswer, match="here already"):
+        with pytest.raises(NoAnswer, match="already in memory"):
             memory_exchange.push(service, "t", 0, "n1", head, memoryview(b"state"))
         newer = replace(head, iteration=5)
         with pytest.raises(NoAnswer, match="digest"):
