@@ -40,7 +40,8 @@ class _Agent:
 
 
 class AgentLine:
-    """`greeting()`: what a new agent is told. `obey(message)`: does what the agent asks for."""
+    """The connection to the newest agent. `greeting()` gives the messages that a new agent receives first;
+    `obey(message)` carries out one of its own."""
 
     def __init__(
         self,

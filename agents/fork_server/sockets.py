@@ -21,7 +21,8 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def listen_tcp(address: str) -> socket.socket:
-    """A listener on a free port of `address`. SystemExit with a reason where that is no address of this node."""
+    """A listener on a free port of `address`. Raises SystemExit with a reason where this node does
+    not have that address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

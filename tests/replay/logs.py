@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -11,7 +12,7 @@ from events import vocabulary as v
 from events.envelope import Entry, Quarantined, Recorded
 from events.log import EventLog
 from replay.reading.export import Export
-from tests.unicrond.cluster import SECOND_US, MiniCluster
+from tests.unicrond.cluster import SECOND_US, Host, MiniCluster
 
 
 def troubled(seed: int, faults: int = 12) -> MiniCluster:
@@ -52,16 +53,38 @@ def troubled(seed: int, faults: int = 12) -> MiniCluster:
     return cluster
 
 
+class _Scene(NamedTuple):
+    """Whom the events are about: the first member on node n0, its task, and the iteration that it has committed."""
+
+    cluster: MiniCluster
+    host: Host
+    member: v.Member
+    task: str
+    iteration: int
+    term: int
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"node": "n0", "task": self.task, "worker": self.member.worker}
+
+
 def eventful(seed: int) -> list[Entry]:
     """A log with every type of event, a repeated event, a decision of an old term and a quarantined message."""
     cluster = troubled(seed)
-    term = cluster.state.term
-    host = cluster.hosts["n0"]
     memberships = [task.membership for task in cluster.state.tasks.values() if task.membership]
     member = next(member for membership in memberships for member in membership.members if member.node == "n0")
     task = member.worker.partition(".")[0]
     iteration = cluster.iterations.get(task, 0)
-    about = {"node": "n0", "task": task, "worker": member.worker}
+    scene = _Scene(cluster, cluster.hosts["n0"], member, task, iteration, cluster.state.term)
+    for part in (_troubles, _states, _by_hand, _by_people, _ends):
+        part(scene)
+    return [*cluster.log, *_oddities(cluster)]
+
+
+def _troubles(scene: _Scene) -> None:
+    """What a worker and its agent report of the member: errors, hangs, slowness, accelerators."""
+    cluster, host, member, task, iteration, _ = scene
+    about = scene.about
     cluster.say(
         host,
         v.ErrorReported(
@@ -117,6 +140,12 @@ def eventful(seed: int) -> list[Entry]:
     )
     cluster.run()
     cluster.train(task)
+
+
+def _states(scene: _Scene) -> None:
+    """What is kept of its state, and taken."""
+    cluster, host, member, task, iteration, _ = scene
+    about = scene.about
     cluster.say(
         host,
         v.CheckpointSaved(**about, iteration=iteration, path="/ckpt/7", size_bytes=12345, duration_us=2500),
@@ -147,6 +176,11 @@ def eventful(seed: int) -> list[Entry]:
             duration_us=7,
         ),
     )
+
+
+def _by_hand(scene: _Scene) -> None:
+    """Answers to commands, and a coordinator's decisions about nodes."""
+    cluster, host, term = scene.cluster, scene.host, scene.term
     peers = v.SetPeers(command_id=f"{term}.1.n0.77", node="n0", epoch=1, task="big", peers=())
     cluster.append(peers, "coordinator", term)
     cluster.say(host, v.CommandApplied(node="n0", command_id=f"{term}.1.n0.1"))
@@ -167,6 +201,11 @@ def eventful(seed: int) -> list[Entry]:
     # An entry that is not there: to pass over one of these would change what the other tests count.
     cluster.append(v.EntrySkipped(seq=10**9, reason="by hand"), "coordinator", term)
     cluster.run()
+
+
+def _by_people(scene: _Scene) -> None:
+    """What people ask for: nodes, another layout, a fault, the end of a task."""
+    cluster, member, iteration, term = scene.cluster, scene.member, scene.iteration, scene.term
     cluster.cordon("n3", drain=True)
     cluster.run()
     cluster.uncordon("n3")
@@ -184,6 +223,11 @@ def eventful(seed: int) -> list[Entry]:
     cluster.submit("doomed")
     cluster.append(v.TaskFailed(task="doomed", reason="no node has room"), "coordinator", term)
     cluster.run()
+
+
+def _ends(scene: _Scene) -> None:
+    """A task completes; a node leaves."""
+    cluster, iteration = scene.cluster, scene.iteration
     lead = cluster.state.tasks["big"].membership
     assert lead is not None
     first = lead.members[0]
@@ -203,15 +247,18 @@ def eventful(seed: int) -> list[Entry]:
     cluster.run()
     cluster.say(cluster.hosts["n2"], v.NodeLeft(node="n2", reason="maintenance"))
 
-    entries: list[Entry] = list(cluster.log)
+
+def _oddities(cluster: MiniCluster) -> list[Entry]:
+    """The last entry again, an unreadable message, and a decision of an old term."""
     last = cluster.log[-1]
     later_us = last.recorded_at_us + 1000
     stale = next(entry for entry in cluster.log if isinstance(entry.envelope.event, v.PlanAdopted))
     of_old_term = msgspec.structs.replace(stale.envelope, boot=10_000, number=1, term=1)
-    entries.append(Recorded(last.seq + 1, later_us, last.envelope))
-    entries.append(Quarantined(last.seq + 2, later_us, "unicron.v1.obs.n1.Nonsense", "$.event: unknown tag", 17))
-    entries.append(Recorded(last.seq + 3, later_us - 500, of_old_term))
-    return entries
+    return [
+        Recorded(last.seq + 1, later_us, last.envelope),
+        Quarantined(last.seq + 2, later_us, "unicron.v1.obs.n1.Nonsense", "$.event: unknown tag", 17),
+        Recorded(last.seq + 3, later_us - 500, of_old_term),
+    ]
 
 
 def write_log(path: Path, entries: list[Entry], batch: int = 100) -> Path:

@@ -61,7 +61,7 @@ example:
 
 
 def parser() -> Parser:
-    """All commands; `events decode` alone is found before (ctl.py)."""
+    """All commands; `events decode` alone is handled before this (main.py)."""
     root = Parser(
         prog=PROG,
         description="See and control a training cluster that unicrond coordinates.",

@@ -1,4 +1,4 @@
-"""The training lifecycle of a member: one generator, without IO, the same for every driver.
+"""The training lifecycle of one member: a generator without IO; the hook and the simulator drive the same one.
 
     flow = run(Books(launch, buckets, clock))
     effect = next(flow)

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias, get_args
 
 Kind: TypeAlias = Literal["memory", "peer", "checkpoint"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-#: How many iterations of each kind are told; a slot more of storage than is usually kept.
+#: How many iterations of each kind a member offers, the newest first.
 TOLD: dict[Kind, int] = {"memory": 2, "peer": 4, "checkpoint": 4}
 ROW_WORDS = sum(TOLD.values())
 
