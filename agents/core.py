@@ -59,7 +59,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from agents.handling import adoption, commits, exits, joining, kept_states, orders, reports, starting, stopping
+from agents.handling import commits, exits, fork_server, joining, kept_states, orders, reports, starting, stopping
 from agents.handling.turn import Turn, newest_of
 from agents.protocol.messages import ExitedAck
 from agents.state import (
@@ -111,11 +111,11 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:  # noqa: C
         case WorkerDisconnected(worker=worker):
             reports.disconnected(turn, worker)
         case ForkServerSaid(message=said, log_tail=log_tail, mark=mark):
-            adoption.fork_server_said(turn, said, log_tail, mark)
+            fork_server.fork_server_said(turn, said, log_tail, mark)
         case Stalled():
             reports.stalled(turn, given)
         case ForkServerDied():
-            adoption.fork_server_died(turn)
+            fork_server.fork_server_died(turn)
         case AcceleratorSaw():
             reports.accelerator_saw(turn, given)
         case TimerFired():

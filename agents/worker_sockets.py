@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 from agents.bound_path import BoundPath
 from agents.protocol.framing import BadFrame, Unframer, frame
 from agents.protocol.messages import FromWorker, Hello, ToWorker
+from agents.protocol.peer_uid import peer_uid
 from events.vocabulary import WorkerId
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class WorkerSockets:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if (uid := _peer_uid(writer.get_extra_info("socket"))) != os.getuid():
+        if (uid := peer_uid(writer.get_extra_info("socket"))) != os.getuid():
             logger.warning("refused a connection of uid %d: it is not this user's", uid)
             writer.close()
             return
@@ -158,8 +157,3 @@ class WorkerSockets:
         if older is not None:
             older.close()
         self._on_connected(hello)
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agents.bound_path import BoundPath
-from agents.fork_server.sockets import listen_unix, peer_uid
+from agents.fork_server.sockets import listen_unix
 from agents.protocol.framing import BadFrame, Unframer, frame
 from agents.protocol.messages import FromForkServer, ToForkServer
+from agents.protocol.peer_uid import peer_uid
 
 logger = logging.getLogger("agents.fork_server")
 

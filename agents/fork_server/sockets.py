@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 from pathlib import Path
 
 _STORE_BACKLOG = 1024
@@ -33,10 +32,3 @@ def listen_tcp(address: str) -> socket.socket:
         raise SystemExit(reason) from None
     listener.listen(_STORE_BACKLOG)
     return listener
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)

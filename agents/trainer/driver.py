@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agents.protocol.exits import EXIT_NO_MEMBERSHIP
 from agents.protocol.injection import Point
 from agents.protocol.messages import Membership
 from agents.protocol.sampling import Sampling
@@ -28,8 +29,8 @@ from agents.trainer.ledger import Account
 from agents.trainer.lifecycle import Books, run
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import QuitAsked, Stranded
-from agents.trainer.lifecycle.regrouping import Position
 from agents.trainer.lifecycle.results import Due, Loaded, Stock
+from agents.trainer.lifecycle.verdict import Position
 from agents.trainer.process.context import Context
 from agents.trainer.sharded.sharing import Sharing
 from agents.trainer.states import transfer
@@ -38,8 +39,6 @@ from agents.trainer.states.saving import Saving, Whole
 from agents.trainer.states.sources import Sources, Tree
 from agents.trainer.states.state import BadState, TrainingState
 from events.vocabulary import StateSource
-
-EXIT_STRANDED = 75
 
 
 @dataclass(slots=True)
@@ -92,7 +91,12 @@ class Driver:
         except StopIteration:
             self.seam = None
         except Stranded:
-            raise SystemExit(EXIT_STRANDED) from None
+            raise SystemExit(EXIT_NO_MEMBERSHIP) from None
+
+    @property
+    def alive(self) -> bool:
+        """The lifecycle waits at a seam; no error has ended it."""
+        return self._flow is not None
 
     @property
     def group(self) -> Group:
@@ -138,6 +142,7 @@ class Driver:
 
     def _begun(self, effect: e.Begun) -> None:
         self.detection.begun(effect.iteration)
+        self.group.waits = None  # the members have met: what is slow from now on is no meeting
 
     def _ending(self, effect: e.Ending) -> None:
         self.detection.ending(effect.iteration, self.group, self.saving.longest_write_s if effect.writes else None)

@@ -170,6 +170,8 @@ class Hook:
     def steps(self) -> Iterator[Step]:
         """The iterations that are left, one after the other, from wherever the task stands."""
         driver = self._driver
+        if self._driver.books.state != "new":
+            raise RuntimeError("hook.steps() has begun already: loop over it once, to its end")
         driver.begin()
         while isinstance(driver.seam, Compute):
             self._step = step = Step(self, driver.seam.ledger.iteration)
@@ -271,7 +273,7 @@ class Hook:
 
     def _left(self) -> None:
         """The program has left the loop. (Raise nothing here: no caller would see it.)"""
-        if self._over or self._context.over:
+        if self._over or self._context.over or not self._driver.alive:
             return
         if self._driver.books.stop_reason:
             with contextlib.suppress(QuitAsked):

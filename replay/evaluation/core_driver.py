@@ -12,7 +12,7 @@ Rules
   form, and end with NodeLost.
 * How long the core took is measured, and kept out of everything that a seed must reproduce.
 
-What does not live here: the trainers (`trainer_model.py`), the plan (`plan_rules.py`, `unicrond/planning`).
+What does not live here: the trainers (`trainer_model.py`), the plan (`plan_rules.py`, `unicrond/core/planning`).
 """
 
 from __future__ import annotations

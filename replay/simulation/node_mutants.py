@@ -8,7 +8,7 @@ from typing import Any
 from agents import commit_sums, core
 from agents.handling import exits, orders, starting
 from agents.state import Remembered
-from agents.trainer.lifecycle import dealing, groups, iteration, joining, regrouping, sharded, shares
+from agents.trainer.lifecycle import dealing, dividing, iteration, meeting, regrouping, shares, verdict
 from agents.trainer.lifecycle.effects import Pending, Rows
 from replay.simulation.planting import Mutant, patch
 
@@ -79,7 +79,7 @@ def _throw_away_complete_sums() -> None:
 
         return hasty
 
-    patch(regrouping, "judge", make)
+    patch(verdict, "judge", make)
 
 
 def _keep_any_bucket() -> None:
@@ -92,14 +92,14 @@ def _keep_any_bucket() -> None:
 
         return generous
 
-    patch(regrouping, "judge", make)
+    patch(verdict, "judge", make)
 
 
 def _deal_what_is_held() -> None:
     def make(deal: Any) -> Any:
         return lambda held, micro_batches: deal([()] * len(held), micro_batches)
 
-    patch(regrouping, "deal", make)
+    patch(verdict, "deal", make)
     patch(dealing, "deal", make)
 
 
@@ -120,7 +120,7 @@ def _drop_parts_early() -> None:
 
         return hasty
 
-    for module in (sharded, groups):
+    for module in (dividing, regrouping):
         patch(module, "divide", make)
 
 
@@ -139,11 +139,11 @@ def _gather_from_any_member() -> None:
 
 
 def _join_before_the_gathering() -> None:
-    patch(groups, "gather", lambda _: lambda shares: iter(()))
+    patch(regrouping, "gather", lambda _: lambda shares: iter(()))
 
 
 def _divide_what_is_lost() -> None:
-    patch(joining, "covers", lambda _: lambda held, total: True)
+    patch(meeting, "covers", lambda _: lambda held, total: True)
 
 
 NODE_MUTANTS: dict[str, Mutant] = {

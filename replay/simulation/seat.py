@@ -13,7 +13,7 @@ from msgspec.structs import replace as struct_replace
 from agents.protocol.messages import Membership, Waits
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import Broken, Stranded, Superseded
-from agents.trainer.lifecycle.regrouping import Position, span_row, spans_of
+from agents.trainer.lifecycle.verdict import Position, span_row, spans_of
 from replay.simulation.buckets import BUCKETS
 from replay.simulation.group import End, Row
 

@@ -6,16 +6,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from agents.protocol.messages import Launch, Membership
+from agents.trainer.driver import HANDLERS
 from agents.trainer.groups import group as group_module
 from agents.trainer.groups.forming import Attempt, Place, ports_named
 from agents.trainer.groups.group import Group, form
 from agents.trainer.groups.standby import Standby
+from agents.trainer.lifecycle.effects import Begun
 from agents.trainer.lifecycle.failures import Broken, Superseded
 from agents.trainer.process.channel import AgentChannel
 from events.vocabulary import StoreAddress, TaskSpec
@@ -223,3 +227,31 @@ def test_a_stranger_is_left_connected(store: StoreAddress, channels: tuple[Agent
             second.abandon()
             stranger.sendall(b"still here")
             assert theirs.recv(100) == b"still here"
+
+
+def test_a_member_says_once_that_it_waits_for_the_others_to_meet(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "WAITS_S", 0.02)
+    one, other = both(store, channels)
+    said = threading.Semaphore(0)
+    one.waits = said.release
+    one.all_gather([1])
+    late = threading.Thread(target=one.finish)
+    late.start()
+    assert said.acquire(timeout=10)
+    other.all_gather([2])
+    other.finish()
+    late.join(10)
+    assert not said.acquire(blocking=False)
+    one.close()
+    other.close()
+
+
+def test_once_an_iteration_has_begun_slow_collectives_are_no_meeting() -> None:
+    """Else each one would be an entry of the log, for as long as the group trains."""
+    group = Group(None, {}, 1, 0, 1, channel=Any, device=CPU)
+    group.waits = lambda: None
+    here: Any = SimpleNamespace(detection=SimpleNamespace(begun=lambda _: None), group=group)
+    HANDLERS[Begun](here, Begun(1))
+    assert group.waits is None

@@ -19,7 +19,7 @@ from agents.trainer.lifecycle import Books, run
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import Broken, NothingLeft, QuitAsked, Stopped, Stranded, Superseded
 from agents.trainer.lifecycle.results import NOTHING, Loaded, Stock
-from agents.trainer.lifecycle.states import FOLLOWS
+from agents.trainer.lifecycle.table import FOLLOWS
 from agents.trainer.sharded.parts import Part
 from events.vocabulary import CheckpointSpec, Member, StoreAddress, TaskSpec
 

@@ -1,4 +1,4 @@
-"""An incident's life: state x what befalls it -> state. `folding/` moves incidents by this table alone.
+"""An incident's life: state x what befalls it -> state. a test holds `folding/` to this table.
 
 | state | is |
 |---|---|

@@ -1,4 +1,4 @@
-"""How bad an error is: one table (paper.md, "In-band error detection", "Response by severity").
+"""How bad an error is: one table (Unicron, arXiv 2401.00134, "In-band error detection", "Response by severity").
 
 Rules
 -----

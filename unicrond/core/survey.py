@@ -20,7 +20,7 @@ from unicrond.core.planning.problem import Curve
 from unicrond.core.policy import Policy
 from unicrond.core.reconcile import Staffing
 from unicrond.core.state import ClusterState, Membership, NodeStatus, Task, Worker
-from unicrond.core.waf import linear_flops, throughput
+from unicrond.core.waf import has_scale, linear_flops, throughput
 
 _SECOND_US = 1_000_000
 
@@ -79,10 +79,10 @@ class Survey:
 
     def throughput(self, task: Task) -> Curve:
         """T(0..max_workers) of the task as far as it is known today, FLOP/s."""
-        name = task.spec.name
+        name, linear = task.spec.name, 0 if has_scale(task) else self.linear
         known = self._throughput.get(name)
-        if known is None or known[0] is not task.spec or known[1] is not task.pace.measured or known[2] != self.linear:
-            known = (task.spec, task.pace.measured, self.linear, throughput(task, self.linear))
+        if known is None or known[0] is not task.spec or known[1] is not task.pace.measured or known[2] != linear:
+            known = (task.spec, task.pace.measured, linear, throughput(task, self.linear))
             self._throughput[name] = known
         return known[3]
 

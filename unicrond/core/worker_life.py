@@ -1,4 +1,4 @@
-"""A worker's life, as the log tells it: state x event -> state. `folding/` moves workers by this table alone.
+"""A worker's life, as the log tells it: state x event -> state. a test holds `folding/` to this table.
 
 Rules
 -----

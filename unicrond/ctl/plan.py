@@ -51,7 +51,7 @@ def _told(state: ClusterState) -> dict[str, str]:
         "plan": f"epoch {plan.epoch}, WAF {planned_waf(state, plan.waf, plan.workers)} of {healthy} in health",
         "because of": plan.trigger,
         "reason": plan.reason,
-        "came by": f"{ways.get(plan.way, plan.way)} in {_microseconds(plan.took_us)}{reused}",
+        "answered": f"{ways.get(plan.way, plan.way)} in {_microseconds(plan.took_us)}{reused}",
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",
     }
 

@@ -28,7 +28,7 @@ STANDS_US = 3600 * 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Messages of one known producer that are no valid events; `kind`, `reason`: of the last."""
+    """Messages of one known producer that are not valid events; `kind`, `reason`: of the last."""
 
     count: int
     seq: int

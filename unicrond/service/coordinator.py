@@ -7,13 +7,13 @@ Rules
   nothing until everything up to the own CoordinatorStarted has been folded.
 * Solving is not deciding: a plan problem that was foreseen is looked up (foresight.py), any other is solved in a
   thread; the loop goes on folding meanwhile.
-* The operator's repair command runs beside the loop (readmission.py); its outcome is appended like a deadline.
+* The operator's repair command runs beside the loop (repairs.py); its outcome is appended like a deadline.
 * Deadlines run on the monotonic clock; when one passes, that is appended, and the fold believes it.
 * A start may begin from a snapshot of the folded state; the log alone gives the same state, only later.
 * Fenced means that another coordinator has taken over: stop at once. Where the claim that fenced us does not count (the
   fold has refused it), none has: claim the next term, and go on.
 * What is decided is tried first (own_decisions.py). A decision that is not sound, that has no effect again and again,
-  or that cannot be come by, is a bug of ours: nothing more is decided (`fault` says why), and everything else goes on.
+  or that cannot be made, is a bug of ours: nothing more is decided (`fault` says why), and everything else goes on.
 """
 
 from __future__ import annotations

@@ -93,6 +93,9 @@ class Foresight:
                 try:
                     self.table = await asyncio.to_thread(self._foresee, survey)
                     self.epoch = survey.state.plan.epoch
+                except asyncio.CancelledError:
+                    self._wanted.set()  # the next term's run makes it
+                    raise
                 except ProblemError as error:
                     log.warning("no table of plans: %s", error)
                     self.table = None

@@ -1,4 +1,4 @@
-"""The questions to the throughput model, and the layouts that can answer one. The costs: `throughput.py`."""
+"""The questions to the throughput model, and the layouts that can answer one. The costs: `model.py`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Rules
 -----
 * A bucket is *started* when a copy of this replica's share is on its way through the group, *complete* here when the
-  sum has arrived, and *final* when it is complete on every member that is left (`regrouping.py`): then it is not
+  sum has arrived, and *final* when it is complete on every member that is left (`verdict.py`): then it is not
   reduced again, whichever member is lost.
 * Buckets are started from the last to the first, the order in which a backward finishes them, and never otherwise: a
   collective must be every member's n-th. One that is ready before its turn waits for it.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -76,7 +77,7 @@ class Group:
         self._timeout_s = 0.0
         #: Where it is noted that the worker waits here for its peers.
         self.mark = Marker(None)
-        #: While the group is met in: called once where that takes longer than WAITS_S.
+        #: While its members meet: called by each `finish` that takes longer than WAITS_S.
         self.waits: Callable[[], None] | None = None
 
     @property
@@ -143,13 +144,12 @@ class Group:
         def settled() -> bool:
             return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
 
-        if self.waits is not None and not self._channel.wait(settled, WAITS_S):
-            self.waits()
-        if self._nccl is not None:
-            while not self._channel.wait(settled, _POLL_CUDA_S):
-                pass
-        else:
-            self._channel.wait(settled)
+        poll_s = None if self._nccl is None else _POLL_CUDA_S
+        waits, late_s = self.waits, time.monotonic() + WAITS_S
+        while not self._channel.wait(settled, WAITS_S if waits and poll_s is None else poll_s):
+            if waits is not None and time.monotonic() >= late_s:
+                waits()
+                waits = None
         if flight.error is not None:
             raise Broken(flight.error)
         if not flight.settled():

@@ -2,7 +2,7 @@
 
 Rules
 -----
-* Which membership is followed when, and what becomes of the group before: `lifecycle/joining.py`.
+* Which membership is followed when, and what becomes of the group before: `lifecycle/meeting.py`.
 * With their positions the members of a small group exchange the ports of their connections, so that a member that loses
   one can say whose the other end is: of two ends one is at fault, and often only the other notices.
 * Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
@@ -23,7 +23,7 @@ from agents.trainer.groups.forming import Place, ports_named
 from agents.trainer.groups.group import Group, form
 from agents.trainer.groups.standby import Standby
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
-from agents.trainer.lifecycle.regrouping import Position, span_row, spans_of
+from agents.trainer.lifecycle.verdict import Position, span_row, spans_of
 from agents.trainer.process.context import Context
 from agents.trainer.process.faults import classify_broken
 from events.vocabulary import Phase

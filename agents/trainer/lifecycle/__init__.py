@@ -22,23 +22,23 @@ Rules
   when every bucket's sum and every replica's account are here; *agreed* when all members have said so; *committed*
   when the loop comes back from the optimizer's step. Only then is the accumulation cleared.
 * Between micro-batches and in every wait, an urgent membership sends the worker to the next group, with its model,
-  optimizer and accumulation; the verdict there (`regrouping.py`) says how the iteration goes on.
+  optimizer and accumulation; the verdict there (`verdict.py`) says how the iteration goes on.
 * A planned membership is followed at the boundary after an agreement that showed every member holding it.
 * The *lead* is the first member: it reports commits, writes checkpoints, and says when the task is complete. Every
   member keeps the newest commit, so that a new lead can report what the old one took with it.
 * After the last iteration no member leaves before the lead has saved: if it dies, another does it.
-* With sharded optimizer state (`sharded.py`) an iteration is committed when every replica's parameters have been
+* With sharded optimizer state (`dividing.py`) an iteration is committed when every replica's parameters have been
   gathered, each from one that has stepped it; a group that breaks before that gathers again in the next. A new group
   begins with that, then gives state to members without any, then divides the parts anew. A member that leaves as
   planned leaves its parts with those that stay.
 
-States, and what follows (`states.py`; each flow below says which it enters)
+States, and what follows (`table.py`; each flow below says which it enters)
 -----
 | state | what happens | then |
 |---|---|---|
 | new | | regrouping |
-| regrouping | memberships are followed until a group has exchanged positions (`joining.py`) | transferring; computing; stepping, gathering (with what it has: step first); ending (none left); parked, stranded |
-| transferring | parameters, state, parts for the members of the new group (`groups.py`, `finding.py`) | computing; ending; regrouping |
+| regrouping | memberships are followed until a group has exchanged positions (`meeting.py`) | transferring; computing; stepping, gathering (with what it has: step first); ending (none left); parked, stranded |
+| transferring | parameters, state, parts for the members of the new group (`regrouping.py`, `finding.py`) | computing; ending; regrouping |
 | computing | the loop computes its micro-batches | reducing; regrouping; ending (the program left) |
 | reducing | sums and accounts over the members (`iteration.py`) | agreeing; regrouping |
 | agreeing | all say that they have them | stepping; regrouping |
@@ -59,8 +59,8 @@ from agents.trainer.lifecycle.boundary import commit, gathered
 from agents.trainer.lifecycle.effects import Flow, Optimize, Phase
 from agents.trainer.lifecycle.ending import complete, leave_as_said
 from agents.trainer.lifecycle.failures import Stopped
-from agents.trainer.lifecycle.groups import regroup
 from agents.trainer.lifecycle.iteration import iterate
+from agents.trainer.lifecycle.regrouping import regroup
 
 __all__ = ["Books", "run"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from agents.protocol.messages import Committed, Launch, Membership, StopWanted
 from agents.trainer.ledger import Ledger, Total
 from agents.trainer.lifecycle.effects import Begun, Clear, Flow, Leave, Report, Tell
-from agents.trainer.lifecycle.regrouping import Position, Verdict
 from agents.trainer.lifecycle.results import NOTHING, Due, Stock
 from agents.trainer.lifecycle.shares import Shares
-from agents.trainer.lifecycle.states import FOLLOWS, State
+from agents.trainer.lifecycle.table import FOLLOWS, State
+from agents.trainer.lifecycle.verdict import Position, Verdict
 from events.vocabulary import Member, Phase, StateSource
 
 _REASON_CHARS = 512

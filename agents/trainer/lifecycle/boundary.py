@@ -5,11 +5,11 @@ from __future__ import annotations
 from agents.protocol.messages import Committed, Membership
 from agents.trainer.ledger import Total
 from agents.trainer.lifecycle.books import Books, Turn, begin, leave_broken, start_clock, tell_committed
+from agents.trainer.lifecycle.dividing import gather, leave_parts
 from agents.trainer.lifecycle.effects import At, Flow, MembershipOf, Observe, StandBy
 from agents.trainer.lifecycle.failures import Broken, Superseded
-from agents.trainer.lifecycle.groups import regroup, transfer
 from agents.trainer.lifecycle.keeping import save
-from agents.trainer.lifecycle.sharded import gather, leave_parts
+from agents.trainer.lifecycle.regrouping import regroup, transfer
 
 
 def gathered(books: Books) -> Flow[bool]:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from agents.protocol.messages import FromWorker, Membership
 from agents.trainer.ledger import Account, Ledger, Total
 from agents.trainer.lifecycle.candidates import Candidate
-from agents.trainer.lifecycle.regrouping import Position
 from agents.trainer.lifecycle.results import Due, Loaded, Stock
+from agents.trainer.lifecycle.verdict import Position
 from agents.trainer.sharded.parts import Move, Part
 from events import vocabulary as v
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from agents.protocol.messages import Completed, StopWanted
 from agents.trainer.lifecycle.books import Books, leave_broken
 from agents.trainer.lifecycle.boundary import commit, gathered
+from agents.trainer.lifecycle.dividing import assemble
 from agents.trainer.lifecycle.effects import AwaitUrgent, Ending, Flow, Flush, Leave, ParamsDigest, Phase, Rows, Tell
 from agents.trainer.lifecycle.failures import Broken, Superseded
-from agents.trainer.lifecycle.groups import regroup
 from agents.trainer.lifecycle.keeping import save_and_wait
-from agents.trainer.lifecycle.sharded import assemble
+from agents.trainer.lifecycle.regrouping import regroup
 
 _FLUSH_S = 2.0
 _COMPLETED_FLUSH_S = 5.0

@@ -18,7 +18,7 @@ from agents.trainer.lifecycle.effects import (
     Settle,
 )
 from agents.trainer.lifecycle.failures import Broken, Superseded
-from agents.trainer.lifecycle.groups import regroup
+from agents.trainer.lifecycle.regrouping import regroup
 from agents.trainer.lifecycle.results import NOTHING, Due
 
 #: In the agreement that ends an iteration: this replica's program has said stop (beside Due.word).

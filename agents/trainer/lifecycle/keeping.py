@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from agents.trainer.lifecycle.books import Books
+from agents.trainer.lifecycle.dividing import assemble
 from agents.trainer.lifecycle.effects import Flow, Phase, Save, SaveAndWait, Say, TakeStock
 from agents.trainer.lifecycle.results import NOTHING
-from agents.trainer.lifecycle.sharded import assemble
 
 
 def save(books: Books, iteration: int, duration_us: int) -> Flow[None]:

@@ -1,195 +1,197 @@
-"""What the members of a new group do first: they tell their positions, and every one draws the same verdict.
+"""From one group to the next, state included; or out of training.
 
-Rules (all-or-none commit)
---------------------------
-* A member's *position* is the iteration it works on (last committed + 1), whether its sums of that iteration are
-  complete (every bucket and the account of all replicas have been reduced), and what it holds of it.
-* No member passes the agreement that ends an iteration unless all have entered it, and none enters it without
-  complete sums. So members with state differ by at most one iteration, and if one has committed iteration `i`,
-  each one still at `i` has complete sums of it.
-* Then those at `i` *step first*, with the sums they have: no recomputation. The group goes on at `i + 1`.
-* If no member has committed `i` but all have complete sums, all step first: after *reduced*, a death changes nothing.
-* Else sums that are not final (below) are thrown away (they were copies; the accumulation stays), and what no member
-  holds is dealt anew.
-* A member without state receives it from the lowest member that has it, once that one stands at the group's iteration.
-  If no member has state, member 0 takes it from the newest valid checkpoint, or from the seed, and gives it to all.
-* Parameters do not change within an iteration, so a receiver may join in the middle of one.
-
-Rules (buckets that are final)
-------------------------------
-* Gradients are reduced bucket by bucket. A member enters a bucket's reduction only with the gradients of all that it
-  holds (all of its micro-batches, for that bucket), so a sum that is complete anywhere holds every micro-batch once:
-  also those of a member that is lost since.
-* A position names the buckets whose sums are complete at that member. Those that are complete at *every* member with
-  state are *final*: they are used as they are. All others are thrown away, also where they were complete, and reduced
-  again.
-* Work that is dealt anew was the lost member's. A final sum has it through the lost member's own share, so what comes
-  of the new computation must not reach it; the other sums have lost it, and get it from the members that compute it
-  again. Both follow from one rule: an accumulation always takes the gradients of all that its member holds, in every
-  bucket, and a final bucket's is not looked at again. So each bucket has every micro-batch exactly once.
-* It follows too that a final sum may be given up at any time and made again from the accumulations. That is done where
-  a member joins in the middle of an iteration: it has no sums, and reducing costs less than sending them.
-* After a verdict every member's complete buckets are exactly the final ones. A member that left a verdict's exchange
-  without hearing it (a second fault) has the old, larger set; the next exchange is again an intersection, at least
-  one of whose members has heard the verdict or none has. A bucket completes in a generation only if all its members
-  have heard the verdict of that generation. So equal names always mean equal sums.
-* The accounts (losses, tokens, samples) are gathered when everything is computed and always anew, so each micro-batch
-  counts once there as well. Where all buckets are final but accounts were not, the dealt work is computed for its
-  account alone.
-* Members behind others (above) have the buckets of an earlier iteration: then none of this one's is final, for it
-  has not been reduced without them.
-
-Rules (sharded optimizer state, `parts.py`)
-----------------------------------------------
-* A member *has stepped* `i` when it has made that step with the parts that it holds, and waits for the parameters that
-  others have stepped. Before it, everybody had complete sums of `i`: it counts as such a member, which need not step.
-* No member commits `i` before it has all parameters, so all that are left hold their parts as they are after the
-  same step, once those that step first have done so.
-* Where those with state do not hold every part between them, the live state is lost: they count as members without
-  state, and all take the newest that was saved. With tensor or pipeline parallel replicas that is so for all shards
-  where it is so for one (`lifecycle/joining.py` puts it to the vote).
-
-Pure: a function of the rows that the group exchanged. What does not live here: how rows travel (`group.py`), and
-what follows from the verdict (`lifecycle/groups.py`).
+What the verdict says (`verdict.py`) is carried out here: which members step first, who gives state to whom, what is
+computed again, and which parts of sharded optimizer state each member holds from now on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NoReturn
 
-from agents.trainer.lifecycle.dealing import deal
-from agents.trainer.sharded.parts import Span
+from agents.protocol.messages import Membership, Parked, Regrouped
+from agents.trainer.lifecycle.books import Books, Turn, begin, leave_broken, start_clock, tell_committed
+from agents.trainer.lifecycle.dividing import divide, gather
+from agents.trainer.lifecycle.effects import (
+    At,
+    AwaitQuit,
+    Flow,
+    Forget,
+    Give,
+    Idle,
+    KeepSums,
+    Phase,
+    Receive,
+    Say,
+    Sit,
+    Tell,
+)
+from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
+from agents.trainer.lifecycle.finding import find_state, live_in, tell_taken
+from agents.trainer.lifecycle.keeping import save_and_wait
+from agents.trainer.lifecycle.meeting import LeftOut, join
+from agents.trainer.lifecycle.results import NOTHING
+from agents.trainer.lifecycle.shares import Shares, cut, nodes_of
+from agents.trainer.lifecycle.verdict import Verdict
+from events.vocabulary import StateSource
 
-_WORD_BITS = 62
-_FIXED = 4
+
+def regroup(books: Books, target: Membership | None = None) -> Flow[bool]:
+    """Take a seat in the next group, state included. True: step first, with the sums that are complete."""
+    while True:
+        books.enter("regrouping")
+        yield from Phase("regroup")
+        yield from Idle()
+        books.turn, books.target, books.due = None, 0, NOTHING
+        books.stopped = False  # the next group agrees on it anew
+        try:
+            membership, verdict = yield from join(books, target)
+        except LeftOut as left_out:
+            yield from _park(books, left_out.membership)
+        except Stranded as stranded:
+            yield from _give_up(books, stranded)
+        target = None
+        duration_us = yield from _sit(books, membership)
+        books.turn = turn = Turn(verdict, transfer_owed=bool(verdict.receivers) or books.shares is not None)
+        if (yield from _apply(books, turn)):
+            yield from _tell_regrouped(books, duration_us, "own")
+            return True
+        origin: StateSource = "own"
+        failure = ""
+        try:
+            if turn.transfer_owed:
+                origin = yield from transfer(books, turn)
+        except Superseded:
+            continue
+        except Broken as broken:
+            failure = str(broken)
+        if failure:
+            yield from leave_broken(books, failure, "regroup")
+            continue
+        yield from _tell_regrouped(books, duration_us, origin)
+        return False
 
 
-def span_row(spans: Sequence[Span], length: int) -> list[int]:
-    """Spans as a row of `length` pairs of integers."""
-    row = [edge for span in spans for edge in span]
-    return row + [0] * (2 * length - len(row))
+def _sit(books: Books, membership: Membership) -> Flow[int]:
+    books.membership = membership
+    books.whole = False  # what was assembled was for saving in the group before
+    books.stop_reason = books.stop_reason or membership.stop
+    replicas = len({member.replica for member in membership.members})
+    return (yield from Sit(membership, -(-books.micro_batches // replicas), bool(membership.joiners)))
 
 
-def spans_of(row: Sequence[int]) -> tuple[Span, ...]:
-    """The inverse of `span_row`."""
-    return tuple((start, stop) for start, stop in zip(row[::2], row[1::2], strict=True) if start < stop)
+def _apply(books: Books, turn: Turn) -> Flow[bool]:
+    """Act on the verdict as far as this member's own books go; the transfer comes later. True: step first."""
+    verdict, rank = turn.verdict, books.rank
+    dealt = verdict.dealt[rank]
+    if books.shares is not None:
+        books.shares.layout = list(verdict.shares)
+        if verdict.fresh:
+            yield from _lose(books)
+    if rank in verdict.step_first:
+        turn.next_dealt = dealt
+        return True
+    books.total = None
+    if rank in verdict.receivers:
+        yield from begin(books, verdict.iteration)
+        books.ledger.deal(dealt, redone=False)
+    else:
+        yield from KeepSums(verdict.final)
+        if verdict.final:
+            kept = f"{len(verdict.final)} of {books.buckets} buckets are final"
+            yield from Say(f"iteration {verdict.iteration} goes on, {kept}")
+        books.ledger.deal(dealt, redone=bool(books.ledger.held))
+    return False
 
 
-class PositionsContradict(RuntimeError):
-    """The members' positions cannot have come from one training: a defect of ours, never of the cluster."""
+def _lose(books: Books) -> Flow[None]:
+    """All members have lost their state; this member's, if it had any, is only a part."""
+    if books.has_state:
+        yield from Say("all holders of a part of the state are lost")
+    yield from Forget()
+    books.has_state = books.stepped = False
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a member stands. Without state, `iteration` is 0 and it holds nothing.
+# --- bringing everybody to the verdict's iteration -----------------------------------------------
 
-    `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts. `stepped`: it has
-    stepped the parts that it holds. `spans`: those parts; they travel in a row of their own.
-    """
 
-    has_state: bool
-    iteration: int
-    sums_complete: bool
-    held: tuple[int, ...]
-    complete: tuple[int, ...] = ()
-    stepped: bool = False
-    spans: tuple[Span, ...] = ()
+def transfer(books: Books, turn: Turn) -> Flow[StateSource]:
+    """Parameters that others have stepped, state for members without any, and its parts for each. Throws Broken,
+    Superseded."""
+    books.enter("transferring")
+    verdict, shares = turn.verdict, books.shares
+    if shares is not None and verdict.step_first and books.rank not in verdict.step_first:
+        yield from gather(shares)
+    origin: StateSource = "own"
+    if verdict.receivers:
+        origin = yield from _give_or_take(books, verdict)
+    if shares is not None and books.membership is not None:
+        wanted = cut(nodes_of(books.membership))
+        yield from divide(books, shares, wanted, first=verdict.fresh and books.origin == "init")
+    turn.transfer_owed = False
+    return origin
 
-    def row(self, micro_batches: int, buckets: int) -> list[int]:
-        """As signed 64-bit integers: has_state, iteration, sums_complete, stepped, then `held` and `complete` as words
-        of 62 bits."""
-        fixed = [int(self.has_state), self.iteration, int(self.sums_complete), int(self.stepped)]
-        return [*fixed, *_words(self.held, micro_batches), *_words(self.complete, buckets)]
 
-    @staticmethod
-    def from_row(row: Sequence[int], micro_batches: int) -> Position:
-        """The inverse of `row`; `held` and `complete` come back in ascending order."""
-        middle = _FIXED + _word_count(micro_batches)
-        return Position(
-            has_state=bool(row[0]),
-            iteration=row[1],
-            sums_complete=bool(row[2]),
-            stepped=bool(row[3]),
-            held=_numbers(row[_FIXED:middle]),
-            complete=_numbers(row[middle:]),
+def _give_or_take(books: Books, verdict: Verdict) -> Flow[StateSource]:
+    """Give, take, or stand by while the source's state is broadcast."""
+    rank, started_s = books.rank, books.clock()
+    source = (yield from find_state(books)) if verdict.fresh else verdict.source
+    yield from At("giving", books.ledger.iteration, books.ledger.finished)
+    if rank == source:
+        yield from Give(books.last, books.loss, books.origin)
+    else:
+        loaded = yield from Receive(source, rank in verdict.receivers)
+        if loaded is not None:
+            yield from live_in(books, loaded)
+            books.origin = loaded.origin if verdict.fresh else "replica"
+            if not verdict.fresh:
+                yield from tell_taken(books, "replica", loaded, started_s)
+    if books.shares is not None and verdict.fresh:
+        _source_has_all(books.shares, source, len(books.peers))
+    return books.origin if rank in verdict.receivers or verdict.fresh else "own"
+
+
+def _source_has_all(shares: Shares, source: int, size: int) -> None:
+    shares.layout = [()] * size
+    shares.layout[source] = [(0, shares.total)]
+
+
+def _tell_regrouped(books: Books, duration_us: int, source: StateSource) -> Flow[None]:
+    if source != "own":
+        books.boundary_s = books.clock()
+    yield from start_clock(books)
+    yield from Tell(
+        Regrouped(
+            generation=books.generation,
+            iteration=books.ledger.iteration,
+            dealt=books.ledger.redone,
+            duration_us=duration_us,
+            source=source,
         )
-
-
-def _words(numbers: Sequence[int], limit: int) -> list[int]:
-    words = [0] * _word_count(limit)
-    for number in numbers:
-        words[number // _WORD_BITS] |= 1 << (number % _WORD_BITS)
-    return words
-
-
-def _numbers(words: Sequence[int]) -> tuple[int, ...]:
-    return tuple(
-        word * _WORD_BITS + bit for word, bits in enumerate(words) for bit in range(_WORD_BITS) if bits >> bit & 1
     )
+    yield from tell_committed(books)
 
 
-def _word_count(limit: int) -> int:
-    return -(-limit // _WORD_BITS)
+# --- out of training -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What follows for the group.
-
-    `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
-    step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
-    state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
-    `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that each
-    member holds (sharded optimizer state).
-    """
-
-    iteration: int
-    step_first: frozenset[int]
-    source: int
-    receivers: frozenset[int]
-    dealt: tuple[tuple[int, ...], ...]
-    fresh: bool
-    final: frozenset[int] = frozenset()
-    shares: tuple[tuple[Span, ...], ...] = ()
+def _park(books: Books, target: Membership) -> Flow[NoReturn]:
+    """This worker is no longer a member: say so, and wait to be ended. Its last group stays open (`meeting.py`). Where
+    no member stays, the lead's replica is the last that can save the state: to memory, where others are about to take
+    it from there, else to storage."""
+    books.enter("parked")
+    present = () if books.membership is None else books.membership.members
+    staying = {member.worker for member in present}.intersection(member.worker for member in target.members)
+    if books.has_state and not staying and books.in_lead_replica:
+        yield from save_and_wait(books, handover=target.handover)
+    yield from Tell(Parked(generation=target.generation, iteration=books.last))
+    yield from AwaitQuit()
+    raise QuitAsked
 
 
-def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = True) -> Verdict:
-    """The verdict on the members' positions, in rank order. `whole`: they hold all parts between them."""
-    with_state = [member for member, position in enumerate(positions) if position.has_state and whole]
-    receivers = frozenset(range(len(positions))).difference(with_state)
-    if not with_state:
-        nothing: list[tuple[int, ...]] = [()] * len(positions)
-        return Verdict(
-            iteration=0,
-            step_first=frozenset(),
-            source=0,
-            receivers=receivers,
-            dealt=deal(nothing, micro_batches),
-            fresh=True,
-        )
-    top = max(positions[member].iteration for member in with_state)
-    behind = frozenset(member for member in with_state if positions[member].iteration < top)
-    for member in behind:
-        if positions[member].iteration < top - 1 or not positions[member].sums_complete:
-            raise PositionsContradict(f"member {member} cannot follow to iteration {top}: {list(positions)}")
-    step_first, iteration = behind, top
-    if not behind and all(positions[member].sums_complete for member in with_state):
-        step_first, iteration = frozenset(with_state), top + 1
-    if not step_first.issuperset(member for member in with_state if positions[member].stepped):
-        raise PositionsContradict(f"a member has stepped what others have not reduced: {list(positions)}")
-    held = [
-        position.held if position.has_state and member not in step_first else ()
-        for member, position in enumerate(positions)
-    ]
-    complete = [frozenset(positions[member].complete) for member in with_state]
-    return Verdict(
-        iteration=iteration,
-        step_first=step_first,
-        source=with_state[0],
-        receivers=receivers,
-        dealt=deal(held, micro_batches),
-        fresh=False,
-        final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
-        shares=tuple(position.spans if position.has_state else () for position in positions),
-    )
+def _give_up(books: Books, stranded: Stranded) -> Flow[NoReturn]:
+    """No membership came: save what there is, and end."""
+    books.enter("stranded")
+    yield from Say(f"{stranded}; saving and ending")
+    if books.has_state:
+        yield from save_and_wait(books)
+    raise stranded

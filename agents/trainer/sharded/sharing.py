@@ -7,7 +7,7 @@ Rules
 * `assemble`, for a capture: the whole state, at the first replica, in memory of the CPU.
 * All are collectives of the group, in the same order everywhere, and row by row, which bounds the memory they take.
 
-What does not live here: when they happen and what follows a fault (`lifecycle/sharded.py`), which member holds what
+What does not live here: when they happen and what follows a fault (`lifecycle/dividing.py`), which member holds what
 (`lifecycle/shares.py`).
 """
 

@@ -50,7 +50,7 @@ def end_unwanted(batch: Batch, task: Task) -> None:
         if task.status is not TaskStatus.ACTIVE:
             batch.stop(task, worker, f"task {task.status.value}")
         elif worker.status is WorkerStatus.LOST:
-            batch.stop(task, worker, "the coordinator evicted it", kill=True)
+            batch.stop(task, worker, "it is lost to its task", kill=True)
         elif worker.status is WorkerStatus.PARKED:
             batch.stop(task, worker, "it left its group")
         elif worker.replica in broken:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.trainer.lifecycle.dealing import deal
-from agents.trainer.lifecycle.regrouping import Position, PositionsContradict, Verdict, judge, span_row, spans_of
+from agents.trainer.lifecycle.verdict import Position, PositionsContradict, Verdict, judge, span_row, spans_of
 
 positions = st.builds(
     Position,

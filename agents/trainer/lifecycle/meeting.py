@@ -13,7 +13,7 @@ Rules
 from __future__ import annotations
 
 from agents.protocol.messages import Membership
-from agents.trainer.lifecycle import regrouping
+from agents.trainer.lifecycle import verdict
 from agents.trainer.lifecycle.books import Books
 from agents.trainer.lifecycle.effects import (
     AnyShard,
@@ -30,7 +30,7 @@ from agents.trainer.lifecycle.effects import (
     TakeStock,
 )
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
-from agents.trainer.lifecycle.regrouping import Position, Verdict
+from agents.trainer.lifecycle.verdict import Position, Verdict
 from agents.trainer.sharded.parts import covers
 
 
@@ -85,6 +85,6 @@ def _attempt(books: Books, membership: Membership, position: Position) -> Flow[V
     if shares is not None:
         held = covers((one.spans for one in positions if one.has_state), shares.total)
         whole = not (yield from AnyShard(not held))  # what one shard has lost counts as lost on all
-    verdict = regrouping.judge(positions, books.micro_batches, whole=whole)
+    drawn = verdict.judge(positions, books.micro_batches, whole=whole)
     yield from At("exchanged", position.iteration)
-    return verdict
+    return drawn

@@ -1,0 +1,12 @@
+"""Who is at the other end of a Unix socket, by the kernel's word."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user whose process is at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
