@@ -25,12 +25,16 @@ EDGE_KINDS = tuple(
     if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.InjectionRequested)
     and kind.__name__ != "StopAsked"
 )
+#: Faults of the connections between nodes.
+_OF_LINKS = ("break_links", "cut_peers", "isolate", "sick_links")
 
 
 def arrange(world: World, faults: list[Fault]) -> None:
     """Let the faults happen when their time comes."""
     for fault in faults:
         world.witness.touched |= {*fault.nodes}
+        if fault.kind in _OF_LINKS:
+            world.witness.bad_ends |= {*fault.nodes}
         world.loop.call_at(fault.at_s, _EFFECTS[fault.kind], world, fault)
 
 

@@ -175,12 +175,18 @@ def cordoned_nodes_stay_empty(known: ClusterState, start: v.StartWorker) -> str:
     return f"{start.worker} is started on {start.node}, which is cordoned" if known.nodes[start.node].cordoned else ""
 
 
-def innocents_stay(known: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], strikes_max: int) -> str:
-    """`known`: the state that it was decided in. `touched`: nodes that a fault names. Of two ends of a link either may
-    be at fault, and one may be tried: that is a breach only if the blame was called clear."""
+def innocents_stay(
+    known: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], bad_ends: Collection[str], strikes_max: int
+) -> str:
+    """`known`: the state that it was decided in. `touched`: nodes that a fault names; `bad_ends`: those whose
+    connections are at fault. Of two ends of a link either may be at fault, and one may be tried: that is a breach only
+    if the blame was called clear. Where half of a task's nodes are bad ends, all that it sees accuses the others."""
     if isolated.node in touched:
         return ""
     for task in known.tasks.values():
+        nodes = {worker.node for worker in task.workers.values()} | {isolated.node}
+        if 2 * len(nodes.intersection(bad_ends)) >= len(nodes):
+            continue
         clear = task.troubles.breaks.get(isolated.node, 0) - task.troubles.unclear.get(isolated.node, 0) >= strikes_max
         if clear:
             return f"{isolated.node} is isolated, though it never had a fault: {isolated.reason}"

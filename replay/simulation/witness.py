@@ -49,6 +49,7 @@ class Witness:
         self.joined: dict[str, int] = {}
         #: Nodes that a fault names.
         self.touched: set[str] = set()
+        self.bad_ends: set[str] = set()
         self.strikes_max = 1
         self._ids: set[str] = set()
         self._term = 0
@@ -114,7 +115,7 @@ class Witness:
             self.broke("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(known, event))
         if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
             known = self.states[envelope.based_on]
-            story = rules.innocents_stay(known, event, self.touched, self.strikes_max)
+            story = rules.innocents_stay(known, event, self.touched, self.bad_ends, self.strikes_max)
             self.broke("innocents_stay", story)
         if isinstance(event, v.StartWorker) and envelope.term == before.term:
             known = self.states[envelope.based_on]

@@ -209,12 +209,12 @@ def iterations_saved(directory: Path, task: str) -> list[int]:
 def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
     """What a checkpoint holds, by its path in the state tree; tensors as bytes.
 
-    But its pace, and where random generators stand: seeded anew for each micro-batch, they tell which came last.
+    But what was timed, and where random generators stand: seeded anew for each micro-batch, they tell which came last.
     """
     from agents.trainer.states import checkpoint
 
     tree, _ = checkpoint.load(directory, task, iteration, 0)
-    return dict(_leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s")}, ""))
+    return dict(_leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s", "usual")}, ""))
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, object]]:
