@@ -214,7 +214,9 @@ def contents(directory: Path, task: str, iteration: int) -> dict[str, object]:
     from agents.trainer.states import checkpoint
 
     tree, _ = checkpoint.load(directory, task, iteration, 0)
-    return dict(_leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s", "usual")}, ""))
+    return dict(
+        _leaves({key: value for key, value in tree.items() if key not in ("generators", "pace_s", "usual")}, "")
+    )
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, object]]:

@@ -292,6 +292,19 @@ def test_a_program_that_leaves_as_it_said_commits_what_it_stepped(seam: type[e.E
 # --- sharded optimizer state ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("memberships", [(), (membership(2, "t.2"),)], ids=["stranded", "left out"])
+def test_between_its_step_and_the_others_parameters_nothing_is_saved(memberships: tuple[Membership, ...]) -> None:
+    """It would be the state of no iteration."""
+    driven = Driven(membership(1, "t.1"), *memberships, extents=(128,))
+    driven.until(e.Gather)
+    driven.until(e.Gather)
+    driven.once(e.Gather, Broken("gone"))
+    with pytest.raises((Stranded, QuitAsked)):
+        driven.until()
+    assert driven.books.stepped and driven.books.state in ("stranded", "parked")
+    assert not [one for one in driven.done if isinstance(one, e.SaveAndWait)]
+
+
 def test_sharded_state_begins_in_parts_and_is_gathered_before_the_commit() -> None:
     driven = Driven(membership(1, "t.1"), extents=(128,))
     driven.until(e.Optimize)

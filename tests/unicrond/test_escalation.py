@@ -6,7 +6,7 @@ import pytest
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.cluster import MiniCluster, trained
 from tests.unicrond.losses import tell
 from tests.unicrond.test_decide import members, two_tasks
 from unicrond.core.decide import decide
@@ -610,3 +610,33 @@ def test_an_override_changes_the_response() -> None:
     cluster.report(culprit, "exception")
     cluster.run_but_isolation()
     assert cluster.state.nodes[node].isolated
+
+
+def test_a_planned_group_that_does_not_meet_is_called_at_once_though_another_cause_is_open() -> None:
+    """The worker at fault is on its way out by plan; the one that stays hangs, and its agent does not tell."""
+    cluster = trained(2)
+    leaving, staying = members(cluster, "big")
+    cluster.add_host("n2")
+    cluster.report(leaving, "nvlink_error")
+    cluster.decide()
+    while cluster.state.tasks["big"].generation < 2:
+        assert cluster.decide()
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None and not task.membership.urgent
+    for _ in range(2):  # the first deadline finds who is late, the second who does not answer
+        cluster.pass_deadlines("meet")
+        cluster.decide()
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None
+    assert task.membership.urgent or not task.workers[staying].alive
+
+
+def test_a_cause_on_another_node_that_breaks_a_later_group_is_an_incident_of_its_own() -> None:
+    cluster = trained(3)
+    first, second, _ = members(cluster, "big")
+    cluster.report(first, "nvlink_error")
+    while cluster.state.tasks["big"].generation < 2:
+        assert cluster.decide()
+    cluster.report(second, "cuda_error", generation=1)
+    causes = {incident.worker: incident.generations["big"] for incident in cluster.state.incidents.values()}
+    assert causes == {first: 1, second: 2}

@@ -338,3 +338,17 @@ def test_where_nobody_answers_all_are_replaced(cluster: MiniCluster) -> None:
     silent, others = regroup_without_an_answer(cluster)
     pass_meeting(cluster)
     assert not [name for name in (silent, *others) if cluster.state.tasks["big"].workers[name].alive]
+
+
+def test_a_worker_that_hangs_while_all_are_to_hand_over_is_found(cluster: MiniCluster) -> None:
+    """Their newest membership has no members, and the group that is to reach its boundary is still at work."""
+    order = v.ReshapeRequested(task="big", tp=1, pp=2, min_workers=2, max_workers=2, reason="test")
+    cluster.append(order, "api", cluster.state.term)
+    culprit, *others = members(cluster)
+    cluster.decide()
+    membership = cluster.state.tasks["big"].membership
+    assert membership is not None and not membership.members
+    for victim in others:
+        suspect(cluster, victim, generation=1, told=1)
+    suspect(cluster, culprit, generation=1, told=1, phase="forward", entered=8, waiting=False, still_us=800_000)
+    assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]

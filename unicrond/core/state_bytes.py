@@ -64,6 +64,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "troubles.early",
     "troubles.early_below",
     "group.meetings",
+    "group.overdue",
 )
 
 

@@ -94,6 +94,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
     `meetings`: deadlines for a meeting that have passed and ended no process.
     `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
+    `overdue`: the newest planned generation not met in time while an open incident was about others; 0 = none.
     `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
     `stragglers`: members that are slower than the other replicas, by worker.
     """
@@ -104,6 +105,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unread: int = 0
     suspicions: dict[str, HangSuspected] = always({})
     stragglers: dict[str, Straggler] = {}
+    overdue: int = 0
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

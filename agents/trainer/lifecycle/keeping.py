@@ -24,8 +24,11 @@ def save(books: Books, iteration: int, duration_us: int) -> Flow[None]:
 
 def save_and_wait(books: Books, *, handover: bool = False) -> Flow[None]:
     """Have the last committed iteration on storage; all shards of the replica take part. `handover`: memory will do,
-    where it has room."""
+    where it has room. Not between its own step and the others' parameters: that is the state of no iteration."""
     if not books.last:
+        return
+    if books.stepped:
+        yield from Say("this replica has stepped its own parts only: not saved")
         return
     yield from Phase("checkpoint")
     if books.shares is not None and not books.whole:

@@ -29,6 +29,10 @@ def mend(batch: Batch, task: Task) -> bool:
         stay = living + reconcile.leaving_members(task)
         set_membership(batch, task, stay, urgent=True, reason="the group broke and all members are alive")
         return True
+    if _with_state(task, living) and task.group.overdue == task.generation:
+        stay = living + reconcile.leaving_members(task)
+        set_membership(batch, task, stay, urgent=True, reason="the planned membership was not met in time")
+        return True
     if task.membership is not None and task.group.unread == task.generation and len(living) == len(current):
         urgent, handover = task.membership.urgent, not current
         reason = "a node could not read the membership: sent again in its schema"

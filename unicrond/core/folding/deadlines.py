@@ -9,7 +9,7 @@ from events.envelope import Envelope
 from unicrond.core import isolation
 from unicrond.core.changes import with_incident, with_task
 from unicrond.core.folding import incidents, strikes
-from unicrond.core.folding.incidents import Fact
+from unicrond.core.folding.incidents import Fact, is_symptom
 from unicrond.core.incident_life import Befalls, moved
 from unicrond.core.state import ClusterState, Task, Worker, WorkerStatus
 
@@ -78,7 +78,12 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
         occurred_us=observed_at_us,
         lost={late[0].worker: ""},
     )
-    return incidents.blame(_next_meeting(state, task), fact)
+    state = incidents.blame(_next_meeting(state, task), fact)
+    if urgent or any(is_symptom(i) and i.generations.get(task.name) in task.in_use for i in state.incidents.values()):
+        return state
+    # An open incident of another cause has taken the fact over, and its response is about other workers.
+    task = state.tasks[task.name]
+    return with_task(state, replace(task, group=replace(task.group, overdue=task.generation)))
 
 
 def _next_meeting(state: ClusterState, task: Task) -> ClusterState:

@@ -3,7 +3,7 @@
 Rules
 -----
 * One incident per (task, generation): the first root cause names it. What breaks the group in which its tasks have gone
-  on is another: the first may be about to be closed.
+  on is another: the first may be about to be closed. So is a cause on another node that breaks a later group.
 * A broken connection is a symptom, and gives its place to the cause that explains it. So does any other cause to a
   worse one on another node: the response to it is about that node.
 * A lost node is one incident for all its tasks and takes over what it explains.
@@ -63,7 +63,7 @@ def blame(state: ClusterState, fact: Fact) -> ClusterState:
     for incident in sorted(state.incidents.values(), key=shares_generation, reverse=True):
         if not shares_generation(incident) and not (fact.worker and incident.worker == fact.worker):
             continue
-        if incident.resumed_us and _is_newer(fact, incident):
+        if _is_newer(fact, incident) and (incident.resumed_us or _is_another_cause(fact, severity, incident)):
             continue
         if severity < incident.severity and (is_symptom(incident) or fact.node != incident.node):
             # The root cause of what so far was only a broken connection; or what is worse, and acts on another node.
@@ -106,6 +106,11 @@ def _are_one(task: Task, one: int, other: int) -> bool:
 def _is_newer(fact: Fact, incident: Incident) -> bool:
     """It breaks a generation that the incident has not."""
     return any(broken > incident.generations.get(task, 0) for task, broken in fact.generations.items())
+
+
+def _is_another_cause(fact: Fact, severity: Severity, incident: Incident) -> bool:
+    """Both are causes, and not of one node: the response to the incident does nothing about the fact."""
+    return not is_symptom(incident) and severity is not Severity.SEV3 and fact.node != incident.node
 
 
 def open_incident(state: ClusterState, fact: Fact) -> ClusterState:

@@ -20,8 +20,9 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
         return state
     task, worker = known
     newest = event.generation == task.generation and task.is_member(worker.worker)
-    # The group that a planned membership is to follow is at work until its boundary.
-    before = bool(event.told) and event.generation in task.in_use and worker.generation == event.generation
+    # The group that a planned membership is to follow is at work until its boundary; where all leave, until they have.
+    at_work = event.generation in task.in_use or worker in task.leavers
+    before = bool(event.told) and at_work and worker.generation == event.generation
     if not (newest or before) or is_stale(task, event):
         return state
     task = _with_suspicions(task, task.group.suspicions | {worker.worker: event})
