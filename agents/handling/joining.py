@@ -63,12 +63,14 @@ def leave(turn: Turn, reason: str) -> None:
 
 
 def leave_if_empty(turn: Turn) -> None:
-    """Append NodeLeft and finish, if the node is leaving and its last worker is gone."""
+    """Append NodeLeft and finish, if the node is leaving and its last worker is gone. A newcomer that has not come to
+    see the log has not joined: it has nothing to leave, and an older agent of its name may be at work."""
     if turn.state.phase != "leaving" or turn.memory.workers:
         return
     commits.close_all_sums(turn)
     turn.state = replace(turn.state, phase="left")
-    turn.append(NodeLeft(node=turn.config.node, reason=turn.state.leave_reason))
+    if turn.state.log_seen or turn.memory.log:
+        turn.append(NodeLeft(node=turn.config.node, reason=turn.state.leave_reason))
     turn.actions.append(Finish())
 
 

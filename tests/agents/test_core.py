@@ -659,6 +659,13 @@ def test_an_empty_node_leaves_at_once(node: Node) -> None:
     assert isinstance(node.feed(Leave(reason="x"))[-1], Finish)
 
 
+def test_a_newcomer_that_has_not_seen_the_log_leaves_without_a_word() -> None:
+    """An older agent of its name may be at work: the log would listen to nobody any more."""
+    node = Node()
+    assert isinstance(node.feed(Leave(reason="x"))[-1], Finish)
+    assert not node.of(NodeLeft)
+
+
 def test_kill_is_by_worker(node: Node) -> None:
     running(node, "a.1", 1)
     node.command(stop("a.1", 3))

@@ -174,6 +174,14 @@ def test_a_beat_of_another_boot_returns_nobody() -> None:
     assert bus.liveness.verdicts(bus.nodes, {}, bus.now_us) == []
 
 
+def test_a_newer_agent_that_came_and_went_without_a_word_leaves_the_name_to_the_older() -> None:
+    bus = Bus(["a"])
+    bus.run(3, ["a"])
+    newer = v.Heartbeat(node="a", agent_boot=8, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
+    bus.liveness.heard(newer, 99, bus.now_us, bus.now_us)
+    assert [type(verdict) for verdict in bus.run(30, ["a"])] == [v.NodeLost, v.NodeReturned]
+
+
 def test_an_older_agent_of_a_name_does_not_speak_for_the_newer_one() -> None:
     bus = Bus(["a", "b"])
     bus.run(4, ["a", "b"])

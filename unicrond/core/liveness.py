@@ -103,8 +103,10 @@ class Liveness:
         """A beat came through the heartbeat stream."""
         if beat.node != OWN_NAME:
             known = self.beats.get(beat.node)
-            # An older agent of the name says nothing of the newer one, whom alone the log listens to.
-            if known is None or known.beat is None or beat.agent_boot >= known.beat.agent_boot:
+            # An older agent of the name says nothing of the newer one, whom alone the log listens to; until that one
+            # has been silent for longer than any node is given.
+            newest = known is None or known.beat is None or beat.agent_boot >= known.beat.agent_boot
+            if newest or (known is not None and now_us - known.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
                 self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
             return
         term, number = self._own_last
