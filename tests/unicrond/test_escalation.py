@@ -405,6 +405,43 @@ def test_who_loses_a_worker_that_is_to_leave_has_no_incident_of_its_own(seed: in
     assert incident.symptoms >= 2
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_a_node_is_isolated_the_reporter_of_an_answered_break_leaves_by_the_plan(seed: int) -> None:
+    """The reattempt has held, and the incident waits for another worker to join: its reporter has done nothing."""
+    cluster, (reporter, _) = two_survivors(seed)
+    cluster.report(reporter, "connection_broken")
+    cluster.pass_deadlines("symptom")
+    cluster.decide()
+    cluster.obey_all()
+    assert cluster.group_up("big")
+    (incident,) = [i for i in cluster.state.incidents.values() if i.kind == "connection_broken"]
+    assert incident.resumed_us and incident.worker == reporter
+
+    mark = len(cluster.log)
+    isolate(cluster, incident.node)
+    cluster.run_but_isolation()
+    cluster.assert_whole()
+    assert not said(cluster, v.IncidentEscalated, mark)
+    assert reporter in [parked.worker for parked in said(cluster, v.WorkerParked, mark)], "it handed over"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_a_node_is_isolated_the_reporter_of_an_unanswered_break_is_given_up(seed: int) -> None:
+    """The incident is no symptom any more, so there is no reattempt: something has to answer the break."""
+    cluster = two_tasks(seed)
+    reporter = members(cluster, "big")[0]
+    break_group(cluster, "big", reporter)
+    cluster.pass_deadlines("symptom")
+    isolate(cluster, cluster.state.tasks["big"].workers[reporter].node)
+    cluster.run_but_isolation()
+    cluster.assert_whole()
+    assert [escalated.worker for escalated in said(cluster, v.IncidentEscalated)] == [reporter]
+
+
+def isolate(cluster: MiniCluster, node: str) -> None:
+    cluster.append(v.NodeIsolated(node=node, until_us=None, reason="test"), "coordinator", cluster.state.term)
+
+
 def test_a_calm_between_two_breaks_makes_the_second_a_first() -> None:
     cluster = two_tasks(2)
     for _ in range(6):

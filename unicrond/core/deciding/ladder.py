@@ -6,6 +6,8 @@ Rules (whose fault a broken connection is: `unicrond/core/blame.py`)
   node does. New workers there wait for the next step instead (`waits_for_a_step`).
 * Nor is it isolated for broken connections while the task gets on, unless the blame is clear; or of two replicas one
   can be tried elsewhere, on a node that is free of the task.
+* Where a node is isolated, workers that only reported a broken connection leave it by the plan, with their state,
+  once a newer group has answered the break.
 * The last node that a task could run on is not isolated for what may as well be the task's fault.
 * A task that gets on is not failed, whatever ends where.
 """
@@ -18,6 +20,7 @@ from events import vocabulary as v
 from unicrond.core import blame
 from unicrond.core.deciding.batch import Batch
 from unicrond.core.policy import Policy
+from unicrond.core.severity import severity_of
 from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker, WorkerStatus
 
 _SECOND_US = 1_000_000
@@ -37,6 +40,9 @@ def escalate(batch: Batch, incident: Incident, policy: Policy) -> None:
     if task.status is not TaskStatus.ACTIVE:
         return
     if incident.severity is not Severity.SEV3:
+        broke = severity_of(incident.kind, state.severity) is Severity.SEV3
+        if broke and incident.generations.get(task.name) not in task.in_use:
+            return  # it only told of a break that a newer group has answered; off an isolated node the plan moves it
         _give_up(batch, incident, worker, incident.severity, f"it reported {incident.kind} and still runs")
     elif task.group.reattempts >= policy.reattempts_max and incident.generations.get(task.name) == task.generation:
         again = f"the group broke again after reattempts in place: {_times(task.group.reattempts)}"
