@@ -204,3 +204,58 @@ def test_a_group_that_breaks_again_after_a_reattempt_costs_one_worker() -> None:
     assert [w.worker for w in cluster.state.tasks["big"].workers.values() if not w.alive] == [first], "the older end"
     cluster.run()
     cluster.assert_whole()
+
+
+def squeezed_out(seed: int) -> MiniCluster:
+    """A successor is to join the survivor of two; then "last", which needs both nodes, is worth more."""
+    cluster = MiniCluster(seed)
+    for number in range(2):
+        cluster.add_host(f"n{number}")
+    cluster.submit("big", max_workers=2)
+    cluster.run()
+    cluster.train("big", 3)
+    _, second = members(cluster)
+    cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[second].node], second)
+    cluster.decide()
+    while second in members(cluster) or len(members(cluster)) < 2:
+        cluster.obey_all()
+        cluster.group_up("big")
+        cluster.decide()
+    cluster.obey_all()
+    cluster.submit("last", weight=9.0, min_workers=2, max_workers=2)
+    cluster.decide()
+    task = cluster.state.tasks["big"]
+    assert not task.confirmed and not cluster.state.plan.assignments["big"].workers
+    return cluster
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_surplus_newcomer_does_not_wait_for_a_state_that_is_gone(seed: int) -> None:
+    """The survivor's node is gone and back before the newcomer has met it: the newcomer holds a slot of another."""
+    cluster = squeezed_out(seed)
+    survivor, _ = members(cluster)
+    host = cluster.hosts[cluster.state.tasks["big"].workers[survivor].node]
+    cluster.kill_host(host)
+    cluster.add_host(host.name)
+    cluster.run()
+    last = cluster.state.tasks["last"]
+    assert last.confirmed and len(last.workers) == 2, cluster.story()
+    assert not cluster.state.tasks["big"].workers and not cluster.state.incidents
+
+
+def test_a_surplus_group_that_broke_meets_again_before_it_leaves() -> None:
+    """Nothing else would bring its members together: they wait for another membership."""
+    cluster = squeezed_out(0)
+    survivor, _ = before = members(cluster)
+    generation = cluster.state.tasks["big"].generation
+    cluster.report(survivor, "connection_broken", generation=generation)
+    while cluster.decide():
+        pass
+    assert cluster.pass_deadlines("symptom")
+    cluster.decide()
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None and task.membership.urgent
+    assert (task.generation, members(cluster)) == (generation + 1, before)
+    cluster.run()
+    cluster.assert_whole()
+    assert len(members(cluster, "last")) == 2 and not cluster.state.tasks["big"].workers

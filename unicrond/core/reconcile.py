@@ -102,6 +102,12 @@ def leaving_members(task: Task) -> tuple[Member, ...]:
     return members_of({n: w for n, w in replicas.items() if len(w) == task.spec.replica_workers})
 
 
+def has_state(task: Task) -> bool:
+    """A member or leaver of a whole living replica is in a group: others can take its state over."""
+    there = living_members(task) + leaving_members(task)
+    return any(task.workers[member.worker].status is WorkerStatus.MEMBER for member in there)
+
+
 def schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
     """The slots of the nodes that may carry workers, and which of them are cordoned."""
     there = [node for node in nodes.values() if node.schedulable]

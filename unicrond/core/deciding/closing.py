@@ -9,7 +9,7 @@ from unicrond.core.deciding.batch import Batch
 from unicrond.core.deciding.memberships import places
 from unicrond.core.deciding.plans import FLOPS_MAX
 from unicrond.core.severity import RESPONSE
-from unicrond.core.state import ClusterState, Incident, Task, TaskStatus
+from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus
 from unicrond.core.survey import Survey
 
 
@@ -20,7 +20,11 @@ def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
         return
     for name, broken in incident.generations.items():
         task = state.tasks.get(name)
-        if task is not None and task.status is TaskStatus.ACTIVE and not _healed(batch.survey, task, broken):
+        if task is None or task.status is not TaskStatus.ACTIVE:
+            continue
+        # Members of a broken group can leave at no boundary; they meet again first, whatever the plan says.
+        apart = incident.severity is Severity.SEV3 and broken in task.in_use and reconcile.has_state(task)
+        if apart or not _healed(batch.survey, task, broken):
             return
     end_us = incident.resumed_us or state.now_us
     detection_flop, transition_flop = charge_of(state, incident.id)

@@ -19,7 +19,7 @@ def mend(batch: Batch, task: Task) -> bool:
     if len(living) < len(current):
         # A worker that was to leave at the next boundary has not left yet: its state and its work still count.
         survivors = living + reconcile.leaving_members(task)
-        if any(task.workers[m.worker].status is WorkerStatus.MEMBER for m in survivors):
+        if reconcile.has_state(task):
             gone = len(current) - len(living)
             reason = f"{gone} of {len(current)} members are lost"
             set_membership(batch, task, survivors, urgent=True, reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from events import vocabulary as v
+from unicrond.core import reconcile
 from unicrond.core.deciding.batch import Batch
 from unicrond.core.deciding.ladder import waits_for_a_step
 from unicrond.core.policy import Policy
@@ -35,11 +36,13 @@ def staff(batch: Batch, task: Task, policy: Policy) -> None:
             )
             worker_number += 1
         replica_number += 1
+    # Where no member has state a surplus one waits for nothing, and no later membership would leave it out.
+    awaited = task.member_names if wanted.surplus and reconcile.has_state(task) else frozenset()
     for workers in wanted.surplus.values():
         for worker in workers:
             in_group = worker.status is WorkerStatus.MEMBER
             has_left = task.confirmed and task.membership is not None and task.membership.members
-            if not task.is_member(worker.worker) and (not in_group or has_left):
+            if worker.worker not in awaited and (not in_group or has_left):
                 batch.stop(task, worker, f"plan {state.plan.epoch} no longer needs it")
 
 
