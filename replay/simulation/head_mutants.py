@@ -145,7 +145,7 @@ def _double_start() -> None:
     def make(staff: Any) -> Any:
         def twice(batch: Any, task: Any, policy: Any) -> None:
             staff(batch, task, policy)
-            batch.occupied.clear()
+            batch.started.clear()
             numbers = replace(task.numbers, next_worker=task.numbers.next_worker + 8)
             staff(batch, replace(task, numbers=numbers), policy)
 

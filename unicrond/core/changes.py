@@ -7,13 +7,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from events import vocabulary as v
+from unicrond.core.ordered_map import put, without
 from unicrond.core.state import ClusterState, Incident, Node, Task, Worker
 from unicrond.core.worker_life import status_after
 
 
 def with_node(state: ClusterState, node: Node) -> ClusterState:
     """The state with `node` in place of what it held under that name."""
-    return replace(state, nodes=state.nodes | {node.name: node})
+    return replace(state, nodes=put(state.nodes, node.name, node))
 
 
 def with_task(state: ClusterState, task: Task) -> ClusterState:
@@ -23,7 +24,7 @@ def with_task(state: ClusterState, task: Task) -> ClusterState:
 
 def with_worker(task: Task, worker: Worker) -> Task:
     """The task with `worker` in place of what it held under that id."""
-    return replace(task, workers=task.workers | {worker.worker: worker})
+    return replace(task, workers=put(task.workers, worker.worker, worker))
 
 
 def with_moved(task: Task, worker: Worker, event: type[v.AnyEvent], **fields: Any) -> Task:
@@ -33,7 +34,7 @@ def with_moved(task: Task, worker: Worker, event: type[v.AnyEvent], **fields: An
 
 def without_workers(task: Task, gone: list[str]) -> Task:
     """The task without the workers of these ids."""
-    return replace(task, workers={name: w for name, w in task.workers.items() if name not in gone})
+    return replace(task, workers=without(task.workers, gone))
 
 
 def with_incident(state: ClusterState, incident: Incident) -> ClusterState:

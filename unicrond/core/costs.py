@@ -179,12 +179,7 @@ def _stands(task: Task) -> bool:
     """A group trains: the newest, or the one before it while all that a planned change needs are alive."""
     if task.membership is None or not task.membership.members:
         return False
-    return (task.confirmed or not task.membership.urgent) and _all_alive(task)
-
-
-def _all_alive(task: Task) -> bool:
-    members = task.membership.members if task.membership else ()
-    return all(m.worker in task.workers and task.workers[m.worker].can_train for m in members)
+    return (task.confirmed or not task.membership.urgent) and task.all_able
 
 
 def _rate(task: Task, old: Account, linear: Callable[[], int]) -> tuple[int, int]:

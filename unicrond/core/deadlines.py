@@ -30,18 +30,19 @@ def deadlines(survey: Survey) -> dict[str, int]:
             # A worker with an error ends by itself, and tells more by that; a hanging one does not.
             length_s = policy.symptom_window_s if incident.kind == "hang" else policy.exit_s
             standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
-    standing.update(isolation.deadlines(state, policy.isolation_s))
+    standing.update(isolation.deadlines(state, survey.nodes.isolated, policy.isolation_s))
     for task in state.tasks.values():
-        if task.status is not TaskStatus.ACTIVE or survey.staffing(task).settled:
+        if task.status is not TaskStatus.ACTIVE or survey.settled(task):
             continue
-        for worker in task.workers.values():
+        for worker in task.workers.values() if task.tally.starting else ():
             if worker.status is WorkerStatus.STARTING:
                 length_s = task.spec.start_timeout_s or policy.worker_start_s
                 standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.pace.iteration_us)
             if task.membership.members:
-                busy_us = max((worker.busy_us for worker in task.workers.values()), default=0)
+                every = task.workers.values() if task.tally.busy else ()
+                busy_us = max((worker.busy_us for worker in every), default=0)
                 name = f"meet:{task.name}#{task.generation}.{task.group.meetings}"
                 standing[name] = max(length_us, busy_us)
             else:

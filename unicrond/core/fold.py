@@ -42,6 +42,7 @@ from unicrond.core.folding import (
     workers,
 )
 from unicrond.core.invariants import newly_broken
+from unicrond.core.ordered_map import put
 from unicrond.core.state import ClusterState
 
 
@@ -56,7 +57,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     event = envelope.event
     if admission.is_repetition(state, envelope):
         return replace(state, seq=seq, now_us=now_us, duplicates=state.duplicates + 1)
-    seen = state.seen | {envelope.producer: (envelope.boot, envelope.number)}
+    seen = put(state.seen, envelope.producer, (envelope.boot, envelope.number))
     told = replace(state, seq=seq, now_us=now_us, seen=seen)
     reason = admission.from_the_future(told, envelope)
     if reason:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 
 from events import vocabulary as v
+from unicrond.core.ordered_map import changed, newest
 from unicrond.core.state import ClusterState, Node, NodeStatus, Plan, Task, Worker
 
 
@@ -23,9 +23,9 @@ class InvariantError(AssertionError):
     """The coordinator's own logic is wrong. Carries the sequence number and the broken rule."""
 
 
-def check(state: ClusterState) -> None:
-    """Raises InvariantError if a rule is broken."""
-    story = next((story for story in _all_stories(state) if story), "")
+def check(state: ClusterState, since: ClusterState | None = None) -> None:
+    """Raises InvariantError if a rule is broken. `since`: a state in which none was; only what differs is looked at."""
+    story = next((story for story in _stories(state, since or ClusterState()) if story), "")
     if story:
         raise InvariantError(f"at sequence {state.seq}, term {state.term}: {story}")
 
@@ -49,18 +49,28 @@ def newly_broken(before: ClusterState, after: ClusterState, event: v.AnyEvent) -
     return ""
 
 
-def _all_stories(state: ClusterState) -> Iterator[str]:
-    seats: list[str] = []
-    for task in state.tasks.values():
-        seats += [worker.node for worker in task.workers.values() if worker.replica >= 0]
-        yield _task_story(task, None)
-    for task in state.tasks.values():
-        yield _strangers(task.workers.values(), state.nodes)
-    for name, count in Counter(seats).items():
+def _stories(state: ClusterState, since: ClusterState) -> Iterator[str]:
+    touched = dict.fromkeys(changed(since.nodes, state.nodes))
+    for name, task in state.tasks.items():
+        was = since.tasks.get(name)
+        if was is task:
+            continue
+        yield _task_story(task, was)
+        differ = changed(was.workers if was else {}, task.workers)
+        workers = [worker for _, worker in differ.values() if worker is not None]
+        yield _strangers(workers, state.nodes)
+        touched.update(dict.fromkeys([worker.node for worker in workers]))
+    for name in touched:
         node = state.nodes[name]
+        count = _seats(state, name)
         if count > node.slots_max and node.status is NodeStatus.UP:
             yield f"{name}: {count} workers on {node.slots_max} slots"
-    yield from _plan_stories(state)
+    if state.plan is not since.plan:
+        yield from _plan_stories(state)
+
+
+def _seats(state: ClusterState, node: str) -> int:
+    return sum(state.tasks[task].workers[worker].replica >= 0 for task, worker in state.by_node.on(node))
 
 
 def _task_story(task: Task, was: Task | None) -> str:
@@ -76,7 +86,7 @@ def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker
         return []
     named = task.workers.get(getattr(event, "worker", ""))
     came = max(1, len(task.workers) - len(was.workers)) if was is not None else len(task.workers)
-    return [*islice(reversed(task.workers.values()), came), *([named] if named else [])]
+    return [*newest(task.workers, came), *([named] if named else [])]
 
 
 def _strangers(workers: Iterable[Worker], nodes: Mapping[str, Node]) -> str:

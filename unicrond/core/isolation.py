@@ -34,7 +34,7 @@ What does not live here: which nodes are isolated and why (deciding/ladder.py), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -215,10 +215,11 @@ def _rest_again(node: Node, what: str, now_us: int) -> Node:
 # --- deadlines -----------------------------------------------------------------------------------
 
 
-def deadlines(state: ClusterState, isolation_s: float) -> Iterator[tuple[str, int]]:
-    """Id -> length in microseconds, of every isolated node that rests or is being checked."""
-    for node in state.nodes.values():
-        now = phase(state, node) if node.isolated else Phase.IN_SERVICE
+def deadlines(state: ClusterState, isolated: Iterable[str], isolation_s: float) -> Iterator[tuple[str, int]]:
+    """Id -> length in microseconds, of every isolated node that rests or is being checked. `isolated`: all that are."""
+    for name in isolated:
+        node = state.nodes[name]
+        now = phase(state, node)
         if now is Phase.RESTING:
             attempts = node.isolation.attempts if node.isolation else 0
             doublings = min(node.isolations - 1 + attempts, BACK_OFF_MAX)
@@ -257,12 +258,12 @@ class Repair(NamedTuple):
     reason: str
 
 
-def repairs_due(state: ClusterState) -> list[Repair]:
-    """In the order of nodes."""
+def repairs_due(state: ClusterState, isolated: Iterable[str]) -> list[Repair]:
+    """In the order of nodes. `isolated`: all that are."""
     return [
         Repair(_nth(node), node.name, node.address, node.isolations, node.needs, node.reason)
-        for node in state.nodes.values()
-        if node.isolated and phase(state, node) is Phase.IN_REPAIR and node.status is not NodeStatus.LEFT
+        for node in (state.nodes[name] for name in isolated)
+        if phase(state, node) is Phase.IN_REPAIR and node.status is not NodeStatus.LEFT
     ]
 
 

@@ -9,7 +9,7 @@ that is not itself. The other peers are nodes that already keep something of it,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import nlargest
 
 from events import vocabulary as v
@@ -21,9 +21,9 @@ COPIES = 3
 PEERS_MAX = 8
 
 
-def services(state: ClusterState) -> tuple[v.MemoryService, ...]:
+def services(nodes: Iterable[Node]) -> tuple[v.MemoryService, ...]:
     """Of the nodes that take and give states now: those that are up and have memory for it."""
-    return tuple([n.memory for n in state.nodes.values() if n.memory is not None and n.status is NodeStatus.UP])
+    return tuple([n.memory for n in nodes if n.memory is not None and n.status is NodeStatus.UP])
 
 
 def targets(services: Sequence[v.MemoryService], task: str) -> tuple[v.MemoryService, ...]:

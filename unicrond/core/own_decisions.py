@@ -36,6 +36,7 @@ class Stopped(Exception):
 
 def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
     """Raises Stopped unless `state` takes all of these, and is sound then."""
+    before = state
     for envelope in envelopes:
         after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
         told = f"{type(envelope.event).__name__} ({summary(envelope.event)})"
@@ -45,7 +46,7 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
             raise Stopped(f"a decision looks like a repetition: {told}")
         state = after
     try:
-        check(state)
+        check(state, before)
     except InvariantError as error:
         raise Stopped(f"decisions do not fit the state: {error}") from None
 

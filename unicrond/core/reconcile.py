@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from events.vocabulary import Member, TaskAssignment
-from unicrond.core.state import ClusterState, Node, Task, Worker, WorkerStatus
+from unicrond.core.state import ClusterState, Node, Task, TaskStatus, Worker, WorkerStatus
 
 Nodes = tuple[str, ...]
 
@@ -20,15 +20,18 @@ class Staffing(msgspec.Struct, frozen=True):
     """`kept` and `surplus`: whole replicas, by replica number, workers in shard order.
 
     `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes.
-    `settled`: the group is whole, is what the plan wants, and no other worker is there: nothing to do, unless it
-    breaks.
+    The workers may be as they were at an earlier look: node, seat and status hold, nothing else does.
     """
 
     kept: dict[int, tuple[Worker, ...]]
     surplus: dict[int, tuple[Worker, ...]]
     broken: dict[int, tuple[Worker, ...]]
     missing: tuple[Nodes, ...]
-    settled: bool
+
+    @property
+    def fits(self) -> bool:
+        """The replicas are those that the plan wants, all whole."""
+        return not (self.missing or self.surplus or self.broken)
 
     @property
     def starting(self) -> bool:
@@ -59,18 +62,22 @@ def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
         else:
             surplus[number] = whole[number]
     missing = tuple(sorted(wanted.elements()))
-    settled = not (missing or surplus or broken) and members == task.workers.keys() and _all_in(task)
-    return Staffing(kept, surplus, broken, missing, settled)
+    return Staffing(kept, surplus, broken, missing)
+
+
+def seat(worker: Worker) -> tuple[object, ...]:
+    """What `staffing` asks of a worker."""
+    return worker.node, worker.replica, worker.shard, worker.status
 
 
 def _seat(worker: Worker) -> tuple[int, int]:
     return worker.replica, worker.shard
 
 
-def _all_in(task: Task) -> bool:
-    """All workers that there are stand in the group of the newest generation."""
-    generation = task.generation
-    return all(w.status is WorkerStatus.MEMBER and w.generation == generation for w in task.workers.values())
+def all_in(task: Task) -> bool:
+    """All workers that there are stand in the group of the newest generation, and are all its members."""
+    tally, count = task.tally, len(task.workers)
+    return not tally.strangers and tally.settled == count == len(task.member_names)
 
 
 def members_of(replicas: dict[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
@@ -86,6 +93,8 @@ def living_members(task: Task) -> tuple[Member, ...]:
     """The members of the newest membership whose whole replica lives, in their order."""
     if task.membership is None:
         return ()
+    if task.all_able:
+        return task.membership.members
     fallen = {
         member.replica
         for member in task.membership.members
@@ -118,10 +127,9 @@ def capacity(state: ClusterState, slots: Mapping[str, int], cordoned: Sequence[s
     """Of `schedulable` nodes the slots that a plan may use: of a cordoned one no more than its workers hold."""
     if not cordoned:
         return slots
-    held = Counter(worker.node for task in state.active for worker in task.workers.values() if worker.can_train)
-    return {**slots, **{name: min(slots[name], held[name]) for name in cordoned}}
+    return {**slots, **{name: min(slots[name], _held(state, name)) for name in cordoned}}
 
 
-def occupied(state: ClusterState) -> Counter[str]:
-    """Slots in use per node, by every process that is not known to be gone."""
-    return Counter(w.node for task in state.tasks.values() for w in task.workers.values())
+def _held(state: ClusterState, node: str) -> int:
+    here = [(state.tasks[task], worker) for task, worker in state.by_node.on(node)]
+    return sum(task.status is TaskStatus.ACTIVE and task.workers[worker].can_train for task, worker in here)

@@ -4,15 +4,22 @@ Rules
 -----
 * Nothing here changes in place. `fold` builds the next state; every other module reads.
 * Only what the log said is here: no clock, no connection, nothing that a replay could not rebuild.
-* Collections iterate in insertion order, and insertion order is log order: no sets.
+* Collections iterate in insertion order, and insertion order is log order: no sets. Those that grow with the cluster
+  change at the cost of the change (ordered_map.py).
+* What follows from the rest and is asked for often is carried along: `Task.tally`, `ClusterState.by_node`. It is in no
+  bytes, and makes no two states differ.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
+from functools import cached_property
 from typing import Literal
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from events.fields import always
 from events.vocabulary import (
@@ -25,7 +32,9 @@ from events.vocabulary import (
     TaskAssignment,
     TaskSpec,
 )
+from unicrond.core.by_node import ByNode
 from unicrond.core.ledger import Ledger
+from unicrond.core.ordered_map import changed
 from unicrond.core.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles
 
 
@@ -163,7 +172,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.status not in _NEVER_TO_TRAIN
 
 
-class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The workers that train a task, as the log holds them (see events.vocabulary.MembershipDecided)."""
 
     generation: int
@@ -172,6 +181,76 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     urgent: bool
     store: StoreAddress
     decided_us: int
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The workers. Only to look up in: a set has no order."""
+        return frozenset([member.worker for member in self.members])
+
+
+_NOBODY: frozenset[str] = frozenset()
+
+
+class Tally:
+    """How many of a task's workers are what, against its newest membership. Counted once, then at the cost of changes.
+
+    `joined`: members in the group of the newest generation; `able`: members that can train.
+    `settled`: workers of status MEMBER in that generation; `leavers`: of status MEMBER, but not members.
+    `strangers`: workers of any status that are not members. `starting`, `parked`, `lost`: workers of that status.
+    `busy`: with what their program has declared.
+    """
+
+    _COUNTS = ("joined", "able", "settled", "leavers", "strangers", "starting", "parked", "lost", "busy")
+    __slots__ = (*_COUNTS, "membership", "workers")
+    joined: int
+    able: int
+    settled: int
+    leavers: int
+    strangers: int
+    starting: int
+    parked: int
+    lost: int
+    busy: int
+
+    def __init__(self, workers: Mapping[str, Worker], membership: Membership | None, before: Tally | None) -> None:
+        self.workers = workers
+        self.membership = membership
+        counts = Counter[str]()
+        if before is None or before.membership is not membership:
+            for worker in workers.values():
+                counts.update(self._what(worker))
+        else:
+            counts.update({name: getattr(before, name) for name in self._COUNTS})
+            for old, new in changed(before.workers, workers).values():
+                counts.subtract(self._what(old) if old else ())
+                counts.update(self._what(new) if new else ())
+        for name in self._COUNTS:
+            setattr(self, name, counts[name])
+
+    def _what(self, worker: Worker) -> list[str]:
+        """The counts that the worker is one of."""
+        membership, status = self.membership, worker.status
+        newest = worker.generation == (membership.generation if membership else 0)
+        in_group = status is WorkerStatus.MEMBER
+        is_member = membership is not None and worker.worker in membership.names
+        found = {
+            "joined": is_member and newest,
+            "able": is_member and worker.can_train,
+            "settled": in_group and newest,
+            "leavers": in_group and not is_member,
+            "strangers": not is_member,
+            "starting": status is WorkerStatus.STARTING,
+            "parked": status is WorkerStatus.PARKED,
+            "lost": status is WorkerStatus.LOST,
+            "busy": bool(worker.busy_us),
+        }
+        return [name for name, is_so in found.items() if is_so]
+
+    def __eq__(self, other: object) -> bool:
+        """It follows from the rest of its task, and says nothing that the rest does not."""
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -184,7 +263,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: TaskStatus
     submitted_seq: int
     submitted_us: int
-    workers: dict[str, Worker] = always({})
+    workers: Mapping[str, Worker] = always({})
     membership: Membership | None = always(None)
     numbers: Numbers = Numbers()
     progress: Progress = Progress()
@@ -194,6 +273,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     copies: Copies = Copies()
     reshaping: Reshaping = Reshaping()
     ending: Ending = Ending()
+    counted: Tally | None = None
+
+    @property
+    def tally(self) -> Tally:
+        """How many of its workers are what."""
+        known = self.counted
+        if known is None or known.workers is not self.workers or known.membership is not self.membership:
+            known = Tally(self.workers, self.membership, known)
+            force_setattr(self, "counted", known)  # an answer that is kept, not a change
+        return known
 
     @property
     def name(self) -> str:
@@ -208,14 +297,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def confirmed(self) -> bool:
         """Every member of the newest generation has said that it is in the group."""
-        if self.membership is None:
-            return False
-        generation, workers = self.membership.generation, self.workers
-        for member in self.membership.members:
-            worker = workers.get(member.worker)
-            if worker is None or worker.generation != generation:
-                return False
-        return True
+        return self.membership is not None and self.tally.joined == len(self.membership.names)
 
     @property
     def in_use(self) -> tuple[int, ...]:
@@ -226,23 +308,30 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def leavers(self) -> list[Worker]:
         """Workers still in an older group that the newest membership leaves out; they park at a boundary."""
+        if not self.tally.leavers:
+            return []
+        members = self.member_names
         workers = [worker for worker in self.workers.values() if worker.status is WorkerStatus.MEMBER]
-        members = self.member_names if workers else ()
         return [worker for worker in workers if worker.worker not in members]
 
     @property
     def member_names(self) -> frozenset[str]:
         """Workers of the newest membership. Only to look up in: a set has no order."""
-        return frozenset(member.worker for member in self.membership.members) if self.membership else frozenset()
+        return self.membership.names if self.membership else _NOBODY
+
+    @property
+    def all_able(self) -> bool:
+        """Every member can train."""
+        return self.tally.able == len(self.member_names)
 
     @property
     def at_rest(self) -> bool:
         """No process of the task can be running on a node that is reachable."""
-        return all(worker.status is WorkerStatus.LOST for worker in self.workers.values())
+        return self.tally.lost == len(self.workers)
 
     def is_member(self, worker: str) -> bool:
         """The worker stands in the newest membership."""
-        return self.membership is not None and any(m.worker == worker for m in self.membership.members)
+        return worker in self.member_names
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -345,7 +434,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     now_us: int = always(0)
     term: int = always(0)
     severity: dict[str, int] = always({})
-    nodes: dict[str, Node] = always({})
+    nodes: Mapping[str, Node] = always({})
     tasks: dict[str, Task] = always({})
     incidents: dict[str, Incident] = always({})
     closed: tuple[Incident, ...] = always(())
@@ -354,7 +443,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     injections: dict[str, Injection] = always({})
     ledger: Ledger = always(Ledger())
     worker_mtbf_us: int = always(0)
-    seen: dict[str, tuple[int, int]] = always({})
+    seen: Mapping[str, tuple[int, int]] = always({})
     quarantined: int = always(0)
     duplicates: int = always(0)
     inert: int = always(0)
@@ -362,6 +451,16 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     schema: int = 1
     check_limit_us: int = 0
     repair_limit_us: int = 0
+    placed: ByNode | None = None
+
+    @property
+    def by_node(self) -> ByNode:
+        """Which workers are where."""
+        known = self.placed
+        if known is None or known.tasks is not self.tasks:
+            known = ByNode(self.tasks, known)
+            force_setattr(self, "placed", known)  # an answer that is kept, not a change
+        return known
 
     @property
     def active(self) -> list[Task]:
@@ -369,6 +468,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return [task for task in self.tasks.values() if task.status is TaskStatus.ACTIVE]
 
 
+#: Fields that follow from the others.
+DERIVED = ("counted", "placed")
 #: How many closed incidents the state remembers; the log has them all.
 CLOSED_INCIDENTS_MAX = 200
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import fields
 
-from unicrond.core.state import ClusterState, Task
+from unicrond.core.ordered_map import OrderedMap, ordered, plain
+from unicrond.core.state import DERIVED, ClusterState, Task
 
 #: Where each field of a flat task stands in a Task.
 TASK_FIELDS: tuple[str, ...] = (
@@ -112,7 +113,7 @@ def _field(owner: type[msgspec.Struct], path: str) -> tuple[str, Any, Any]:
 _FlatTask = msgspec.defstruct(
     "_FlatTask", [_field(Task, path) for path in TASK_FIELDS], frozen=True, omit_defaults=True
 )
-_STATE_FIELDS = tuple(info.name for info in fields(ClusterState))
+_STATE_FIELDS = tuple(info.name for info in fields(ClusterState) if info.name not in DERIVED)
 _FlatState = msgspec.defstruct(
     "_FlatState",
     [
@@ -125,17 +126,21 @@ _FlatState = msgspec.defstruct(
 _values_of_task = attrgetter(*TASK_FIELDS)
 _values_of_state = attrgetter(*_STATE_FIELDS)
 _TASKS = _STATE_FIELDS.index("tasks")
-_PARTS = {info.name: info.type for info in fields(Task) if info.name not in TASK_FIELDS}
+_PARTS = {info.name: info.type for info in fields(Task) if info.name not in (*TASK_FIELDS, *DERIVED)}
 
 
 def _flat(state: ClusterState) -> Any:
-    values = list(_values_of_state(state))
-    values[_TASKS] = {name: _FlatTask(*_values_of_task(task)) for name, task in state.tasks.items()}
+    values = [_plain(value) for value in _values_of_state(state)]
+    values[_TASKS] = {name: _FlatTask(*map(_plain, _values_of_task(task))) for name, task in state.tasks.items()}
     return _FlatState(*values)
 
 
+def _plain(value: Any) -> Any:
+    return plain(value) if isinstance(value, OrderedMap) else value
+
+
 def _cut(flat: Any) -> ClusterState:
-    values = list(_values_of_state(flat))
+    values = [_cheap(value) for value in _values_of_state(flat)]
     values[_TASKS] = {name: _cut_task(task) for name, task in flat.tasks.items()}
     return ClusterState(**dict(zip(_STATE_FIELDS, values, strict=True)))
 
@@ -144,5 +149,9 @@ def _cut_task(flat: Any) -> Task:
     given: dict[str, Any] = {}
     for path in TASK_FIELDS:
         part, _, name = path.rpartition(".")
-        (given.setdefault(part, {}) if part else given)[name] = getattr(flat, name)
+        (given.setdefault(part, {}) if part else given)[name] = _cheap(getattr(flat, name))
     return Task(**{name: _PARTS[name](**value) if name in _PARTS else value for name, value in given.items()})
+
+
+def _cheap(value: Any) -> Any:
+    return ordered(value) if isinstance(value, dict) else value

@@ -11,18 +11,59 @@ Rules
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from events.vocabulary import MemoryService, TaskAssignment, TaskSpec
 from unicrond.core import memory_places, reconcile
+from unicrond.core.ordered_map import changed
 from unicrond.core.planning.problem import Curve
 from unicrond.core.policy import Policy
-from unicrond.core.reconcile import Staffing
-from unicrond.core.state import ClusterState, Membership, NodeStatus, Task, Worker
+from unicrond.core.reconcile import Staffing, seat
+from unicrond.core.state import ClusterState, Membership, Node, NodeStatus, Task, Worker
 from unicrond.core.waf import has_scale, linear_flops, throughput
 
 _SECOND_US = 1_000_000
+
+
+class Nodes(NamedTuple):
+    """What the rules ask of all nodes at once. `of`: the nodes.
+
+    `slots`: of each that may carry workers; `cordoned`: those of them that are. `isolated`: those that are isolated;
+    `returned`: those that have come back from the lost, since they last were. `services`: see memory_places.py.
+    """
+
+    of: Mapping[str, Node]
+    slots: Mapping[str, int]
+    cordoned: Sequence[str]
+    isolated: Sequence[str]
+    returned: Sequence[str]
+    services: tuple[MemoryService, ...]
+
+
+def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
+    """What the rules ask of `nodes`; `before`: the same of others. Where these differ in nothing that is asked, its
+    answers hold."""
+    if before is not None:
+        if before.of is nodes:
+            return before
+        if all(old and new and _asked(old) == _asked(new) for old, new in changed(before.of, nodes).values()):
+            return before._replace(of=nodes)
+    every = nodes.values()
+    slots, cordoned = reconcile.schedulable(nodes)
+    return Nodes(
+        of=nodes,
+        slots=slots,
+        cordoned=cordoned,
+        isolated=[node.name for node in every if node.isolated],
+        returned=[node.name for node in every if node.returns_us],
+        services=memory_places.services(every),
+    )
+
+
+def _asked(node: Node) -> tuple[object, ...]:
+    return node.schedulable, node.slots, node.cordoned, node.isolated, bool(node.returns_us), node.status, node.memory
 
 
 class Survey:
@@ -36,21 +77,23 @@ class Survey:
         self.state = state
         self.policy = policy
         self.active = state.active
-        self._schedulable: tuple[dict[str, int], list[str]] = (
-            before._schedulable if before and before.state.nodes is state.nodes else reconcile.schedulable(state.nodes)
-        )
-        self.capacity: Mapping[str, int] = reconcile.capacity(state, *self._schedulable)
+        self.nodes: Nodes = of_nodes(state.nodes, before.nodes if before else None)
+        self.capacity: Mapping[str, int] = reconcile.capacity(state, self.nodes.slots, self.nodes.cordoned)
         self._planned = tuple([(task.spec.name, task.submitted_seq) for task in self.active])
-        same = before is not None and before.capacity == self.capacity and before._planned == self._planned
+        same = before is not None and before._planned == self._planned
+        same = same and before is not None and (before.capacity is self.capacity or before.capacity == self.capacity)
         self.basis: str = before.basis if before and same else _digest(self.capacity, self._planned)
         self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
-        self._services = memory_places.services(state)
-        alike = before is not None and before._services == self._services
+        alike = before is not None and before.nodes.services == self.nodes.services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
         #: Per task, the last answer and the parts that it was made of.
         self._throughput: dict[str, tuple[TaskSpec, dict[str, int], int, Curve]] = before._throughput if before else {}
+        #: Per task, whether the members stand where the plan wants them, once they all do.
+        self._seated: dict[str, tuple[Membership | None, TaskAssignment | None, bool]] = (
+            before._seated if before else {}
+        )
         #: Per task, the last answer and the parts that it was made of.
-        self._staffing: dict[str, tuple[dict[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
+        self._staffing: dict[str, tuple[Mapping[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
             before._staffing if before else {}
         )
 
@@ -59,17 +102,29 @@ class Survey:
         name, workers, membership = task.spec.name, task.workers, task.membership
         assignment = self.state.plan.assignments.get(name)
         known = self._staffing.get(name)
-        if known is None or known[0] is not workers or known[1] is not membership or known[2] is not assignment:
+        if known is None or known[1] is not membership or known[2] is not assignment or not _alike(known[0], workers):
             known = (workers, membership, assignment, reconcile.staffing(task, assignment))
             self._staffing[name] = known
+        elif known[0] is not workers:
+            self._staffing[name] = known = (workers, *known[1:])
         return known[3]
+
+    def settled(self, task: Task) -> bool:
+        """The group is whole, is what the plan wants, and no other worker is there: nothing to do, unless it breaks."""
+        if not reconcile.all_in(task):
+            return False
+        name, membership, assignment = task.name, task.membership, self.state.plan.assignments.get(task.name)
+        known = self._seated.get(name)
+        if known is None or known[0] is not membership or known[1] is not assignment:
+            self._seated[name] = known = (membership, assignment, self.staffing(task).fits)
+        return known[2]
 
     def targets(self, task: Task) -> tuple[MemoryService, ...]:
         """The nodes to copy the task's state to, in the order in which they are tried."""
         name = task.spec.name
         known = self._targets.get(name)
         if known is None:
-            known = self._targets[name] = memory_places.targets(self._services, name)
+            known = self._targets[name] = memory_places.targets(self.nodes.services, name)
         return known
 
     @property
@@ -96,6 +151,11 @@ class Survey:
         """The most slots of a node that is there or may come back: a larger tensor-parallel group finds no seat."""
         there = [node.slots for node in self.state.nodes.values() if node.status is not NodeStatus.LEFT]
         return max(there, default=0)
+
+
+def _alike(before: Mapping[str, Worker], after: Mapping[str, Worker]) -> bool:
+    """No worker has come or gone, or sits elsewhere."""
+    return all(old and new and seat(old) == seat(new) for old, new in changed(before, after).values())
 
 
 def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:

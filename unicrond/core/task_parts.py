@@ -16,6 +16,8 @@ Each field's name is one of a kind among all of these: in bytes and in JSON a ta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from events.fields import always
@@ -147,7 +149,7 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     peers: tuple[MemoryService, ...] = always(())
-    kept: dict[str, KeptState] = always({})
+    kept: Mapping[str, KeptState] = always({})
 
 
 class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

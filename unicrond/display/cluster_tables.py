@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 from unicrond.core.isolation import waits_for
-from unicrond.core.reconcile import occupied
 from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.task_parts import Straggler
@@ -62,7 +61,7 @@ def nodes_table(
     state: ClusterState, rows_max: int | None = None, kept_back: Mapping[str, Mapping[str, float]] | None = None
 ) -> Table:
     """One row per node; with `rows_max`, those in trouble first and the rest summed up. `kept_back`: of /v1/state."""
-    used = occupied(state)
+    used = {name: len(state.by_node.on(name)) for name in state.nodes}
     workers: dict[str, list[str]] = {}
     for task in state.tasks.values():
         for worker in task.workers.values():
@@ -76,8 +75,8 @@ def nodes_table(
     rows = [
         (
             node.name,
-            "draining" if node_status(node) == "drained" and used.get(node.name) else node_status(node),
-            f"{used.get(node.name, 0)}/{node.slots}",
+            "draining" if node_status(node) == "drained" and used[node.name] else node_status(node),
+            f"{used[node.name]}/{node.slots}",
             ", ".join(workers.get(node.name, ())) or "-",
             "; ".join(filter(None, (_keeps_back(kept_back, node), _why(state, node)))) or "-",
         )

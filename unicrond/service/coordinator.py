@@ -124,6 +124,8 @@ class Coordinator:
         self.fault = ""
         self._breaker = Breaker()
         self._survey: Survey | None = None
+        #: The last state that was held against the rules.
+        self._sound: ClusterState | None = None
         self._skip = tuple(skip)
         self._skips: dict[int, str] = {}
         self._hold_seq = 0
@@ -293,7 +295,7 @@ class Coordinator:
                 if self._inbox.empty():
                     break
                 entry = self._inbox.get_nowait()
-            self._require_sound_state()  # of everything that came together: it looks at every worker there is
+            self._require_sound_state()
             assert self._fence is not None
             if self.state.term > self._fence.term:
                 raise Fenced(f"term {self._fence.term} was replaced by term {self.state.term}")
@@ -321,7 +323,8 @@ class Coordinator:
     def _require_sound_state(self) -> None:
         if not self.fault:
             try:
-                check(self.state)
+                check(self.state, self._sound)
+                self._sound = self.state
             except InvariantError as error:
                 self._stop_deciding(str(error))
 
@@ -345,7 +348,7 @@ class Coordinator:
         self._survey = survey = Survey(self.state, self._policy, self._survey)
         self._arm_deadlines(survey)
         if self._repairs is not None:
-            self._repairs.look(self.state)
+            self._repairs.look(survey)
         if self._pending:
             pending = tuple(self._pending)
             await self._append(pending)

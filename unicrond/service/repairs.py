@@ -20,7 +20,7 @@ from typing import TypeAlias
 from events import bounded_process
 from events.vocabulary import RepairEnded, Text
 from unicrond.core.isolation import Repair, repairs_due
-from unicrond.core.state import ClusterState
+from unicrond.core.survey import Survey
 
 log = logging.getLogger("unicrond")
 
@@ -38,9 +38,9 @@ class Repairs:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._done: set[str] = set()
 
-    def look(self, state: ClusterState) -> None:
+    def look(self, survey: Survey) -> None:
         """Begin what is due and not begun. Needs a running loop."""
-        due = repairs_due(state)
+        due = repairs_due(survey.state, survey.nodes.isolated)
         self._done &= {repair.nth for repair in due}
         for repair in due:
             if repair.nth not in self._running and repair.nth not in self._done and len(self._running) < RUNS_MAX:

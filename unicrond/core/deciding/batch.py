@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
 
 from events import vocabulary as v
 from events.schemas import lowered, readable
-from unicrond.core import reconcile
 from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
 from unicrond.core.survey import Survey
 
@@ -19,12 +17,13 @@ class Batch:
         self.survey = survey
         self.state = survey.state
         self.events: list[v.AnyEvent] = []
+        #: Per node, how many workers this batch starts there.
+        self.started: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}
 
-    @cached_property
-    def occupied(self) -> Counter[str]:
-        """Slots in use per node; grows by what this batch starts."""
-        return reconcile.occupied(self.state)
+    def occupied(self, node: str) -> int:
+        """Slots in use on the node, by every process that is not known to be gone, and what this batch starts."""
+        return len(self.state.by_node.on(node)) + self.started[node]
 
     def add(self, event: v.AnyEvent) -> None:
         """Takes a decision into the batch in its reader's schema; what the reader does not know is left out."""
@@ -48,7 +47,7 @@ class Batch:
     def has_room(self, nodes: tuple[str, ...]) -> bool:
         """Whether each of the nodes has a free slot for each time that it is named, and is not cordoned."""
         known = self.state.nodes
-        return all(self.occupied[n] + nodes.count(n) <= known[n].slots and not known[n].cordoned for n in nodes)
+        return all(self.occupied(n) + nodes.count(n) <= known[n].slots and not known[n].cordoned for n in nodes)
 
     def stop(self, task: Task, worker: Worker, reason: str, *, kill: bool = False) -> None:
         """Orders the worker's end, where its node can hear it. `kill`: it may not be able to end itself."""

@@ -48,8 +48,12 @@ def _healed(survey: Survey, task: Task, broken: int) -> bool:
     assignment = survey.state.plan.assignments.get(task.name)
     if assignment is not None and not assignment.workers:
         return True  # it waits for workers; that is the plan, not the incident
+    if not task.confirmed or task.generation <= broken:
+        return False
+    if survey.settled(task):
+        return True
     staff = survey.staffing(task)
-    if staff.missing or staff.starting or not task.confirmed or task.generation <= broken:
+    if staff.missing or staff.starting:
         return False
     wanted = reconcile.members_of(staff.kept)
     return task.membership is not None and places(wanted) == places(task.membership.members)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from events import vocabulary as v
 from unicrond.core import blame
 from unicrond.core.deciding.batch import Batch
+from unicrond.core.ordered_map import in_order
 from unicrond.core.policy import Policy
 from unicrond.core.severity import severity_of
 from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, Worker, WorkerStatus
@@ -134,8 +135,9 @@ def fail_task(batch: Batch, task: Task, policy: Policy) -> None:
 
 def _at_fault(state: ClusterState, task: Task, policy: Policy) -> Iterator[tuple[str, str]]:
     """Nodes that the task's failures accuse, and why; none where something else explains them as well."""
-    struck, training, held = _struck_nodes(task, policy), _training_on(task), task.troubles
-    if len(struck) == 1 or _gets_on(task):
+    struck, held = _struck_nodes(task, policy), task.troubles
+    if struck and (len(struck) == 1 or _gets_on(task)):
+        training = _training_on(task)
         for node in struck:
             if node not in training:
                 ended = _times(held.strikes[node])
@@ -173,8 +175,9 @@ def isolate_nodes(batch: Batch, policy: Policy) -> None:
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
     accused = {node for node, _ in struck} | {incident.node for incident in blamed}
     flaps_max = policy.flaps_max
-    suspects = [node for node in state.nodes.values() if len(node.returns_us) >= flaps_max or node.name in accused]
-    for node in suspects:
+    named = dict.fromkeys([*batch.survey.nodes.returned, *accused])
+    for name in in_order(state.nodes, [name for name in named if name in state.nodes]):
+        node = state.nodes[name]
         if node.isolated or node.status is not NodeStatus.UP:
             continue
         reasons = [reason for name, reason in struck if name == node.name]

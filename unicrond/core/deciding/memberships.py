@@ -41,8 +41,9 @@ def mend(batch: Batch, task: Task) -> bool:
     return False
 
 
-def _with_state(task: Task, members: tuple[v.Member, ...]) -> list[v.Member]:
-    return [member for member in members if task.workers[member.worker].status is WorkerStatus.MEMBER]
+def _with_state(task: Task, members: tuple[v.Member, ...]) -> bool:
+    """One of them has state."""
+    return any(task.workers[member.worker].status is WorkerStatus.MEMBER for member in members)
 
 
 def regroup(batch: Batch, task: Task, fresh: bool) -> None:
@@ -52,6 +53,8 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     current = task.membership.members if task.membership else ()
     living = reconcile.living_members(task)
     with_state = _with_state(task, living)
+    if with_state and (not task.confirmed or task.leavers):
+        return
     staff = batch.survey.staffing(task)
     if staff.starting:
         return
@@ -63,7 +66,7 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
             source = memory_places.nearest(batch.state, task)
             set_membership(batch, task, wanted, urgent=True, reason=f"no member has state: start from {source}")
         return
-    if not task.confirmed or task.leavers or places(wanted) == places(current):
+    if places(wanted) == places(current):
         return
     if any(_breaks(batch.state, task)):
         return  # members that left the broken group meet no boundary with those still in it: first all meet again
@@ -106,7 +109,7 @@ def settled(survey: Survey, task: Task) -> bool:
     """Nothing is to be done for the task: in a large cluster this is nearly every one."""
     if task.reshaping.reshape is not None:
         return False
-    return task.status is TaskStatus.ACTIVE and survey.staffing(task).settled and not _grace_expired(survey.state, task)
+    return task.status is TaskStatus.ACTIVE and survey.settled(task) and not _grace_expired(survey.state, task)
 
 
 def places(members: tuple[v.Member, ...]) -> list[str]:

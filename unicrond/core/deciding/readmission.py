@@ -12,7 +12,7 @@ from unicrond.core.state import Node, Severity, TaskStatus
 def readmit_nodes(batch: Batch) -> None:
     """None is readmitted while its incident is open: it would be isolated for that again."""
     state = batch.state
-    isolated = [node for node in state.nodes.values() if node.isolated]
+    isolated = [state.nodes[name] for name in batch.survey.nodes.isolated]
     blamed = {incident.node for incident in state.incidents.values() if incident.severity is Severity.SEV1}
     for node in isolated:
         now = isolation.phase(state, node)

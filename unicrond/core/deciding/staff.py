@@ -21,7 +21,7 @@ def staff(batch: Batch, task: Task, policy: Policy) -> None:
         if any(waits_for_a_step(task, node, policy) for node in nodes):
             continue
         for shard, node in enumerate(nodes):
-            batch.occupied[node] += 1
+            batch.started[node] += 1
             batch.add(
                 v.StartWorker(
                     command_id=batch.command_id(node),
@@ -49,7 +49,8 @@ def staff(batch: Batch, task: Task, policy: Policy) -> None:
 def end_unwanted(batch: Batch, task: Task) -> None:
     """Strays, workers given up, parked ones, the rest of broken replicas, and all of an ended task."""
     broken = batch.survey.staffing(task).broken
-    for worker in task.workers.values():
+    unwanted = task.status is not TaskStatus.ACTIVE or task.tally.lost or task.tally.parked or broken
+    for worker in task.workers.values() if unwanted else ():
         if task.status is not TaskStatus.ACTIVE:
             batch.stop(task, worker, f"task {task.status.value}")
         elif worker.status is WorkerStatus.LOST:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from events import vocabulary as v
@@ -9,7 +11,7 @@ from events.envelope import Envelope
 from unicrond.core import isolation
 from unicrond.core.changes import with_moved, with_node, with_task, with_worker, without_workers, worker_known
 from unicrond.core.folding import strikes
-from unicrond.core.state import UNREAD_MAX, ClusterState, Worker, WorkerStatus
+from unicrond.core.state import UNREAD_MAX, ClusterState, Task, Worker, WorkerStatus
 from unicrond.core.task_parts import Numbers
 from unicrond.core.worker_life import can_move, status_after
 
@@ -71,11 +73,18 @@ def _with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ..
 
 def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -> ClusterState:
     """A stop is applied once the process is gone; of one that never was, nothing else is ever told."""
-    for task in state.tasks.values():
-        for worker in task.workers.values():
-            if can_move(worker, v.CommandApplied) and worker.command_id == event.command_id:
-                return with_task(state, without_workers(task, [worker.worker]))
+    for task, worker in _commanded(state, event):
+        if can_move(worker, v.CommandApplied):
+            return with_task(state, without_workers(task, [worker.worker]))
     return state
+
+
+def _commanded(state: ClusterState, event: v.CommandApplied | v.CommandFailed) -> Iterator[tuple[Task, Worker]]:
+    """The worker that the command is about, where it is about one."""
+    for name, worker in state.by_node.on(event.node):
+        task = state.tasks[name]
+        if task.workers[worker].command_id == event.command_id:
+            yield task, task.workers[worker]
 
 
 def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelope) -> ClusterState:
@@ -85,13 +94,10 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
         state, is_new = _learn_what_it_reads(state, event)
         if is_new:
             return _unread(state, event)
-    for task in state.tasks.values():
-        for worker in task.workers.values():
-            if worker.command_id != event.command_id or worker.status is not WorkerStatus.STARTING:
-                continue
-            state = with_task(state, without_workers(task, [worker.worker]))
+    for task, worker in _commanded(state, event):
+        if worker.status is WorkerStatus.STARTING:
             return strikes.strike(
-                state,
+                with_task(state, without_workers(task, [worker.worker])),
                 task=task.name,
                 worker=worker,
                 kind="start_failed",
@@ -113,14 +119,14 @@ def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[C
 
 def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     """No fault: the command is to be sent again, in the agent's schema."""
-    for task in state.tasks.values():
-        for worker in task.workers.values():
-            if worker.command_id == event.command_id and worker.status is WorkerStatus.STARTING:
-                return with_task(state, without_workers(task, [worker.worker]))
-            if worker.command_id == event.command_id and worker.status is WorkerStatus.STOPPING:
-                return with_task(state, with_moved(task, worker, v.CommandFailed))
+    for task, worker in _commanded(state, event):
+        if worker.status is WorkerStatus.STARTING:
+            return with_task(state, without_workers(task, [worker.worker]))
+        if worker.status is WorkerStatus.STOPPING:
+            return with_task(state, with_moved(task, worker, v.CommandFailed))
     for task in state.tasks.values():  # a membership, then; the answer does not say whose
-        here = [worker for worker in task.workers.values() if worker.node == event.node and worker.alive]
+        there = [task.workers[name] for name in state.by_node.of_task(event.node, task.name)]
+        here = [worker for worker in there if worker.alive]
         if any(worker.generation < task.generation for worker in here) and not task.confirmed:
             state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))
     return state

@@ -8,6 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from unicrond.core.changes import with_task
 from unicrond.core.folding import commands
+from unicrond.core.ordered_map import put, without
 from unicrond.core.state import ClusterState
 from unicrond.core.task_parts import KeptState
 
@@ -26,7 +27,7 @@ def state_kept(state: ClusterState, event: v.StateKept, _: Envelope) -> ClusterS
         size_bytes=event.size_bytes,
         shards=event.shards,
     )
-    all_kept = task.copies.kept | {f"{event.node}/{event.shard}": kept}
+    all_kept = put(task.copies.kept, f"{event.node}/{event.shard}", kept)
     return with_task(state, replace(task, copies=replace(task.copies, kept=all_kept)))
 
 
@@ -47,6 +48,7 @@ def forget_kept(state: ClusterState, node: str, tasks: tuple[str, ...] | None = 
     """The node keeps nothing more of these tasks, or of any."""
     for task in state.tasks.values():
         if (tasks is None or task.name in tasks) and any(kept.node == node for kept in task.copies.kept.values()):
-            kept = {place: kept for place, kept in task.copies.kept.items() if kept.node != node}
+            here = [place for place, kept in task.copies.kept.items() if kept.node == node]
+            kept = without(task.copies.kept, here)
             state = with_task(state, replace(task, copies=replace(task.copies, kept=kept)))
     return state

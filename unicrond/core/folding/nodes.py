@@ -11,6 +11,7 @@ from unicrond.core import isolation
 from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.folding import incidents, injections, kept_states, strikes
 from unicrond.core.incident_life import Befalls, moved
+from unicrond.core.ordered_map import put_all
 from unicrond.core.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
 from unicrond.core.worker_life import status_after
 
@@ -61,12 +62,13 @@ def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envel
     """What the agent found alive, against what the log believed of this node."""
     alive = {running.worker for running in event.workers}
     missing: dict[str, list[str]] = {}
+    before = state.by_node
     for task in state.tasks.values():
         dead = [
             w.worker
-            for w in task.workers.values()
+            for w in (task.workers[name] for name in before.of_task(event.node, task.name))
             # A worker without a pid was commanded only: the command still waits for the agent.
-            if w.node == event.node and w.worker not in alive and (w.pid or w.status is WorkerStatus.LOST)
+            if w.worker not in alive and (w.pid or w.status is WorkerStatus.LOST)
         ]
         expected = [name for name in dead if not task.workers[name].alive]
         if expected:
@@ -102,8 +104,9 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
     state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason))
     state = isolation.check_lost(state, event.node, "the node left")
     state = kept_states.forget_kept(state, event.node)
+    before = state.by_node
     for task in state.tasks.values():
-        ended = [w.worker for w in task.workers.values() if w.node == event.node]
+        ended = before.of_task(event.node, task.name)
         if ended:
             state = with_task(state, without_workers(task, ended))
     return state
@@ -117,8 +120,9 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     state = injections.forget_injections(state, event.node)
     state = with_node(state, replace(node, status=NodeStatus.LOST, reason=event.reason))
     state = isolation.check_lost(state, event.node, "the node was lost")
+    before = state.by_node
     gone = {
-        task.name: [w.worker for w in task.workers.values() if w.node == event.node and w.alive]
+        task.name: [name for name in before.of_task(event.node, task.name) if task.workers[name].alive]
         for task in state.tasks.values()
     }
     gone = {task: workers for task, workers in gone.items() if workers}
@@ -133,11 +137,10 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
     for task in state.tasks.values():
         on_node = {
             w.worker: replace(w, status=status_after(w.status, v.NodeLost))
-            for w in task.workers.values()
-            if w.node == event.node
+            for w in (task.workers[name] for name in before.of_task(event.node, task.name))
         }
         if on_node:
-            state = with_task(state, replace(task, workers=task.workers | on_node))
+            state = with_task(state, replace(task, workers=put_all(task.workers, on_node)))
     return state
 
 

@@ -1,0 +1,77 @@
+"""Which workers are on which node: what is asked when a node is lost, a command answered, a slot looked for.
+
+Rules
+-----
+* It follows from the tasks, and is brought up to date at the cost of the workers that came or went since the last time.
+* A worker never moves to another node: its id belongs to one (admission.py refuses what says otherwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import immutables
+
+from unicrond.core.ordered_map import changed, in_order, same_names
+
+
+class _Worker(Protocol):
+    @property
+    def worker(self) -> str: ...
+    @property
+    def node(self) -> str: ...
+
+
+class _Task(Protocol):
+    @property
+    def workers(self) -> Mapping[str, _Worker]: ...
+
+
+class ByNode:
+    """The workers of `tasks` by their node; `before`: the same of other tasks, from which it differs little."""
+
+    __slots__ = ("_on", "tasks")
+
+    def __init__(self, tasks: Mapping[str, _Task], before: ByNode | None = None) -> None:
+        self.tasks = tasks
+        self._on: immutables.Map[str, tuple[tuple[str, str], ...]] = before._on if before else immutables.Map()
+        known = before.tasks if before else {}
+        moves: dict[str, list[tuple[str, str, bool]]] = {}
+        for name in dict.fromkeys([*known, *tasks]):
+            was, now = known.get(name), tasks.get(name)
+            old, new = was.workers if was else {}, now.workers if now else {}
+            if same_names(old, new):
+                continue
+            for went, came in changed(old, new).values():
+                if went is not None and (came is None or came.node != went.node):
+                    moves.setdefault(went.node, []).append((name, went.worker, False))
+                if came is not None and (went is None or came.node != went.node):
+                    moves.setdefault(came.node, []).append((name, came.worker, True))
+        on = self._on.mutate()
+        for node, told in moves.items():
+            here = dict.fromkeys(on.get(node, ()))
+            for task, worker, comes in told:
+                if comes:
+                    here[task, worker] = None
+                else:
+                    here.pop((task, worker), None)
+            on[node] = tuple(here)
+        self._on = on.finish()
+
+    def on(self, node: str) -> Sequence[tuple[str, str]]:
+        """(task, worker) of each worker of any status on `node`, in no order that says anything."""
+        return self._on.get(node, ())
+
+    def of_task(self, node: str, task: str) -> list[str]:
+        """The ids of the task's workers on `node`, in their order among all of the task's."""
+        found = [worker for name, worker in self.on(node) if name == task]
+        if len(found) < 2:
+            return found
+        return in_order(self.tasks[task].workers, found)
+
+    def __eq__(self, other: object) -> bool:
+        """It follows from the rest of its state, and says nothing that the rest does not."""
+        return True
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,246 @@
+"""Maps of the state that grow with the cluster: frozen, in insertion order, and changed at the cost of the change.
+
+Rules
+-----
+* A map that holds no more than SMALL items is a plain dict, which nothing beats. A larger one is an `OrderedMap`: the
+  items lie in chunks, in insertion order, and a changed map shares all chunks with the one before but one.
+* Whoever changes a map says `put`, `put_all` or `without`, and never writes into one. Both kinds equal a dict of the
+  same items.
+* `changed` compares two maps at the cost of what they do not share: answers that rest on a large map are carried along
+  by it (`state.Tally`, `by_node.py`, `survey.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from itertools import chain, islice, zip_longest
+from typing import Any, TypeVar, cast, overload
+
+import immutables
+
+V = TypeVar("V")
+D = TypeVar("D")
+
+#: Items up to which a map is a plain dict.
+SMALL = 128
+#: Items of a chunk, at most.
+CHUNK = 64
+_NOTHING: dict[str, Any] = {}
+
+
+class OrderedMap(Mapping[str, V]):
+    """A frozen map of names to values, in insertion order. A replaced value keeps its place."""
+
+    __slots__ = ("_chunks", "_length", "_places")
+
+    def __init__(self, items: Iterable[tuple[str, V]] = ()) -> None:
+        every = list(dict(items).items())
+        self._chunks: tuple[dict[str, V], ...] = tuple(
+            dict(every[first : first + CHUNK]) for first in range(0, len(every), CHUNK)
+        )
+        #: Which chunk holds which name. The same object as long as the names are the same.
+        self._places: immutables.Map[str, int] = immutables.Map(
+            (name, number // CHUNK) for number, (name, _) in enumerate(every)
+        )
+        self._length = len(every)
+
+    @classmethod
+    def _of(cls, chunks: tuple[dict[str, V], ...], places: immutables.Map[str, int], length: int) -> OrderedMap[V]:
+        made = cls.__new__(cls)
+        made._chunks, made._places, made._length = chunks, places, length
+        return made
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> V:
+        return self._chunks[self._places[name]][name]
+
+    @overload
+    def get(self, name: str) -> V | None: ...
+    @overload
+    def get(self, name: str, default: V | D) -> V | D: ...
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, else `default`."""
+        place = self._places.get(name)
+        return default if place is None else self._chunks[place][name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(self._chunks)
+
+    def __reversed__(self) -> Iterator[str]:
+        return chain.from_iterable(map(reversed, reversed(self._chunks)))
+
+    def values(self) -> ValuesView[V]:
+        """In insertion order."""
+        return _Values(self)
+
+    def items(self) -> ItemsView[str, V]:
+        """In insertion order."""
+        return _Items(self)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return dict(self.items()) == other if isinstance(other, dict) else super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a dict
+
+    def __repr__(self) -> str:
+        return f"OrderedMap({dict(self.items())!r})"
+
+    # --- changing --------------------------------------------------------------------------------
+
+    def __or__(self, other: Mapping[str, V]) -> OrderedMap[V]:
+        made = self
+        for name, value in other.items():
+            made = made.put(name, value)
+        return made
+
+    def put(self, name: str, value: V) -> OrderedMap[V]:
+        """With `value` under `name`."""
+        place, chunks = self._places.get(name), self._chunks
+        if place is not None:
+            return self._of(
+                (*chunks[:place], chunks[place] | {name: value}, *chunks[place + 1 :]), self._places, len(self)
+            )
+        if chunks and len(chunks[-1]) < CHUNK:
+            chunks = (*chunks[:-1], chunks[-1] | {name: value})
+        else:
+            chunks = (*chunks, {name: value})
+        return self._of(chunks, self._places.set(name, len(chunks) - 1), len(self) + 1)
+
+    def without(self, names: Iterable[str]) -> OrderedMap[V]:
+        """Without the items of these names."""
+        gone: dict[int, list[str]] = {}
+        for name in dict.fromkeys(names):
+            place = self._places.get(name)
+            if place is not None:
+                gone.setdefault(place, []).append(name)
+        if not gone:
+            return self
+        chunks, places, length = list(self._chunks), self._places.mutate(), self._length
+        for place, here in gone.items():
+            chunks[place] = {name: value for name, value in chunks[place].items() if name not in here}
+            length -= len(here)
+            for name in here:
+                del places[name]
+        made = self._of(tuple(chunks), places.finish(), length)
+        # Chunks that have emptied stay, so that the others keep their places; now and then all are filled anew.
+        return made if len(chunks) * CHUNK <= 4 * length + 8 * CHUNK else type(self)(made.items())
+
+
+class _Values(ValuesView[V]):
+    __slots__ = ("_map",)
+
+    def __init__(self, of: OrderedMap[V]) -> None:
+        super().__init__(of)
+        self._map = of
+
+    def __iter__(self) -> Iterator[V]:
+        return chain.from_iterable(map(dict.values, self._map._chunks))
+
+    def __reversed__(self) -> Iterator[V]:
+        return chain.from_iterable(reversed(chunk.values()) for chunk in reversed(self._map._chunks))
+
+
+class _Items(ItemsView[str, V]):
+    __slots__ = ("_map",)
+
+    def __init__(self, of: OrderedMap[V]) -> None:
+        super().__init__(of)
+        self._map = of
+
+    def __iter__(self) -> Iterator[tuple[str, V]]:
+        return chain.from_iterable(map(dict.items, self._map._chunks))
+
+
+# --- for maps of both kinds ------------------------------------------------------------------------
+
+
+def put(known: Mapping[str, V], name: str, value: V) -> Mapping[str, V]:
+    """`known` with `value` under `name`."""
+    if type(known) is dict:
+        made = known | {name: value}
+        return made if len(made) <= SMALL else OrderedMap(made.items())
+    return cast("OrderedMap[V]", known).put(name, value)
+
+
+def put_all(known: Mapping[str, V], others: Mapping[str, V]) -> Mapping[str, V]:
+    """`known` with all of `others`."""
+    for name, value in others.items():
+        known = put(known, name, value)
+    return known
+
+
+def without(known: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]:
+    """`known` without the items of these names. The same where it has none of them."""
+    if type(known) is dict:
+        return {name: value for name, value in known.items() if name not in names}
+    return cast("OrderedMap[V]", known).without(names)
+
+
+def ordered(known: Mapping[str, V]) -> Mapping[str, V]:
+    """The same items as a map that changes cheaply."""
+    return known if len(known) <= SMALL else OrderedMap(known.items())
+
+
+def plain(known: Mapping[str, V]) -> dict[str, V]:
+    """The same items as a dict, to be read or encoded."""
+    return known if type(known) is dict else dict(known.items())
+
+
+def newest(known: Mapping[str, V], count: int) -> Iterator[V]:
+    """The values that were put in last, the last one first."""
+    return islice(reversed(cast("dict[str, V]", known).values()), count)
+
+
+def in_order(known: Mapping[str, V], names: Sequence[str]) -> list[str]:
+    """Those names in the order in which `known` has them."""
+    if isinstance(known, OrderedMap):
+        wanted = set(names)
+        places = sorted({known._places[name] for name in wanted})
+        return [name for place in places for name in known._chunks[place] if name in wanted]
+    return [name for name in known if name in names]
+
+
+def same_names(before: Mapping[str, V], after: Mapping[str, V]) -> bool:
+    """Both have the same names. Of two large maps: a cheap no may be wrong, a yes never is."""
+    if before is after:
+        return True
+    if isinstance(before, OrderedMap) and isinstance(after, OrderedMap):
+        return before._places is after._places
+    return len(before) == len(after) and before.keys() == after.keys()
+
+
+def changed(before: Mapping[str, V], after: Mapping[str, V]) -> dict[str, tuple[V | None, V | None]]:
+    """Name -> (value before, value after), None where there is none, of each item that is not the same object."""
+    if before is after:
+        return {}
+    went: dict[str, V] = {}
+    came: dict[str, V] = {}
+    for old, new in _unshared(before, after):
+        went.update(old)
+        came.update(new)
+    found: dict[str, tuple[V | None, V | None]] = {}
+    for name, value in went.items():
+        now = came.get(name)
+        if now is not value:
+            found[name] = (value, now)
+    for name, value in came.items():
+        if name not in went:
+            found[name] = (None, value)
+    return found
+
+
+def _unshared(before: Mapping[str, V], after: Mapping[str, V]) -> Iterator[tuple[Mapping[str, V], Mapping[str, V]]]:
+    if isinstance(before, OrderedMap) and isinstance(after, OrderedMap):
+        pairs = zip_longest(before._chunks, after._chunks, fillvalue=_NOTHING)
+        yield from [(old, new) for old, new in pairs if old is not new]
+    else:
+        yield before, after
