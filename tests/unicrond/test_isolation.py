@@ -26,6 +26,10 @@ from unicrond.service.repairs import Repairs, command
 NODE = "n0"
 
 
+def due_now(cluster: MiniCluster) -> list[Repair]:
+    return repairs_due(cluster.state, Survey(cluster.state, cluster.policy).nodes.isolated)
+
+
 def cluster_of(*, check_s: float = 60.0, repair_s: float = 0.0) -> MiniCluster:
     cluster = MiniCluster(1, check_s=check_s, repair_s=repair_s)
     for name in (NODE, "n1", "n2"):
@@ -142,14 +146,14 @@ def test_what_needs_hands_waits_for_a_person(needs: v.RepairNeed) -> None:
 def test_a_repair_leads_to_the_check() -> None:
     cluster = cluster_of(repair_s=60.0)
     break_gpu(cluster, "gpu_broken", "reboot")
-    assert not repairs_due(cluster.state), "it rests first"
+    assert not due_now(cluster), "it rests first"
     rest(cluster)
-    (due,) = repairs_due(cluster.state)
+    (due,) = due_now(cluster)
     assert (due.node, due.needs, due.nth) == (NODE, "reboot", "n0#1") and "XID 79" in due.reason
     repaired(cluster, passed=False)
-    assert where(cluster) is Phase.RESTING and not repairs_due(cluster.state)
+    assert where(cluster) is Phase.RESTING and not due_now(cluster)
     rest(cluster)
-    (again,) = repairs_due(cluster.state)
+    (again,) = due_now(cluster)
     assert again.nth == "n0#1.1", "another run"
     repaired(cluster, passed=True)
     assert len(said(cluster, v.CheckNode)) == 1 and where(cluster) is Phase.IN_SERVICE
@@ -273,9 +277,9 @@ async def test_a_due_repair_runs_once_and_its_outcome_is_told() -> None:
 
     repairs = Repairs(run, told.put_nowait)
     for _ in range(3):
-        repairs.look(cluster.state)
+        repairs.look(Survey(cluster.state, cluster.policy))
     ended = await asyncio.wait_for(told.get(), 10.0)
-    repairs.look(cluster.state)  # before its outcome has been read back
+    repairs.look(Survey(cluster.state, cluster.policy))  # before its outcome has been read back
     await asyncio.sleep(0)
     assert (ended.node, ended.isolation, ended.passed, ended.detail) == (NODE, 1, True, "rebooted")
     assert len(ran) == 1 and told.empty()

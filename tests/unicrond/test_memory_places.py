@@ -66,7 +66,7 @@ def test_copies_go_to_the_same_few_nodes_whoever_comes_or_goes() -> None:
 
 
 def target_nodes(cluster: MiniCluster, task: str) -> list[str]:
-    return [one.node for one in memory_places.targets(memory_places.services(cluster.state), task)]
+    return [one.node for one in memory_places.targets(memory_places.services(cluster.state.nodes.values()), task)]
 
 
 def test_a_node_that_joins_later_is_told_as_a_peer() -> None:
