@@ -22,7 +22,7 @@ from unicrond.core.own_decisions import batches, require_sound
 from unicrond.core.planning.solver import solve
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest, to_json
+from unicrond.core.state_bytes import digest, encode, to_json
 from unicrond.core.survey import Survey
 from unicrond.service.metrics import exposition
 
@@ -61,7 +61,7 @@ def require_alive(state: ClusterState) -> None:
     check(state)
     digest(state)
     to_json(state)
-    msgspec.msgpack.encode(state)
+    encode(state)
     costs_at(state, state.now_us + 1)
     exposition(lambda: state)()
     deadlines(Survey(state, POLICY))

@@ -74,4 +74,7 @@ class ByNode:
         """It follows from the rest of its state, and says nothing that the rest does not."""
         return True
 
+    def __repr__(self) -> str:
+        return "None"  # as where it has not been asked for yet
+
     __hash__ = None  # type: ignore[assignment]

@@ -250,6 +250,9 @@ class Tally:
         """It follows from the rest of its task, and says nothing that the rest does not."""
         return True
 
+    def __repr__(self) -> str:
+        return "None"  # as where it has not been asked for yet
+
     __hash__ = None  # type: ignore[assignment]
 
 
