@@ -13,6 +13,7 @@ from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from replay.simulation.edges import KINDS, Edges
 from tests.unicrond.cluster import MiniCluster
+from unicrond.core import state_bytes
 from unicrond.core.costs import costs_at
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
@@ -22,7 +23,7 @@ from unicrond.core.own_decisions import batches, require_sound
 from unicrond.core.planning.solver import solve
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState
-from unicrond.core.state_bytes import digest, encode, to_json
+from unicrond.core.state_bytes import digest, to_json
 from unicrond.core.survey import Survey
 from unicrond.service.metrics import exposition
 
@@ -61,7 +62,7 @@ def require_alive(state: ClusterState) -> None:
     check(state)
     digest(state)
     to_json(state)
-    encode(state)
+    state_bytes.encode(state)
     costs_at(state, state.now_us + 1)
     exposition(lambda: state)()
     deadlines(Survey(state, POLICY))

@@ -11,8 +11,16 @@ from tests.unicrond.test_decide import two_tasks
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.planning.solver import solve
+from unicrond.core.reconcile import Staffing, seat
 from unicrond.core.state import ClusterState
 from unicrond.core.survey import Survey
+
+
+def as_asked(staffing: Staffing) -> object:
+    """What the rules ask of it: workers may be as they were at an earlier look."""
+    replicas = (staffing.kept, staffing.surplus, staffing.broken)
+    seats = [{n: [(w.worker, seat(w)) for w in ws] for n, ws in one.items()} for one in replicas]
+    return seats, staffing.missing, staffing.fits, staffing.starting
 
 
 def answers(survey: Survey) -> dict[str, object]:
@@ -21,7 +29,8 @@ def answers(survey: Survey) -> dict[str, object]:
         "capacity": survey.capacity,
         "basis": survey.basis,
         "fresh": survey.fresh,
-        "staffing": [survey.staffing(task) for task in survey.state.tasks.values()],
+        "staffing": [as_asked(survey.staffing(task)) for task in survey.state.tasks.values()],
+        "settled": [survey.settled(task) for task in survey.state.tasks.values()],
         "targets": [survey.targets(task) for task in survey.state.tasks.values()],
         "throughput": [survey.throughput(task) for task in survey.active],
         "problems": list(solutions),
