@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import time
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
+from msgspec.structs import replace
+from nats.aio.msg import Msg
 
+from events import nats_log
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
 from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Connection, Login, connect
+from events.nats_connection import Connection, Login, Patience, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api, create_streams, event_stream_config
@@ -176,6 +182,84 @@ async def test_a_fenced_retry_finds_what_was_written(nats_connection: Connection
     assert await log.append([command(1), command(2)], fence=first) == seqs
     with pytest.raises(Fenced):
         await log.append([command(2), command(3)], fence=Fence(1, first.seq))
+
+
+async def test_a_fenced_retry_looks_no_further_back_than_it_was_based_on(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = NatsEventLog(nats_connection)
+    await log.append(facts(1, 50))
+    fence = await log.claim_term(started(1))
+    decided = [replace(command(number), based_on=fence.seq) for number in (1, 2)]
+    seqs = await log.append(decided, fence=fence)
+    starts: list[dict[str, object]] = []
+    real = nats_log.read_stream
+
+    def read_stream(*arguments: Any, start: dict[str, Any], **how: Any) -> Any:
+        starts.append(start)
+        return real(*arguments, start=start, **how)
+
+    monkeypatch.setattr(nats_log, "read_stream", read_stream)
+    assert await log.append(decided, fence=fence) == seqs
+    assert starts == [{"deliver_policy": "by_start_sequence", "opt_start_seq": fence.seq + 1}]
+
+
+async def test_an_answer_that_came_while_we_slept_counts(nats_connection: Connection) -> None:
+    """A loop that was busy for longer than the wait finds the answer in its socket."""
+    session = await nats_connection.session()
+    asyncio.get_running_loop().call_soon(time.sleep, 0.6)
+    await session.request(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", b"", timeout_s=0.3)
+
+
+async def test_a_late_answer_to_a_message_that_was_repeated_counts(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("events.nats_log.REQUEST_TIMEOUT_S", 0.05)
+    session = await nats_connection.session()
+    on_answer, held, sent = session._on_answer, [], []
+    publish = session.client.publish
+
+    async def hold(message: Msg) -> None:
+        held.append(message)
+
+    async def counted(subject: str, *arguments: Any, **how: Any) -> None:
+        sent.append(subject)
+        await publish(subject, *arguments, **how)
+
+    monkeypatch.setattr(session.client, "publish", counted)
+    session.client._subs[1]._cb = hold  # the inbox for answers
+    log = NatsEventLog(nats_connection)
+    appending = asyncio.create_task(log.append([fact(1)]))
+    async with asyncio.timeout(10):
+        while len(sent) < 4:  # noqa: ASYNC110 - what is watched offers no event
+            await asyncio.sleep(0.01)
+        assert "no answer within" in log.trouble
+        session.client._subs[1]._cb = on_answer
+        await on_answer(held[0])
+        assert await appending == [1]
+    assert log.trouble == ""
+    assert len(await history(log)) == 1
+
+
+def test_waits_between_attempts_grow_and_differ() -> None:
+    slept: list[float] = []
+
+    async def lose(drawn: float) -> list[float]:
+        patience = Patience("a test", lambda: drawn)
+        for _ in range(8):
+            await patience.lose(LogError("no"))
+        return slept
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("events.nats_connection.asyncio.sleep", sleep)
+        for drawn in (0.0, 0.5):
+            with contextlib.suppress(StopIteration):
+                lose(drawn).send(None)
+    longest = [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+    assert slept == [*longest, *(delay_s * 0.75 for delay_s in longest)]
 
 
 async def test_the_dead_reader_of_a_session_is_noticed(nats_connection: Connection) -> None:
