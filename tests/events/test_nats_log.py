@@ -19,11 +19,11 @@ from nats.aio.msg import Msg
 from events import nats_log
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
-from events.nats_commands import NatsCommandFeed
+from events.nats_commands import NatsCommandFeed, create_command_consumer
 from events.nats_connection import Connection, Login, Patience, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams, event_stream_config
+from events.nats_streams import ApiError, api, create_streams, event_stream_config
 from events.subjects import EVENT_STREAM
 from tests.contracts.logs import beat, command, envelope_of, fact, facts, history, started
 
@@ -328,6 +328,38 @@ async def test_streams_may_be_created_again(nats_connection: Connection) -> None
     edited = {**event_stream_config(), "duplicate_window": 60 * 10**9, "description": "an operator was here"}
     await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", edited)
     await create_streams(nats_connection)
+
+
+@pytest.mark.parametrize("before", [{}, {"max_consumers": 3}])
+async def test_a_stream_has_room_for_the_consumers_of_all_nodes(
+    nats_server: EmbeddedServer, before: dict[str, int]
+) -> None:
+    """One that is new, and one that an earlier version made without a number: the server's default is 1,000."""
+    connection = await connect(nats_server.url, name="test", timeout_s=10)
+    try:
+        if before:
+            await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", {**event_stream_config(), **before})
+            for number in range(3):
+                await create_command_consumer(connection, f"n{number}")
+            with pytest.raises(ApiError, match="maximum consumers limit reached"):
+                await create_command_consumer(connection, "n3")
+        await create_streams(connection)
+        info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+        assert info["config"]["max_consumers"] >= 65_536
+        for first in range(0, 1100, 100):
+            await asyncio.gather(*(create_command_consumer(connection, f"n{first + n}") for n in range(100)))
+        await create_streams(connection)
+        assert (await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]["consumer_count"] == 1100
+    finally:
+        await connection.close()
+
+
+async def test_an_operator_may_allow_more_consumers(nats_connection: Connection) -> None:
+    more = {**event_stream_config(), "max_consumers": 200_000}
+    await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", more)
+    await create_streams(nats_connection)
+    info = await api(nats_connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+    assert info["config"]["max_consumers"] == 200_000
 
 
 async def test_an_unreachable_server_is_named() -> None:
