@@ -11,7 +11,6 @@ Rules
   publisher repeats its message ids.
 * `NATS errors never raise here`: a request that got no answer raises `Unanswered`, which means "unknown,
   try again", never "no".
-* Time in which this process did not listen is not the server's silence (`came`).
 * Waits between attempts are drawn at random: thousands of clients that lost one server do not come back as one.
 """
 
@@ -35,25 +34,18 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from events.log import LogError, LogUnavailable
+from events.nats_inquiry import Inquiry
+from events.nats_inquiry import NoAnswer as NoAnswer
+from events.nats_inquiry import Unanswered as Unanswered
 
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.02
 RETRY_DELAY_MAX_S = 1.0
 REQUEST_TIMEOUT_S = 3.0
-#: Of a wait for an answer no more than this counts at a time, however long this process slept meanwhile.
-LISTEN_S = 0.25
 PING_INTERVAL_S = 5
 LOUD_AFTER_S = 10.0
 CLOSE_S = 1.0
-
-
-class Unanswered(LogError):
-    """No answer to a request: the server may or may not have acted on it."""
-
-
-class NoAnswer(Unanswered):
-    """The session lives, the request was sent, and no answer has come so far."""
 
 
 class Patience:
@@ -174,6 +166,8 @@ class Session:
         self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, timeout_s: float = REQUEST_TIMEOUT_S
     ) -> Msg:
         """The answer to one request; Unanswered after `timeout_s`, without responders, or if the session is lost."""
+        if self.lost.is_set():
+            raise Unanswered(f"{subject}: connection lost")
         with self.inquiry() as inquiry:
             return await inquiry.ask(subject, body, headers, timeout_s)
 
@@ -181,7 +175,7 @@ class Session:
     def inquiry(self) -> Iterator[Inquiry]:
         """A request that may be repeated."""
         token = str(next(self._numbers))
-        inquiry = Inquiry(self, f"{self._inbox}.{token}")
+        inquiry = Inquiry(self.publish, f"{self._inbox}.{token}")
         self._waiting[token] = inquiry
         try:
             yield inquiry
@@ -224,54 +218,6 @@ class Session:
         self.lost.set()
         for inquiry in self._waiting.values():
             inquiry.lost()
-
-
-class Inquiry:
-    """A request in one session: whichever of its repetitions is answered, the answer counts. Made by `Session` only."""
-
-    def __init__(self, session: Session, reply: str) -> None:
-        self._session = session
-        self._reply = reply
-        self._answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-
-    async def ask(self, subject: str, body: bytes, headers: Mapping[str, str] | None, timeout_s: float) -> Msg:
-        """Send it, once more perhaps, and wait. Raises as `Session.request`."""
-        if self._session.lost.is_set():
-            raise Unanswered(f"{subject}: connection lost")
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._session.publish(subject, body, headers, reply=self._reply)
-        except TimeoutError:
-            raise Unanswered(f"{subject}: not sent within {timeout_s:g} s") from None
-        if not await came(self._answer, timeout_s):
-            raise NoAnswer(f"{subject}: no answer within {timeout_s:g} s")
-        message = self._answer.result()
-        self._answer = asyncio.get_running_loop().create_future()
-        if message.headers and message.headers.get("Status") == "503":
-            raise Unanswered(f"{subject}: no responder on this subject (does the stream exist, is JetStream up?)")
-        return message
-
-    def answered(self, message: Msg) -> None:
-        """An answer has come; the first one counts."""
-        if not self._answer.done():
-            self._answer.set_result(message)
-
-    def lost(self) -> None:
-        """None will come."""
-        if not self._answer.done():
-            self._answer.set_exception(Unanswered("connection lost before the answer"))
-            self._answer.exception()  # nobody may be waiting
-
-
-async def came(answer: asyncio.Future[Any], timeout_s: float) -> bool:
-    """Whether it came while this process listened for `timeout_s`. Where the process slept, or was busy, the answer may
-    be in the socket unread: of each stretch without a look at the socket only LISTEN_S count."""
-    left_s = timeout_s
-    while left_s > 0 and not answer.done():
-        part_s = min(left_s, LISTEN_S)
-        await asyncio.wait([answer], timeout=part_s)
-        left_s -= part_s
-    return answer.done()
 
 
 async def _never(_: Msg) -> None:
