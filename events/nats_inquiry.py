@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from events.log import LogError
 
 #: Of a wait for an answer no more than this counts at a time, however long this process slept meanwhile.
 LISTEN_S = 0.25
+LISTEN_LONG_S = 1.0
 
 #: Takes subject, body, headers and the subject for the answer.
 Publish: TypeAlias = Callable[[str, bytes, Mapping[str, str] | None, str], Awaitable[None]]
@@ -64,6 +66,18 @@ class Inquiry:
         if not self._answer.done():
             self._answer.set_exception(Unanswered("connection lost before the answer"))
             self._answer.exception()  # nobody may be waiting
+
+
+async def listened(arrived: asyncio.Event, timeout_s: float) -> bool:
+    """Whether it was set while this process listened for `timeout_s`. As `came`, for what is waited for often."""
+    left_s = timeout_s
+    while left_s > 0 and not arrived.is_set():
+        part_s = min(left_s, LISTEN_LONG_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(part_s):
+                await arrived.wait()
+        left_s -= part_s
+    return arrived.is_set()
 
 
 async def came(answer: asyncio.Future[Any], timeout_s: float) -> bool:

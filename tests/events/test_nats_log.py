@@ -204,6 +204,40 @@ async def test_a_fenced_retry_looks_no_further_back_than_it_was_based_on(
     assert starts == [{"deliver_policy": "by_start_sequence", "opt_start_seq": fence.seq + 1}]
 
 
+async def test_a_reader_that_slept_reads_on(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came meanwhile is in its socket: the consumer is not thrown away."""
+    monkeypatch.setattr("events.nats_reader.SILENCE_S", 1.5)
+    monkeypatch.setattr("events.nats_commands.SILENCE_S", 1.5)
+    log = NatsEventLog(nats_connection)
+    await log.append([fact(1), command(2)])
+    read: asyncio.Queue[int] = asyncio.Queue()
+    obeyed: asyncio.Queue[int] = asyncio.Queue()
+
+    async def follow() -> None:
+        async for entry in log.read():
+            read.put_nowait(entry.seq)
+
+    async def obey() -> None:
+        async for recorded in NatsCommandFeed(nats_connection, "n1").read():
+            obeyed.put_nowait(recorded.seq)
+
+    tasks = [asyncio.create_task(work) for work in (follow(), obey())]
+    with caplog.at_level(logging.INFO):
+        async with asyncio.timeout(20):
+            assert [await read.get(), await read.get(), await obeyed.get()] == [1, 2, 2]
+            await asyncio.sleep(0.2)
+            time.sleep(2.2)  # noqa: ASYNC251
+            await asyncio.sleep(0.2)
+            await log.append([command(3)])
+            assert [await read.get(), await obeyed.get()] == [3, 3]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert "interrupted" not in caplog.text
+
+
 async def test_an_answer_that_came_while_we_slept_counts(nats_connection: Connection) -> None:
     """A loop that was busy for longer than the wait finds the answer in its socket."""
     session = await nats_connection.session()
