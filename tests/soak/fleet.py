@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.protocol.messages import Membership
+from events.nats_connection import Login
 from tests.soak.node import Clock, Node, Worker
 
 _REPORT_S = 0.2
@@ -27,6 +28,8 @@ class Fleet:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._clock = Clock(settings["iteration_s"], settings["kept_every_s"])
+        keys = {name: Path(settings[name]) for name in ("nkey_seed", "tls_ca") if settings[name]}
+        self._login = Login(**keys)
         self.nodes: dict[str, Node] = {}
         #: (task, generation) -> urgent, members, nodes of these.
         self._memberships: dict[tuple[str, int], tuple[bool, int, int]] = {}
@@ -41,7 +44,8 @@ class Fleet:
         settings = self._settings
         self.nodes[name] = node = Node(
             name,
-            settings["url"],
+            settings["urls"],
+            self._login,
             settings["slots"],
             settings["heartbeat_s"],
             self._clock,

@@ -47,7 +47,7 @@ from agents.state import (
 from events.envelope import Entry, Envelope
 from events.log import Fence
 from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Connection, connect
+from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_terms import Terms
 from events.schemas import SCHEMA, spoken_schema, told_version
@@ -218,7 +218,8 @@ class Node(Shell):
     def __init__(
         self,
         name: str,
-        url: str,
+        urls: Sequence[str],
+        login: Login,
         slots: int,
         heartbeat_s: float,
         clock: Clock,
@@ -233,7 +234,8 @@ class Node(Shell):
         self.on_told = on_told
         self.on_regrouped = on_regrouped
         self.joined_s = 0.0
-        self._url = url
+        self._urls = urls
+        self._login = login
         self._heartbeat_s = heartbeat_s
         self._note = note
         self._tasks: set[asyncio.Task[None]] = set()
@@ -293,7 +295,7 @@ class Node(Shell):
 
     async def _serve(self) -> None:
         """As agents/daemon.py, without files and sockets."""
-        connection = await connect(self._url, name=f"agent {self.name}")
+        connection = await connect(self._urls, name=f"agent {self.name}", login=self._login)
         try:
             terms = Terms(connection, self._coordinator_started)
             await terms.ask()

@@ -57,6 +57,7 @@ def figures(soak: Soak) -> dict[str, Any]:
         "last_node_ms": spread_ms([f["last_s"] for f in faults if f["kind"] == "worker" and f["last_s"]]),
         "node_loss_last_node_ms": spread_ms([f["last_s"] for f in faults if f["kind"] == "node" and f["last_s"]]),
         "in_the_takeover_last_node_ms": spread_ms([f["last_s"] for f in faults if f["kind"] == "takeover"]),
+        "in_the_leader_change_last_node_ms": spread_ms([f["last_s"] for f in faults if f["kind"] == "leader change"]),
         "whole_again_ms": spread_ms([f["whole_s"] for f in faults if f["whole_s"]]),
         "phases": {phase: _phase(some) for phase, some in by_phase.items() if len(some) > 1},
         "loop_delay_ms": _delays(soak.directory / "delays.jsonl", by_phase),
@@ -129,7 +130,7 @@ def table(found: dict[str, Any]) -> str:
     for name in (
         *("failed", "joining_s", "whole_after_last_join_s", "whole_after_submission_s", "first_node_ms"),
         *("last_node_ms", "node_loss_last_node_ms", "in_the_takeover_last_node_ms", "whole_again_ms", "takeover_s"),
-        *("phases", "loop_delay_ms"),
+        *("in_the_leader_change_last_node_ms", "leader_changes", "phases", "loop_delay_ms"),
         *("fsyncs_per_s_at_rest", "log_bytes_per_fault", "log_bytes_per_node_and_day_at_rest"),
         *("log_bytes_per_node_and_day", "memory", "fold", "log", "fleets", "nothing_lost", "all_healed"),
     ):
@@ -156,7 +157,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     begin_s = samples[0]["s"]
     minutes = [(s["s"] - begin_s) / 60 for s in samples]
     figure, (latency, cpu, memory) = pyplot.subplots(3, 1, figsize=(9, 9), sharex=True)
-    for kind, colour in (("worker", "tab:blue"), ("node", "tab:red"), ("takeover", "black")):
+    for kind, colour in (("worker", "tab:blue"), ("node", "tab:red"), ("takeover", "black"), ("leader change", "grey")):
         some = [f for f in found["faults"] if f["kind"] == kind and f["last_s"]]
         latency.scatter(
             [(f["s"] - begin_s) / 60 for f in some], [f["last_s"] * 1000 for f in some], 12, colour, label=kind

@@ -2,7 +2,8 @@
 
 1. nats-server and coordinator start as `unicrond run` starts them; agents join; tasks over all nodes are submitted.
 2. When all tasks are whole, a time of rest; then faults: of five, four kill a worker, one switches a node off for a
-   while. In the middle the coordinator is killed, and the next one takes over.
+   while. In the middle the coordinator is killed, and the next one takes over; with `--servers 3` the streams' leaders
+   step down at three quarters.
 3. When all tasks are whole again, the log is read once: what was acknowledged must stand there exactly once.
 
 Exit code 0 where nothing was lost and all healed; the figures are in the JSON, and beside it a plot.
@@ -23,13 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from events.nats_connection import Connection, connect
+from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog
 from events.nats_streams import api
 from events.subjects import BEAT_STREAM, EVENT_STREAM
+from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from tests.soak import reading, report
 from tests.soak.memberships import Memberships
 from unicrond.ctl.client import ApiError, Client
@@ -98,17 +101,18 @@ class Soak:
         self.figures: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}}
         self.phase = "joining"
         self._down_until: dict[str, float] = {}
+        self._cluster: NatsCluster | None = None
         nats, http = free_port(), free_port()
-        self.url = f"nats://127.0.0.1:{nats}"
+        self.urls = [f"nats://127.0.0.1:{nats}"]
+        self.login = Login()
         self.client = Client(f"http://127.0.0.1:{http}", timeout_s=60.0)
         self._config = directory / "unicron.json"
-        settings = {
+        self._settings = {
             "state_dir": str(directory / "state"),
             "heartbeat_s": options.heartbeat_s,
             "nats": {"port": nats},
             "api": {"port": http},
         }
-        self._config.write_text(json.dumps(settings))  # JSON is YAML
         self.names = [f"n{number:05d}" for number in range(options.agents)]
         spare = max(1, options.agents // 100)
         count = max(1, min(20, options.agents // 10))
@@ -116,6 +120,12 @@ class Soak:
         self.tasks = [f"t{number:02d}" for number in range(count)]
 
     # --- processes -------------------------------------------------------------------------------
+
+    def use(self, cluster: NatsCluster) -> None:
+        """Servers of their own, in place of the coordinator's."""
+        self._cluster, self.urls, self.login = cluster, cluster.urls, cluster.login
+        keys = {"nkey_seed": str(cluster.seed), "tls_ca": str(cluster.ca)}
+        self._settings["nats"] = {"url": ",".join(cluster.urls), "replicas": len(cluster.urls), **keys}
 
     def start_coordinator(self) -> None:
         with (self.directory / "coordinator.log").open("ab") as log:
@@ -131,8 +141,10 @@ class Soak:
                 stderr=log,
             )
 
-    def nats_pid(self) -> int:
-        return int((self.directory / "state" / "nats" / "nats-server.pid").read_text())
+    def nats_pids(self) -> list[int]:
+        if self._cluster is not None:
+            return [process.pid for process in self._cluster.servers.values()]
+        return [int((self.directory / "state" / "nats" / "nats-server.pid").read_text())]
 
     async def live(self, timeout_s: float = 120.0) -> None:
         async with asyncio.timeout(timeout_s):
@@ -148,7 +160,9 @@ class Soak:
         options = self.options
         for number in range(options.processes):
             settings = {
-                "url": self.url,
+                "urls": self.urls,
+                "nkey_seed": str(self.login.nkey_seed or ""),
+                "tls_ca": str(self.login.tls_ca or ""),
                 "names": self.names[number :: options.processes],
                 "slots": options.slots,
                 "heartbeat_s": options.heartbeat_s,
@@ -182,8 +196,9 @@ class Soak:
                 await asyncio.to_thread(self.coordinator.wait, 30)
             except subprocess.TimeoutExpired:
                 self.coordinator.kill()
-        with contextlib.suppress(OSError, ValueError):
-            os.kill(self.nats_pid(), signal.SIGTERM)
+        if self._cluster is None:
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(self.nats_pids()[0], signal.SIGTERM)
 
     # --- what is watched -------------------------------------------------------------------------
 
@@ -191,9 +206,10 @@ class Soak:
         while True:
             assert self.coordinator is not None
             sample: dict[str, Any] = {"s": time.monotonic(), "phase": self.phase, "pid": self.coordinator.pid}
-            for name, pid in (("coordinator", self.coordinator.pid), ("nats", self.nats_pid())):
-                sample[f"{name}_cpu_s"], sample[f"{name}_mb"] = usage(pid)
-            sample["fleet_cpu_s"] = sum(usage(fleet.process.pid)[0] for fleet in self.fleets)
+            fleets = [fleet.process.pid for fleet in self.fleets]
+            for name, pids in (("coordinator", [self.coordinator.pid]), ("nats", self.nats_pids()), ("fleet", fleets)):
+                used = [usage(pid) for pid in pids]
+                sample[f"{name}_cpu_s"], sample[f"{name}_mb"] = sum(u[0] for u in used), sum(u[1] for u in used)
             for name, stream in (("events", EVENT_STREAM), ("beats", BEAT_STREAM)):
                 state = (await api(connection, f"STREAM.INFO.{stream}", {}))["state"]
                 sample[name], sample[f"{name}_bytes"] = state["last_seq"], state["bytes"]
@@ -223,7 +239,7 @@ class Soak:
         begin_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *("timeout", "-s", "INT", str(self.options.strace_s), "strace", "-f", "-c", "-o", str(path)),
-            *("-e", "trace=fsync,fdatasync", "-p", str(self.nats_pid())),
+            *("-e", "trace=fsync,fdatasync", *(word for pid in self.nats_pids() for word in ("-p", str(pid)))),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
@@ -258,18 +274,28 @@ class Soak:
         count = max(1, round(self.options.faults_per_hour * duration_s / 3600))
         begin_s = time.monotonic()
         due = sorted(begin_s + duration_s * (n + self.drawn.random()) / count for n in range(count))
-        takeover_s = begin_s + duration_s / 2
-        for number, due_s in enumerate(due):
-            if due_s > takeover_s:
-                await asyncio.sleep(max(0.0, takeover_s - time.monotonic()))
-                takeover_s = float("inf")
-                await self.take_over()
+        happens = [(due_s, number, lambda number=number: self.fault(number)) for number, due_s in enumerate(due)]
+        happens.append((begin_s + duration_s / 2, -1, self.take_over))
+        if self._cluster is not None:
+            happens.append((begin_s + duration_s * 3 / 4, -1, self.step_down))
+        for due_s, _, happening in sorted(happens, key=lambda each: each[:2]):
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            await self.fault(number)
-        if takeover_s != float("inf"):
-            await asyncio.sleep(max(0.0, takeover_s - time.monotonic()))
-            await self.take_over()
+            await happening()
         await asyncio.sleep(max(0.0, begin_s + duration_s - time.monotonic()))
+
+    async def step_down(self) -> None:
+        """Another server leads the streams; a fault falls into the change."""
+        connection = await connect(self.urls, name="soak", login=self.login, timeout_s=30)
+        try:
+            assert self._cluster is not None
+            before = [await self._cluster.leader(connection, stream) for stream in (EVENT_STREAM, BEAT_STREAM)]
+            for stream in (EVENT_STREAM, BEAT_STREAM):
+                await api(connection, f"STREAM.LEADER.STEPDOWN.{stream}", {})
+            await self.fault(20_000, "leader change")
+            after = [await self._cluster.leader(connection, stream) for stream in (EVENT_STREAM, BEAT_STREAM)]
+            self.figures["leader_changes"] = [f"{a} -> {b or 'none yet'}" for a, b in zip(before, after, strict=True)]
+        finally:
+            await connection.close()
 
     async def take_over(self) -> None:
         """The coordinator dies in the middle of a fault; the next one finds it in the log."""
@@ -286,10 +312,11 @@ class Soak:
 
     async def run(self) -> bool:
         options, figures = self.options, self.figures
+        self._config.write_text(json.dumps(self._settings))  # JSON is YAML
         self.start_coordinator()
         await self.live()
         await self.start_fleets()
-        connection = await connect(self.url, name="soak", timeout_s=30)
+        connection = await connect(self.urls, name="soak", login=self.login, timeout_s=30)
         watching = asyncio.create_task(self.watch(connection))
         try:
             await self.until("all joined", lambda: sum(len(f.joined) for f in self.fleets) == options.agents, 600)
@@ -367,6 +394,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--faults-per-hour", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=Path("soak.json"))
     parser.add_argument("--processes", type=int, default=2, help="for the agents")
+    parser.add_argument("--servers", type=int, choices=(1, 3), default=1, help="NATS: one embedded, or a cluster")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--heartbeat-s", type=float, default=1.0)
     parser.add_argument("--iteration-s", type=float, default=5.0)
@@ -388,7 +416,10 @@ async def main() -> int:
         soak = Soak(options, directory)
         good = False
         try:
-            good = await soak.run()
+            async with nats_cluster(directory / "servers") if options.servers > 1 else nullcontext() as cluster:
+                if cluster is not None:
+                    soak.use(cluster)
+                good = await soak.run()
         except Exception as error:
             soak.figures["failed"] = f"{type(error).__name__}: {error}"
             for path in sorted(directory.glob("*.log")):
