@@ -43,7 +43,7 @@ def test_a_task_is_whole_when_all_its_workers_follow_the_newest_membership() -> 
     assert not known.all_whole(["t"], 4)
     known.following(2, [["t", 1, 2]], 2.5)
     assert not known.all_whole(["t", "u"], 4) and known.all_whole(["t"], 4)
-    fault = {"s": 10.0, "worker": "t.3", "before": known.generations()}
+    fault = {"s": 10.0, "tasks": ["t"], "before": known.generations()}
     known.told("t", 2, True, 3, 2, {"a": 10.1})
     known.told("t", 2, True, 3, 2, {"b": 10.3})
     known.following(1, [["t", 2, 2]], 10.5)

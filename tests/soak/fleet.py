@@ -94,12 +94,15 @@ class Fleet:
         match order["do"]:
             case "kill_worker" if node is not None:
                 at_s = time.monotonic()
-                return {"fault": order["id"], "worker": node.kill_worker(), "node": node.name, "s": at_s}
+                worker = node.kill_worker()
+                tasks = [worker.rpartition(".")[0]]
+                return {"fault": order["id"], "worker": worker, "node": node.name, "tasks": tasks, "s": at_s}
             case "drop_node" if node is not None:
                 at_s = time.monotonic()
+                tasks = sorted({worker.task for worker in node.workers.values()})
                 await node.die()
                 asyncio.get_running_loop().call_later(order["for_s"], lambda: self.make(node.name).start())
-                return {"fault": order["id"], "node": node.name, "s": at_s}
+                return {"fault": order["id"], "node": node.name, "tasks": tasks, "s": at_s}
             case "acknowledged":
                 write(order["path"], self._acknowledged)
                 unsent = sum(len(node.outbox) for node in self.nodes.values())

@@ -64,22 +64,30 @@ class Memberships:
 
     def reached(self, fault: dict[str, Any]) -> dict[str, Any]:
         """When the first membership without the lost worker or node was told to its first and its last node, and when
-        all tasks were whole again; in seconds from the fault, None where that did not come."""
+        all tasks were whole again; in seconds from the fault, None where that did not come. A spare node is missed by
+        no task."""
         begin_s, before = fault["s"], fault["before"]
-        tasks = [fault["worker"].rpartition(".")[0]] if fault.get("worker") else list(self.known)
-        found: dict[str, Any] = {"first_s": None, "last_s": None, "complete": None}
-        for task in tasks:
-            later = sorted(g for g in self.known.get(task, {}) if g > before.get(task, 0))
-            for generation in later:
-                known = self.known[task][generation]
-                if known.urgent and min(known.at_s.values()) >= begin_s:
-                    last_s = max(known.at_s.values()) - begin_s
-                    if found["last_s"] is None or last_s < found["last_s"]:
-                        first_s = min(known.at_s.values()) - begin_s
-                        found = {"first_s": first_s, "last_s": last_s, "complete": len(known.at_s) >= known.hosts}
-                    break
-        enough = sum(before.values()) + 2
+        found = [self._told_after(task, before.get(task, 0), begin_s) for task in fault["tasks"]]
+        if not found:
+            return {"first_s": None, "last_s": None, "complete": None, "whole_s": 0.0}
+        enough = sum(before.values()) + 2 * len(found)
         whole_s = next(
-            (s for s, whole, generations in self.timeline if s > begin_s and whole and generations >= enough), None
+            (s - begin_s for s, whole, generations in self.timeline if s > begin_s and whole and generations >= enough),
+            None,
         )
-        return {**found, "whole_s": None if whole_s is None else whole_s - begin_s}
+        told = [one for one in found if one is not None]
+        return {
+            "first_s": min((one[0] for one in told), default=None),
+            "last_s": max((one[1] for one in told), default=None),
+            "complete": len(told) == len(found) and all(one[2] for one in told),
+            "whole_s": whole_s,
+        }
+
+    def _told_after(self, task: str, generation: int, begin_s: float) -> tuple[float, float, bool] | None:
+        """Of the first urgent membership after that: when its first and last node was told, and whether all were."""
+        for later in sorted(g for g in self.known.get(task, {}) if g > generation):
+            known = self.known[task][later]
+            if known.urgent and min(known.at_s.values()) >= begin_s:
+                times = [at_s - begin_s for at_s in known.at_s.values()]
+                return min(times), max(times), len(times) >= known.hosts
+        return None
