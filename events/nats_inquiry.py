@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -17,9 +18,12 @@ from nats.aio.msg import Msg
 
 from events.log import LogError
 
-#: Of a wait for an answer no more than this counts at a time, however long this process slept meanwhile.
-LISTEN_S = 0.25
-LISTEN_LONG_S = 1.0
+#: A wait for an answer, or for the next message, is made of parts of this length.
+ANSWER_PART_S = 0.25
+MESSAGE_PART_S = 1.0
+#: A part that took so many times its length was one in which we slept; it counts for this share.
+ASLEEP = 1.5
+ASLEEP_SHARE = 0.125
 
 #: Takes subject, body, headers and the subject for the answer.
 Publish: TypeAlias = Callable[[str, bytes, Mapping[str, str] | None, str], Awaitable[None]]
@@ -72,20 +76,26 @@ async def listened(arrived: asyncio.Event, timeout_s: float) -> bool:
     """Whether it was set while this process listened for `timeout_s`. As `came`, for what is waited for often."""
     left_s = timeout_s
     while left_s > 0 and not arrived.is_set():
-        part_s = min(left_s, LISTEN_LONG_S)
+        begin_s, part_s = time.monotonic(), min(left_s, MESSAGE_PART_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(part_s):
                 await arrived.wait()
-        left_s -= part_s
+        left_s -= _attended_s(begin_s, part_s)
     return arrived.is_set()
 
 
 async def came(answer: asyncio.Future[Any], timeout_s: float) -> bool:
     """Whether it came while this process listened for `timeout_s`. Where the process slept, or was busy, the answer may
-    be in the socket unread: of each stretch without a look at the socket only LISTEN_S count."""
+    be in the socket unread, and it takes a few turns of the loop to read it."""
     left_s = timeout_s
     while left_s > 0 and not answer.done():
-        part_s = min(left_s, LISTEN_S)
+        begin_s, part_s = time.monotonic(), min(left_s, ANSWER_PART_S)
         await asyncio.wait([answer], timeout=part_s)
-        left_s -= part_s
+        left_s -= _attended_s(begin_s, part_s)
     return answer.done()
+
+
+def _attended_s(begin_s: float, part_s: float) -> float:
+    """What counts of a part of a wait; a little of one that was slept through, so that every wait ends."""
+    slept = time.monotonic() - begin_s > ASLEEP * part_s
+    return part_s * ASLEEP_SHARE if slept else part_s

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
 from events.nats_commands import NatsCommandFeed, create_command_consumer
 from events.nats_connection import Connection, Login, Patience, connect
+from events.nats_inquiry import came, listened
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import ApiError, api, create_streams, event_stream_config
@@ -236,6 +238,24 @@ async def test_a_reader_that_slept_reads_on(
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert "interrupted" not in caplog.text
+
+
+@pytest.mark.parametrize("wait", [lambda: came(asyncio.Future(), 0.02), lambda: listened(asyncio.Event(), 0.02)])
+async def test_a_wait_of_a_process_that_sleeps_all_the_time_lasts_longer_and_ends(
+    wait: Callable[[], Awaitable[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("events.nats_inquiry.ANSWER_PART_S", 0.02)
+    monkeypatch.setattr("events.nats_inquiry.MESSAGE_PART_S", 0.02)
+
+    async def nap() -> None:
+        while True:
+            time.sleep(0.05)  # noqa: ASYNC251
+            await asyncio.sleep(0)
+
+    napping, begin_s = asyncio.create_task(nap()), time.monotonic()
+    assert not await wait()
+    napping.cancel()
+    assert time.monotonic() - begin_s > 0.3, "a part that was slept through counts for an eighth"
 
 
 async def test_an_answer_that_came_while_we_slept_counts(nats_connection: Connection) -> None:

@@ -410,6 +410,9 @@ def arguments() -> argparse.Namespace:
 
 async def main() -> int:
     options = arguments()
+    me = asyncio.current_task()
+    assert me is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         directory = (options.keep or Path(temporary)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
@@ -420,7 +423,7 @@ async def main() -> int:
                 if cluster is not None:
                     soak.use(cluster)
                 good = await soak.run()
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             soak.figures["failed"] = f"{type(error).__name__}: {error}"
             for path in sorted(directory.glob("*.log")):
                 print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True)
