@@ -80,7 +80,7 @@ async def listened(arrived: asyncio.Event, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(part_s):
                 await arrived.wait()
-        left_s -= _attended_s(begin_s, part_s)
+        left_s -= _attended_s(begin_s, part_s, MESSAGE_PART_S)
     return arrived.is_set()
 
 
@@ -91,11 +91,12 @@ async def came(answer: asyncio.Future[Any], timeout_s: float) -> bool:
     while left_s > 0 and not answer.done():
         begin_s, part_s = time.monotonic(), min(left_s, ANSWER_PART_S)
         await asyncio.wait([answer], timeout=part_s)
-        left_s -= _attended_s(begin_s, part_s)
+        left_s -= _attended_s(begin_s, part_s, ANSWER_PART_S)
     return answer.done()
 
 
-def _attended_s(begin_s: float, part_s: float) -> float:
-    """What counts of a part of a wait; a little of one that was slept through, so that every wait ends."""
+def _attended_s(begin_s: float, part_s: float, whole_s: float) -> float:
+    """What counts of a part of a wait; a little of one that was slept through (of a whole one, so that every wait
+    ends)."""
     slept = time.monotonic() - begin_s > ASLEEP * part_s
-    return part_s * ASLEEP_SHARE if slept else part_s
+    return min(part_s, whole_s * ASLEEP_SHARE) if slept else part_s
