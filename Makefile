@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo man matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench bench-recovery stragglers resolve lint clean help
+.PHONY: install test demo man matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench soak bench-recovery stragglers resolve lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
 	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/use/gpu.md)"
 	@echo "make bench    benchmarks (docs/results/benchmarks.md)"
+	@echo "make soak     2,000 agents against a real coordinator and nats-server for an hour, with faults (SOAK: other options)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make resolve  does pip find a set of versions for the base install and for each extra? (asks the package index)"
@@ -81,6 +82,10 @@ evaluation: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/pytest tests/benchmarks --benchmark-columns=median,iqr,min,max,rounds
+
+SOAK = --agents 2000 --minutes 60 --faults-per-hour 60
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak.run $(SOAK) --out soak.json
 
 stragglers: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.stragglers --rounds 3 --calm-s 3600 --out stragglers.jsonl

@@ -28,6 +28,7 @@ from agents import host
 from agents.accelerators.diagnosis import Finding
 from agents.accelerators.driver import Choice
 from agents.accelerators.watch import AcceleratorWatch, open_driver
+from agents.command_consumer import until_commands_can_come
 from agents.copies import Copies
 from agents.fork_link import ForkLink
 from agents.health import Health
@@ -370,6 +371,7 @@ class Agent(Shell):
                 group.create_task(watch.run())
                 group.create_task(self._send_beats(connection))
                 await watch.alone(self.has_inventory)
+                await until_commands_can_come(connection, node)
                 self.feed(LogSeen(identity=identity))
                 group.create_task(terms.follow())
                 group.create_task(self.outbox.run(NatsEventLog(connection)))

@@ -4,7 +4,11 @@ Rules
 -----
 * One producer, one boot, one series of numbers: an observation is numbered when it is put in, and repeated
   with the same number until it is acknowledged, so no repetition can stand in the log twice.
-* An idle outbox sends at once. What comes while a batch is under way goes with the next one, in order.
+* One observation is under way at a time; the next follows its acknowledgement. The fold drops what comes after a later
+  one of its producer, so none may overtake another, and a server that refuses one message (no room, a queue that is
+  full, a change of leaders) may take those sent behind it. Many agents at once fill the server as well as many messages
+  of one would; and atomic batches of a few cost it six times as much (`tests/benchmarks/append_cost.py`).
+* What is repeated goes out with the same message id: the server knows it, and nothing is read to find out.
 * An outage of the log costs nothing but memory, and that is bounded: when full, the oldest report of progress
   goes (StepCommitted), or where there is none the oldest of all; it is said loudly how many were lost.
 * What the coordinator of the moment cannot read is sent in the form that it can read (`events/schemas.py`).
@@ -20,19 +24,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from random import Random
 
 from msgspec.structs import replace
 
 from events.codec import BadEvent, encode
 from events.envelope import Envelope
-from events.log import MAX_BATCH, EventLog, LogError
+from events.log import EventLog, LogError
 from events.schemas import FIRST, lowered
 from events.vocabulary import Name, Observation, StepCommitted
 
 logger = logging.getLogger(__name__)
 
 CAPACITY = 100_000
-_BATCH_MAX = min(200, MAX_BATCH)
+#: Between attempts at what the log refuses; up to twice as long, by chance.
 _PAUSE_S = 0.5
 #: What has waited for less is on its way, not kept back.
 KEPT_BACK_S = 1.0
@@ -55,6 +60,7 @@ class Outbox:
         self._capacity = capacity
         self._items: deque[_Item] = deque()
         self._under_way = 0
+        self._drawn = Random(f"{producer} {boot}")  # its own, so that a simulation repeats itself
         self._number = 0
         self._filled = asyncio.Event()
         self._empty = asyncio.Event()
@@ -99,22 +105,20 @@ class Outbox:
         """Append to `log` what is put in, without end."""
         while True:
             await self._filled.wait()
-            batch = list(islice(self._items, _BATCH_MAX))
-            self._under_way = len(batch)
+            item = self._items[0]
+            self._under_way = 1
             try:
-                told = [told for item in batch if (told := self._told(item.envelope)) is not None]
-                if told:
-                    await log.append(told)
+                if (told := self._told(item.envelope)) is not None:
+                    await log.append([told])
             except LogError as error:
                 logger.error("the log accepts nothing (%s); keeping %d observations to try again", error, len(self))
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_PAUSE_S * self._drawn.uniform(1, 2))
                 continue
             finally:
                 self._under_way = 0
-            for item in batch:
-                self._items.popleft()
-                if item.on_durable is not None:
-                    item.on_durable()
+            self._items.popleft()
+            if item.on_durable is not None:
+                item.on_durable()
             if not self._items:
                 self._filled.clear()
                 self._empty.set()

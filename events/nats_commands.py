@@ -17,6 +17,7 @@ import asyncio
 import json
 import logging
 import re
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from nats.aio.msg import Msg
 
 from events.envelope import Quarantined, Recorded
 from events.nats_connection import Connection, Patience, Session, Unanswered
+from events.nats_inquiry import listened
 from events.nats_reader import SILENCE_S, stored_message
 from events.nats_streams import NANOS, ApiError, api
 from events.subjects import EVENT_STREAM, agent_consumer, command_subjects, entry
@@ -155,17 +157,40 @@ class _Silent(Exception):
     """The consumer or its server is gone; why."""
 
 
+class _Arrivals:
+    """Messages in the order in which they came; None: the connection is lost."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Msg | None] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, message: Msg | None) -> None:
+        self._messages.append(message)
+        self._arrived.set()
+
+    async def next(self) -> Msg:
+        """The oldest one; _Silent where none comes."""
+        if not await listened(self._arrived, SILENCE_S):
+            raise _Silent(f"no heartbeat for {SILENCE_S:g} s")
+        message = self._messages.popleft()
+        if not self._messages:
+            self._arrived.clear()
+        if message is None:
+            raise _Silent("connection lost")
+        return message
+
+
 async def _pull(session: Session, consumer: str) -> AsyncGenerator[Msg, None]:
     """Messages of a pull consumer until the session or the consumer is gone (_Silent)."""
     inbox = session.client.new_inbox()
-    queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+    arrivals = _Arrivals()
 
     async def on_message(message: Msg) -> None:
-        queue.put_nowait(message)
+        arrivals.put(message)
 
     subscription = await session.client.subscribe(inbox, cb=on_message)
     lost = asyncio.create_task(session.lost.wait())
-    lost.add_done_callback(lambda _: queue.put_nowait(None))
+    lost.add_done_callback(lambda _: arrivals.put(None))
     ask = {"batch": PULL_BATCH, "expires": PULL_EXPIRES_S * NANOS, "idle_heartbeat": NANOS}
     try:
         while True:
@@ -174,13 +199,7 @@ async def _pull(session: Session, consumer: str) -> AsyncGenerator[Msg, None]:
             )
             left = PULL_BATCH
             while left:
-                try:
-                    async with asyncio.timeout(SILENCE_S):
-                        message = await queue.get()
-                except TimeoutError:
-                    raise _Silent(f"no heartbeat for {SILENCE_S:g} s") from None
-                if message is None:
-                    raise _Silent("connection lost")
+                message = await arrivals.next()
                 if message.reply.startswith("$JS.ACK."):
                     left -= 1
                     yield message

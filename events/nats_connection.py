@@ -11,6 +11,7 @@ Rules
   publisher repeats its message ids.
 * `NATS errors never raise here`: a request that got no answer raises `Unanswered`, which means "unknown,
   try again", never "no".
+* Waits between attempts are drawn at random: thousands of clients that lost one server do not come back as one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from events.log import LogError, LogUnavailable
+from events.nats_inquiry import Inquiry
+from events.nats_inquiry import NoAnswer as NoAnswer
+from events.nats_inquiry import Unanswered as Unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +48,31 @@ LOUD_AFTER_S = 10.0
 CLOSE_S = 1.0
 
 
-class Unanswered(LogError):
-    """No answer to a request: the server may or may not have acted on it."""
-
-
 class Patience:
-    """Waits between attempts at one thing: longer each time, at most a second; says so once if it takes long."""
+    """Waits between attempts at one thing: longer each time, at most a second; says so once if it takes long.
 
-    def __init__(self, what: str) -> None:
+    `drawn`: a number from 0 up to 1, which shortens a wait by up to a half.
+    """
+
+    def __init__(self, what: str, drawn: Callable[[], float] = random.random) -> None:
         self._what = what
+        self._drawn = drawn
         self._since = time.monotonic()
         self._delay_s = RETRY_DELAY_S
         self._was_loud = False
 
     async def lose(self, error: Exception) -> None:
         """Another attempt has failed: wait before the next."""
+        self.note(error)
+        await asyncio.sleep(self._delay_s * (1 - self._drawn() / 2))
+        self._delay_s = min(self._delay_s * 2, RETRY_DELAY_MAX_S)
+
+    def note(self, error: Exception) -> None:
+        """Another attempt has failed, and the next one does not wait."""
         waited_s = time.monotonic() - self._since
         if waited_s > LOUD_AFTER_S and not self._was_loud:
             self._was_loud = True
             logger.warning("%s: no success for %.0f s (%s); still trying", self._what, waited_s, error)
-        await asyncio.sleep(self._delay_s)
-        self._delay_s = min(self._delay_s * 2, RETRY_DELAY_MAX_S)
 
     def succeed(self) -> None:
         """The thing has worked: be quick again."""
@@ -142,7 +151,7 @@ class Session:
     def __init__(self, client: _Client) -> None:
         self.client = client
         self.lost = asyncio.Event()
-        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._waiting: dict[str, Inquiry] = {}
         self._numbers = itertools.count(1)
         self._inbox = client.new_inbox()
 
@@ -159,20 +168,19 @@ class Session:
         """The answer to one request; Unanswered after `timeout_s`, without responders, or if the session is lost."""
         if self.lost.is_set():
             raise Unanswered(f"{subject}: connection lost")
+        with self.inquiry() as inquiry:
+            return await inquiry.ask(subject, body, headers, timeout_s)
+
+    @contextlib.contextmanager
+    def inquiry(self) -> Iterator[Inquiry]:
+        """A request that may be repeated."""
         token = str(next(self._numbers))
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = answer
+        inquiry = Inquiry(self.publish, f"{self._inbox}.{token}")
+        self._waiting[token] = inquiry
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.publish(subject, body, headers, reply=f"{self._inbox}.{token}")
-                message = await answer
-        except TimeoutError:
-            raise Unanswered(f"{subject}: no answer within {timeout_s:g} s") from None
+            yield inquiry
         finally:
-            self._waiting.pop(token, None)
-        if message.headers and message.headers.get("Status") == "503":
-            raise Unanswered(f"{subject}: no responder on this subject (does the stream exist, is JetStream up?)")
-        return message
+            del self._waiting[token]
 
     async def publish(
         self, subject: str, body: bytes, headers: Mapping[str, str] | None = None, reply: str = ""
@@ -202,15 +210,14 @@ class Session:
         self._on_lost(None)
 
     async def _on_answer(self, message: Msg) -> None:
-        answer = self._waiting.get(message.subject.rpartition(".")[2])
-        if answer is not None and not answer.done():
-            answer.set_result(message)
+        inquiry = self._waiting.get(message.subject.rpartition(".")[2])
+        if inquiry is not None:
+            inquiry.answered(message)
 
     def _on_lost(self, _: object) -> None:
         self.lost.set()
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(Unanswered("connection lost before the answer"))
+        for inquiry in self._waiting.values():
+            inquiry.lost()
 
 
 async def _never(_: Msg) -> None:

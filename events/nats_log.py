@@ -4,6 +4,9 @@ Rules
 -----
 * One append = one message, or one atomic batch (a group commit: one fsync for the lot). An attempt that
   got no answer is repeated with the same message ids, without end or until `give_up_s`.
+* A message alone, without a fence, is what agents write: the server itself says where one stands that it repeats, and
+  nothing is ever read for it (`_append_one`). Where thousands of agents miss an answer at once, as many readers of the
+  stream would stop the server for good.
 * The server refuses a batch that repeats an id. Then we look up what stands in the log already, and
   write only the rest.
 * A fence is the sequence number of the newest message on the term subject, as the header that the
@@ -18,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import random
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -27,7 +31,7 @@ from typing import Any, NamedTuple
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
-from events.nats_connection import Connection, Patience, Unanswered
+from events.nats_connection import REQUEST_TIMEOUT_S, Connection, NoAnswer, Patience, Unanswered
 from events.nats_reader import Stored, message_id_in, read_batches, read_stream
 from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, ApiError, answer, api
 from events.skips import skips_in
@@ -55,6 +59,8 @@ BATCH_REPEATS_ID = 10201
 NO_ROOM = 10023
 #: A part of the batch did not arrive (a session was lost in the middle).
 BATCH_INCOMPLETE = 10176
+#: How long a message alone waits for its answer, at most, before it is sent once more.
+ANSWER_MAX_S = 30.0
 
 
 class _Message(NamedTuple):
@@ -82,7 +88,9 @@ class NatsEventLog:
             for envelope, body in zip(envelopes, bodies, strict=True)
         ]
         async with self._bounded():
-            seqs = await self._append(messages, fence)
+            if fence is None and len(messages) == 1:
+                return [await self._append_one(messages[0])]
+            seqs = await self._append(messages, fence, min((e.based_on for e in envelopes), default=0))
         return [seqs[message.event_id] for message in messages]
 
     async def claim_term(self, envelope: Envelope) -> Fence:
@@ -169,7 +177,30 @@ class NatsEventLog:
         finally:
             self.trouble = ""
 
-    async def _append(self, messages: Sequence[_Message], fence: Fence | None) -> dict[str, int]:
+    async def _append_one(self, message: _Message) -> int:
+        """Until it is answered. In one session it is not sent again before the server had more time than the last
+        time: a server that is behind gets no more to do, and a late answer counts as well."""
+        patience = Patience("appending")
+        while True:
+            session = await self._connection.session()
+            timeout_s = REQUEST_TIMEOUT_S
+            with session.inquiry() as inquiry:
+                while not session.lost.is_set():
+                    try:
+                        reply = await inquiry.ask(message.subject, message.body, message.headers, timeout_s)
+                        return int(answer(message.subject, reply.data)["seq"])
+                    except NoAnswer as error:
+                        self._in_trouble(error)
+                        patience.note(error)
+                        timeout_s = min(2 * timeout_s, ANSWER_MAX_S) * random.uniform(0.75, 1.0)
+                    except Unanswered as error:
+                        await self._wait(patience, error)
+                    except ApiError as error:
+                        if not error.is_passing:
+                            raise
+                        await self._wait(patience, error)
+
+    async def _append(self, messages: Sequence[_Message], fence: Fence | None, based_on: int) -> dict[str, int]:
         conditions = _expect(fence.seq) if fence is not None else {}
         seqs: dict[str, int] = {}
         patience = Patience("appending")
@@ -187,7 +218,7 @@ class NatsEventLog:
                     await self._wait(patience, error)
                     continue
                 refusal = error
-            found = await self._find(fresh)
+            found = await self._find(fresh, based_on)
             seqs |= found
             if len(found) == len(fresh):
                 continue
@@ -221,11 +252,14 @@ class NatsEventLog:
 
     async def _wait(self, patience: Patience, error: Unanswered | ApiError) -> None:
         """Before the next attempt; `trouble` says what the last one met."""
+        self._in_trouble(error)
+        await patience.lose(error)
+
+    def _in_trouble(self, error: Unanswered | ApiError) -> None:
         if isinstance(error, ApiError) and error.code == NO_ROOM:
             self.trouble = "NATS has no room for the log: free disk space there, or raise jetstream max_file_store"
         else:
             self.trouble = f"NATS did not store the events: {error}"
-        await patience.lose(error)
 
     async def _write(self, messages: Sequence[_Message], conditions: dict[str, str]) -> dict[str, int]:
         """One attempt. Sequence numbers by event id; Unanswered or ApiError."""
@@ -246,19 +280,23 @@ class NatsEventLog:
         first = int(ack["seq"]) - len(messages) + 1
         return {message.event_id: first + offset for offset, message in enumerate(messages)}
 
-    async def _find(self, messages: Sequence[_Message]) -> dict[str, int]:
+    async def _find(self, messages: Sequence[_Message], based_on: int) -> dict[str, int]:
         """Which of the messages stand in the log already: sequence numbers by event id.
 
-        Looks as far back as the server itself recognises ids. The server's clock is compared with the
-        server's clock.
+        They stand after what they are based on; where that is not known (0), looks as far back as the server itself
+        recognises ids. The server's clock is compared with the server's clock.
         """
         info = await self._info()
         until_seq = int(info["state"]["last_seq"])
-        since = datetime.fromisoformat(info["ts"]) - timedelta(seconds=DUPLICATE_WINDOW_S + 60)
-        if until_seq == 0 or datetime.fromisoformat(info["state"]["last_ts"]) < since:
+        if until_seq <= based_on:
             return {}
+        start: dict[str, Any] = {"deliver_policy": "by_start_sequence", "opt_start_seq": based_on + 1}
+        if not based_on:
+            since = datetime.fromisoformat(info["ts"]) - timedelta(seconds=DUPLICATE_WINDOW_S + 60)
+            if datetime.fromisoformat(info["state"]["last_ts"]) < since:
+                return {}
+            start = {"deliver_policy": "by_start_time", "opt_start_time": since.isoformat()}
         wanted = {message.message_id: message.event_id for message in messages}
-        start = {"deliver_policy": "by_start_time", "opt_start_time": since.isoformat()}
         found: dict[str, int] = {}
         # Unfiltered, so that the last message is sure to come and to end the search.
         async with aclosing(read_stream(self._connection, EVENT_STREAM, start=start, headers_only=True)) as stored:

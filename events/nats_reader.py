@@ -4,8 +4,8 @@ Rules
 -----
 * An ephemeral push consumer in the server's memory delivers into an inbox of ours; its own delivery
   numbers (1, 2, 3, ...) tell at once when a message was dropped on the way.
-* The server sends a heartbeat when it has nothing else to say. Silence for SILENCE_S, a dropped message
-  or a lost session all mean the same: throw the consumer away, make a new one after the last sequence.
+* The server sends a heartbeat when it has nothing else to say. Silence for SILENCE_S in which we listened, a dropped
+  message or a lost session all mean the same: throw the consumer away, make a new one after the last sequence.
 * Flow control is answered when we *take* the request from the queue, not when it arrives: a slow reader
   holds the server back instead of being cut off.
 """
@@ -24,6 +24,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from events.nats_connection import Connection, Patience, Session, Unanswered, parse_headers
+from events.nats_inquiry import listened
 from events.nats_streams import NANOS, ApiError, answer
 
 logger = logging.getLogger(__name__)
@@ -194,11 +195,8 @@ class _Consumer:
         self._arrived.clear()
         if self._session.lost.is_set():
             raise _Interrupted("connection lost")
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                await self._arrived.wait()
-        except TimeoutError:
-            raise _Interrupted(f"no heartbeat for {SILENCE_S:g} s") from None
+        if not await listened(self._arrived, SILENCE_S):
+            raise _Interrupted(f"no heartbeat for {SILENCE_S:g} s")
 
     async def _control(self, message: _Raw) -> None:
         status, headers = parse_headers(message.headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from events.codec import MAX_EVENT_BYTES
@@ -10,11 +11,16 @@ from events.log import LogError
 from events.nats_connection import Connection, Patience, Unanswered
 from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, EVENT_SUBJECTS
 
+logger = logging.getLogger(__name__)
+
 NANOS = 1_000_000_000
 #: How long the server recognises a message id. Longer outages of one publisher may leave a repeated
 #: event in the log; the fold ignores it.
 DUPLICATE_WINDOW_S = 600
 BEAT_MAX_AGE_S = 600
+#: Of the event stream: one for each of 65,536 nodes, and many readers. Without a number of its own a stream of
+#: nats-server 2.15 takes 1,000 (and -1 means that).
+MAX_CONSUMERS = 100_000
 HEADER_BYTES = 8 * 1024
 
 STREAM_EXISTS_WITH_OTHER_CONFIG = 10058
@@ -45,6 +51,7 @@ def event_stream_config(replicas: int = 1) -> dict[str, Any]:
         "num_replicas": replicas,
         "duplicate_window": DUPLICATE_WINDOW_S * NANOS,
         "max_msg_size": MAX_EVENT_BYTES + HEADER_BYTES,
+        "max_consumers": MAX_CONSUMERS,
         "allow_atomic": True,
         "allow_direct": True,
         "deny_delete": True,
@@ -86,8 +93,29 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
             if IMPORTED in (info["config"].get("metadata") or {}):
                 raise LogError(f"stream {name} was imported, for replay only; use another NATS server") from None
             _require_same(name, config, info["config"])
-            if TRIMMING in (info["config"].get("metadata") or {}):
-                await end_trim(connection, name, info["config"])
+            theirs = await _with_consumers(connection, name, info["config"], config.get("max_consumers", 0))
+            if TRIMMING in (theirs.get("metadata") or {}):
+                await end_trim(connection, name, theirs)
+
+
+async def _with_consumers(connection: Connection, name: str, theirs: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """The stream's configuration, with room for as many consumers where the server allows it."""
+    if int(theirs.get("max_consumers", -1)) >= wanted or not wanted:
+        return theirs
+    ours = {**theirs, "max_consumers": wanted}
+    try:
+        await api(connection, f"STREAM.UPDATE.{name}", ours)
+    except ApiError as error:
+        logger.error(
+            "stream %s: max_consumers is %s and cannot be raised to %d (%s); nodes beyond it cannot join",
+            name,
+            theirs.get("max_consumers"),
+            wanted,
+            error,
+        )
+        return theirs
+    logger.info("stream %s: max_consumers is %d now", name, wanted)
+    return ours
 
 
 async def end_trim(connection: Connection, name: str, config: dict[str, Any]) -> None:

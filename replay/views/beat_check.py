@@ -57,6 +57,8 @@ class BeatCheck:
     def joined(self, node: str, at_us: int) -> None:
         """The coordinator reads a NodeJoined."""
         self._joined_us[node] = max(self._now_us, at_us)
+        if self._liveness is not None:
+            self._liveness.joined(node, self._joined_us[node])
 
     def advance(self, until_us: int, state: ClusterState) -> None:
         """Hear what was said until then, and judge on the way. `state`: as it stands meanwhile."""
@@ -72,7 +74,7 @@ class BeatCheck:
         while self._now_us < until_us:
             self._now_us = min(self._now_us + tick_us, until_us)
             self._hear(liveness)
-            for verdict in liveness.verdicts(state.nodes, self._joined_us, self._now_us):
+            for verdict in liveness.verdicts(state.nodes, self._now_us):
                 if isinstance(verdict, v.NodeLost | v.NodeReturned):
                     self._said_us[type(verdict), verdict.node] = self._now_us
 

@@ -22,9 +22,12 @@ import pytest
 from agents.protocol.marks import Marker
 from events.envelope import Envelope, Recorded
 from events.logs_request import LogsRequest, decode_reply, encode, logs_subject
+from events.nats_commands import create_command_consumer
 from events.nats_connection import Connection
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
+from events.nats_streams import api, event_stream_config
+from events.subjects import EVENT_STREAM, agent_consumer
 from events.vocabulary import (
     Command,
     CommandApplied,
@@ -285,6 +288,32 @@ async def test_a_killed_fork_server_is_told_at_once_and_replaced(agent: AgentPro
     told, replaced = agent.log().index("ended by signal 9"), agent.log().rindex("started a fork server")
     assert told < replaced, "what died is told before the next fork server has loaded what it needs"
     await coordinator.trained("a.2", generation=2)
+
+
+async def test_a_node_that_cannot_be_commanded_does_not_join(
+    nats_server: EmbeddedServer, nats_connection: Connection, run_dir: Path
+) -> None:
+    """The stream takes no more consumers: the agent says so and is not planned for, until there is room."""
+    full = {**event_stream_config(), "max_consumers": 1}
+    await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", full)
+    await create_command_consumer(nats_connection, "n9")
+    agent = AgentProcess(nats_server.url, run_dir)
+    try:
+        log = NatsEventLog(nats_connection)
+        async with asyncio.timeout(TIMEOUT_S):
+            while agent.log().count("NODE n1 DOES NOT JOIN") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert "maximum consumers limit reached" in agent.log()
+            assert await log.last_seq() == 0
+            await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", event_stream_config())
+            while not await log.last_seq():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        got = await api(nats_connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
+        assert got["message"]["subject"] == "unicron.v1.obs.n1.NodeJoined"
+        made = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.{agent_consumer('n1')}", {})
+        assert made["created"] < got["message"]["time"]
+    finally:
+        agent.end()
 
 
 async def test_a_killed_server_costs_no_observation(

@@ -9,9 +9,11 @@ from contextlib import aclosing, suppress
 
 import pytest
 from msgspec.structs import replace
+from nats.aio.msg import Msg
 
 from agents.outbox import Outbox
 from events.envelope import Recorded
+from events.log import LogError
 from events.memory_log import MemoryLog
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
@@ -73,28 +75,90 @@ async def test_nothing_is_lost_or_doubled_by_a_server_that_is_killed(
     assert confirmed == list(range(300))
 
 
-async def test_an_idle_outbox_sends_at_once_and_a_busy_one_in_batches() -> None:
+async def test_one_observation_is_under_way_at_a_time() -> None:
+    """Several at once cost the server no less, and one that it refused would come after later ones."""
     log = MemoryLog()
     box = outbox()
-    batches: list[int] = []
+    calls: list[int] = []
+    under_way = 0
     append = log.append
 
     async def counted(envelopes, *, fence=None):  # type: ignore[no-untyped-def]
-        batches.append(len(envelopes))
+        nonlocal under_way
+        under_way += 1
+        assert under_way == 1
+        calls.append(len(envelopes))
         await asyncio.sleep(0)
+        under_way -= 1
         return await append(envelopes, fence=fence)
 
     log.append = counted  # type: ignore[method-assign]
     sending = asyncio.create_task(box.run(log))
-    await asyncio.sleep(0)
-    box.put(fact(0))
-    await asyncio.sleep(0)
-    for number in range(1, 10):
+    for number in range(10):
         box.put(fact(number))
     assert await box.drained(5)
     sending.cancel()
-    assert batches == [1, 9]
+    assert calls == [1] * 10
     assert await reasons(log) == [str(number) for number in range(10)]
+
+
+async def test_none_overtakes_one_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fold takes a number below one that it has seen for a repetition, and drops it."""
+    monkeypatch.setattr("agents.outbox._PAUSE_S", 0.001)
+    log, box = MemoryLog(), outbox()
+    append = log.append
+    refused: list[int] = []
+
+    async def moody(envelopes, *, fence=None):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(0)
+        number = envelopes[0].number
+        if number % 3 == 0 and refused.count(number) < 2:
+            refused.append(number)
+            raise LogError("no room")
+        return await append(envelopes, fence=fence)
+
+    log.append = moody  # type: ignore[method-assign]
+    sending = asyncio.create_task(box.run(log))
+    for number in range(1, 13):
+        box.put(fact(number))
+    assert await box.drained(5)
+    sending.cancel()
+    assert refused == [3, 3, 6, 6, 9, 9, 12, 12]
+    assert await reasons(log) == [str(number) for number in range(1, 13)]
+
+
+async def test_answers_that_get_lost_make_nobody_read_the_stream(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("events.nats_log.REQUEST_TIMEOUT_S", 0.05)
+
+    async def find(*_: object) -> dict[str, int]:
+        raise AssertionError("the stream is read to find out what was written")
+
+    monkeypatch.setattr(NatsEventLog, "_find", find)
+    log, boxes = NatsEventLog(nats_connection), [Outbox(f"n{n}", 5, lambda: 1) for n in range(4)]
+    session = await nats_connection.session()
+    on_answer, answers = session._on_answer, itertools.count()
+
+    async def lossy(message: Msg) -> None:
+        if next(answers) % 3:
+            await on_answer(message)
+
+    session.client._subs[1]._cb = lossy  # the inbox for answers
+    sending = [asyncio.create_task(box.run(log)) for box in boxes]
+    for number in range(10):
+        for n, box in enumerate(boxes):
+            box.put(NodeLeft(node=f"n{n}", reason=str(number)))
+    for box in boxes:
+        assert await box.drained(20)
+    for task in sending:
+        task.cancel()
+    session.client._subs[1]._cb = on_answer
+    async with aclosing(log.read(0, until_seq=await log.last_seq())) as entries:
+        told = [(e.envelope.producer, e.envelope.number) async for e in entries if isinstance(e, Recorded)]
+    assert len(told) == 40, "each once"
+    for n in range(4):
+        assert [number for producer, number in told if producer == f"n{n}"] == list(range(1, 11))
 
 
 async def test_a_full_outbox_gives_up_reports_of_progress_first(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,19 @@ async def test_repeated_ids_keep_their_numbers(log: EventLog) -> None:
     assert await log.last_seq() == 6
 
 
+async def test_a_producer_that_repeats_what_was_not_acknowledged_keeps_its_order(log: EventLog) -> None:
+    """As agents write: one by one; cut off anywhere, the same again."""
+    for envelope in facts(1, 30):
+        for turns in range(envelope.number % 4):
+            attempt = asyncio.create_task(log.append([envelope]))
+            for _ in range(turns * 3):
+                await asyncio.sleep(0)
+            attempt.cancel()
+            await asyncio.gather(attempt, return_exceptions=True)
+        assert await log.append([envelope]) == [envelope.number]
+    assert [envelope_of(entry) for entry in await history(log)] == facts(1, 30)
+
+
 async def test_the_largest_batch(log: EventLog) -> None:
     assert await log.append(facts(1, MAX_BATCH)) == list(range(1, MAX_BATCH + 1))
     with pytest.raises(ValueError, match=f"envelopes: at most {MAX_BATCH}"):

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
+from msgspec.structs import replace
+from nats.aio.msg import Msg
 
+from events import nats_log
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
-from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Connection, Login, connect
+from events.nats_commands import NatsCommandFeed, create_command_consumer
+from events.nats_connection import Connection, Login, Patience, connect
+from events.nats_inquiry import came, listened
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
-from events.nats_streams import api, create_streams, event_stream_config
+from events.nats_streams import ApiError, api, create_streams, event_stream_config
 from events.subjects import EVENT_STREAM
 from tests.contracts.logs import beat, command, envelope_of, fact, facts, history, started
 
@@ -178,6 +186,136 @@ async def test_a_fenced_retry_finds_what_was_written(nats_connection: Connection
         await log.append([command(2), command(3)], fence=Fence(1, first.seq))
 
 
+async def test_a_fenced_retry_looks_no_further_back_than_it_was_based_on(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = NatsEventLog(nats_connection)
+    await log.append(facts(1, 50))
+    fence = await log.claim_term(started(1))
+    decided = [replace(command(number), based_on=fence.seq) for number in (1, 2)]
+    seqs = await log.append(decided, fence=fence)
+    starts: list[dict[str, object]] = []
+    real = nats_log.read_stream
+
+    def read_stream(*arguments: Any, start: dict[str, Any], **how: Any) -> Any:
+        starts.append(start)
+        return real(*arguments, start=start, **how)
+
+    monkeypatch.setattr(nats_log, "read_stream", read_stream)
+    assert await log.append(decided, fence=fence) == seqs
+    assert starts == [{"deliver_policy": "by_start_sequence", "opt_start_seq": fence.seq + 1}]
+
+
+async def test_a_reader_that_slept_reads_on(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came meanwhile is in its socket: the consumer is not thrown away."""
+    monkeypatch.setattr("events.nats_reader.SILENCE_S", 1.5)
+    monkeypatch.setattr("events.nats_commands.SILENCE_S", 1.5)
+    log = NatsEventLog(nats_connection)
+    await log.append([fact(1), command(2)])
+    read: asyncio.Queue[int] = asyncio.Queue()
+    obeyed: asyncio.Queue[int] = asyncio.Queue()
+
+    async def follow() -> None:
+        async for entry in log.read():
+            read.put_nowait(entry.seq)
+
+    async def obey() -> None:
+        async for recorded in NatsCommandFeed(nats_connection, "n1").read():
+            obeyed.put_nowait(recorded.seq)
+
+    tasks = [asyncio.create_task(work) for work in (follow(), obey())]
+    with caplog.at_level(logging.INFO):
+        async with asyncio.timeout(20):
+            assert [await read.get(), await read.get(), await obeyed.get()] == [1, 2, 2]
+            await asyncio.sleep(0.2)
+            time.sleep(2.2)  # noqa: ASYNC251
+            await asyncio.sleep(0.2)
+            await log.append([command(3)])
+            assert [await read.get(), await obeyed.get()] == [3, 3]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert "interrupted" not in caplog.text
+
+
+@pytest.mark.parametrize("wait", [lambda: came(asyncio.Future(), 0.02), lambda: listened(asyncio.Event(), 0.02)])
+async def test_a_wait_of_a_process_that_sleeps_all_the_time_lasts_longer_and_ends(
+    wait: Callable[[], Awaitable[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("events.nats_inquiry.ANSWER_PART_S", 0.02)
+    monkeypatch.setattr("events.nats_inquiry.MESSAGE_PART_S", 0.02)
+
+    async def nap() -> None:
+        while True:
+            time.sleep(0.05)  # noqa: ASYNC251
+            await asyncio.sleep(0)
+
+    napping, begin_s = asyncio.create_task(nap()), time.monotonic()
+    assert not await wait()
+    napping.cancel()
+    assert time.monotonic() - begin_s > 0.3, "a part that was slept through counts for an eighth"
+
+
+async def test_an_answer_that_came_while_we_slept_counts(nats_connection: Connection) -> None:
+    """A loop that was busy for longer than the wait finds the answer in its socket."""
+    session = await nats_connection.session()
+    asyncio.get_running_loop().call_soon(time.sleep, 0.6)
+    await session.request(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", b"", timeout_s=0.3)
+
+
+async def test_a_late_answer_to_a_message_that_was_repeated_counts(
+    nats_connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("events.nats_log.REQUEST_TIMEOUT_S", 0.05)
+    session = await nats_connection.session()
+    on_answer, held, sent = session._on_answer, [], []
+    publish = session.client.publish
+
+    async def hold(message: Msg) -> None:
+        held.append(message)
+
+    async def counted(subject: str, *arguments: Any, **how: Any) -> None:
+        sent.append(subject)
+        await publish(subject, *arguments, **how)
+
+    monkeypatch.setattr(session.client, "publish", counted)
+    session.client._subs[1]._cb = hold  # the inbox for answers
+    log = NatsEventLog(nats_connection)
+    appending = asyncio.create_task(log.append([fact(1)]))
+    async with asyncio.timeout(10):
+        while len(sent) < 4:  # noqa: ASYNC110 - what is watched offers no event
+            await asyncio.sleep(0.01)
+        assert "no answer within" in log.trouble
+        session.client._subs[1]._cb = on_answer
+        await on_answer(held[0])
+        assert await appending == [1]
+    assert log.trouble == ""
+    assert len(await history(log)) == 1
+
+
+def test_waits_between_attempts_grow_and_differ() -> None:
+    slept: list[float] = []
+
+    async def lose(drawn: float) -> list[float]:
+        patience = Patience("a test", lambda: drawn)
+        for _ in range(8):
+            await patience.lose(LogError("no"))
+        return slept
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("events.nats_connection.asyncio.sleep", sleep)
+        for drawn in (0.0, 0.5):
+            with contextlib.suppress(StopIteration):
+                lose(drawn).send(None)
+    longest = [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+    assert slept == [*longest, *(delay_s * 0.75 for delay_s in longest)]
+
+
 async def test_the_dead_reader_of_a_session_is_noticed(nats_connection: Connection) -> None:
     """An exception in nats-py's reading loop leaves `is_connected` true; we must not believe it."""
     log = NatsEventLog(nats_connection)
@@ -244,6 +382,38 @@ async def test_streams_may_be_created_again(nats_connection: Connection) -> None
     edited = {**event_stream_config(), "duplicate_window": 60 * 10**9, "description": "an operator was here"}
     await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", edited)
     await create_streams(nats_connection)
+
+
+@pytest.mark.parametrize("before", [{}, {"max_consumers": 3}])
+async def test_a_stream_has_room_for_the_consumers_of_all_nodes(
+    nats_server: EmbeddedServer, before: dict[str, int]
+) -> None:
+    """One that is new, and one that an earlier version made without a number: the server's default is 1,000."""
+    connection = await connect(nats_server.url, name="test", timeout_s=10)
+    try:
+        if before:
+            await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", {**event_stream_config(), **before})
+            for number in range(3):
+                await create_command_consumer(connection, f"n{number}")
+            with pytest.raises(ApiError, match="maximum consumers limit reached"):
+                await create_command_consumer(connection, "n3")
+        await create_streams(connection)
+        info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+        assert info["config"]["max_consumers"] >= 65_536
+        for first in range(0, 1100, 100):
+            await asyncio.gather(*(create_command_consumer(connection, f"n{first + n}") for n in range(100)))
+        await create_streams(connection)
+        assert (await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]["consumer_count"] == 1100
+    finally:
+        await connection.close()
+
+
+async def test_an_operator_may_allow_more_consumers(nats_connection: Connection) -> None:
+    more = {**event_stream_config(), "max_consumers": 200_000}
+    await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", more)
+    await create_streams(nats_connection)
+    info = await api(nats_connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+    assert info["config"]["max_consumers"] == 200_000
 
 
 async def test_an_unreachable_server_is_named() -> None:

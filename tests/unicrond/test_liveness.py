@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from events import vocabulary as v
-from unicrond.core.liveness import MOST_SILENT_FACTOR, OWN_NAME, SAY_AGAIN_US, Liveness, Said
+from unicrond.core.liveness import (
+    MOST_SILENT_FACTOR,
+    OWN_NAME,
+    PAUSES_MAX,
+    RECONNECT_US,
+    SAY_AGAIN_US,
+    Liveness,
+    Pauses,
+    Said,
+)
 from unicrond.core.state import Node, NodeStatus
 
 BEAT_US = 1_000_000
@@ -16,6 +27,10 @@ def node(name: str, status: NodeStatus = NodeStatus.UP) -> Node:
     return Node(
         name=name, status=status, slots=1, slots_max=1, address="127.0.0.1", store=store, agent_boot=7, joined_us=0
     )
+
+
+def heartbeat(name: str, number: int) -> v.Heartbeat:
+    return v.Heartbeat(node=name, agent_boot=7, beat=number, workers=1, load_milli=0, memory_free_bytes=0)
 
 
 class Bus:
@@ -41,17 +56,19 @@ class Bus:
             for name in alive:
                 if self.now_us % BEAT_US == 0:
                     self.beat(name)
-            for verdict in self.liveness.verdicts(self.nodes, {}, self.now_us):
+            for verdict in self.liveness.verdicts(self.nodes, self.now_us):
                 found.append(verdict)
                 status = NodeStatus.LOST if isinstance(verdict, v.NodeLost) else NodeStatus.UP
-                self.nodes[verdict.node] = node(verdict.node, status)  # type: ignore[union-attr]
+                self.nodes = {**self.nodes, verdict.node: node(verdict.node, status)}  # type: ignore[union-attr]
         return found
 
-    def beat(self, name: str) -> None:
+    def beat(self, name: str, at_us: int | None = None) -> None:
         self._seq += 1
         number = self._numbers[name] = self._numbers.get(name, 0) + 1
-        beat = v.Heartbeat(node=name, agent_boot=7, beat=number, workers=1, load_milli=0, memory_free_bytes=0)
-        self.liveness.heard(beat, self._seq, self.now_us, self.now_us)
+        at_us = self.now_us if at_us is None else at_us
+        if name == OWN_NAME:
+            self.liveness.sent(self.now_us)
+        self.liveness.heard(heartbeat(name, number), self._seq, at_us, self.now_us)
 
 
 NAMES = ["a", "b", "c", "d", "e"]
@@ -107,8 +124,8 @@ def test_a_pause_of_ours_is_nobodys_silence() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.now_us += 4_000_000  # nothing was read, nothing was judged
-    assert bus.liveness.verdicts(bus.nodes, {}, bus.now_us) == []
-    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == []
+    assert bus.liveness.verdicts(bus.nodes, bus.now_us) == []
+    assert bus.liveness.suspects(bus.nodes, bus.now_us) == []
     assert len(bus.run(3, NAMES[1:])) == 1
 
 
@@ -116,12 +133,12 @@ def test_who_is_late_is_a_suspect_before_it_is_lost() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
     bus.run(1.4, NAMES[1:])
-    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == []
+    assert bus.liveness.suspects(bus.nodes, bus.now_us) == []
     bus.run(0.2, NAMES[1:])
-    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == ["a"]
+    assert bus.liveness.suspects(bus.nodes, bus.now_us) == ["a"]
     bus.own = False
     bus.run(1.2, [])
-    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == [], "now it is the bus"
+    assert bus.liveness.suspects(bus.nodes, bus.now_us) == [], "now it is the bus"
 
 
 def test_a_plan_waits_while_others_are_late_and_no_longer_than_a_node_may_be_silent() -> None:
@@ -130,21 +147,21 @@ def test_a_plan_waits_while_others_are_late_and_no_longer_than_a_node_may_be_sil
     bus.run(1.8, NAMES[1:])
 
     def gathers(lost_us: int | None, now_us: int) -> bool:
-        return bus.liveness.gathers(lost_us, bus.nodes, {}, now_us)
+        return bus.liveness.gathers(lost_us, bus.nodes, now_us)
 
     lost_us, limit_us = bus.now_us, bus.liveness.limit_us
-    assert bus.liveness.suspects(bus.nodes, {}, bus.now_us) == ["a"]
+    assert bus.liveness.suspects(bus.nodes, bus.now_us) == ["a"]
     assert gathers(lost_us, bus.now_us) and not gathers(None, bus.now_us)
     bus.run(0.7, NAMES[1:])
     bus.run(limit_us / 1e6 - 0.7, NAMES[2:])
-    assert "b" in bus.liveness.suspects(bus.nodes, {}, bus.now_us)
+    assert "b" in bus.liveness.suspects(bus.nodes, bus.now_us)
     assert gathers(lost_us, lost_us + limit_us) and not gathers(lost_us, lost_us + limit_us + 1)
 
 
 def test_a_plan_waits_for_nobody_where_all_others_are_heard() -> None:
     bus = Bus(NAMES)
     bus.run(5, NAMES)
-    assert not bus.liveness.gathers(bus.now_us, bus.nodes, {}, bus.now_us)
+    assert not bus.liveness.gathers(bus.now_us, bus.nodes, bus.now_us)
 
 
 def test_a_verdict_is_said_once_and_again_only_a_second_later() -> None:
@@ -171,7 +188,7 @@ def test_a_beat_of_another_boot_returns_nobody() -> None:
     bus.run(4, NAMES[1:])
     beat = v.Heartbeat(node="a", agent_boot=8, beat=1, workers=0, load_milli=0, memory_free_bytes=0)
     bus.liveness.heard(beat, 999, bus.now_us, bus.now_us)
-    assert bus.liveness.verdicts(bus.nodes, {}, bus.now_us) == []
+    assert bus.liveness.verdicts(bus.nodes, bus.now_us) == []
 
 
 def test_a_newer_agent_that_came_and_went_without_a_word_leaves_the_name_to_the_older() -> None:
@@ -195,3 +212,229 @@ def test_an_older_agent_of_a_name_does_not_speak_for_the_newer_one() -> None:
         found += bus.run(1, ["b"])
         older(number)
     assert [type(verdict).__name__ for verdict in found] == ["NodeLost"]
+
+
+# --- whose fault it is that own beats are late -------------------------------------------------------
+
+
+def late_own(bus: Bus, seconds: float, *, behind: bool = False, events: bool = False, nodes: bool = True) -> None:
+    """Own beats do not come. `behind`: what is read was said before. `events`: other things come."""
+    begin_us = bus.now_us
+    while bus.now_us < begin_us + int(seconds * 1e6):
+        bus.now_us += 100_000
+        if nodes:
+            for name in NAMES:
+                bus.beat(name, at_us=begin_us + 1000 if behind else bus.now_us)
+        if events:
+            bus.liveness.delivered(bus.now_us)
+        bus.liveness.sent(bus.now_us)
+        assert bus.liveness.verdicts(bus.nodes, bus.now_us) == []
+
+
+def fault(bus: Bus) -> tuple[bool, bool]:
+    return bus.liveness.bus_works, bus.liveness.is_silent
+
+
+def test_a_bus_over_which_nothing_comes_does_not_work() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    late_own(bus, 0.9, nodes=False)
+    assert fault(bus) == (True, False)
+    late_own(bus, 0.2, nodes=False)
+    assert fault(bus) == (False, True)
+    bus.beat(OWN_NAME)
+    assert fault(bus) == (True, False)
+
+
+def test_own_beats_that_stand_behind_others_unread_are_not_the_bus_s_fault() -> None:
+    """This process reads slower than beats come: no node is judged, and nobody is blamed."""
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    late_own(bus, 60, behind=True)
+    assert fault(bus) == (True, False)
+    assert bus.run(1, []) == []
+    bus.beat(OWN_NAME)
+    assert bus.run(4, NAMES[1:]) == [], "all have a fresh grace period"
+    assert len(bus.run(1, NAMES[1:])) == 1
+
+
+def test_own_beats_that_others_overtake_are_missing() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    late_own(bus, 1.3)
+    assert fault(bus) == (False, False)
+
+
+def test_own_beats_that_were_sent_late_are_late() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    bus.liveness.sent(bus.now_us)
+    bus.now_us += 3_000_000
+    for name in NAMES:
+        bus.beat(name)
+    bus.liveness.sent(bus.now_us)
+    late_own(bus, 1.3, behind=True)
+    assert fault(bus) == (True, False)
+
+
+def test_where_anything_comes_own_beats_may_be_late_for_longer() -> None:
+    bus = Bus(NAMES)
+    bus.run(5, NAMES)
+    late_own(bus, 9.5, events=True, nodes=False)
+    assert fault(bus) == (True, False)
+    late_own(bus, 1, events=True, nodes=False)
+    assert fault(bus) == (False, False)
+
+
+# --- the quick computation and the plain one --------------------------------------------------------
+
+
+class Plain:
+    """The same questions, answered from all that was ever seen, with a look at every node."""
+
+    def __init__(self, now_us: int) -> None:
+        self.pauses: list[tuple[int, int]] = []
+        self.signs_us: dict[str, int] = {}
+        self.beats_us: dict[str, int] = {}
+        self.judged_us = self.grace_us = self.reconnected_us = self.own_us = now_us
+        self.judges = True
+
+    def grace(self, now_us: int) -> None:
+        self.grace_us = self.own_us = now_us
+        self.reconnected_us = now_us + RECONNECT_US
+
+    def heard(self, name: str, now_us: int) -> None:
+        if name == OWN_NAME:
+            if not self.judges:
+                self.judges = True
+                self.grace(now_us)
+            self.own_us = now_us
+        else:
+            self.signs_us[name] = self.beats_us[name] = now_us
+
+    def attended_us(self, since_us: int, now_us: int) -> int:
+        return now_us - since_us - sum(min(length, end - since_us) for end, length in self.pauses if end > since_us)
+
+    def silence(self, nodes: dict[str, Node], now_us: int) -> dict[str, int]:
+        up = [node.name for node in nodes.values() if node.status is NodeStatus.UP]
+        since = {name: max(self.reconnected_us, self.signs_us.get(name, 0)) for name in up}
+        return {name: self.attended_us(since_us, now_us) for name, since_us in since.items()}
+
+    def verdicts(self, nodes: dict[str, Node], now_us: int) -> list[tuple[str, str]]:
+        if now_us - self.judged_us > BEAT_US // 4:
+            self.pauses.append((now_us, now_us - self.judged_us))
+        self.judged_us = now_us
+        if self.attended_us(self.own_us, now_us) > BEAT_US:
+            self.judges = False
+        if not self.judges:
+            return []
+        silence = self.silence(nodes, now_us)
+        limit_us = 2 * BEAT_US + 500_000
+        late = [name for name, silent_us in silence.items() if silent_us > limit_us]
+        if len(silence) >= 3 and 2 * len(late) > len(silence):
+            limit_us *= MOST_SILENT_FACTOR
+        found = [
+            ("NodeLost", f"{name}: no heartbeat for {silence[name] / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)")
+            for name in late
+            if silence[name] > limit_us
+        ]
+        for each in nodes.values():
+            heard_us = self.beats_us.get(each.name, 0)
+            if each.status is NodeStatus.LOST and heard_us > self.grace_us and now_us - heard_us < BEAT_US:
+                found.append(("NodeReturned", each.name))
+        return found
+
+    def suspects(self, nodes: dict[str, Node], now_us: int) -> list[str]:
+        silence = self.silence(nodes, now_us)
+        return [name for name in silence if self.judges and silence[name] > BEAT_US * 3 // 2]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_oldest_alone_tell_what_a_look_at_all_tells(seed: int) -> None:
+    drawn = random.Random(seed)
+    now_us = drawn.randrange(10_000_000)
+    names = [f"n{number}" for number in range(drawn.randrange(1, 12))]
+    quick, plain = Liveness(BEAT_US, now_us), Plain(now_us)
+    nodes: dict[str, Node] = {}
+    numbers = dict.fromkeys([*names, OWN_NAME], 0)
+    said = 0
+    for _ in range(600):
+        now_us += drawn.choice((0, 1, 1000, 50_000, 120_000, 120_000, 125_000, 400_000, 3_000_000))
+        match drawn.choice("bbbbbbooojjvvvvvgds"):
+            case "b":
+                name = drawn.choice([*names[: 1 + len(names) // 2], *names])
+                numbers[name] += 1
+                quick.heard(heartbeat(name, numbers[name]), 1, now_us, now_us)
+                plain.heard(name, now_us)
+            case "o":
+                numbers[OWN_NAME] += 1
+                quick.heard(heartbeat(OWN_NAME, numbers[OWN_NAME]), 1, now_us, now_us)
+                plain.heard(OWN_NAME, now_us)
+            case "j":
+                name = drawn.choice(names)
+                quick.joined(name, now_us)
+                plain.signs_us[name] = now_us
+                nodes = {**nodes, name: node(name)}
+            case "g" if drawn.random() < 0.2:
+                quick.grace(now_us)
+                plain.grace(now_us)
+            case "d" if drawn.random() < 0.3:  # a change that no beat tells of
+                name = drawn.choice(names)
+                nodes = {**nodes, name: node(name, drawn.choice(list(NodeStatus)))}
+            case "s":
+                assert quick.suspects(nodes, now_us) == plain.suspects(nodes, now_us)
+            case _:
+                verdicts = quick.verdicts(nodes, now_us)
+                told = [
+                    (type(one).__name__, f"{one.node}: {one.reason}" if isinstance(one, v.NodeLost) else one.node)
+                    for one in verdicts
+                    if isinstance(one, v.NodeLost | v.NodeReturned)
+                ]
+                assert told == plain.verdicts(nodes, now_us)
+                said += len(told)
+                for one in verdicts:
+                    status = NodeStatus.LOST if isinstance(one, v.NodeLost) else NodeStatus.UP
+                    nodes = {**nodes, one.node: node(one.node, status)}  # type: ignore[union-attr]
+    assert said or seed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_running_totals_of_pauses_are_their_sum(seed: int) -> None:
+    drawn = random.Random(seed)
+    pauses, plain, now_us = Pauses(), [], 0
+    for _ in range(300):
+        now_us += drawn.randrange(1, 1000)
+        length_us = drawn.randrange(1, 1000)
+        now_us += length_us
+        pauses.add(now_us, length_us)
+        plain.append((now_us, length_us))
+        since_us = drawn.randrange(now_us + 100)
+        assert pauses.since(since_us) == sum(min(long, end - since_us) for end, long in plain if end > since_us)
+
+
+def test_the_oldest_pauses_are_forgotten() -> None:
+    pauses = Pauses()
+    for number in range(1, 3 * PAUSES_MAX):
+        pauses.add(10 * number, 3)
+    end_us = 10 * (3 * PAUSES_MAX - 1)
+    assert pauses.since(end_us - 10_000) == 3000
+    assert 3 * PAUSES_MAX // 2 <= pauses.since(0) <= 3 * PAUSES_MAX
+
+
+def test_a_judgement_looks_at_no_node_that_was_just_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"n{number}" for number in range(500)]
+    bus = Bus(names)
+    bus.run(3, names)
+    looks = 0
+    attended_us = Liveness.attended_us
+
+    def counted(self: Liveness, since_us: int, now_us: int) -> int:
+        nonlocal looks
+        looks += 1
+        return attended_us(self, since_us, now_us)
+
+    monkeypatch.setattr(Liveness, "attended_us", counted)
+    for _ in range(8):
+        bus.now_us += 100_000
+        bus.liveness.verdicts(bus.nodes, bus.now_us)
+    assert looks <= 8 * 3

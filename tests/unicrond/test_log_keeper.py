@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class SmallServer(EmbeddedServer):
 
 class Bus:
     bus_works = True
+    is_silent = False
 
 
 async def fill_up(log: NatsEventLog) -> tuple[list[str], asyncio.Task[list[int]], Envelope]:
@@ -187,6 +189,50 @@ class Nodes:
 
     def quiet_us(self) -> int:
         return int(self.quiet_s * 1e6)
+
+
+async def is_ended(keeper: LogKeeper, server: Stuck, within_s: float) -> bool:
+    watching = asyncio.create_task(keeper.run())
+    try:
+        await asyncio.wait_for(server.stopped.wait(), within_s)
+    except TimeoutError:
+        return False
+    finally:
+        watching.cancel()
+    return True
+
+
+async def test_a_server_that_takes_anything_is_not_ended(tmp_path: Path) -> None:
+    """Own heartbeats come late because this process is behind; or an append waits while others' go through."""
+    bus, log, nodes, server = Bus(), Log(), Nodes(), Stuck(tmp_path)
+    keeper = LogKeeper(log, bus, server, restart_after_s=0.1, look_every_s=0.01, room_bytes=1, nodes=nodes)
+    bus.bus_works = False
+    nodes.quiet_s = 60
+    assert not await is_ended(keeper, server, 0.4), "beats of others come"
+    bus.is_silent = True
+    nodes.quiet_s = 0.05
+    assert not await is_ended(keeper, server, 0.4), "the log grows"
+    log.trouble = "no answer"
+    assert not await is_ended(keeper, server, 0.4), "the log grows, though our append waits"
+    nodes.quiet_s = 60
+    assert await is_ended(keeper, server, 5)
+
+
+async def test_time_in_which_we_did_not_look_counts_for_nothing(tmp_path: Path) -> None:
+    """The loop stood still for longer than a server is given: it is looked at again before it is ended."""
+    log, server = Log(), Stuck(tmp_path)
+    log.trouble = "no answer"
+    keeper = LogKeeper(log, Bus(), server, restart_after_s=0.3, look_every_s=0.05, room_bytes=1)
+    watching = asyncio.create_task(keeper.run())
+    try:
+        await asyncio.sleep(0.12)
+        time.sleep(0.6)  # noqa: ASYNC251
+        await asyncio.sleep(0.06)
+        log.trouble = ""  # the answer was there
+        await asyncio.sleep(0.3)
+        assert not server.stopped.is_set()
+    finally:
+        watching.cancel()
 
 
 class Probe:

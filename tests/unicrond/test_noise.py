@@ -107,10 +107,10 @@ class Weather:
         first = self.random.randrange(2)  # who comes first after a pause is not to be relied upon
         if first:
             self._hear(5)
-        for verdict in self.liveness.verdicts(self.nodes, {}, self.now_us):
+        for verdict in self.liveness.verdicts(self.nodes, self.now_us):
             self.verdicts.append((self.now_us, verdict))
             status = NodeStatus.LOST if isinstance(verdict, v.NodeLost) else NodeStatus.UP
-            self.nodes[verdict.node] = node(verdict.node, status)  # type: ignore[union-attr]
+            self.nodes = {**self.nodes, verdict.node: node(verdict.node, status)}  # type: ignore[union-attr]
         # In a backlog a judgement may come between any two bits of it.
         self._hear(5 if len(self._inbox) > 20 else 1000)
 

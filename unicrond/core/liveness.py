@@ -3,18 +3,22 @@
 Rules
 -----
 * A node that has been silent for two heartbeats and half a second is lost.
-* Silence says something only while the bus is known to work: the coordinator sends numbered beats of its
-  own through the same stream, four times as often. While they do not come back, no node is judged; once
-  they do, or if one is missing in between (an outage too short for silence to show it), every node has a
-  fresh grace period, and time to connect again before it. So has every node when a coordinator takes over.
+* Silence says something only while own beats come back: the coordinator sends numbered ones through the same stream,
+  four times as often. While they do not, no node is judged; once they do, or if one is missing in between (an outage
+  too short for silence to show it), every node has a fresh grace period, and time to connect again before it. So has
+  every node when a coordinator takes over.
 * Silence says something only while we listen: a pause of this process (a slow disk, a stopped machine)
   is not counted in anybody's silence, for what was said meanwhile may not have been read yet.
+* Own beats that are late are not always the bus's fault. While beats come that are older than the missing ones, or
+  anything else comes, it is this process that is behind (`bus_works`, which people are told).
 * When most of three or more nodes fall silent together, the network is the likelier culprit: they are
   given three times as long.
 * A lost node whose beats are heard again has returned.
 * A node that is late when another is lost is a suspect: they may have gone together (`suspects`). Nodes that are lost
   within one window are one decision: a plan waits for them (`gathers`). Survivors do not wait for the plan.
 * A verdict is said once, and again only if the fold has not taken it a second later (`Said`).
+* A judgement looks at those who were heard longest ago, and at no others: nodes stand in the order in which they were
+  heard. Mappings of nodes that are handed in never change; another one is looked through once.
 
 Verdicts are appended to the log as NodeLost and NodeReturned with the last beat as evidence; the log's
 fold, not this module, is what the cluster believes.
@@ -22,7 +26,8 @@ fold, not this module, is what the cluster believes.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,6 +50,10 @@ JUDGEMENTS = 8
 MOST_SILENT_FACTOR = 3
 #: After so long a verdict that had no effect is said again.
 SAY_AGAIN_US = 1_000_000
+#: Own beats that are missing for so many heartbeats are, though other things than beats come.
+OWN_MISSING_BEATS = 10
+#: Of so many pauses the older half is forgotten.
+PAUSES_MAX = 4096
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -80,19 +89,66 @@ class Said:
         return found
 
 
+class Pauses:
+    """When this process did not listen: stretches of time, one after another. Private mutable state of a Liveness."""
+
+    def __init__(self) -> None:
+        self._ended_us: list[int] = []
+        #: Of each, its length, and that of all before it.
+        self._length_us: list[int] = []
+        self._before_us: list[int] = []
+        self._all_us = 0
+
+    def add(self, ended_us: int, length_us: int) -> None:
+        """One has ended; it began after the end of the one before."""
+        if len(self._ended_us) == PAUSES_MAX:
+            for each in (self._ended_us, self._length_us, self._before_us):
+                del each[: PAUSES_MAX // 2]
+        self._ended_us.append(ended_us)
+        self._length_us.append(length_us)
+        self._before_us.append(self._all_us)
+        self._all_us += length_us
+
+    def since(self, since_us: int) -> int:
+        """How much of the time since then they take."""
+        first = bisect_right(self._ended_us, since_us)
+        if first == len(self._ended_us):
+            return 0
+        before_it_us = max(0, self._length_us[first] - (self._ended_us[first] - since_us))
+        return self._all_us - self._before_us[first] - before_it_us
+
+
 class Liveness:
     """Private mutable state of one coordinator; nothing of it is replayed, its verdicts are."""
 
     def __init__(self, heartbeat_us: int, now_us: int) -> None:
         self.heartbeat_us = heartbeat_us
         self.beats: dict[str, Beat] = {}
+        #: Whether the bus returns our beats, as far as we read it.
         self.bus_works = True
+        #: Nothing comes over the bus at all.
+        self.is_silent = False
+        #: Whether own beats come back in time, so that others' silence says something.
+        self._judges = True
         self._own_heard_us = now_us
         self._own_last = (0, 0)
+        self._own_at_us = 0
+        self._sent_us = now_us
+        self._send_gap_us = 0
+        self._beat_heard_us = now_us
+        self._newest_at_us = 0
+        self._delivered_us = now_us
         self._grace_from_us = now_us
         self._reconnected_us = now_us
         self._judged_us = now_us
-        self._pauses: deque[tuple[int, int]] = deque(maxlen=64)
+        self._pauses = Pauses()
+        #: When each was heard or has joined, the one of longest ago first; those that are not up fall out.
+        self._signs_us: OrderedDict[str, int] = OrderedDict()
+        self._last_sign_us = 0
+        self._keeping: set[str] = set()
+        self._nodes: Mapping[str, Node] = {}
+        self._up: dict[str, int] = {}
+        self._lost: list[str] = []
 
     @property
     def limit_us(self) -> int:
@@ -101,6 +157,7 @@ class Liveness:
 
     def heard(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
         """A beat came through the heartbeat stream."""
+        self._beat_heard_us, self._newest_at_us = now_us, at_us
         if beat.node != OWN_NAME:
             known = self.beats.get(beat.node)
             # An older agent of the name says nothing of the newer one, whom alone the log listens to; until that one
@@ -108,21 +165,39 @@ class Liveness:
             newest = known is None or known.beat is None or beat.agent_boot >= known.beat.agent_boot
             if newest or (known is not None and now_us - known.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
                 self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
+                self._sign(beat.node, now_us)
+                (self._keeping.add if beat.kept_back else self._keeping.discard)(beat.node)
             return
         term, number = self._own_last
         is_one_missing = beat.agent_boot == term and beat.beat > number + 1
-        if is_one_missing or not self.bus_works:
-            self.bus_works = True
+        if is_one_missing or not self._judges:
+            self._judges = True
             self.grace(now_us)
-        self._own_heard_us = now_us
+        self.bus_works, self.is_silent = True, False
+        self._own_heard_us, self._own_at_us = now_us, at_us
         self._own_last = (beat.agent_boot, beat.beat)
+        self._send_gap_us = 0
+
+    def joined(self, node: str, now_us: int) -> None:
+        """The coordinator has seen a NodeJoined."""
+        self._sign(node, now_us)
+
+    def sent(self, now_us: int) -> None:
+        """An own beat goes out."""
+        self._send_gap_us = max(self._send_gap_us, now_us - self._sent_us)
+        self._sent_us = now_us
+
+    def delivered(self, now_us: int) -> None:
+        """Something else than a beat came from the bus."""
+        self._delivered_us = now_us
 
     def kept_back(self, now_us: int) -> dict[str, KeptBack]:
         """Per node that is heard, what it keeps back; of most nodes nothing."""
+        keeping = ((name, self.beats[name]) for name in sorted(self._keeping))
         return {
             name: KeptBack(told.beat.kept_back, told.beat.kept_back_us)
-            for name, told in sorted(self.beats.items())
-            if told.beat is not None and told.beat.kept_back and now_us - told.heard_us <= self.limit_us
+            for name, told in keeping
+            if told.beat is not None and now_us - told.heard_us <= self.limit_us
         }
 
     def grace(self, now_us: int) -> None:
@@ -131,73 +206,106 @@ class Liveness:
         self._reconnected_us = now_us + RECONNECT_US
         self._own_heard_us = now_us
 
-    def verdicts(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> list[v.AnyEvent]:
-        """NodeLost and NodeReturned that the beats call for.
-
-        `joined_us`: when (monotonic) this coordinator saw each node's last NodeJoined.
-        """
+    def verdicts(self, nodes: Mapping[str, Node], now_us: int) -> list[v.AnyEvent]:
+        """NodeLost and NodeReturned that the beats call for. `nodes` is never changed, another one is handed in."""
         if now_us - self._judged_us > 2 * self.heartbeat_us // JUDGEMENTS:
-            self._pauses.append((now_us, now_us - self._judged_us))
+            self._pauses.add(now_us, now_us - self._judged_us)
         self._judged_us = now_us
-        if self._attended_us(self._own_heard_us, now_us) > self.heartbeat_us:
-            self.bus_works = False
-        if not self.bus_works:
+        if self.attended_us(self._own_heard_us, now_us) > self.heartbeat_us:
+            self._judges = False
+            self._find_fault(now_us)
+        if not self._judges:
             return []
-        silence = self._silence(nodes, joined_us, now_us)
-        up = list(silence)
-        late = [name for name in up if silence[name] > self.limit_us]
+        self._see(nodes)
         limit_us = self.limit_us
-        if len(up) >= 3 and 2 * len(late) > len(up):
+        silence = self._silence(limit_us, now_us)
+        if len(self._up) >= 3 and 2 * len(silence) > len(self._up):
             limit_us *= MOST_SILENT_FACTOR
         verdicts: list[v.AnyEvent] = [
             v.NodeLost(
                 node=name,
                 evidence=self._evidence(name),
-                reason=f"no heartbeat for {silence[name] / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)",
+                reason=f"no heartbeat for {silent_us / 1e6:.2f} s (limit {limit_us / 1e6:.2f} s)",
             )
-            for name in late
-            if silence[name] > limit_us
+            for name, silent_us in silence.items()
+            if silent_us > limit_us
         ]
         verdicts += [
-            v.NodeReturned(node=node.name, evidence=self._evidence(node.name))
-            for node in nodes.values()
-            if node.status is NodeStatus.LOST and self._beats_again(node, now_us)
+            v.NodeReturned(node=name, evidence=self._evidence(name))
+            for name in self._lost
+            if self._beats_again(nodes[name], now_us)
         ]
         return verdicts
 
-    def suspects(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> list[str]:
+    def suspects(self, nodes: Mapping[str, Node], now_us: int) -> list[str]:
         """Nodes that are late, by more than half a heartbeat: another moment will tell whether they are lost."""
-        if not self.bus_works:
+        if not self._judges:
             return []
-        late_us = self.heartbeat_us * 3 // 2
-        return [name for name, silent_us in self._silence(nodes, joined_us, now_us).items() if silent_us > late_us]
+        self._see(nodes)
+        return list(self._silence(self.heartbeat_us * 3 // 2, now_us))
 
-    def gathers(
-        self, lost_us: int | None, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int
-    ) -> bool:
+    def gathers(self, lost_us: int | None, nodes: Mapping[str, Node], now_us: int) -> bool:
         """Whether a plan waits, since more nodes may be lost together with the one that was lost at `lost_us`.
 
         So it is while others are late, and at most for as long as a node may be silent.
         """
         if lost_us is None or now_us - lost_us > self.limit_us:
             return False
-        return bool(self.suspects(nodes, joined_us, now_us))
+        return bool(self.suspects(nodes, now_us))
 
-    def _silence(self, nodes: Mapping[str, Node], joined_us: Mapping[str, int], now_us: int) -> dict[str, int]:
-        up = [node.name for node in nodes.values() if node.status is NodeStatus.UP]
-        return {name: self._attended_us(self._heard(name, joined_us), now_us) for name in up}
-
-    def _attended_us(self, since_us: int, now_us: int) -> int:
+    def attended_us(self, since_us: int, now_us: int) -> int:
         """The time since then, without our pauses."""
-        return (
-            now_us
-            - since_us
-            - sum(min(length_us, ended_us - since_us) for ended_us, length_us in self._pauses if ended_us > since_us)
-        )
+        return now_us - since_us - self._pauses.since(since_us)
 
-    def _heard(self, name: str, joined_us: Mapping[str, int]) -> int:
-        beat = self.beats.get(name)
-        return max(self._reconnected_us, joined_us.get(name, 0), beat.heard_us if beat else 0)
+    def _find_fault(self, now_us: int) -> None:
+        """Own beats are late: is it the bus?"""
+        beats_come = self.attended_us(self._beat_heard_us, now_us) <= self.heartbeat_us
+        others_come = self.attended_us(self._delivered_us, now_us) <= self.heartbeat_us
+        self.is_silent = not beats_come and not others_come
+        if beats_come:
+            # Of one stream: where a newer beat is read than ours could be, ours is not there.
+            unsent_us = max(self._send_gap_us, now_us - self._sent_us)
+            self.bus_works = self._newest_at_us - self._own_at_us <= self.heartbeat_us + unsent_us
+        elif others_come:
+            missing_us = self.attended_us(self._own_heard_us, now_us)
+            self.bus_works = missing_us <= OWN_MISSING_BEATS * self.heartbeat_us
+        else:
+            self.bus_works = False
+
+    def _sign(self, node: str, now_us: int) -> None:
+        """A sign of life; the newest stand at the end."""
+        self._last_sign_us = max(self._last_sign_us, now_us)
+        self._signs_us[node] = self._last_sign_us
+        self._signs_us.move_to_end(node)
+
+    def _see(self, nodes: Mapping[str, Node]) -> None:
+        """Take note of nodes that were handed in for the first time."""
+        if nodes is self._nodes:
+            return
+        self._nodes = nodes
+        self._up = {node.name: place for place, node in enumerate(nodes.values()) if node.status is NodeStatus.UP}
+        self._lost = [node.name for node in nodes.values() if node.status is NodeStatus.LOST]
+        unheard = [name for name in self._up if name not in self._signs_us]
+        if unheard:
+            known = {name: self.beats[name].heard_us if name in self.beats else 0 for name in unheard}
+            in_order = sorted([*known.items(), *self._signs_us.items()], key=lambda each: each[1])
+            self._signs_us = OrderedDict(in_order)
+
+    def _silence(self, longer_us: int, now_us: int) -> dict[str, int]:
+        """How long nodes have been silent that are up and were silent for longer than that; in the order of nodes."""
+        found: dict[str, int] = {}
+        gone: list[str] = []
+        for name, sign_us in self._signs_us.items():
+            silent_us = self.attended_us(max(self._reconnected_us, sign_us), now_us)
+            if silent_us <= longer_us:
+                break
+            if name in self._up:
+                found[name] = silent_us
+            else:
+                gone.append(name)
+        for name in gone:
+            del self._signs_us[name]
+        return dict(sorted(found.items(), key=lambda each: self._up[each[0]]))
 
     def _beats_again(self, node: Node, now_us: int) -> bool:
         beat = self.beats.get(node.name)

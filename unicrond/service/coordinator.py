@@ -201,12 +201,14 @@ class Coordinator:
         return self.liveness.kept_back(self._clock.monotonic_us())
 
     def quiet_us(self) -> int:
-        """For how long nothing has come from the log."""
-        return self._clock.monotonic_us() - self._read_us
+        """For how long nothing has come from the log, neither an entry nor an acknowledgement, though we listened."""
+        return self.liveness.attended_us(self._read_us, self._clock.monotonic_us())
 
     async def submit(self, envelope: Envelope) -> int:
         """Append an observation that a person made (API); its sequence number."""
-        return (await self._event_log.append([envelope]))[0]
+        (seq,) = await self._event_log.append([envelope])
+        self._delivered()
+        return seq
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -251,9 +253,13 @@ class Coordinator:
     async def _read(self) -> None:
         async with aclosing(self._event_log.read(self.state.seq)) as entries:
             async for entry in entries:
-                self._read_us = self._clock.monotonic_us()
+                self._delivered()
                 await self._inbox.put(entry)
         raise RuntimeError("the event log ended, which must not happen")
+
+    def _delivered(self) -> None:
+        self._read_us = self._clock.monotonic_us()
+        self._watch.delivered()
 
     def _fold(self, entry: Entry) -> None:
         before = self.state
@@ -374,6 +380,7 @@ class Coordinator:
         require_sound(self.state, [envelope for batch in wrapped for envelope in batch])
         for batch in wrapped:
             seqs = await self._event_log.append(batch, fence=self._fence)
+            self._delivered()
             self._hold_seq = max(self._hold_seq, *seqs)
 
     def _wrap(self, event: AnyEvent, term: int) -> Envelope:

@@ -13,6 +13,8 @@ Rules
   its limit is three quarters of what was free when it started). So an embedded one that takes nothing for
   RESTART_AFTER_S although there is room is ended, and its keeper starts it again; once, where nothing but
   what nodes say speaks for it, and not where the stream itself refuses.
+* A server that takes anything is not ended: not while the log grows, nor for own heartbeats that are missing or a
+  question without an answer while others' beats come. Time in which this process did not look is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -47,9 +48,10 @@ class TroubledLog(Protocol):
 
 
 class Bus(Protocol):
-    """What knows whether own heartbeats come back."""
+    """What knows whether own heartbeats come back, and whether anything comes."""
 
     bus_works: bool
+    is_silent: bool
 
 
 class Probe(Protocol):
@@ -71,7 +73,7 @@ class Nodes(Protocol):
         ...
 
     def quiet_us(self) -> int:
-        """For how long nothing has come from the log."""
+        """For how long nothing has come from the log, neither an entry nor an acknowledgement."""
         ...
 
 
@@ -152,7 +154,7 @@ class LogKeeper:
             await asyncio.sleep(PROBE_EVERY_S)
 
     async def _watch(self) -> None:
-        since_s: float | None = None
+        looks = 0  # that saw trouble, one after another: what a clock says counts our own delays
         told = ""
         restarted = False
         while True:
@@ -161,19 +163,25 @@ class LogKeeper:
             if not trouble:
                 if told:
                     log.info("the log accepts appends again")
-                since_s, told, restarted = None, "", False
+                looks, told, restarted = 0, "", False
                 continue
-            now_s = time.monotonic()
-            if since_s is None:
-                since_s = now_s
-            elif not told and now_s - since_s >= self._look_every_s:
+            looks += 1
+            if looks > 1 and not told:
                 told = trouble
                 log.warning("the coordinator cannot decide: %s; appends wait, nothing is lost", trouble)
             refuses = self._probe is not None and self._probe.is_settled
-            if now_s - since_s < self._restart_after_s or refuses or (restarted and not self._seen_here):
+            if (looks - 1) * self._look_every_s < self._restart_after_s or refuses or self._takes_something:
+                continue
+            if restarted and not self._seen_here:
                 continue
             if await self._restart_with_room():
-                since_s, restarted = now_s, True
+                looks, restarted = 1, True
+
+    @property
+    def _takes_something(self) -> bool:
+        if self._nodes is not None and self._nodes.quiet_us() < self._restart_after_s * 1e6:
+            return True
+        return not (self._event_log.trouble or self._told_by_nodes or self._bus.is_silent)
 
     async def _restart_with_room(self) -> bool:
         """End an embedded server that takes nothing although there is room; whether that was tried."""

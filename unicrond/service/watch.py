@@ -25,14 +25,13 @@ class Watch:
         self._beat_log = beat_log
         self._heartbeat_s = heartbeat_s
         self._clock = clock
-        self._joined_us: dict[str, int] = {}
         self._lost_us: int | None = None
         self._said = Said()
 
     def folded(self, event: AnyEvent, *, live: bool) -> None:
         """The coordinator has folded `event`. `live`: what it tells has just happened."""
         if isinstance(event, NodeJoined):
-            self._joined_us[event.node] = self._clock.monotonic_us()
+            self.liveness.joined(event.node, self._clock.monotonic_us())
         elif isinstance(event, NodeLost) and live:
             self._lost_us = self._clock.monotonic_us()
 
@@ -41,6 +40,7 @@ class Watch:
         number = 0
         while True:
             number += 1
+            self.liveness.sent(self._clock.monotonic_us())
             beat = Heartbeat(node=OWN_NAME, agent_boot=term, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
             await self._beat_log.publish(
                 Envelope(producer=OWN_NAME, boot=term, number=number, observed_at_us=self._clock.wall_us(), event=beat)
@@ -57,13 +57,17 @@ class Watch:
                     )
         raise RuntimeError("the heartbeat log ended, which must not happen")
 
+    def delivered(self) -> None:
+        """Something came from the log: an entry, or an acknowledgement."""
+        self.liveness.delivered(self._clock.monotonic_us())
+
     async def pause(self) -> None:
         """Until it is time to judge again."""
         await asyncio.sleep(self._heartbeat_s / JUDGEMENTS)
 
     def verdicts(self, nodes: Mapping[str, Node]) -> list[AnyEvent]:
         """What the beats call for now; to be asked at each judgement, or it passes for a pause of ours."""
-        return self.liveness.verdicts(nodes, self._joined_us, self._clock.monotonic_us())
+        return self.liveness.verdicts(nodes, self._clock.monotonic_us())
 
     def news(self, verdicts: list[AnyEvent]) -> list[AnyEvent]:
         """Those of the verdicts that are to be appended."""
@@ -71,4 +75,4 @@ class Watch:
 
     def gathers(self, nodes: Mapping[str, Node]) -> bool:
         """Whether a plan waits for more losses now."""
-        return self.liveness.gathers(self._lost_us, nodes, self._joined_us, self._clock.monotonic_us())
+        return self.liveness.gathers(self._lost_us, nodes, self._clock.monotonic_us())

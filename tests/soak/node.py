@@ -1,0 +1,408 @@
+"""One node of the soak: the real agent around light workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from agents.command_consumer import until_commands_can_come
+from agents.outbox import Outbox
+from agents.protocol.marks import Mark
+from agents.protocol.messages import (
+    Captured,
+    Committed,
+    Exited,
+    Forked,
+    Hello,
+    Inventory,
+    Kill,
+    Membership,
+    Parked,
+    Quit,
+    Ready,
+    Regrouped,
+    Spawn,
+    ToForkServer,
+    ToWorker,
+)
+from agents.shell import Shell
+from agents.state import (
+    Checked,
+    Config,
+    CopyState,
+    Held,
+    InjectIntoNode,
+    Input,
+    LogSeen,
+    NodeFaultInjected,
+    Remembered,
+    RunCheck,
+    WorkerSaid,
+)
+from events.envelope import Entry, Envelope
+from events.log import Fence
+from events.nats_commands import NatsCommandFeed
+from events.nats_connection import Connection, Login, connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_terms import Terms
+from events.schemas import SCHEMA, spoken_schema, told_version
+from events.vocabulary import CoordinatorStarted, MemoryService, TaskSpec
+
+#: (task, generation, urgent, members, nodes of these): of a membership that workers here were told.
+Told = tuple[str, int, bool, int, int]
+_pids = itertools.count(1000)
+
+
+class Clock:
+    """All workers of a task are at the same iteration, as the clock says: they meet without a word."""
+
+    def __init__(self, iteration_s: float, kept_every_s: float) -> None:
+        self.iteration_s = iteration_s
+        self.kept_every_s = kept_every_s
+
+    def iteration(self) -> int:
+        """The last one that is committed. Of the wall clock, which processes share; from 1 on."""
+        return int((time.time() - 1_700_000_000) / self.iteration_s)
+
+
+class Worker:
+    """A light worker: it has no model and no peers, and does what it is told at once."""
+
+    def __init__(self, node: Node, spawn: Spawn) -> None:
+        self.node = node
+        self.name = spawn.launch.worker
+        self.spec: TaskSpec = spawn.launch.spec
+        self.slot = spawn.slot
+        self.pid = next(_pids)
+        self.membership: Membership | None = None
+        self.told = 0
+        self.was_member = False
+        self._committed = 0
+
+    @property
+    def task(self) -> str:
+        return self.spec.name
+
+    @property
+    def leads(self) -> bool:
+        return self.membership is not None and self.membership.members[0].worker == self.name
+
+    def hear(self, message: ToWorker) -> None:
+        if isinstance(message, Quit):
+            self.node.ended(self, 0)
+        elif isinstance(message, Membership) and message.generation > self.told:
+            self.told = message.generation
+            if any(member.worker == self.name for member in message.members):
+                self._follow(message)
+            elif self.was_member:
+                self.membership = None
+                self.say(Parked(generation=message.generation, iteration=self.node.clock.iteration()))
+
+    def _follow(self, membership: Membership) -> None:
+        source: Any = "own"
+        if not self.was_member:
+            source = "init" if len(membership.joiners) == len(membership.members) else "replica"
+        self.membership, self.was_member = membership, True
+        iteration = self.node.clock.iteration() + 1
+        self._committed = iteration - 1
+        self.say(
+            Regrouped(generation=membership.generation, iteration=iteration, dealt=0, duration_us=1000, source=source)
+        )
+        self.node.on_regrouped(self, membership)
+
+    def commit(self) -> None:
+        """As the lead: what the clock says is done since the last time."""
+        membership, iteration = self.membership, self.node.clock.iteration()
+        if membership is None or iteration <= self._committed:
+            return
+        first, self._committed = self._committed + 1, iteration
+        count = len(membership.members)
+        dealt = self.spec.global_batch // self.spec.micro_batch
+        shares = tuple(dealt // count + (rank < dealt % count) for rank in range(count))
+        for each in range(first, iteration + 1):
+            self.say(
+                Committed(
+                    generation=membership.generation,
+                    iteration=each,
+                    samples=self.spec.global_batch,
+                    samples_digest=each,
+                    loss=1.0,
+                    duration_us=int(self.node.clock.iteration_s * 1e6),
+                    micro_batches_by_rank=shares,
+                    redone=0,
+                )
+            )
+
+    def keep(self) -> None:
+        """Its state is in the node's memory."""
+        if self.membership is not None:
+            self.say(
+                Captured(
+                    shard=0,
+                    iteration=self.node.clock.iteration(),
+                    generation=self.membership.generation,
+                    size_bytes=1 << 30,
+                    shards=1,
+                    duration_us=1000,
+                )
+            )
+
+    def say(self, message: Any) -> None:
+        self.node.feed(WorkerSaid(worker=self.name, message=message))
+
+
+class Acknowledged:
+    """An EventLog that notes what it has acknowledged."""
+
+    def __init__(self, log: NatsEventLog, note: Callable[[str, int, int, int], None]) -> None:
+        self._log = log
+        self._note = note
+
+    async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
+        seqs = await self._log.append(envelopes, fence=fence)
+        for envelope, seq in zip(envelopes, seqs, strict=True):
+            self._note(envelope.producer, envelope.boot, envelope.number, seq)
+        return seqs
+
+    async def claim_term(self, envelope: Envelope) -> Fence:
+        raise AssertionError("agents claim no terms")
+
+    def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncGenerator[Entry, None]:
+        raise AssertionError("agents do not read the log")
+
+    async def skips(self) -> dict[int, str]:
+        raise AssertionError("agents do not read the log")
+
+    async def last_seq(self) -> int:
+        raise AssertionError("agents do not read the log")
+
+    async def close(self) -> None:
+        """The connection is the node's."""
+
+
+class Still:
+    """Workers' marks are not watched: they have none."""
+
+    def follow(self, worker: str, pid: int) -> None: ...
+
+    def drop(self, worker: str) -> Mark | None:
+        return None
+
+    def close(self) -> None: ...
+
+    def now_us(self) -> int:
+        return time.monotonic_ns() // 1000
+
+    def mark(self, worker: str) -> Mark | None:
+        return None
+
+    def take_away(self, worker: str) -> Mark | None:
+        return None
+
+    def is_stopped(self, pid: int) -> bool:
+        return False
+
+    def waited_us(self, pid: int) -> int:
+        return 0
+
+
+class Node(Shell):
+    """One life of a node. `on_told`: told of each membership that a worker here gets, and when; `on_regrouped`: of each
+    worker that follows one; `note`: see Acknowledged."""
+
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        login: Login,
+        slots: int,
+        heartbeat_s: float,
+        clock: Clock,
+        *,
+        on_told: Callable[[Node, Membership, str], None],
+        on_regrouped: Callable[[Worker, Membership], None],
+        note: Callable[[str, int, int, int], None],
+    ) -> None:
+        self.name = name
+        self.clock = clock
+        self.workers: dict[str, Worker] = {}
+        self.on_told = on_told
+        self.on_regrouped = on_regrouped
+        self.joined_s = 0.0
+        self._urls = urls
+        self._login = login
+        self._heartbeat_s = heartbeat_s
+        self._note = note
+        self._tasks: set[asyncio.Task[None]] = set()
+        boot = self.now_us()
+        config = Config(
+            node=name,
+            address="127.0.0.1",
+            slots=slots,
+            version=told_version("soak", SCHEMA),
+            agent_boot=boot,
+            agent_socket="/run/agent.sock",
+            logs="/run/logs",
+            memory=MemoryService(node=name, host="127.0.0.1", port=9, token="soak"),
+        )
+        super().__init__(config, Remembered(), Outbox(name, boot, self.now_us), Still())
+        self.watch = Still()  # type: ignore[assignment]
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The node is switched on."""
+        self._spawn(self._serve())
+
+    async def die(self) -> None:
+        """The node is switched off: nobody says a word."""
+        self.closed = True
+        self.workers.clear()
+        self.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def kill_worker(self) -> str:
+        """A member of the node dies by SIGKILL; its name, "" where there is none."""
+        for worker in self.workers.values():
+            if worker.membership is not None and not worker.leads:
+                self.ended(worker, signal.SIGKILL)
+                return worker.name
+        return ""
+
+    def ended(self, worker: Worker, status: int) -> None:
+        """A worker's process has ended."""
+        if self.workers.pop(worker.name, None) is not None:
+            said = Exited(worker=worker.name, pid=worker.pid, status=status)
+            asyncio.get_running_loop().call_soon(self._say, said)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.closed:
+            raise error
+
+    async def _serve(self) -> None:
+        """As agents/daemon.py, without files and sockets."""
+        connection = await connect(self._urls, name=f"agent {self.name}", login=self._login)
+        try:
+            terms = Terms(connection, self._coordinator_started)
+            await terms.ask()
+            self.fork_server_said(Inventory(store_port=9, workers=()))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send_beats(connection))
+                feed: Any = NatsCommandFeed(connection, self.name)
+                if hasattr(feed, "follow"):  # memberships are told by the log itself
+                    await feed.follow(self.tasks_here())  # type: ignore[attr-defined]
+                else:
+                    await until_commands_can_come(connection, self.name)
+                self.feed(LogSeen(identity="soak"))
+                group.create_task(terms.follow())
+                group.create_task(self.outbox.run(Acknowledged(NatsEventLog(connection), self._acknowledged)))
+                group.create_task(self._take_commands(feed))
+                group.create_task(self._train())
+        finally:
+            await connection.close()
+
+    def _acknowledged(self, producer: str, boot: int, number: int, seq: int) -> None:
+        self.joined_s = self.joined_s or time.monotonic()
+        self._note(producer, boot, number, seq)
+
+    def _coordinator_started(self, event: CoordinatorStarted) -> None:
+        self.outbox.schema = min(SCHEMA, spoken_schema(event.version))
+
+    async def _send_beats(self, connection: Connection) -> None:
+        beats = NatsBeatLog(connection)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + self._heartbeat_s * (hash(self.name) % 1000) / 1000
+        while True:
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+            kept_back, kept_back_us = self.outbox.kept_back(time.monotonic())
+            await beats.publish(
+                self.beat(load_milli=100, memory_free_bytes=1 << 40, kept_back=kept_back, kept_back_us=kept_back_us)
+            )
+            due_s = max(due_s + self._heartbeat_s, loop.time())
+
+    async def _take_commands(self, feed: Any) -> None:
+        await self.has_joined.wait()
+        if hasattr(self, "take_entries"):
+            await self.take_entries(feed)
+            return
+        async with aclosing(feed.read()) as commands:
+            async for recorded in commands:
+                self.commanded(recorded)
+
+    async def _train(self) -> None:
+        """Iterations are committed, and states kept."""
+        kept_s = time.monotonic()
+        while True:
+            await asyncio.sleep(self.clock.iteration_s)
+            for worker in list(self.workers.values()):
+                if worker.leads:
+                    worker.commit()
+            if self.clock.kept_every_s and time.monotonic() - kept_s >= self.clock.kept_every_s:
+                kept_s = time.monotonic()
+                for worker in {worker.task: worker for worker in self.workers.values()}.values():
+                    worker.keep()
+
+    # --- the ports of the shell ------------------------------------------------------------------
+
+    def now_us(self) -> int:
+        return time.time_ns() // 1000
+
+    def remember(self, memory: Remembered) -> None: ...
+
+    def core_failed(self, given: Input) -> None:
+        raise  # anew: called while it is handled
+
+    def tell_worker(self, worker: str, message: ToWorker) -> None:
+        light = self.workers.get(worker)
+        if light is None:
+            return
+        if isinstance(message, Membership):
+            self.on_told(self, message, light.task)
+        asyncio.get_running_loop().call_soon(light.hear, message)
+
+    def tell_fork_server(self, message: ToForkServer) -> None:
+        if isinstance(message, Spawn):
+            worker = Worker(self, message)
+            self.workers[worker.name] = worker
+            asyncio.get_running_loop().call_soon(self._born, worker)
+        elif isinstance(message, Kill) and message.worker in self.workers:
+            self.ended(self.workers[message.worker], message.signal)
+
+    def _born(self, worker: Worker) -> None:
+        self._say(Forked(worker=worker.name, pid=worker.pid))
+        if worker.name in self.workers:
+            hello = Hello(worker=worker.name, task=worker.task, pid=worker.pid, generation=0, ready=False)
+            self.worker_connected(hello)
+            worker.say(Ready())
+
+    def _say(self, message: Any) -> None:
+        self.fork_server_said(message)
+
+    def copy(self, order: CopyState) -> None: ...
+
+    def inject_into_node(self, order: InjectIntoNode) -> None:
+        self.feed(NodeFaultInjected(command_id=order.command_id, reason="not here"))
+
+    def check(self, order: RunCheck) -> None:
+        self.feed(Checked(command_id=order.command_id, passed=True, duration_us=1000, detail="light"))
+
+    def disconnect(self, worker: str, why: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def held_states(self) -> Iterable[Held]:
+        return ()
