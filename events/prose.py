@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
+from events.seats import workers_in
 from events.vocabulary import (
     AcceleratorReported,
     AnyCommand,
@@ -32,6 +33,7 @@ from events.vocabulary import (
     InjectFault,
     InjectionRequested,
     MembershipDecided,
+    MembershipPart,
     NodeChecked,
     NodeCordoned,
     NodeIsolated,
@@ -42,6 +44,7 @@ from events.vocabulary import (
     NodeReturned,
     NodeUncordoned,
     Observation,
+    PeersDecided,
     PeersRemembered,
     PlanAdopted,
     RepairEnded,
@@ -50,6 +53,7 @@ from events.vocabulary import (
     SetMembership,
     SetPeers,
     StartWorker,
+    StartWorkers,
     StateKept,
     StateSource,
     StateTaken,
@@ -95,8 +99,8 @@ _Remedy: TypeAlias = (
     NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded | IncidentEscalated | TransitionCompleted
 )
 _Course: TypeAlias = (
-    CoordinatorStarted | EntrySkipped | DeadlinePassed | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
-    | ThroughputCorrected | FailureRateEstimated
+    CoordinatorStarted | EntrySkipped | DeadlinePassed | PlanAdopted | MembershipPart | MembershipDecided | PeersDecided
+    | TaskReshaped | TaskFailed | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
 
 
@@ -335,12 +339,24 @@ def _course(event: _Course) -> str:
             took = f", {event.way} in {event.took_us} us" if event.took_us else ""
             return f"plan {event.epoch} ({event.trigger}{took}): {shares}; {event.reason}"
         case MembershipDecided():
-            joiners = f", {len(event.joiners)} joining" if event.joiners else ""
+            told = event.told
+            members = len(event.members) + (workers_in(told.seats) if told else 0)
+            joining = len(event.joiners) + (workers_in(run for run in told.seats if run.joins) if told else 0)
+            joiners = f", {joining} joining" if joining else ""
+            parts = f" and those of {_count(told.parts, 'part')}" if told and told.parts else ""
             urgent = "at once" if event.urgent else "at the next iteration"
             return (
-                f"task {event.task} generation {event.generation}: {_count(len(event.members), 'member')}{joiners},"
+                f"task {event.task} generation {event.generation}: {_count(members, 'member')}{joiners}{parts},"
                 f" {urgent}; {event.reason}"
             )
+        case MembershipPart():
+            return (
+                f"task {event.task} generation {event.generation}, part {event.part}:"
+                f" {_count(workers_in(event.seats), 'member')}, decided with the last part"
+            )
+        case PeersDecided():
+            nodes = ", ".join(peer.node for peer in event.peers) or "no node"
+            return f"the state of task {event.task} is copied to {nodes}"
         case TaskReshaped():
             return (
                 f"task {event.task} has tp {event.tp}, pp {event.pp} and {event.min_workers} to {event.max_workers}"
@@ -367,6 +383,10 @@ def _commanded(event: AnyCommand) -> str:
                 f"start worker {event.worker} of task {event.spec.name} on {event.node}"
                 f" as replica {event.replica}, shard {event.shard}"
             )
+        case StartWorkers():
+            numbers = ", ".join(str(start.number) for start in event.starts[:8])
+            more = ", ..." if len(event.starts) > 8 else ""
+            return f"start workers {numbers}{more} of task {event.spec.name} on {event.node}"
         case StopWorker():
             return f"stop worker {event.worker} of task {event.task} on {event.node}: {event.reason}"
         case SetMembership():

@@ -65,6 +65,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "troubles.early_below",
     "group.meetings",
     "group.overdue",
+    "group.telling",
 )
 
 
