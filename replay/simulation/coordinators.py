@@ -87,7 +87,7 @@ class Coordinators:
             self._heartbeat_s,
             self.clock,
             process=f"head:{len(self.heads)}",
-            schema=self._versions.choice((FIRST, SCHEMA, SCHEMA)),
+            schema=self._versions.choice((FIRST, 2, *[SCHEMA] * 4)),
             readmission=_READMISSION,
             repair=self._repair,
         )

@@ -101,8 +101,9 @@ def commands_can_be_read(known: ClusterState, entry: Recorded) -> str:
     return f"{where} needs schema {needs}, its reader has {reads}" if needs > reads else ""
 
 
-def decisions_take_effect(before: ClusterState, entry: Entry) -> str:
-    """The hold: a coordinator that does not wait for its own events decides again what it has decided."""
+def decisions_take_effect(before: ClusterState, known: ClusterState, entry: Entry) -> str:
+    """The hold: a coordinator that does not wait for its own events decides again what it has decided. `known`: the
+    state that it was decided in."""
     if not isinstance(entry, Recorded) or entry.envelope.term != before.term:
         return ""
     event, where = entry.envelope.event, f"entry {entry.seq}: {type(entry.envelope.event).__name__}"
@@ -114,11 +115,13 @@ def decisions_take_effect(before: ClusterState, entry: Entry) -> str:
             if task is None or generation != task.generation + 1:
                 return f"{where} of {name} has generation {generation} after {task.generation if task else 'nothing'}"
         case v.StartWorker(spec=spec) | v.StartWorkers(spec=spec):
-            task = before.tasks.get(spec.name)
-            each = (event,) if isinstance(event, v.StartWorker) else starts(event)
-            first = min((int(start.worker.rpartition(".")[2]) for start in each), default=0)
-            if task is not None and first < task.numbers.next_worker:
-                return f"{where} starts {first}, though {task.numbers.next_worker} is the next free number"
+            task, then = before.tasks.get(spec.name), known.tasks.get(spec.name)
+            for start in (event,) if isinstance(event, v.StartWorker) else starts(event):
+                number = int(start.worker.rpartition(".")[2])
+                if task is not None and start.worker in task.workers:
+                    return f"{where} starts {start.worker}, which is there"
+                if then is not None and number < then.numbers.next_worker:
+                    return f"{where} starts {start.worker}, though {then.numbers.next_worker} is the next free number"
         case v.MembershipPart(task=name, generation=generation, part=part) if part > 1:
             task = before.tasks.get(name)
             telling = task.group.telling if task is not None else None

@@ -1,7 +1,8 @@
 """The log's clients on one machine: event log, heartbeats, commands. They ask again until they are answered.
 
 An `Endpoint` is one process's connection. Its owner may be made to crash at the boundaries of its next append:
-"before" it is sent, "sent" (it is under way), "acknowledged" (the log holds it, nothing was done about that yet).
+"before" it is sent, "sent" (it is under way), "acknowledged" (the log holds it, nothing was done about that yet);
+"part": of the next one with a part of a membership, once the log holds that.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, claimed_term, encode_batch
 from events.skips import skips_in
-from events.vocabulary import Heartbeat
+from events.vocabulary import Heartbeat, MembershipPart
 from replay.simulation.log_server import FencedReply, LogServer, Reply
 from replay.simulation.network import Link
 
 #: A real client asks again after so long without an answer.
 ANSWER_S = 0.5
-Boundary = Literal["", "before", "sent", "acknowledged"]
+Boundary = Literal["", "before", "sent", "acknowledged", "part"]
 #: Told of every append that was acknowledged.
 Witness = Callable[[Sequence[Envelope], Sequence[int]], None]
 
@@ -45,6 +46,8 @@ class Endpoint:
         seqs: list[int] = await self._ask(lambda reply: self._server.append(envelopes, bodies, fence, reply))
         self._witness(envelopes, seqs)
         await self._boundary("acknowledged")
+        if any(isinstance(envelope.event, MembershipPart) for envelope in envelopes):
+            await self._boundary("part")
         return seqs
 
     async def claim_term(self, envelope: Envelope) -> Fence:

@@ -105,9 +105,9 @@ class Witness:
             self.joined[event.node] = event.agent_boot
         self.broke("newest_term_decides", rules.newest_term_decides(self._term, entry))
         self.broke("symptoms_are_no_incidents", rules.symptoms_are_no_incidents(after))
-        self.broke("decisions_take_effect", rules.decisions_take_effect(before, entry))
         if envelope.term and envelope.term == before.term:
             known = self.states[envelope.based_on]
+            self.broke("decisions_take_effect", rules.decisions_take_effect(before, known, entry))
             self.broke("commands_can_be_read", rules.commands_can_be_read(known, entry))
         self._readmission(before, event, is_ruling=envelope.term == before.term)
         if isinstance(event, v.PlanAdopted):

@@ -84,6 +84,8 @@ class MiniCluster:
     def __init__(self, seed: int, policy: Policy | None = None, *, check_s: float = 0.0, repair_s: float = 0.0) -> None:
         """`check_s`, `repair_s`: limits of health checks and repairs; 0: there are none."""
         self.limits_s = (check_s, repair_s)
+        #: What the coordinator writes, from its next start on.
+        self.schema = SCHEMA
         self.random = random.Random(seed)
         self.policy = policy or Policy()
         self.state = ClusterState()
@@ -137,7 +139,9 @@ class MiniCluster:
         term = self.state.term + 1
         policy = Settings(self.policy, 1.0, *self.limits_s).numbers()
         self.append(
-            v.CoordinatorStarted(term=term, version=told_version("test", SCHEMA), policy=policy), "coordinator", term
+            v.CoordinatorStarted(term=term, version=told_version("test", self.schema), policy=policy),
+            "coordinator",
+            term,
         )
         self._passed.clear()
         self._solutions.clear()
