@@ -34,6 +34,7 @@ from events.vocabulary import (
     InjectionRequested,
     MembershipDecided,
     MembershipPart,
+    MemoryService,
     NodeChecked,
     NodeCordoned,
     NodeIsolated,
@@ -62,7 +63,6 @@ from events.vocabulary import (
     StopWorker,
     StragglerObserved,
     StragglerRecovered,
-    TaskAssignment,
     TaskCancelled,
     TaskCompleted,
     TaskFailed,
@@ -335,7 +335,7 @@ def _course(event: _Course) -> str:
         case DeadlinePassed():
             return f"deadline {event.deadline_id} passed"
         case PlanAdopted():
-            shares = ", ".join(_share(assignment) for assignment in event.assignments) or "no task runs"
+            shares = ", ".join(f"{a.task} {_count(a.workers, 'worker')}" for a in event.assignments) or "no task runs"
             took = f", {event.way} in {event.took_us} us" if event.took_us else ""
             return f"plan {event.epoch} ({event.trigger}{took}): {shares}; {event.reason}"
         case MembershipDecided():
@@ -350,13 +350,10 @@ def _course(event: _Course) -> str:
                 f" {urgent}; {event.reason}"
             )
         case MembershipPart():
-            return (
-                f"task {event.task} generation {event.generation}, part {event.part}:"
-                f" {_count(workers_in(event.seats), 'member')}, decided with the last part"
-            )
+            members = _count(workers_in(event.seats), "member")
+            return f"task {event.task} generation {event.generation}: {members} in part {event.part}"
         case PeersDecided():
-            nodes = ", ".join(peer.node for peer in event.peers) or "no node"
-            return f"the state of task {event.task} is copied to {nodes}"
+            return f"the state of task {event.task} is copied to {_nodes(event.peers)}"
         case TaskReshaped():
             return (
                 f"task {event.task} has tp {event.tp}, pp {event.pp} and {event.min_workers} to {event.max_workers}"
@@ -384,17 +381,14 @@ def _commanded(event: AnyCommand) -> str:
                 f" as replica {event.replica}, shard {event.shard}"
             )
         case StartWorkers():
-            numbers = ", ".join(str(start.number) for start in event.starts[:8])
-            more = ", ..." if len(event.starts) > 8 else ""
-            return f"start workers {numbers}{more} of task {event.spec.name} on {event.node}"
+            return f"start {_count(len(event.starts), 'worker')} of task {event.spec.name} on {event.node}"
         case StopWorker():
             return f"stop worker {event.worker} of task {event.task} on {event.node}: {event.reason}"
         case SetMembership():
             members = _count(len(event.members), "member")
             return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
         case SetPeers():
-            nodes = ", ".join(peer.node for peer in event.peers) or "no node"
-            return f"node {event.node} copies the state of task {event.task} to {nodes}"
+            return f"node {event.node} copies the state of task {event.task} to {_nodes(event.peers)}"
         case DropState():
             return f"drop the state of task {event.task} on {event.node}"
         case InjectFault():
@@ -439,6 +433,10 @@ def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def _nodes(peers: tuple[MemoryService, ...]) -> str:
+    return ", ".join(peer.node for peer in peers) or "no node"
+
+
 def _seconds(duration_us: int) -> str:
     return f"{duration_us / 1e6:.3f} s"
 
@@ -450,7 +448,3 @@ def _fault(fault: Fault, node: str) -> str:
     phase = f" at {fault.phase}" if fault.phase else ""
     lasting = f" ({fault.seconds:g} s)" if fault.seconds else ""
     return f"{fault.kind}{code} of {where}{when}{phase}{lasting}"
-
-
-def _share(assignment: TaskAssignment) -> str:
-    return f"{assignment.task} {_count(assignment.workers, 'worker')}"

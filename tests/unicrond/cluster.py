@@ -40,11 +40,11 @@ class Told(NamedTuple):
 
 
 def membership_of(event: v.SetMembership | v.MembershipDecided) -> Told:
-    """What a command tells, or a decision of one part."""
+    """What a command tells, or a decision; of one in parts the last members alone."""
     members, told = event.members, event
     if isinstance(event, v.MembershipDecided):
         told = event.told
-        assert told is not None and not told.parts
+        assert told is not None
         members = members_of(event.task, told.seats, told.size)
     return Told(event.generation, members, told.handover, told.stop, told.peers, told.mtbf_us)
 
@@ -97,6 +97,7 @@ class MiniCluster:
         self.source: v.StateSource = "own"
         self._numbers: dict[tuple[str, int], int] = {}
         self._passed: set[str] = set()
+        self._members: dict[tuple[str, int], tuple[v.Member, ...]] = {}
         self._solutions: dict = {}
         self._based_on = 0
         self.take_over()
@@ -125,11 +126,16 @@ class MiniCluster:
         check(self.state)
         if isinstance(event, v.Command):
             self.hosts[event.node].commands.append(entry)
-        if isinstance(event, v.MembershipDecided) and event.told:
+        if isinstance(event, v.MembershipDecided) and event.told and self._is_in_force(event):
+            self._members[event.task, event.generation] = self.state.tasks[event.task].membership.members
             for host in self.hosts.values():
                 if host.reads >= TOLD_ONCE and event.task in host.follows:
                     host.commands.append(entry)
         return entry
+
+    def _is_in_force(self, event: v.MembershipDecided) -> bool:
+        """Not torn: agents go by the same rule as the fold (tests/agents/test_told_once.py)."""
+        return self.state.tasks[event.task].generation == event.generation
 
     def say(self, host: Host, event: v.AnyEvent) -> None:
         self.append(event, host.name, host.boot)
@@ -260,6 +266,8 @@ class MiniCluster:
             self.checked(host, command, passed=not host.ill)
         elif isinstance(command, v.SetMembership | v.MembershipDecided):
             told = membership_of(command)
+            if isinstance(command, v.MembershipDecided) and command.told and command.told.parts:
+                told = told._replace(members=self._members[command.task, command.generation])
             for process in host.processes.values():
                 if process.task == command.task and (process.told is None or process.told.generation < told.generation):
                     process.told = told
