@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
+
 from agents import commit_sums, core
 from agents.handling import exits, memberships, orders, starting
 from agents.state import Remembered
@@ -59,10 +61,15 @@ def _follow_no_task() -> None:
 
 
 def _old_parts_stay() -> None:
-    def make(_: Any) -> Any:
-        return lambda telling, told, generation, term: (telling.seats if telling else ()) + told.seats
+    def collect(told_so_far: Any) -> Any:
+        def more(telling: Any, part: Any, term: int) -> Any:
+            begun = telling or told_so_far(None, msgspec.structs.replace(part, part=1, seats=()), term)
+            return msgspec.structs.replace(begun, seats=begun.seats + part.seats)
 
-    patch(memberships, "told_by", make)
+        return more
+
+    patch(memberships, "told_so_far", collect)
+    patch(memberships, "told_by", lambda _: lambda telling, told, *_: (telling.seats if telling else ()) + told.seats)
 
 
 def _slots_are_not_counted() -> None:

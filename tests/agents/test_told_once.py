@@ -9,11 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from agents.outbox import Outbox
-from agents.protocol.messages import Membership
+from agents.protocol.framing import frame
+from agents.protocol.messages import MAX_FRAME_BYTES, Membership
 from agents.shell import Shell
 from agents.state import CopyState, Held, Remembered, StateHeld, TellWorker
 from events.envelope import Envelope, Recorded
 from events.vocabulary import (
+    WORKERS_MAX,
     AnyEvent,
     Member,
     MemoryService,
@@ -131,6 +133,17 @@ def test_what_is_held_is_copied_to_other_peers_at_once(node: Node) -> None:
     assert node.tell(PeersDecided(task="a", peers=peers)) == [CopyState(task="a", shard=0, peers=peers)]
     assert node.state.memory.memberships["a"].peers == peers
     assert not node.tell(PeersDecided(task="b", peers=peers))
+
+
+def test_workers_can_be_told_of_the_largest_membership() -> None:
+    name, node = "t" * 63, "n" * 63
+    members = tuple(
+        Member(worker=f"{name}.{10**9 - 1 - n}", node=node, replica=10**9 - 1, shard=WORKERS_MAX)
+        for n in range(WORKERS_MAX)
+    )
+    joiners = tuple(member.worker for member in members)
+    membership = Membership(generation=1, members=members, joiners=joiners, urgent=True, store=STORE)
+    assert len(frame(membership)) < MAX_FRAME_BYTES
 
 
 # --- starts ----------------------------------------------------------------------------------------
