@@ -21,6 +21,8 @@ from unicrond.core.isolation import Repair, needs_hands
 from unicrond.core.policy import PART_BYTES, Policy
 
 HEARTBEAT_S = 1.0
+#: What agents read.
+VERSIONS = (FIRST, 2, SCHEMA, SCHEMA)
 _LEASE_S = 12.0
 _FOREVER = 1_000_000
 
@@ -97,7 +99,7 @@ class World:
                 heartbeat_s=HEARTBEAT_S,
                 lease_s=_LEASE_S,
                 start_max_age_s=60.0,
-                schema=self.versions.choice((FIRST, 2, SCHEMA, SCHEMA)),
+                schema=self.versions.choice(VERSIONS),
             )
             for name in names
         }
