@@ -350,8 +350,8 @@ def _course(event: _Course) -> str:
                 f" {urgent}; {event.reason}"
             )
         case MembershipPart():
-            members = _count(workers_in(event.seats), "member")
-            return f"task {event.task} generation {event.generation}: {members} in part {event.part}"
+            some = _count(workers_in(event.seats), "member")
+            return f"task {event.task} generation {event.generation}: {some} in part {event.part}"
         case PeersDecided():
             return f"the state of task {event.task} is copied to {_nodes(event.peers)}"
         case TaskReshaped():

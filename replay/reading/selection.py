@@ -40,8 +40,8 @@ def nodes_of(event: v.AnyEvent) -> Iterator[str]:
         for assignment in event.assignments:
             for replica in assignment.replicas:
                 yield from replica
-            for run in assignment.nodes:
-                yield run.node
+            for stretch in assignment.nodes:
+                yield stretch.node
         return
     if isinstance(event, v.MembershipDecided | v.SetMembership):
         for member in event.members:
