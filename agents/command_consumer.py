@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
-from events.nats_commands import create_command_consumer
+from events.nats_commands import fit_command_consumer
 from events.nats_connection import Connection
 from events.nats_streams import ApiError
 
@@ -19,12 +20,12 @@ _PAUSE_S = 0.5
 _PAUSE_MAX_S = 15.0
 
 
-async def until_commands_can_come(connection: Connection, node: str) -> None:
-    """Make sure that the consumer exists; says loudly, each time, why it does not. Waits through outages."""
+async def until_commands_can_come(connection: Connection, node: str, tasks: Collection[str]) -> None:
+    """Make sure that the consumer exists, and follows `tasks`; says loudly, each time, why not. Waits through outages."""
     pause_s = _PAUSE_S
     while True:
         try:
-            await create_command_consumer(connection, node)
+            await fit_command_consumer(connection, node, tasks)
             return
         except ApiError as error:
             logger.error(

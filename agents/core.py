@@ -18,8 +18,15 @@ Commands
   it is done.
 * CheckNode: one check at a time, and none by an old command; its outcome is NodeChecked, then the command is applied.
   One that the agent's end cuts off is not reported: the coordinator hears of the next agent, and asks again.
-* SetMembership: a task's generation never goes back. The newest one is kept, and goes to every local worker
-  of the task that is or ever was a member (leavers must hear that they leave), and to later connections too.
+* StartWorkers is as many StartWorker; each of them is answered.
+
+Memberships
+* The agent reads them in the log, of the tasks that it follows: those that have a worker here, from before the command
+  to start the first one is acknowledged until an entry comes after the last one's end (shell.py). Their term is fenced
+  as a command's is; they are not answered. From a coordinator that writes an older schema they come as SetMembership.
+* A torn one is inert (events/seats.py); parts outlive the agent.
+* A task's generation never goes back. The newest one is kept, and goes to every local worker of the task that is or
+  ever was a member (leavers must hear that they leave), and to later connections too.
 
 Workers
 * A worker that the fork server neither lists nor reports as ended has ended with its fork server: the kernel
@@ -83,6 +90,7 @@ from agents.state import (
     StateHeld,
     TellForkServer,
     TimerFired,
+    Told,
     Unreadable,
     WorkerConnected,
     WorkerDisconnected,
@@ -104,6 +112,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:  # noqa: C
     match given:
         case Commanded():
             orders.commanded(turn, given)
+        case Told():
+            orders.told(turn, given)
         case WorkerConnected(hello=hello):
             reports.connected(turn, hello)
         case WorkerSaid(worker=worker, message=message):

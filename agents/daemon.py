@@ -17,7 +17,6 @@ import logging
 import shutil
 import signal
 import time
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -70,6 +69,7 @@ from agents.state import (
 )
 from agents.watch import MarkFiles
 from agents.worker_sockets import WorkerSockets
+from events.envelope import Recorded
 from events.logs_request import logs_subject
 from events.nats_commands import NatsCommandFeed, UnreadOrder
 from events.nats_connection import Connection, Login, connect
@@ -371,11 +371,13 @@ class Agent(Shell):
                 group.create_task(watch.run())
                 group.create_task(self._send_beats(connection))
                 await watch.alone(self.has_inventory)
-                await until_commands_can_come(connection, node)
+                feed, tasks = NatsCommandFeed(connection, node, on_unread=self._cannot_read), self.tasks_here()
+                await until_commands_can_come(connection, node, tasks)  # from when it joins on the log speaks to it
+                await feed.follow(tasks)
                 self.feed(LogSeen(identity=identity))
                 group.create_task(terms.follow())
                 group.create_task(self.outbox.run(NatsEventLog(connection)))
-                group.create_task(self._take_commands(connection))
+                group.create_task(self._take_commands(feed))
                 group.create_task(self._serve_logs(connection))
         finally:
             await connection.close()
@@ -403,13 +405,14 @@ class Agent(Shell):
             due_s = max(due_s + self._options.heartbeat_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
 
-    async def _take_commands(self, connection: Connection) -> None:
+    async def _take_commands(self, feed: NatsCommandFeed) -> None:
         await self.has_joined.wait()
-        feed = NatsCommandFeed(connection, self._options.node, on_unread=self._cannot_read)
-        async with aclosing(feed.read()) as commands:
-            async for recorded in commands:
-                logger.info("%s: %s", recorded.envelope.event_id, summary(recorded.envelope.event))
-                self.commanded(recorded)
+        await self.take_entries(feed)
+
+    def take(self, recorded: Recorded) -> None:
+        """See AgentShell. Logs the entry."""
+        logger.info("%s: %s", recorded.envelope.event_id, summary(recorded.envelope.event))
+        super().take(recorded)
 
     def _cannot_read(self, order: UnreadOrder) -> None:
         self.feed(Unreadable(command_id=order.command_id, cause=order.event_id, reason=order.reason))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from typing import Any, assert_never
 
 from agents import core
@@ -41,12 +42,14 @@ from agents.state import (
     TellForkServer,
     TellWorker,
     TimerFired,
+    Told,
     WorkerConnected,
 )
 from agents.watch import Signs, Watch
 from events.envelope import Envelope, Recorded
+from events.log import TOLD, CommandFeed
 from events.schemas import lowered
-from events.vocabulary import Command, Heartbeat, NodeJoined, WorkerId
+from events.vocabulary import Command, Heartbeat, NodeJoined, StartWorker, StartWorkers, WorkerId
 
 
 class Shell(ABC):
@@ -205,12 +208,40 @@ class Shell(ABC):
             for held in list(self.held_states()):
                 self.feed(StateHeld(held=held))
 
-    def commanded(self, recorded: Recorded) -> None:
-        """An entry of the node's commands."""
-        envelope = recorded.envelope
-        if isinstance(envelope.event, Command):
+    def tasks_here(self) -> frozenset[str]:
+        """The tasks that have a worker here, or will."""
+        memory = self.state.memory
+        here = frozenset(worker.task for worker in memory.workers.values() if not worker.foreign)
+        return here | {waiting.command.spec.name for waiting in memory.waiting}
+
+    async def take_entries(self, feed: CommandFeed) -> None:
+        """Obey and follow what the feed gives, without end.
+
+        A task is followed before the command to start its first worker here is acknowledged, so that nothing that the
+        log tells of it afterwards is missed; whatever is followed already is said again then, since another agent of
+        this name may have changed it. What has no worker here any more is given up with the next entry.
+        """
+        followed = self.tasks_here()
+        async with aclosing(feed.read()) as entries:
+            async for recorded in entries:
+                event = recorded.envelope.event
+                starting = {event.spec.name} if isinstance(event, StartWorker | StartWorkers) else set()
+                tasks = self.tasks_here() | starting
+                if starting or tasks != followed:
+                    await feed.follow(tasks)
+                    followed = tasks
+                self.take(recorded)
+                if self.closed:
+                    return  # what it has not finished comes again, to the next agent
+
+    def take(self, recorded: Recorded) -> None:
+        """An entry of the node's feed."""
+        envelope, event = recorded.envelope, recorded.envelope.event
+        if isinstance(event, Command):
             age_s = max(0.0, (self.now_us() - recorded.recorded_at_us) / 1e6)
-            self.feed(Commanded(command=envelope.event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+            self.feed(Commanded(command=event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+        elif isinstance(event, TOLD):
+            self.feed(Told(event=event, term=envelope.term))
 
     # --- reports now and then --------------------------------------------------------------------
 

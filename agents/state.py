@@ -21,8 +21,10 @@ from agents.protocol.messages import (
     ToForkServer,
     ToWorker,
 )
+from events.seats import Telling
 from events.vocabulary import (
     Command,
+    Decision,
     ErrorKind,
     Fault,
     MemoryService,
@@ -146,6 +148,8 @@ class Remembered(_Part, frozen=True, kw_only=True):
     workers: dict[WorkerId, Worker] = {}
     waiting: tuple[Waiting, ...] = ()
     memberships: dict[Name, Membership] = {}
+    #: Parts of memberships to come (events/seats.py).
+    tellings: dict[Name, Telling] = {}
     #: Command id -> "" for applied, else the reason of failure; the newest MAX_ANSWERED.
     answered: dict[str, str] = {}
     #: The newest MAX_GONE workers that have ended.
@@ -220,6 +224,13 @@ class Commanded(_Part, frozen=True, kw_only=True):
     term: int
     cause: str
     age_s: float = 0.0
+
+
+class Told(_Part, frozen=True, kw_only=True):
+    """A decision of the log that is told once, about a task that this node follows (events/log.py)."""
+
+    event: Decision
+    term: int
 
 
 class WorkerConnected(_Part, frozen=True, kw_only=True):
@@ -338,7 +349,7 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 
 Input: TypeAlias = (
-    Commanded | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
+    Commanded | Told | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
     | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked | Unreadable | Leave
     | HandOver
 )  # fmt: skip

@@ -16,20 +16,29 @@ Rules
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from events.envelope import Envelope, Recorded
 from events.schemas import FIRST, schema_of
+from events.seats import workers_in
 from events.tolerance import set_aside
 from events.upcast import NoStep, upcast
 from events.vocabulary import (
+    WORKERS_MAX,
     Command,
     CoordinatorStarted,
     Decision,
     Heartbeat,
+    MembershipDecided,
+    MembershipPart,
+    NodeRun,
+    PlanAdopted,
     Request,
+    SeatRun,
     StartWorker,
+    StartWorkers,
     TaskSpec,
     TaskSubmitted,
     WorkerExited,
@@ -46,7 +55,8 @@ RESERVED_NAMES = (API_PRODUCER, COORDINATOR, OPERATOR)
 
 # Tuples, for `isinstance` with a union makes a new one for each event.
 _RULED = (Decision, Command)
-_WITH_SPEC = (TaskSubmitted, StartWorker)
+_WITH_SPEC = (TaskSubmitted, StartWorker, StartWorkers)
+_IN_RUNS = (PlanAdopted, MembershipDecided, MembershipPart)
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
 
@@ -140,8 +150,20 @@ def check(envelope: Envelope) -> None:  # noqa: C901  # one branch for each rule
             raise BadEvent(f"$.event.node: {event.node!r} is not a node's name; give the node another name")
     if isinstance(event, WorkerExited) and (event.exit_code is None) == (event.signal is None):
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
+    if isinstance(event, _IN_RUNS) and workers_in(_runs(event)) > WORKERS_MAX:  # a few bytes stand for many
+        raise BadEvent(f"$.event: more than {WORKERS_MAX} workers")
     if isinstance(event, _WITH_SPEC):
         _check_finite(event.spec)
+
+
+def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[SeatRun | NodeRun]:
+    match event:
+        case PlanAdopted(assignments=assignments):
+            return [run for assignment in assignments for run in assignment.nodes]
+        case MembershipDecided(told=told):
+            return told.seats if told else ()
+        case MembershipPart(seats=seats):
+            return seats
 
 
 def _check_finite(spec: TaskSpec) -> None:

@@ -19,15 +19,25 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from events.codec import BadEvent, decode, encode
 from events.envelope import Entry, Envelope, Recorded
-from events.vocabulary import CoordinatorStarted, Heartbeat
+from events.vocabulary import (
+    AnyEvent,
+    Command,
+    CoordinatorStarted,
+    Heartbeat,
+    MembershipDecided,
+    MembershipPart,
+    PeersDecided,
+)
 
 #: The largest batch that can be written atomically (the limit of NATS).
 MAX_BATCH = 1000
+#: Decisions that the nodes of a task read themselves.
+TOLD = (MembershipPart, MembershipDecided, PeersDecided)
 
 
 class LogError(Exception):
@@ -106,15 +116,31 @@ class BeatLog(Protocol):
 
 
 class CommandFeed(Protocol):
-    """One node's commands, at least once each, in order."""
+    """One node's commands and, of the tasks that it follows, what is told once (TOLD): at least once each, in
+    the order of the log."""
 
-    def read(self) -> AsyncGenerator[Recorded, None]:
-        """Commands not yet acknowledged, then live, without end.
+    async def follow(self, tasks: Collection[str]) -> None:
+        """From the entry at hand on, also what is told once of these tasks, and of no others.
 
-        To ask for the next command acknowledges the one before; leaving the loop (break, exception,
-        cancellation) does not, so the command comes again, even to another process.
+        To be called before the first entry is asked for, and while one is handled. What stands behind the entry at hand
+        has not been looked at then, so nothing of it is missed.
         """
         ...
+
+    def read(self) -> AsyncGenerator[Recorded, None]:
+        """Entries not yet acknowledged, then live, without end.
+
+        To ask for the next entry acknowledges the one before; leaving the loop (break, exception,
+        cancellation) does not, so the entry comes again, even to another process.
+        """
+        ...
+
+
+def is_told_to(event: AnyEvent, node: str, tasks: Collection[str]) -> bool:
+    """Whether the feed of `node`, which follows `tasks`, has the event."""
+    if isinstance(event, Command):
+        return event.node == node
+    return isinstance(event, TOLD) and event.task in tasks
 
 
 def encode_batch(envelopes: Sequence[Envelope]) -> list[bytes]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.log import LocalLog
+from events.log import LocalLog, is_told_to
 from events.skips import skips_in
-from events.vocabulary import Command, Heartbeat
+from events.vocabulary import Heartbeat
 
 
 def wall_clock_us() -> int:
@@ -76,18 +76,21 @@ class MemoryBeatLog:
 
 
 class MemoryCommandFeed:
-    """A CommandFeed over a MemoryLog; the object remembers what was acknowledged."""
+    """A CommandFeed over a MemoryLog; the object remembers what was acknowledged and what is followed."""
 
     def __init__(self, log: MemoryLog, node: str) -> None:
         self._log = log
         self._node = node
+        self._tasks: frozenset[str] = frozenset()
         self._acked_seq = 0
+
+    async def follow(self, tasks: Collection[str]) -> None:
+        """See CommandFeed."""
+        self._tasks = frozenset(tasks)
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
         """See CommandFeed."""
         async for entry in self._log.read(self._acked_seq):
-            if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Command):
-                if entry.envelope.event.node != self._node:
-                    continue
+            if isinstance(entry, Recorded) and is_told_to(entry.envelope.event, self._node, self._tasks):
                 yield entry
             self._acked_seq = entry.seq

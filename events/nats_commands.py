@@ -3,6 +3,10 @@
 Rules
 -----
 * One command at a time (`max_ack_pending` 1): order holds even when one is delivered again.
+* What is told once of the tasks that the node follows comes by the same consumer: `follow` changes its filter. While an
+  entry is not acknowledged the server looks at nothing behind it, so what matches the new filter there still comes. An
+  idle consumer has passed over what did not match; that is never asked for again.
+* The filter is the server's: it outlives the agent. With each connection it is compared with what is followed.
 * A command is acknowledged after its handler is done with it. If the agent is killed in between, its
   successor gets the command after at most ACK_WAIT_S; handlers act once per command id, so that a second
   delivery does no harm.
@@ -18,7 +22,7 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -31,7 +35,7 @@ from events.nats_connection import Connection, Patience, Session, Unanswered
 from events.nats_inquiry import listened
 from events.nats_reader import SILENCE_S, stored_message
 from events.nats_streams import NANOS, ApiError, api
-from events.subjects import EVENT_STREAM, agent_consumer, command_subjects, entry
+from events.subjects import EVENT_STREAM, agent_consumer, entry, told_subjects
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +46,11 @@ PULL_EXPIRES_S = 30
 CONSUMER_NOT_FOUND = 10014
 
 
-def command_consumer_config(node: str) -> dict[str, Any]:
-    """The durable consumer of one agent; the coordinator creates it where agents may not."""
+def command_consumer_config(node: str, tasks: Collection[str] = ()) -> dict[str, Any]:
+    """The durable consumer of one agent that follows `tasks`."""
     return {
         "durable_name": agent_consumer(node),
-        "filter_subject": command_subjects(node),
+        "filter_subjects": told_subjects(node, tasks),
         "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": ACK_WAIT_S * NANOS,
@@ -93,19 +97,21 @@ class _Named(msgspec.Struct):
 _named = msgspec.msgpack.Decoder(_Named)
 
 
-async def create_command_consumer(connection: Connection, node: str) -> None:
-    """Make sure that the node's consumer exists. Asks before it creates: an agent may have no right to create."""
+async def fit_command_consumer(connection: Connection, node: str, tasks: Collection[str] | None) -> None:
+    """Make sure that the node's consumer exists and has the filter for `tasks`; None: leave the one that it has. Asks
+    before it writes: an agent may have no right to."""
     name = agent_consumer(node)
     try:
-        await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{name}", {})
+        found = (await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{name}", {}))["config"]
     except ApiError as error:
         if error.code != CONSUMER_NOT_FOUND:
             raise
-        await api(
-            connection,
-            f"CONSUMER.CREATE.{EVENT_STREAM}.{name}.{command_subjects(node)}",
-            {"stream_name": EVENT_STREAM, "config": command_consumer_config(node)},
-        )
+    else:
+        has = found.get("filter_subjects") or [found.get("filter_subject")]
+        if tasks is None or sorted(has) == sorted(told_subjects(node, tasks)):
+            return
+    request = {"stream_name": EVENT_STREAM, "config": command_consumer_config(node, tasks or ())}
+    await api(connection, f"CONSUMER.CREATE.{EVENT_STREAM}.{name}", request)
 
 
 class NatsCommandFeed:
@@ -119,13 +125,24 @@ class NatsCommandFeed:
         self._node = node
         self._on_unread = on_unread
         self._handled_seq = 0
+        self._tasks: frozenset[str] | None = None
+
+    async def follow(self, tasks: Collection[str]) -> None:
+        """See CommandFeed. Makes the consumer where there is none yet. Waits through outages."""
+        self._tasks = frozenset(tasks)
+        patience = Patience(f"what {self._node} follows")
+        while True:
+            try:
+                return await fit_command_consumer(self._connection, self._node, self._tasks)
+            except ApiError as error:
+                await patience.lose(error)
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
         """See CommandFeed. Waits through outages."""
         patience = Patience(f"commands for {self._node}")
         while True:
             try:
-                await create_command_consumer(self._connection, self._node)
+                await fit_command_consumer(self._connection, self._node, self._tasks)
                 session = await self._connection.session()
                 async with aclosing(_pull(session, agent_consumer(self._node))) as messages:
                     async for message in messages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
+from events.seats import workers_in
 from events.vocabulary import (
     AcceleratorReported,
     AnyCommand,
@@ -32,6 +33,8 @@ from events.vocabulary import (
     InjectFault,
     InjectionRequested,
     MembershipDecided,
+    MembershipPart,
+    MemoryService,
     NodeChecked,
     NodeCordoned,
     NodeIsolated,
@@ -42,6 +45,7 @@ from events.vocabulary import (
     NodeReturned,
     NodeUncordoned,
     Observation,
+    PeersDecided,
     PeersRemembered,
     PlanAdopted,
     RepairEnded,
@@ -50,6 +54,7 @@ from events.vocabulary import (
     SetMembership,
     SetPeers,
     StartWorker,
+    StartWorkers,
     StateKept,
     StateSource,
     StateTaken,
@@ -58,7 +63,6 @@ from events.vocabulary import (
     StopWorker,
     StragglerObserved,
     StragglerRecovered,
-    TaskAssignment,
     TaskCancelled,
     TaskCompleted,
     TaskFailed,
@@ -95,8 +99,8 @@ _Remedy: TypeAlias = (
     NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded | IncidentEscalated | TransitionCompleted
 )
 _Course: TypeAlias = (
-    CoordinatorStarted | EntrySkipped | DeadlinePassed | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
-    | ThroughputCorrected | FailureRateEstimated
+    CoordinatorStarted | EntrySkipped | DeadlinePassed | PlanAdopted | MembershipPart | MembershipDecided | PeersDecided
+    | TaskReshaped | TaskFailed | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
 
 
@@ -331,16 +335,25 @@ def _course(event: _Course) -> str:
         case DeadlinePassed():
             return f"deadline {event.deadline_id} passed"
         case PlanAdopted():
-            shares = ", ".join(_share(assignment) for assignment in event.assignments) or "no task runs"
+            shares = ", ".join(f"{a.task} {_count(a.workers, 'worker')}" for a in event.assignments) or "no task runs"
             took = f", {event.way} in {event.took_us} us" if event.took_us else ""
             return f"plan {event.epoch} ({event.trigger}{took}): {shares}; {event.reason}"
         case MembershipDecided():
-            joiners = f", {len(event.joiners)} joining" if event.joiners else ""
+            told = event.told
+            members = len(event.members) + (workers_in(told.seats) if told else 0)
+            joining = len(event.joiners) + (workers_in(run for run in told.seats if run.joins) if told else 0)
+            joiners = f", {joining} joining" if joining else ""
+            parts = f" and those of {_count(told.parts, 'part')}" if told and told.parts else ""
             urgent = "at once" if event.urgent else "at the next iteration"
             return (
-                f"task {event.task} generation {event.generation}: {_count(len(event.members), 'member')}{joiners},"
+                f"task {event.task} generation {event.generation}: {_count(members, 'member')}{joiners}{parts},"
                 f" {urgent}; {event.reason}"
             )
+        case MembershipPart():
+            some = _count(workers_in(event.seats), "member")
+            return f"task {event.task} generation {event.generation}: {some} in part {event.part}"
+        case PeersDecided():
+            return f"the state of task {event.task} is copied to {_nodes(event.peers)}"
         case TaskReshaped():
             return (
                 f"task {event.task} has tp {event.tp}, pp {event.pp} and {event.min_workers} to {event.max_workers}"
@@ -367,14 +380,15 @@ def _commanded(event: AnyCommand) -> str:
                 f"start worker {event.worker} of task {event.spec.name} on {event.node}"
                 f" as replica {event.replica}, shard {event.shard}"
             )
+        case StartWorkers():
+            return f"start {_count(len(event.starts), 'worker')} of task {event.spec.name} on {event.node}"
         case StopWorker():
             return f"stop worker {event.worker} of task {event.task} on {event.node}: {event.reason}"
         case SetMembership():
             members = _count(len(event.members), "member")
             return f"set generation {event.generation} of task {event.task} on {event.node}: {members}"
         case SetPeers():
-            nodes = ", ".join(peer.node for peer in event.peers) or "no node"
-            return f"node {event.node} copies the state of task {event.task} to {nodes}"
+            return f"node {event.node} copies the state of task {event.task} to {_nodes(event.peers)}"
         case DropState():
             return f"drop the state of task {event.task} on {event.node}"
         case InjectFault():
@@ -419,6 +433,10 @@ def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def _nodes(peers: tuple[MemoryService, ...]) -> str:
+    return ", ".join(peer.node for peer in peers) or "no node"
+
+
 def _seconds(duration_us: int) -> str:
     return f"{duration_us / 1e6:.3f} s"
 
@@ -430,7 +448,3 @@ def _fault(fault: Fault, node: str) -> str:
     phase = f" at {fault.phase}" if fault.phase else ""
     lasting = f" ({fault.seconds:g} s)" if fault.seconds else ""
     return f"{fault.kind}{code} of {where}{when}{phase}{lasting}"
-
-
-def _share(assignment: TaskAssignment) -> str:
-    return f"{assignment.task} {_count(assignment.workers, 'worker')}"

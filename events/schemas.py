@@ -28,7 +28,7 @@ from events import vocabulary
 from events.vocabulary import Event
 
 #: The newest schema: what this version reads, and writes to readers of it.
-SCHEMA = 2
+SCHEMA = 3
 #: What every reader reads.
 FIRST = 1
 
@@ -46,6 +46,7 @@ TYPES: dict[int, tuple[str, ...]] = {
         "WorkerBusy",
         "WorkerWaits",
     ),
+    3: ("MembershipPart", "PeersDecided", "StartWorkers"),
 }
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -59,6 +60,10 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "HangSuspected": ("busy", "told"),
         "SetMembership": ("stop",),
     },
+    3: {
+        "MembershipDecided": ("told",),
+        "TaskAssignment": ("nodes", "replica_workers"),
+    },
 }
 #: schema -> alias of a Literal in the vocabulary -> its new values, each with the older one that stands for it.
 VALUES: dict[int, dict[str, dict[str, str]]] = {
@@ -67,6 +72,9 @@ VALUES: dict[int, dict[str, dict[str, str]]] = {
         "ErrorKind": {"left_early": "process_exit"},
     },
 }
+
+#: From here on nodes read a task's memberships from the decisions themselves, and are told of them by no command.
+TOLD_ONCE = 3
 
 E = TypeVar("E", bound=Event)
 V = TypeVar("V", bound=msgspec.Struct)

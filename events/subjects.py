@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Collection
 
 from events.codec import BadEvent, read
 from events.envelope import Entry, Envelope, Quarantined, Recorded
+from events.log import TOLD
 from events.prose import summary
 from events.vocabulary import Command, CoordinatorStarted, Decision, Heartbeat
 
@@ -37,6 +39,12 @@ MAX_SUMMARY_CHARS = 160
 def command_subjects(node: str) -> str:
     """The filter that matches every command to `node`."""
     return f"{PREFIX}.command.{node}.*"
+
+
+def told_subjects(node: str, tasks: Collection[str]) -> list[str]:
+    """The filters that match every command to `node`, and what is told once of each of `tasks`."""
+    told = [f"{PREFIX}.decision.{task}.{kind.__name__}" for task in sorted(tasks) for kind in TOLD]
+    return [command_subjects(node), *told]
 
 
 def agent_consumer(node: str) -> str:

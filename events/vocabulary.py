@@ -336,18 +336,75 @@ class RunningWorker(Value, frozen=True, kw_only=True):
     generation: Serial
 
 
+class SeatRun(Value, frozen=True, kw_only=True, array_like=True):
+    """`count` members of a task on one node, with consecutive numbers at consecutive seats (events/seats.py).
+
+    `number`, `seat`: of the first one. `joins`: they are joiners. On the wire a bare array: it gets no further field.
+
+    Bounds: `number` < 10**9; `seat` < 2**53; `count` 1..1024.
+    """
+
+    node: Name
+    number: Serial
+    seat: Count
+    count: Slots
+    joins: bool
+
+
+class ToldOnce(Value, frozen=True, kw_only=True):
+    """What nodes hear of a membership in the decision itself: the last of the members' runs in `seats`; `parts`
+    MembershipParts before the decision hold the runs before them. `size`: tp * pp. The rest: see SetMembership.
+
+    Bounds: `size` 1..131072; `parts` < 2**31; `mtbf_us` < 2**62.
+    """
+
+    size: SomeWorkers
+    seats: tuple[SeatRun, ...]
+    parts: Small
+    peers: tuple[MemoryService, ...]
+    mtbf_us: Micros
+    handover: bool
+    stop: Text
+
+
+class NodeRun(Value, frozen=True, kw_only=True, array_like=True):
+    """The next `count` workers of a plan stand on `node`. On the wire a bare array: it gets no further field.
+
+    Bounds: `count` 1..1024.
+    """
+
+    node: Name
+    count: Slots
+
+
+class Start(Value, frozen=True, kw_only=True, array_like=True):
+    """One worker to start, by its number in the task (see StartWorker). On the wire a bare array: it gets no
+    further field.
+
+    Bounds: `number`, `replica` < 10**9; `shard` 0..131072.
+    """
+
+    number: Serial
+    replica: Serial
+    shard: Workers
+    store: StoreAddress
+
+
 class TaskAssignment(Value, frozen=True, kw_only=True):
     """What one plan gives one task. `replicas`: per replica, the node of each of its tp * pp shards.
 
-    `waf`: weighted achieved FLOP/s, F(t, workers).
+    `waf`: weighted achieved FLOP/s, F(t, workers). `nodes`, `replica_workers`: the same as `replicas`, which is empty
+    then, as runs over all shards of all replicas, and tp * pp; 0: `replicas` says it.
 
-    Bounds: `workers` 0..131072; `waf` < 2**63.
+    Bounds: `workers`, `replica_workers` 0..131072; `waf` < 2**63.
     """
 
     task: Name
     workers: Workers
     replicas: tuple[tuple[Name, ...], ...]
     waf: Flops
+    nodes: tuple[NodeRun, ...] = ()
+    replica_workers: Workers = 0
 
 
 class Evidence(Value, frozen=True, kw_only=True):
@@ -931,6 +988,8 @@ class MembershipDecided(Decision, frozen=True, kw_only=True):
     longer a member parks there. Where no member stays, the lead writes a checkpoint before it parks.
     `joiners` have no state; they take it from the other members, or from the nearest checkpoint.
 
+    `told`: the nodes read the membership here; `members` and `joiners` are empty then. None: commands tell the nodes.
+
     Bounds: `generation` < 10**9, >= 1.
     """
 
@@ -942,6 +1001,27 @@ class MembershipDecided(Decision, frozen=True, kw_only=True):
     store: StoreAddress
     incident: Text
     reason: Text
+    told: ToldOnce | None = None
+
+
+class MembershipPart(Decision, frozen=True, kw_only=True):
+    """Part `part`, counted from 1, of a membership that is too large for one event. It means nothing before the
+    MembershipDecided of the same term and generation that counts it in (rules: events/seats.py).
+
+    Bounds: `generation` < 10**9, >= 1; `part` < 2**31, >= 1.
+    """
+
+    task: Name
+    generation: FirstSerial
+    part: Size
+    seats: tuple[SeatRun, ...]
+
+
+class PeersDecided(Decision, frozen=True, kw_only=True):
+    """Nodes have come or gone: from now on copies of the task's state go to the first of `peers` (see SetPeers)."""
+
+    task: Name
+    peers: tuple[MemoryService, ...]
 
 
 class TaskReshaped(Decision, frozen=True, kw_only=True):
@@ -1029,6 +1109,13 @@ class StartWorker(Command, frozen=True, kw_only=True):
     store: StoreAddress
 
 
+class StartWorkers(Command, frozen=True, kw_only=True):
+    """Start several workers of one task on the node: as many StartWorker, in this order (events/seats.py: starts)."""
+
+    spec: TaskSpec
+    starts: tuple[Start, ...]
+
+
 class StopWorker(Command, frozen=True, kw_only=True):
     """End the worker's process: Quit first, then signals after a grace time. `kill`: SIGKILL at once."""
 
@@ -1112,9 +1199,12 @@ AnyObservation: TypeAlias = (
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded
-    | IncidentEscalated | DeadlinePassed | EntrySkipped | PlanAdopted | MembershipDecided | TaskReshaped | TaskFailed
+    | IncidentEscalated | DeadlinePassed | EntrySkipped | PlanAdopted | MembershipPart | MembershipDecided
+    | PeersDecided | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
-AnyCommand: TypeAlias = StartWorker | StopWorker | SetMembership | SetPeers | DropState | InjectFault | CheckNode
+AnyCommand: TypeAlias = (
+    StartWorker | StartWorkers | StopWorker | SetMembership | SetPeers | DropState | InjectFault | CheckNode
+)
 AnyEvent: TypeAlias = AnyObservation | AnyDecision | AnyCommand

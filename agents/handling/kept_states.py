@@ -33,7 +33,7 @@ def captured(turn: Turn, task: str, capture: Captured) -> None:
     )
 
 
-def set_peers(turn: Turn, task: str, peers: tuple[MemoryService, ...], order: Order) -> None:
+def set_peers(turn: Turn, task: str, peers: tuple[MemoryService, ...]) -> None:
     """What is here is copied at once: the next capture may be long in coming."""
     membership = turn.memory.memberships.get(task)
     if membership is not None:
@@ -44,7 +44,6 @@ def set_peers(turn: Turn, task: str, peers: tuple[MemoryService, ...], order: Or
         name, _, shard = key.partition("/")
         if name == task and others:
             turn.actions.append(CopyState(task=task, shard=int(shard), peers=others))
-    turn.answer(order)
 
 
 def held(turn: Turn, held: Held) -> None:

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from agents.handling.turn import Turn, newest_of
 from agents.protocol.messages import Membership
 from agents.state import MAX_TASKS, Order, TellWorker, Worker
-from events.vocabulary import SetMembership
+from events.seats import Telling, joiners_of, members_of, told_by, told_so_far
+from events.vocabulary import Member, MembershipDecided, MembershipPart, SetMembership, ToldOnce
 
 
 def set_membership(turn: Turn, command: SetMembership, order: Order) -> None:
@@ -16,22 +17,59 @@ def set_membership(turn: Turn, command: SetMembership, order: Order) -> None:
     if newest and command.generation < newest.generation:
         turn.answer(order, f"old generation {command.generation}: {newest.generation} is already known")
         return
+    _keep(turn, command, command, command.members, command.joiners)
+    turn.answer(order)
+
+
+def take_part(turn: Turn, part: MembershipPart, term: int) -> None:
+    """Keep a part until its membership is decided."""
+    _keep_telling(turn, part.task, told_so_far(turn.memory.tellings.get(part.task), part, term))
+
+
+def decided(turn: Turn, event: MembershipDecided, term: int) -> None:
+    """Keep the membership and tell it to the task's workers. An older one changes nothing, nor a torn one, nor one that
+    commands bring."""
+    told = event.told
+    if told is None:
+        return
+    seats = told_by(turn.memory.tellings.get(event.task), told, event.generation, term)
+    _keep_telling(turn, event.task, None)
+    newest = turn.memory.memberships.get(event.task)
+    if seats is None or (newest and event.generation <= newest.generation):
+        return
+    _keep(turn, event, told, members_of(event.task, seats, told.size), joiners_of(event.task, seats))
+
+
+def _keep(
+    turn: Turn,
+    said: SetMembership | MembershipDecided,
+    told: SetMembership | ToldOnce,
+    members: tuple[Member, ...],
+    joiners: tuple[str, ...],
+) -> None:
     membership = Membership(
-        generation=command.generation,
-        members=command.members,
-        joiners=command.joiners,
-        urgent=command.urgent,
-        store=command.store,
-        peers=command.peers,
-        mtbf_us=command.mtbf_us,
-        handover=command.handover,
-        stop=command.stop,
+        generation=said.generation,
+        members=members,
+        joiners=joiners,
+        urgent=said.urgent,
+        store=said.store,
+        peers=told.peers,
+        mtbf_us=told.mtbf_us,
+        handover=told.handover,
+        stop=told.stop,
     )
-    others = {task: m for task, m in turn.memory.memberships.items() if task != command.task}
-    turn.remember(memberships=newest_of({**others, command.task: membership}, MAX_TASKS))
+    others = {task: m for task, m in turn.memory.memberships.items() if task != said.task}
+    turn.remember(memberships=newest_of({**others, said.task: membership}, MAX_TASKS))
     for worker in sorted(turn.memory.workers):
         tell_membership(turn, turn.memory.workers[worker])
-    turn.answer(order)
+
+
+def _keep_telling(turn: Turn, task: str, telling: Telling | None) -> None:
+    """The parts that have come of the task's next membership."""
+    if telling is None and task not in turn.memory.tellings:
+        return
+    others = {name: begun for name, begun in turn.memory.tellings.items() if name != task}
+    turn.remember(tellings=newest_of({**others, **({task: telling} if telling else {})}, MAX_TASKS))
 
 
 def tell_membership(turn: Turn, record: Worker) -> None:

@@ -7,16 +7,21 @@ from msgspec.structs import replace
 from agents import ordered_faults
 from agents.handling import kept_states, memberships, starting, stopping
 from agents.handling.turn import MAX_TEXT, UNREAD, Turn
-from agents.state import Checked, Commanded, Order, RunCheck, Unreadable
+from agents.state import Checked, Commanded, Order, RunCheck, Told, Unreadable
+from events.seats import starts
 from events.vocabulary import (
     CheckNode,
     DropState,
     Fault,
     InjectFault,
+    MembershipDecided,
+    MembershipPart,
     NodeChecked,
+    PeersDecided,
     SetMembership,
     SetPeers,
     StartWorker,
+    StartWorkers,
     StopWorker,
 )
 
@@ -25,6 +30,10 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
     """Obey a command to this node: once, and no older one than the newest that was obeyed."""
     command = given.command
     if command.node != turn.config.node:
+        return
+    if isinstance(command, StartWorkers):
+        for start in starts(command):
+            commanded(turn, replace(given, command=start))
         return
     order = Order(command_id=command.command_id, cause=given.cause)
     if order.command_id in turn.memory.answered:
@@ -59,11 +68,29 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
         case CheckNode():
             check(turn, command, order)
         case SetPeers(task=task, peers=peers):
-            kept_states.set_peers(turn, task, peers, order)
+            kept_states.set_peers(turn, task, peers)
+            turn.answer(order)
         case DropState(task=task):
             kept_states.drop_state(turn, task, order)
         case _:
             turn.answer(order, f"unknown command {type(command).__name__}: the agent is too old")
+
+
+def told(turn: Turn, given: Told) -> None:
+    """Follow a decision that is told once, unless it is of an older term than the newest that was obeyed."""
+    if given.term < turn.memory.fence[0]:
+        return
+    if given.term > turn.memory.fence[0]:
+        turn.remember(fence=(given.term, 0))
+    match given.event:
+        case MembershipPart() as part:
+            memberships.take_part(turn, part, given.term)
+        case MembershipDecided() as decided:
+            memberships.decided(turn, decided, given.term)
+        case PeersDecided(task=task, peers=peers):
+            kept_states.set_peers(turn, task, peers)
+        case _:
+            pass  # of a younger coordinator, which knows that this agent does not know it
 
 
 def unreadable(turn: Turn, given: Unreadable) -> None:

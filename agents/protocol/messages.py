@@ -40,7 +40,8 @@ from events.vocabulary import (
     WorkerOrNone,
 )
 
-MAX_FRAME_BYTES = 4 * 1024 * 1024
+#: Room for a membership of as many workers as there can be, all of them joiners, with the longest names.
+MAX_FRAME_BYTES = 40 * 1024 * 1024
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):

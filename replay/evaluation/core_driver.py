@@ -38,7 +38,7 @@ from unicrond.core.invariants import check
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution
 from unicrond.core.policy import Policy, Settings
-from unicrond.core.state import ClusterState
+from unicrond.core.state import ClusterState, Membership
 from unicrond.core.survey import Survey
 from unicrond.core.work import iteration_flop
 from unicrond.throughput.presets import MODELS
@@ -267,8 +267,10 @@ class CoreDriver:
                 self.work.memberships += isinstance(event, v.MembershipDecided)
                 self.work.incidents += isinstance(event, v.TransitionCompleted)
             commands = [event for event in events if isinstance(event, v.Command)]
-            if commands:
-                self._after(self._assumed.command_s, lambda commands=commands: self._obey(commands))  # type: ignore[misc]
+            decided = [event.task for event in events if isinstance(event, v.MembershipDecided)]
+            told = {name: self.state.tasks[name].membership for name in decided}
+            if commands or told:
+                self._after(self._assumed.command_s, lambda c=commands, m=told: self._hear(c, m))  # type: ignore[misc]
         self._arm_deadlines()
         self._mark_idle()
 
@@ -314,21 +316,23 @@ class CoreDriver:
         )
         self._say(host, joined)
 
+    def _hear(self, commands: list[v.Command], told: dict[str, Membership | None]) -> None:
+        """What one batch says: the commands, and each task's newest membership."""
+        self._obey(commands)
+        for name, membership in told.items():
+            if membership is not None:
+                self.groups[name].tell(membership)
+
     def _obey(self, commands: list[v.Command]) -> None:
-        """The commands of one batch; a dead node obeys none. A membership is the same for all whom it tells."""
-        memberships: dict[str, v.SetMembership] = {}
+        """The commands of one batch; a dead node obeys none."""
         for command in commands:
             host = self.hosts[int(command.node[1:])]
-            if isinstance(command, v.SetMembership):
-                memberships[command.task] = command
-            elif isinstance(command, v.StartWorker) and host.up:
+            if isinstance(command, v.StartWorker) and host.up:
                 self._start_process(host, command)
             elif isinstance(command, v.CheckNode) and host.up:
                 self._after(_CHECK_S, lambda h=host, c=command: self._check(h, c))  # type: ignore[misc]
             elif isinstance(command, v.StopWorker):
                 self._after(self._assumed.stop_s, lambda h=host, w=command.worker: self._stop_process(h, w))  # type: ignore[misc]
-        for membership in memberships.values():
-            self.groups[membership.task].tell(membership)
 
     def _check(self, host: Host, command: v.CheckNode) -> None:
         """Nothing is wrong with a node of the simulation that is up."""

@@ -28,6 +28,7 @@ from events import vocabulary as v
 from replay.evaluation.meter import Phase
 from replay.evaluation.virtual_time import Action, Timer, to_us
 from replay.evaluation.world import World
+from unicrond.core.state import Membership
 
 
 class Activity(StrEnum):
@@ -54,7 +55,7 @@ class Process:
 class TrainerGroup:
     """See the module. `say(node, event)` puts an observation on the log; `flop`: of one iteration.
 
-    `told`: the newest membership commanded. `formed`: the one that trains, or last did; `intact`: its members
+    `told`: the newest membership decided. `formed`: the one that trains, or last did; `intact`: its members
     live and hear each other. `saved`: the state was written to a checkpoint when the last group parted.
     """
 
@@ -64,8 +65,8 @@ class TrainerGroup:
     say: Callable[[int, v.AnyEvent], None]
     processes: dict[str, Process] = field(default_factory=dict)
     activity: Activity = Activity.STANDING
-    told: v.SetMembership | None = None
-    formed: v.SetMembership | None = None
+    told: Membership | None = None
+    formed: Membership | None = None
     intact: bool = False
     saved: bool = True
     committed: int = 0
@@ -75,7 +76,7 @@ class TrainerGroup:
 
     # --- what happens to it ------------------------------------------------------------------
 
-    def tell(self, membership: v.SetMembership) -> None:
+    def tell(self, membership: Membership) -> None:
         """A membership is commanded; an older one than the newest changes nothing."""
         if self.told is None or self.told.generation < membership.generation:
             self.told = membership
@@ -118,7 +119,7 @@ class TrainerGroup:
 
     # --- what it does ------------------------------------------------------------------------
 
-    def _form(self, told: v.SetMembership, fresh: bool) -> None:
+    def _form(self, told: Membership, fresh: bool) -> None:
         """All say that they are in; members left out park."""
         if fresh:
             self._owed_us = 0 if self.saved else to_us(self.world.assumptions.recompute_s)
@@ -140,7 +141,7 @@ class TrainerGroup:
         self._timer = None
         self._report_steps()
 
-    def _part(self, told: v.SetMembership) -> None:
+    def _part(self, told: Membership) -> None:
         """No member stays: the state is saved and all park."""
         self.saved = self.saved or self.intact
         self._enter(Activity.STANDING)
@@ -173,7 +174,7 @@ class TrainerGroup:
         members = self.formed.members if self.formed else ()
         return [self.processes[member.worker] for member in members if member.worker in self.processes]
 
-    def _forming_us(self, told: v.SetMembership, fresh: bool) -> int:
+    def _forming_us(self, told: Membership, fresh: bool) -> int:
         assumed = self.world.assumptions
         before = [member.worker for member in self.formed.members] if self.formed else []
         now = [member.worker for member in told.members]
@@ -185,7 +186,7 @@ class TrainerGroup:
             length_s += assumed.redeal_s if told.urgent else 0.0
         return to_us(length_s)
 
-    def _regrouped(self, process: Process, told: v.SetMembership, fresh: bool) -> v.WorkerRegrouped:
+    def _regrouped(self, process: Process, told: Membership, fresh: bool) -> v.WorkerRegrouped:
         source: Literal["own", "replica", "checkpoint", "init"] = "own"
         if fresh:
             source = "checkpoint" if self.committed else "init"
@@ -202,7 +203,7 @@ class TrainerGroup:
             source=source,
         )
 
-    def _park_others(self, told: v.SetMembership) -> None:
+    def _park_others(self, told: Membership) -> None:
         staying = {member.worker for member in told.members}
         for process in self.processes.values():
             if process.generation and process.worker not in staying:

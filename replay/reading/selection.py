@@ -40,10 +40,15 @@ def nodes_of(event: v.AnyEvent) -> Iterator[str]:
         for assignment in event.assignments:
             for replica in assignment.replicas:
                 yield from replica
+            for stretch in assignment.nodes:
+                yield stretch.node
         return
     if isinstance(event, v.MembershipDecided | v.SetMembership):
         for member in event.members:
             yield member.node
+    told = event if isinstance(event, v.MembershipPart) else getattr(event, "told", None)
+    for run in told.seats if isinstance(told, v.MembershipPart | v.ToldOnce) else ():
+        yield run.node
     node = getattr(event, "node", None)
     if node is not None:
         yield node
@@ -57,7 +62,7 @@ def tasks_of(event: v.AnyEvent) -> Iterator[str]:
     elif isinstance(event, v.NodeJoined):
         for running in event.workers:
             yield running.task
-    elif isinstance(event, v.TaskSubmitted | v.StartWorker):
+    elif isinstance(event, v.TaskSubmitted | v.StartWorker | v.StartWorkers):
         yield event.spec.name
     else:
         task = getattr(event, "task", None)

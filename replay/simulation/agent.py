@@ -6,7 +6,8 @@ It may be killed anywhere: before the memory is written, after it, between two a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from agents.namesakes import Namesakes, until_alone
@@ -31,10 +32,12 @@ from agents.state import (
     WorkerDisconnected,
     WorkerSaid,
 )
-from events.schemas import FIRST, schema_of, spoken_schema, told_version
+from events.envelope import Recorded
+from events.schemas import FIRST, TOLD_ONCE, schema_of, spoken_schema, told_version
 from events.vocabulary import Command, MemoryService
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint
-from replay.simulation.network import Pipe
+from replay.simulation.log_server import LogServer
+from replay.simulation.network import Link, Pipe
 from replay.simulation.process import Process
 from replay.simulation.progress import HostSigns
 
@@ -302,10 +305,12 @@ class Agent(Shell):
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send_beats())
             await until_alone(self._names, self.has_inventory, self.host.loop.time)
+            feed = _Readable(self.host.server, self.host.link, self.host.name, self.schema)
+            await feed.follow(self.tasks_here())
             self.feed(LogSeen(identity="the log"))
             group.create_task(self._keep_looking())
             group.create_task(self.outbox.run(self.log))
-            group.create_task(self._take_commands())
+            group.create_task(self._take_commands(feed))
 
     # --- others of its name (agents/namesakes.py) ------------------------------------------------
 
@@ -347,13 +352,27 @@ class Agent(Shell):
             self.outbox.schema = self._coordinator_reads()
             await asyncio.sleep(self.host.heartbeat_s)
 
-    async def _take_commands(self) -> None:
+    async def _take_commands(self, feed: CommandEnd) -> None:
         await self.has_joined.wait()
-        async for recorded in CommandEnd(self.host.server, self.host.link, self.host.name).read():
-            event = recorded.envelope.event
-            assert isinstance(event, Command)
-            if schema_of(event) > self.schema:
-                continue  # an agent of schema 1 skips what it cannot read, in silence
-            self.commanded(recorded)
-            if not self.alive:  # the command is not acknowledged: the next agent gets it again
-                return
+        await self.take_entries(feed)
+
+
+class _Readable(CommandEnd):
+    """The feed as an agent of some schema reads it."""
+
+    def __init__(self, server: LogServer, link: Link, node: str, schema: int) -> None:
+        super().__init__(server, link, node)
+        self._schema = schema
+
+    async def follow(self, tasks: Collection[str]) -> None:
+        """See CommandFeed. An agent of an older schema leaves the filter as it finds it."""
+        if self._schema >= TOLD_ONCE:
+            await super().follow(tasks)
+
+    async def read(self) -> AsyncGenerator[Recorded, None]:
+        """See CommandFeed. What the agent cannot read it skips in silence, as one of schema 1 does."""
+        async with aclosing(super().read()) as entries:
+            async for recorded in entries:
+                is_command = isinstance(recorded.envelope.event, Command)
+                if schema_of(recorded.envelope.event) <= self._schema and (is_command or self._schema >= TOLD_ONCE):
+                    yield recorded

@@ -24,6 +24,8 @@ from unicrond.intake.readmission import Readmission
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.repairs import Outcome
 
+#: What heads write.
+VERSIONS = (FIRST, 2, SCHEMA, SCHEMA, SCHEMA, SCHEMA)
 _READMISSION = Readmission(timeout_s=4.0, repair_timeout_s=10.0)
 
 
@@ -87,7 +89,7 @@ class Coordinators:
             self._heartbeat_s,
             self.clock,
             process=f"head:{len(self.heads)}",
-            schema=self._versions.choice((FIRST, SCHEMA, SCHEMA)),
+            schema=self._versions.choice(VERSIONS),
             readmission=_READMISSION,
             repair=self._repair,
         )

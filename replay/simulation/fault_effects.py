@@ -219,7 +219,7 @@ def _leave(world: World, fault: Fault) -> None:
 def _redeliver(world: World, fault: Fault) -> None:
     """The node's consumer is lost and made anew: every command of the past comes again."""
     for host in _hosts(world, fault):
-        world.server.acknowledged[host.name] = 0
+        world.server.consumers.pop(host.name, None)
         if host.agent is not None:
             host.agent.crash()
 

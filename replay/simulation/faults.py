@@ -41,7 +41,7 @@ _MOMENTS = (
 )  # fmt: skip
 #: Kind -> (how often, relative; the longest it lasts; what `how` may be; how many nodes are hit at once, at most).
 FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
-    "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged"), 0),
+    "crash_coordinator": (6, 0.0, ("", "before", "sent", "acknowledged", "part", "part"), 0),
     "second_coordinator": (6, 0.0, ("", "two"), 0),
     "cut_coordinator": (5, 8.0, (), 0),
     "crash_log": (6, 5.0, (), 0),
@@ -52,7 +52,7 @@ FAULT_KINDS: dict[str, tuple[int, float, tuple[str, ...], int]] = {
     "forged_claim": (1, 0.0, ("next", "far"), 0),
     "crash_agent": (6, 0.0, ("", "before", "sent", "acknowledged", "memory", "action0", "action1"), 1),
     "restart_agent": (2, 0.0, (), 1),
-    "change_version": (3, 0.0, (str(FIRST), str(SCHEMA)), 2),
+    "change_version": (3, 0.0, (str(FIRST), "2", str(SCHEMA)), 2),
     "agent_away": (1, 20.0, (), 1),
     "second_agent": (3, 15.0, ("", "leaves", "cut"), 1),
     "crash_fork_server": (3, 0.0, (), 1),

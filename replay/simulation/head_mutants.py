@@ -138,7 +138,7 @@ def _reuse_a_generation() -> None:
 
 
 def _command_in_new_words() -> None:
-    patch(Batch, "add", lambda _: lambda self, event: self.events.append(event))
+    patch(Batch, "add", lambda _: lambda self, event, readers=(): self.events.append(event))
 
 
 def _double_start() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from agents.state import Action, Append, ArmTimer, Commanded
+from agents.state import Action, Append, ArmTimer, Commanded, Told
 from agents.trainer.ledger import Total
 from agents.trainer.sharded.parts import Part
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.schemas import schema_of, since
+from events.seats import expanded, starts
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.invariants import InvariantError, check
 from unicrond.core.planning.placement import Shape, place
@@ -100,8 +101,9 @@ def commands_can_be_read(known: ClusterState, entry: Recorded) -> str:
     return f"{where} needs schema {needs}, its reader has {reads}" if needs > reads else ""
 
 
-def decisions_take_effect(before: ClusterState, entry: Entry) -> str:
-    """The hold: a coordinator that does not wait for its own events decides again what it has decided."""
+def decisions_take_effect(before: ClusterState, known: ClusterState, entry: Entry) -> str:
+    """The hold: a coordinator that does not wait for its own events decides again what it has decided. `known`: the
+    state that it was decided in."""
     if not isinstance(entry, Recorded) or entry.envelope.term != before.term:
         return ""
     event, where = entry.envelope.event, f"entry {entry.seq}: {type(entry.envelope.event).__name__}"
@@ -112,10 +114,19 @@ def decisions_take_effect(before: ClusterState, entry: Entry) -> str:
             task = before.tasks.get(name)
             if task is None or generation != task.generation + 1:
                 return f"{where} of {name} has generation {generation} after {task.generation if task else 'nothing'}"
-        case v.StartWorker(worker=worker, spec=spec):
-            task = before.tasks.get(spec.name)
-            if task is not None and int(worker.rpartition(".")[2]) < task.numbers.next_worker:
-                return f"{where} starts {worker}, though {task.numbers.next_worker} is the next free number"
+        case v.StartWorker(spec=spec) | v.StartWorkers(spec=spec):
+            task, then = before.tasks.get(spec.name), known.tasks.get(spec.name)
+            for start in (event,) if isinstance(event, v.StartWorker) else starts(event):
+                number = int(start.worker.rpartition(".")[2])
+                if task is not None and start.worker in task.workers:
+                    return f"{where} starts {start.worker}, which is there"
+                if then is not None and number < then.numbers.next_worker:
+                    return f"{where} starts {start.worker}, though {then.numbers.next_worker} is the next free number"
+        case v.MembershipPart(task=name, generation=generation, part=part) if part > 1:
+            task = before.tasks.get(name)
+            telling = task.group.telling if task is not None else None
+            if telling is None or (telling.generation, telling.parts + 1) != (generation, part):
+                return f"{where} {part} of {name}, generation {generation}, follows {telling}"
         case v.TransitionCompleted(incident=incident) if incident not in before.incidents:
             return f"{where} closes {incident}, which is not open"
     return ""
@@ -151,7 +162,8 @@ def symptoms_are_no_incidents(state: ClusterState) -> str:
 
 def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
     """`known`: the state that the plan was made in."""
-    seats = Counter(node for assignment in plan.assignments for nodes in assignment.replicas for node in nodes)
+    assignments = [expanded(assignment) for assignment in plan.assignments]
+    seats = Counter(node for assignment in assignments for nodes in assignment.replicas for node in nodes)
     for name, count in seats.items():
         node = known.nodes.get(name)
         healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
@@ -170,9 +182,10 @@ def reports_are_exact(report: v.StepCommitted, samples: int, samples_digest: int
 # --- when somebody acts --------------------------------------------------------------------------
 
 
-def cordoned_nodes_stay_empty(known: ClusterState, start: v.StartWorker) -> str:
+def cordoned_nodes_stay_empty(known: ClusterState, start: v.StartWorker | v.StartWorkers) -> str:
     """`known`: the state that the start was decided in."""
-    return f"{start.worker} is started on {start.node}, which is cordoned" if known.nodes[start.node].cordoned else ""
+    cordoned = known.nodes[start.node].cordoned
+    return f"{start.spec.name} gets workers on {start.node}, which is cordoned" if cordoned else ""
 
 
 def innocents_stay(
@@ -214,13 +227,23 @@ def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""
 
 
-def stale_commands_never_act(highest: tuple[int, int], given: Commanded, actions: Sequence[Action]) -> str:
+def fence_of(given: Commanded | Told, highest: tuple[int, int]) -> tuple[int, int]:
+    """The (term, epoch) of what a node is told; a decision that it reads holds in every epoch of its term."""
+    if isinstance(given, Commanded):
+        return given.term, given.command.epoch
+    return given.term, highest[1] if given.term == highest[0] else 0
+
+
+def stale_commands_never_act(
+    node: str, highest: tuple[int, int], given: Commanded | Told, actions: Sequence[Action]
+) -> str:
     """`highest`: the newest (term, epoch) that the node was ever told."""
-    fence = (given.term, given.command.epoch)
+    fence = fence_of(given, highest)
     acts = [action for action in actions if not isinstance(action, Append | ArmTimer)]
     if fence >= highest or not acts:
         return ""
-    return f"{given.command.node}: {type(given.command).__name__} of {fence} after {highest} led to {acts[0]}"
+    kind = type(given.command if isinstance(given, Commanded) else given.event).__name__
+    return f"{node}: {kind} of {fence} after {highest} led to {acts[0]}"
 
 
 def steps_have_one_membership(steps: Sequence[tuple[Total, int, str]], alive: Collection[str]) -> str:

@@ -1,26 +1,27 @@
 """The log's clients on one machine: event log, heartbeats, commands. They ask again until they are answered.
 
 An `Endpoint` is one process's connection. Its owner may be made to crash at the boundaries of its next append:
-"before" it is sent, "sent" (it is under way), "acknowledged" (the log holds it, nothing was done about that yet).
+"before" it is sent, "sent" (it is under way), "acknowledged" (the log holds it, nothing was done about that yet);
+"part": of the next one with a part of a membership, once the log holds that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any, Literal
 
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, claimed_term, encode_batch
 from events.skips import skips_in
-from events.vocabulary import Heartbeat
+from events.vocabulary import Heartbeat, MembershipPart
 from replay.simulation.log_server import FencedReply, LogServer, Reply
 from replay.simulation.network import Link
 
 #: A real client asks again after so long without an answer.
 ANSWER_S = 0.5
-Boundary = Literal["", "before", "sent", "acknowledged"]
+Boundary = Literal["", "before", "sent", "acknowledged", "part"]
 #: Told of every append that was acknowledged.
 Witness = Callable[[Sequence[Envelope], Sequence[int]], None]
 
@@ -45,6 +46,8 @@ class Endpoint:
         seqs: list[int] = await self._ask(lambda reply: self._server.append(envelopes, bodies, fence, reply))
         self._witness(envelopes, seqs)
         await self._boundary("acknowledged")
+        if any(isinstance(envelope.event, MembershipPart) for envelope in envelopes):
+            await self._boundary("part")
         return seqs
 
     async def claim_term(self, envelope: Envelope) -> Fence:
@@ -181,44 +184,51 @@ class BeatEnd:
 
 
 class CommandEnd:
-    """One node's commands, at least once each, in order; one is under way at a time."""
+    """A CommandFeed over one link: one entry is under way at a time."""
 
     def __init__(self, server: LogServer, link: Link, node: str) -> None:
         self._server = server
         self._link = link
         self._node = node
+        self._tasks: frozenset[str] = frozenset()
         self._handled_seq = 0
+
+    async def follow(self, tasks: Collection[str]) -> None:
+        """See CommandFeed."""
+        self._tasks = followed = frozenset(tasks)
+        number = next(self._server.requests)
+        await self._until_known(lambda: self._server.follow(self._node, followed, number))
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
         """See CommandFeed."""
-        server, link, node = self._server, self._link, self._node
+        server, link = self._server, self._link
         while True:
-            grown, place = server.grown, server.acknowledged.get(node, 0)
-            commands = server.commands.get(node, [])
+            grown = server.grown
             if not self._reaches():
                 await asyncio.sleep(0.1)
-            elif place >= len(commands):
+            elif (entry := server.next_for(self._node, self._tasks)) is None:
                 await grown.wait()
             else:
                 await asyncio.sleep(link.travel_s())
                 if not self._reaches():
                     continue
-                command = commands[place]
-                if command.seq > self._handled_seq:
-                    yield command
-                    self._handled_seq = command.seq
-                await self._acknowledge(place + 1)
+                if entry.seq > self._handled_seq:
+                    yield entry
+                    self._handled_seq = entry.seq
+                seq = entry.seq
+                await self._until_known(lambda seq=seq: server.acknowledge(self._node, seq))  # type: ignore[misc]
 
     def _reaches(self) -> bool:
         return self._server.up and not self._link.cut
 
-    async def _acknowledge(self, count: int) -> None:
-        """Until the server knows; it may hear it late, or only after the command has been delivered again."""
+    async def _until_known(self, request: Callable[[], None]) -> None:
+        """Until the server knows; it may hear it late, or only after the entry has been delivered again."""
         done = asyncio.Event()
 
         def arrive() -> None:
-            self._server.acknowledge(self._node, count)
-            done.set()
+            if self._server.up:
+                request()
+                done.set()
 
         while not done.is_set():
             self._link.send(arrive)

@@ -12,13 +12,14 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
 from events.codec import decode
 from events.envelope import Entry, Envelope, Quarantined, Recorded
-from events.log import Fence
-from events.vocabulary import Command, CoordinatorStarted
+from events.log import Fence, is_told_to
+from events.vocabulary import CoordinatorStarted
 from replay.simulation.virtual_time import HostClock
 
 #: Takes the answer to a request: sequence numbers, a Fence or a FencedReply.
@@ -38,6 +39,17 @@ class _Batch:
         self.replies: list[Callable[[], object]] = []
 
 
+class Consumer:
+    """What the server keeps of one node's feed (events/nats_commands.py). `at`: entries that it has looked at;
+    `pending`: the one that waits for its acknowledgement; nothing behind it is looked at meanwhile."""
+
+    def __init__(self, tasks: frozenset[str]) -> None:
+        self.tasks = tasks
+        self.at = 0
+        self.pending: Recorded | None = None
+        self.fitted = 0
+
+
 class LogServer:
     """`entries`: what is durable. `on_entry` gets each of them once, in order."""
 
@@ -53,9 +65,9 @@ class LogServer:
         self._drawn = drawn
         self._on_entry = on_entry
         self.entries: list[Entry] = []
-        self.commands: dict[str, list[Recorded]] = {}
-        #: Per node: how many of its commands are acknowledged.
-        self.acknowledged: dict[str, int] = {}
+        #: Per node.
+        self.consumers: dict[str, Consumer] = {}
+        self.requests = itertools.count(1)
         self.up = True
         self.forgets = False
         self.sync_s = (0.0002, 0.002)
@@ -104,10 +116,28 @@ class LogServer:
         if self.up:
             reply(len(self.entries))
 
-    def acknowledge(self, node: str, count: int) -> None:
-        """The node has handled so many of its commands."""
-        if self.up:
-            self.acknowledged[node] = max(count, self.acknowledged.get(node, 0))
+    def next_for(self, node: str, tasks: frozenset[str]) -> Recorded | None:
+        """The next entry for the node; None: there is none yet. `tasks`: what it follows, where it has no consumer."""
+        consumer = self.consumers.setdefault(node, Consumer(tasks))
+        while consumer.pending is None and consumer.at < len(self.entries):
+            entry = self.entries[consumer.at]
+            consumer.at += 1
+            if isinstance(entry, Recorded) and is_told_to(entry.envelope.event, node, consumer.tasks):
+                consumer.pending = entry
+        return consumer.pending
+
+    def acknowledge(self, node: str, seq: int) -> None:
+        """The node has handled the entry."""
+        consumer = self.consumers.get(node)
+        if self.up and consumer is not None and consumer.pending is not None and consumer.pending.seq == seq:
+            consumer.pending = None
+
+    def follow(self, node: str, tasks: frozenset[str], number: int) -> None:
+        """The node follows these tasks from where its consumer is. `number`: of the request; one connection keeps their
+        order, so an older one never comes after a newer one."""
+        consumer = self.consumers.setdefault(node, Consumer(tasks))
+        if number > consumer.fitted:
+            consumer.tasks, consumer.fitted = tasks, number
 
     def forge(self, envelope: Envelope) -> None:
         """Somebody has written this past all clients."""
@@ -175,8 +205,6 @@ class LogServer:
     def _keep(self, batches: Sequence[_Batch]) -> None:
         for entry in [entry for batch in batches for entry in batch.entries]:
             self.entries.append(entry)
-            if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Command):
-                self.commands.setdefault(entry.envelope.event.node, []).append(entry)
             self._on_entry(entry)
         self._announce()
 

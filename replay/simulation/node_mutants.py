@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
+
 from agents import commit_sums, core
-from agents.handling import exits, orders, starting
+from agents.handling import exits, memberships, orders, starting
 from agents.state import Remembered
 from agents.trainer.lifecycle import dealing, dividing, iteration, meeting, regrouping, shares, verdict
 from agents.trainer.lifecycle.effects import Pending, Rows
+from replay.simulation.log_client import CommandEnd
 from replay.simulation.planting import Mutant, patch
 
 # --- the agent -----------------------------------------------------------------------------------
@@ -45,6 +48,28 @@ def _forget_the_memory() -> None:
 
 def _early_end_is_expected() -> None:
     patch(exits, "left_early", lambda _: lambda record, mark: False)
+
+
+def _follow_no_task() -> None:
+    def make(_: Any) -> Any:
+        async def follow(self: Any, tasks: Any) -> None:
+            self._tasks = frozenset()
+
+        return follow
+
+    patch(CommandEnd, "follow", make)
+
+
+def _old_parts_stay() -> None:
+    def collect(told_so_far: Any) -> Any:
+        def more(telling: Any, part: Any, term: int) -> Any:
+            begun = telling or told_so_far(None, msgspec.structs.replace(part, part=1, seats=()), term)
+            return msgspec.structs.replace(begun, seats=begun.seats + part.seats)
+
+        return more
+
+    patch(memberships, "told_so_far", collect)
+    patch(memberships, "told_by", lambda _: lambda telling, told, *_: (telling.seats if telling else ()) + told.seats)
 
 
 def _slots_are_not_counted() -> None:
@@ -151,6 +176,8 @@ NODE_MUTANTS: dict[str, Mutant] = {
     "start_again": Mutant("an agent forgets its answers and the ended workers", _start_again),
     "forget_the_memory": Mutant("an agent starts without the memory of the one before", _forget_the_memory),
     "early_end_is_expected": Mutant("exit code 0 in mid-training counts as the end", _early_end_is_expected),
+    "follow_no_task": Mutant("an agent does not read its tasks' memberships in the log", _follow_no_task),
+    "old_parts_stay": Mutant("an agent takes parts of a torn membership into the next one", _old_parts_stay),
     "slots_are_not_counted": Mutant("an agent gives every worker the first slot", _slots_are_not_counted),
     "commits_are_summed_twice": Mutant("any report continues a sum", _commits_are_summed_twice),
     "commit_without_agreement": Mutant("a replica steps as soon as it has the sums", _commit_without_agreement),

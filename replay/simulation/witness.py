@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from agents.protocol.messages import Membership
 from agents.protocol.sampling import DIGEST_MODULUS
-from agents.state import Action, Append, Commanded, Input
+from agents.state import Action, Append, Commanded, Input, Told
 from agents.trainer.ledger import Total
 from agents.trainer.sharded.parts import Part
 from events import vocabulary as v
@@ -105,9 +105,9 @@ class Witness:
             self.joined[event.node] = event.agent_boot
         self.broke("newest_term_decides", rules.newest_term_decides(self._term, entry))
         self.broke("symptoms_are_no_incidents", rules.symptoms_are_no_incidents(after))
-        self.broke("decisions_take_effect", rules.decisions_take_effect(before, entry))
         if envelope.term and envelope.term == before.term:
             known = self.states[envelope.based_on]
+            self.broke("decisions_take_effect", rules.decisions_take_effect(before, known, entry))
             self.broke("commands_can_be_read", rules.commands_can_be_read(known, entry))
         self._readmission(before, event, is_ruling=envelope.term == before.term)
         if isinstance(event, v.PlanAdopted):
@@ -117,7 +117,7 @@ class Witness:
             known = self.states[envelope.based_on]
             story = rules.innocents_stay(known, event, self.touched, self.bad_ends, self.strikes_max)
             self.broke("innocents_stay", story)
-        if isinstance(event, v.StartWorker) and envelope.term == before.term:
+        if isinstance(event, v.StartWorker | v.StartWorkers) and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("cordoned_nodes_stay_empty", rules.cordoned_nodes_stay_empty(known, event))
         if isinstance(event, v.StopWorker) and envelope.term == before.term:
@@ -150,13 +150,14 @@ class Witness:
 
     def agent_acts(self, host: Host, given: Input, actions: Sequence[Action]) -> None:
         """An agent has handled an input."""
-        if isinstance(given, Commanded):
+        if isinstance(given, Commanded | Told):
             highest = self._fences.get(host.name, (0, 0))
             if host.remembers:  # else the fence that it saw may not be written
-                self.broke("stale_commands_never_act", rules.stale_commands_never_act(highest, given, actions))
-            self._fences[host.name] = max(highest, (given.term, given.command.epoch))
-            if isinstance(given.command, v.InjectFault) and host.remembers:
-                self._strikes(given.command, actions)
+                story = rules.stale_commands_never_act(host.name, highest, given, actions)
+                self.broke("stale_commands_never_act", story)
+            self._fences[host.name] = max(highest, rules.fence_of(given, highest))
+        if isinstance(given, Commanded) and isinstance(given.command, v.InjectFault) and host.remembers:
+            self._strikes(given.command, actions)
 
     def _strikes(self, command: v.InjectFault, actions: Sequence[Action]) -> None:
         if any(not isinstance(action, Append) for action in actions):

@@ -18,9 +18,11 @@ from replay.simulation.training import Training
 from replay.simulation.virtual_time import HostClock, VirtualLoop
 from replay.simulation.witness import Witness
 from unicrond.core.isolation import Repair, needs_hands
-from unicrond.core.policy import Policy
+from unicrond.core.policy import PART_BYTES, Policy
 
 HEARTBEAT_S = 1.0
+#: What agents read.
+VERSIONS = (FIRST, 2, SCHEMA, SCHEMA)
 _LEASE_S = 12.0
 _FOREVER = 1_000_000
 
@@ -44,6 +46,7 @@ class World:
             isolation_s=4.0,
             strikes_max=self.shape.choice((2, 3)),
             stuck_max=self.shape.choice((8, 30)),
+            part_bytes=self.drawn("parts").choice((1, 1, PART_BYTES)),
         )
         self.witness.strikes_max = self.policy.strikes_max
         self.training = Training(
@@ -96,7 +99,7 @@ class World:
                 heartbeat_s=HEARTBEAT_S,
                 lease_s=_LEASE_S,
                 start_max_age_s=60.0,
-                schema=self.versions.choice((FIRST, SCHEMA, SCHEMA)),
+                schema=self.versions.choice(VERSIONS),
             )
             for name in names
         }

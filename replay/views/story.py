@@ -20,6 +20,7 @@ from typing import NamedTuple
 from events import vocabulary as v
 from events.envelope import Entry, Recorded
 from events.prose import summary
+from events.seats import expanded
 from replay.reading.point import EPOCH, format_time
 from replay.reading.selection import nodes_of, tasks_of
 from unicrond.core.fold import fold
@@ -173,7 +174,7 @@ class Story:
         if kind == "task":
             if isinstance(event, v.PlanAdopted):
                 old = before.plan.assignments.get(name)
-                new = next((a for a in event.assignments if a.task == name), None)
+                new = next((expanded(a) for a in event.assignments if a.task == name), None)
                 return (old.replicas if old else None) != (new.replicas if new else None)
             if isinstance(event, v.TransitionCompleted):
                 life = self._index.incidents.get(event.incident)
@@ -343,7 +344,8 @@ def _short(text: str, limit: int = 200) -> str:
 
 
 def _tasks_on(node: str, assignments: Iterable[v.TaskAssignment]) -> list[str]:
-    return sorted(a.task for a in assignments for nodes in a.replicas for each in nodes if each == node)
+    each_of = [expanded(assignment) for assignment in assignments]
+    return sorted(a.task for a in each_of for nodes in a.replicas for each in nodes if each == node)
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from events import vocabulary as v
 from events.envelope import Entry, Recorded
-from events.log import MAX_BATCH
 from events.prose import summary
 from events.schemas import spoken_schema, told_version
 from replay.views.beat_check import BeatCheck, Unverifiable
@@ -35,6 +35,7 @@ from unicrond.core.admission import from_the_future, is_repetition
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
+from unicrond.core.own_decisions import batches
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.policy import Policy, Settings, settings_of
@@ -212,7 +213,8 @@ class Verifier:
                 batch.seq, batch.based_on, _sentences(batch.events), ["nothing: it has no earlier entry as its basis"]
             )
         again = self._decide(state, answered=any(isinstance(event, v.PlanAdopted) for event in batch.events))
-        cut = at_end and len(batch.events) % MAX_BATCH == 0
+        ends = accumulate(len(part) for part in batches(again))
+        cut = at_end and len(batch.events) in ends
         recorded, decided = _answers(batch.events), _answers(again[: len(batch.events)] if cut else again)
         if recorded != decided:
             sentences = _sentences(batch.events), _sentences(again)

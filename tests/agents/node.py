@@ -46,21 +46,28 @@ from agents.state import (
     TellForkServer,
     TellWorker,
     TimerFired,
+    Told,
     WorkerConnected,
     WorkerSaid,
 )
+from events.seats import runs_of
 from events.vocabulary import (
     Command,
     CommandApplied,
     CommandFailed,
+    Decision,
     Member,
+    MembershipDecided,
+    MembershipPart,
     Observation,
+    SeatRun,
     SetMembership,
     StartWorker,
     StepCommitted,
     StopWorker,
     StoreAddress,
     TaskSpec,
+    ToldOnce,
 )
 
 NODE = "n1"
@@ -103,6 +110,48 @@ def membership(
         joiners=(),
         urgent=urgent,
         store=STORE,
+    )
+
+
+def seats(workers: list[str], joiners: list[str], first: int = 0) -> tuple[SeatRun, ...]:
+    """One replica each, on this node, from replica `first` on."""
+    members = [Member(worker=w, node=NODE, replica=first + i, shard=0) for i, w in enumerate(workers)]
+    return runs_of(members, joiners, 1)
+
+
+def part(task: str, generation: int, number: int, workers: list[str]) -> MembershipPart:
+    return MembershipPart(task=task, generation=generation, part=number, seats=seats(workers, []))
+
+
+def decision(
+    task: str,
+    generation: int,
+    workers: list[str],
+    *,
+    joiners: list[str] | None = None,
+    parts: int = 0,
+    is_told: bool = True,
+) -> MembershipDecided:
+    """A membership that is told once."""
+    told = ToldOnce(
+        size=1,
+        seats=seats(workers, joiners or []),
+        parts=parts,
+        peers=(),
+        mtbf_us=9,
+        handover=True,
+        stop="enough",
+    )
+    return MembershipDecided(
+        task=task,
+        generation=generation,
+        members=(),
+        joiners=(),
+        urgent=True,
+        store=STORE,
+        incident="",
+        reason="test",
+        told=told if is_told else None,
     )
 
 
@@ -188,6 +237,10 @@ class Node:
 
     def command(self, command: Command, term: int = 1, age_s: float = 0.0) -> list[Action]:
         return self.feed(Commanded(command=command, term=term, cause=f"c-{command.command_id}", age_s=age_s))
+
+    def tell(self, event: Decision, term: int = 1) -> list[Action]:
+        """A decision of the log that is told once."""
+        return self.feed(Told(event=event, term=term))
 
     def hello(self, worker: str, *, ready: bool = False) -> list[Action]:
         process = self.processes[worker]

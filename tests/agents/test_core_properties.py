@@ -11,8 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from agents.protocol.messages import Ready
 from agents.state import Leave, WorkerDisconnected
-from events.vocabulary import CommandApplied, CommandFailed, NodeLeft, WorkerExited, WorkerStarted
-from tests.agents.node import Node, committed, membership, start, stop
+from events.seats import starts
+from events.vocabulary import (
+    CommandApplied,
+    CommandFailed,
+    NodeLeft,
+    Start,
+    StartWorkers,
+    TaskSpec,
+    WorkerExited,
+    WorkerStarted,
+)
+from tests.agents.node import NODE, STORE, Node, committed, decision, membership, part, start, stop
 
 TASKS = ("a", "b")
 tasks = st.sampled_from(TASKS)
@@ -52,6 +62,35 @@ class AgentMachine(RuleBasedStateMachine):
         self.generations[task] += 0 if back and self.generations[task] else 1
         members = [f"{task}.{number}" for number in sorted(chosen)]
         self.send(membership(task, self.generations[task], members, self.number(), epoch=self.epoch))
+
+    @rule(task=tasks, count=st.integers(1, 3))
+    def start_together(self, task: str, count: int) -> None:
+        """One command; each start of it is answered."""
+        numbers = range(self.numbers[task] + 1, self.numbers[task] + count + 1)
+        self.numbers[task] += count
+        command = StartWorkers(
+            command_id=f"1.{self.epoch}.{NODE}.{self.number()}",
+            node=NODE,
+            epoch=self.epoch,
+            spec=TaskSpec(name=task),
+            starts=tuple(Start(number=number, replica=0, shard=0, store=STORE) for number in numbers),
+        )
+        self.node.command(command)
+        self.commands += [(one, 1) for one in starts(command)]
+
+    @rule(task=tasks, chosen=st.sets(st.integers(1, 6), min_size=1), parts=st.integers(0, 2), torn=st.booleans())
+    def tell_membership(self, task: str, chosen: set[int], parts: int, torn: bool) -> None:
+        generation = self.generations[task] + 1
+        before = {worker: process.generation for worker, process in self.node.processes.items()}
+        for number in range(1, parts + 1):
+            self.node.tell(part(task, generation, number, [f"{task}.{90 + number}"]))
+        if torn:
+            self.node.tell(decision(task, generation, [f"{task}.{n}" for n in sorted(chosen)], parts=parts + 1))
+            assert {worker: process.generation for worker, process in self.node.processes.items()} == before
+            return
+        self.generations[task] = generation
+        self.node.tell(decision(task, generation, [f"{task}.{n}" for n in sorted(chosen)], parts=parts))
+        assert len(self.node.state.memory.memberships[task].members) == parts + len(chosen)
 
     @rule()
     def next_epoch(self) -> None:

@@ -22,7 +22,7 @@ import pytest
 from agents.protocol.marks import Marker
 from events.envelope import Envelope, Recorded
 from events.logs_request import LogsRequest, decode_reply, encode, logs_subject
-from events.nats_commands import create_command_consumer
+from events.nats_commands import fit_command_consumer
 from events.nats_connection import Connection
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
@@ -31,6 +31,8 @@ from events.subjects import EVENT_STREAM, agent_consumer
 from events.vocabulary import (
     Command,
     CommandApplied,
+    CommandFailed,
+    Decision,
     ErrorReported,
     HangSuspected,
     Heartbeat,
@@ -49,6 +51,7 @@ from events.vocabulary import (
     WorkerRegrouped,
     WorkerStarted,
 )
+from tests.agents.node import decision, part
 from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
 
 E = TypeVar("E", bound=Observation)
@@ -109,18 +112,21 @@ class Coordinator:
         self.seen: list[Recorded] = []
 
     async def command(self, make: Callable[[str], Command]) -> str:
+        command = make(f"1.1.n1.{self.number + 1}")
+        await self.say(command)
+        return command.command_id
+
+    async def say(self, event: Command | Decision) -> None:
         self.number += 1
-        command = make(f"1.1.n1.{self.number}")
         envelope = Envelope(
             producer="coordinator",
             boot=1,
             number=self.number,
             term=1,
             observed_at_us=time.time_ns() // 1000,
-            event=command,  # type: ignore[arg-type]
+            event=event,  # type: ignore[arg-type]
         )
         await self.log.append([envelope])
-        return command.command_id
 
     async def start(self, worker: str, entry: str = "talk", *args: str) -> str:
         task = worker.rpartition(".")[0]
@@ -224,6 +230,43 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
     await coordinator.until(CommandApplied, command_id=order)
 
 
+async def test_memberships_are_read_in_the_log(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
+    """Of a task that has workers here, by one agent after the other, in parts too; of another task nothing."""
+
+    async def follows() -> set[str]:
+        info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
+        subjects = info["config"].get("filter_subjects") or [info["config"]["filter_subject"]]
+        return {subject.split(".")[3] for subject in subjects if ".decision." in subject}
+
+    await coordinator.until(NodeJoined)
+    assert await follows() == set(), "the consumer is there once the node has joined"
+    await coordinator.start("a.1")
+    await coordinator.until(WorkerReady, worker="a.1")
+    assert await follows() == {"a"}
+    await coordinator.say(decision("b", 9, ["b.1"]))
+    await coordinator.say(decision("a", 1, ["a.1"]))
+    await coordinator.until(WorkerRegrouped, worker="a.1", generation=1)
+    await coordinator.until(StepCommitted, generation=1)
+
+    agent.process.terminate()
+    assert agent.process.wait(10) == 0
+    await coordinator.say(part("a", 2, 1, ["a.1"]))  # while no agent listens
+    agent.start()
+    await coordinator.until(NodeJoined)
+    await coordinator.say(decision("a", 2, [], parts=1))
+    await coordinator.until(WorkerRegrouped, worker="a.1", generation=2)
+
+    await coordinator.stop("a.1")
+    await coordinator.until(WorkerExited, worker="a.1")
+    assert await follows() == {"a"}
+    await coordinator.start("b.2", "sleep")
+    await coordinator.until(WorkerStarted, worker="b.2")
+    assert await follows() == {"b"}, "what has no worker here any more is given up with the next entry"
+    assert not [entry for entry in coordinator.seen if isinstance(entry.envelope.event, CommandFailed)]
+
+
 async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess, coordinator: Coordinator) -> None:
     first = await coordinator.until(NodeJoined)
     await coordinator.trained("a.1", generation=3)
@@ -296,7 +339,7 @@ async def test_a_node_that_cannot_be_commanded_does_not_join(
     """The stream takes no more consumers: the agent says so and is not planned for, until there is room."""
     full = {**event_stream_config(), "max_consumers": 1}
     await api(nats_connection, f"STREAM.UPDATE.{EVENT_STREAM}", full)
-    await create_command_consumer(nats_connection, "n9")
+    await fit_command_consumer(nats_connection, "n9", ())
     agent = AgentProcess(nats_server.url, run_dir)
     try:
         log = NatsEventLog(nats_connection)

@@ -18,7 +18,16 @@ from events.nats_connection import connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
-from events.vocabulary import CoordinatorStarted, Heartbeat, NodeLeft, StopWorker
+from events.vocabulary import (
+    AnyDecision,
+    CoordinatorStarted,
+    Heartbeat,
+    MembershipDecided,
+    NodeLeft,
+    StopWorker,
+    StoreAddress,
+    ToldOnce,
+)
 from replay.simulation.log_client import BeatEnd, Beats, CommandEnd, Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.network import Link
@@ -142,6 +151,25 @@ def command(number: int, node: str = "n1", term: int = 1) -> Envelope:
         command_id=f"{term}.1.{node}.{number}", node=node, epoch=1, task="t", worker=f"t.{number}", reason="test"
     )
     return Envelope(producer="coordinator", boot=term, number=number, term=term, observed_at_us=1, event=event)
+
+
+def decision(number: int, event: AnyDecision, term: int = 1) -> Envelope:
+    return Envelope(producer="coordinator", boot=term, number=number, term=term, observed_at_us=1, event=event)
+
+
+def membership(task: str, generation: int) -> MembershipDecided:
+    """One that is told once, without members."""
+    return MembershipDecided(
+        task=task,
+        generation=generation,
+        members=(),
+        joiners=(),
+        urgent=False,
+        store=StoreAddress(host="h", port=1),
+        incident="",
+        reason="test",
+        told=ToldOnce(size=1, seats=(), parts=0, peers=(), mtbf_us=0, handover=False, stop=""),
+    )
 
 
 def started(term: int, process: str = "") -> Envelope:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import pytest
 
 from events.envelope import Entry, Recorded
 from events.log import CommandFeed
-from tests.contracts.logs import BUSES, Bus, beat, command, envelope_of, fact
+from events.vocabulary import PeersDecided, ThroughputCorrected
+from tests.contracts.logs import BUSES, Bus, beat, command, decision, envelope_of, fact, membership
 
 
 @pytest.fixture(params=sorted(BUSES))
@@ -99,3 +100,68 @@ async def test_commands_come_live(bus: Bus) -> None:
     await bus.log.append([command(1)])
     await bus.log.append([command(2)])
     assert [recorded.envelope for recorded in await taking] == [command(1), command(2)]
+
+
+async def test_what_is_told_once_of_a_followed_task(bus: Bus) -> None:
+    """Of other tasks nothing, of this one what came before it was followed neither; and no other decision."""
+    feed = bus.feed("n1")
+    await feed.follow(["a"])
+    adopted = decision(2, ThroughputCorrected(task="a", workers=1, flops=1, iteration_us=1, reports=1, reason=""))
+    told = [decision(4, PeersDecided(task="a", peers=())), decision(5, membership("a", 1))]
+    await bus.log.append([command(1), adopted, decision(3, membership("b", 1)), *told, command(6)])
+    assert [recorded.seq for recorded in await take(feed, 4)] == [1, 4, 5, 6]
+
+
+async def test_to_follow_while_an_entry_is_handled_misses_nothing_behind_it(bus: Bus) -> None:
+    """The membership stands in the log before its task is followed: the feed has not looked at it yet."""
+    feed = bus.feed("n1")
+    await feed.follow([])
+    await bus.log.append([decision(1, membership("a", 1)), command(2), decision(3, membership("a", 2)), command(4)])
+    seen: list[int] = []
+    async with asyncio.timeout(20), aclosing(feed.read()) as entries:
+        async for entry in entries:
+            seen.append(entry.seq)
+            if entry.seq == 2:
+                await asyncio.sleep(0.2)  # time to look ahead, for a feed that does
+                await bus.log.append([decision(5, membership("a", 3))])
+                await feed.follow(["a"])
+            if len(seen) == 4:
+                break
+    assert seen == [2, 3, 4, 5]
+
+
+async def test_a_feed_that_is_idle_gets_what_matches_from_then_on(bus: Bus) -> None:
+    """It is ahead of many entries that do not concern it; a task is followed meanwhile, and given up again."""
+    feed = bus.feed("n1")
+    await feed.follow([])
+    seen: list[int] = []
+
+    async def listen() -> None:
+        async with aclosing(feed.read()) as entries:
+            async for entry in entries:
+                seen.append(entry.seq)  # noqa: PERF401  # one after the other, while it goes on
+
+    listening = asyncio.create_task(listen())
+    try:
+        await bus.log.append([command(1)])
+        await until(lambda: seen == [1])
+        await bus.log.append([decision(number, membership("a", number)) for number in range(2, 52)])
+        await asyncio.sleep(0.2)
+        await feed.follow(["a"])
+        await bus.log.append([decision(52, membership("a", 52)), command(53)])
+        await until(lambda: seen[-1] == 53)
+        assert seen[-2:] == [52, 53]
+        assert set(seen[1:-2]) <= set(range(2, 52)), "what came while the task was not followed may come or not"
+        await feed.follow([])
+        await bus.log.append([decision(54, membership("a", 54)), command(55)])
+        await until(lambda: seen[-1] == 55)
+        assert 54 not in seen
+    finally:
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+async def until(there: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not there():  # noqa: ASYNC110  # of four implementations
+            await asyncio.sleep(0.01)

@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from events import nats_log
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
-from events.nats_commands import NatsCommandFeed, create_command_consumer
+from events.nats_commands import NatsCommandFeed, fit_command_consumer
 from events.nats_connection import Connection, Login, Patience, connect
 from events.nats_inquiry import came, listened
 from events.nats_log import NatsBeatLog, NatsEventLog
@@ -394,14 +394,14 @@ async def test_a_stream_has_room_for_the_consumers_of_all_nodes(
         if before:
             await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", {**event_stream_config(), **before})
             for number in range(3):
-                await create_command_consumer(connection, f"n{number}")
+                await fit_command_consumer(connection, f"n{number}", ())
             with pytest.raises(ApiError, match="maximum consumers limit reached"):
-                await create_command_consumer(connection, "n3")
+                await fit_command_consumer(connection, "n3", ())
         await create_streams(connection)
         info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
         assert info["config"]["max_consumers"] >= 65_536
         for first in range(0, 1100, 100):
-            await asyncio.gather(*(create_command_consumer(connection, f"n{first + n}") for n in range(100)))
+            await asyncio.gather(*(fit_command_consumer(connection, f"n{first + n}", ()) for n in range(100)))
         await create_streams(connection)
         assert (await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["state"]["consumer_count"] == 1100
     finally:

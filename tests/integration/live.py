@@ -109,6 +109,12 @@ async def live_cluster(
         yield Live(dev, workers)
 
 
+def told_members(decided: dict[str, Any]) -> list[str]:
+    """The workers of a membership as the log shows it: each run is [node, number, seat, count, joins]."""
+    runs = decided["told"]["seats"]
+    return [f"{decided['task']}.{number + i}" for _, number, _, count, _ in runs for i in range(count)]
+
+
 def members(state: ClusterState, task: str = TASK) -> list[str]:
     """The workers of the present membership, in rank order."""
     membership = state.tasks[task].membership if task in state.tasks else None

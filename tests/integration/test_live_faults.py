@@ -25,7 +25,7 @@ from replay.reading.nats_source import open_nats
 from replay.reading.source import read
 from replay.views.story import Index, Story, Subject
 from tests.integration.disobedient_gpt import order
-from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats
+from tests.integration.live import TASK, Live, live_cluster, members, nodes_of, seats, told_members
 from unicrond.core.isolation import Phase, phase
 from unicrond.core.severity import RESPONSE, SEVERITY
 from unicrond.core.state import ClusterState, Severity, TaskStatus
@@ -324,7 +324,7 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     )
     told = live.events("MembershipDecided", "IncidentEscalated", "WorkerStarted", "NodeIsolated", after=pair.seq)
     first = told[0]
-    assert first["urgent"] and [member["worker"] for member in first["members"]] == list(was)
+    assert first["urgent"] and told_members(first) == list(was)
     assert first["reason"] == "the group broke and all members are alive", "first the same processes try again"
     escalated = [event for event in told if event["type"] == "IncidentEscalated"]
     suspect = escalated[0]["worker"]

@@ -46,7 +46,8 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def go(way: tuple[str, ...], before: Version, after: Version, directory: Path, trees: Path) -> None:
     if "old" in (before, after) and not has_history():
         pytest.skip(f"commit {OLD} is not here: no old version to upgrade from (a clone with its history has it)")
-    async with mixed_cluster(directory, trees, before, NODES) as live:
+    writes = SCHEMAS[before if "back" in way else after]
+    async with mixed_cluster(directory, trees, before, NODES, writes) as live:
         upgrade = Upgrade(live)
         assert isinstance(live.dev, MixedCluster)
         goal = after

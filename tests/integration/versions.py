@@ -20,6 +20,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from events.schemas import SCHEMA, spoken_schema
 from tests.integration.live import TASK, Live, members
 from unicrond.core.state import ClusterState
@@ -44,7 +46,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
         (r"(?m)^(TYPES: .* = \{)$", rf'\1\n    {SCHEMA + 1}: ("GreetNode",),'),
         (
             r"(?m)^(FIELDS: .* = \{)$",
-            rf'\1\n    {SCHEMA + 1}: {{"NodeJoined": ("rack",), "SetMembership": ("hint",), '
+            rf'\1\n    {SCHEMA + 1}: {{"NodeJoined": ("rack",), "SetMembership": ("hint",), "ToldOnce": ("hint",), '
             '"WorkerExited": ("rack",), "WorkerRegrouped": ("rack",), "StepCommitted": ("rack",)},',
         ),
     ],
@@ -55,6 +57,7 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
         (r"(?s)(class WorkerRegrouped\(.*?source: [^\n]*\n)", r'\1    rack: Text = ""\n'),
         (r"(?s)(class StepCommitted\(.*?redone: [^\n]*\n)", r'\1    rack: Text = ""\n'),
         (r"(?s)(class SetMembership\(.*?handover: [^\n]*\n)", r"\1    hint: Count = 0\n"),
+        (r"(?s)(class ToldOnce\(.*?stop: [^\n]*\n)", r"\1    hint: Count = 0\n"),
         (
             r"(?m)^AnyObservation: TypeAlias",
             "class GreetNode(Command, frozen=True, kw_only=True):\n    pass\n\n\nAnyObservation: TypeAlias",
@@ -84,7 +87,9 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
     "unicrond/core/deciding/batch.py": [
         (
             r"(?m)^( *)told = lowered\(",
-            r"\1if isinstance(event, v.SetMembership):\n\1    event = replace(event, hint=7)\n\g<0>",
+            r"\1if isinstance(event, v.SetMembership):\n\1    event = replace(event, hint=7)\n"
+            r"\1if isinstance(event, v.MembershipDecided) and event.told:\n"
+            r"\1    event = replace(event, told=replace(event.told, hint=7))\n\g<0>",
         ),
         (r"(?m)^from events import vocabulary as v$", r"\g<0>\nfrom msgspec.structs import replace"),
     ],
@@ -155,9 +160,11 @@ def make_tree(version: Version, into: Path) -> Path:
 class MixedCluster(DevCluster):
     """A DevCluster each of whose parts can be ended and started again as another version."""
 
-    def __init__(self, directory: Path, nodes: int, trees: Path, version: Version, settings: dict[str, object]) -> None:
-        super().__init__(directory, nodes, 1, 0, HEARTBEAT_S, settings)
+    def __init__(self, directory: Path, nodes: int, trees: Path, version: Version, writes: int) -> None:
+        """`writes`: the newest schema that a coordinator may write, if it is to be taken back."""
+        super().__init__(directory, nodes, 1, 0, HEARTBEAT_S)
         self.trees = trees
+        self.writes = writes
         self.versions: dict[str, Version] = {}
         for name in ("coordinator", *self.agents):
             self._make(name, version)
@@ -166,8 +173,19 @@ class MixedCluster(DevCluster):
         part = self.coordinator if name == "coordinator" else self.agents[name]
         tree = make_tree(version, self.trees)
         part.env = part.env | {"PYTHONPATH": str(tree)}
+        if name == "coordinator":
+            self._limit(version)
         part.command[0] = str(scripts(tree, version) / Path(part.command[0]).name)
         self.versions[name] = version
+
+    def _limit(self, version: Version) -> None:
+        """What docs/operate/upgrading.md asks for before a coordinator that may be taken back is started."""
+        path = self.directory / "unicron.yaml"
+        config = yaml.safe_load(path.read_text())
+        config.pop("write_schema", None)
+        if self.writes < SCHEMAS[version]:
+            config["write_schema"] = self.writes
+        path.write_text(yaml.safe_dump(config))
 
     async def change(self, name: str, version: Version) -> None:
         """End the part as a package manager would (SIGTERM), and start it as the other version."""
@@ -192,9 +210,11 @@ class MixedCluster(DevCluster):
 
 
 @asynccontextmanager
-async def mixed_cluster(directory: Path, trees: Path, version: Version, nodes: int) -> AsyncIterator[Live]:
-    """All of one version; a task trains on all nodes."""
-    cluster = MixedCluster(directory, nodes, trees, version, {})
+async def mixed_cluster(
+    directory: Path, trees: Path, version: Version, nodes: int, writes: int = SCHEMA + 1
+) -> AsyncIterator[Live]:
+    """All of one version; a task trains on all nodes. `writes`: see MixedCluster."""
+    cluster = MixedCluster(directory, nodes, trees, version, writes)
     try:
         await cluster.start()
         live = Live(cluster, nodes)

@@ -1,7 +1,7 @@
-"""The golden log: bytes of schema 1 that every later version must read and fold.
+"""The golden logs: bytes of each older schema that every later version must read and fold.
 
-python -m tests.replay.golden --digests     after a wanted change of the state's fields or of the fold
-python -m tests.replay.golden --log         new bytes; only as long as no log of schema 1 is in use anywhere
+python -m tests.replay.golden --digests         after a wanted change of the state's fields or of the fold
+python -m tests.replay.golden --log PATH        the log of today's schema: to be kept when the next one comes
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.replay.logs import eventful, write_log
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest
 
-LOG = Path(__file__).parents[1] / "golden" / "log_v1.bin"
-EXPECTED = LOG.with_suffix(".json")
+#: schema -> the log that its last version wrote.
+LOGS = {schema: Path(__file__).parents[1] / "golden" / f"log_v{schema}.bin" for schema in (1, 2)}
 SEED = 2401
 
 
@@ -43,9 +43,9 @@ def facts(state: ClusterState) -> dict[str, Any]:
     }
 
 
-def expected() -> dict[str, Any]:
-    """Facts and digests of the committed log, as this version sees them."""
-    entries = list(read_entries(LOG))
+def expected(log: Path) -> dict[str, Any]:
+    """Facts and digests of a committed log, as this version sees them."""
+    entries = list(read_entries(log))
     points = [*range(0, len(entries), 50), len(entries)]
     return {
         "facts": facts(replay(entries)),
@@ -57,11 +57,12 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--digests", action="store_true")
-    choice.add_argument("--log", action="store_true")
-    if parser.parse_args().log:
-        write_log(LOG, eventful(SEED))
-        LOG.chmod(0o644)
-    EXPECTED.write_text(json.dumps(expected(), indent=1) + "\n")
+    choice.add_argument("--log", type=Path, metavar="PATH")
+    if path := parser.parse_args().log:
+        write_log(path, eventful(SEED))
+        path.chmod(0o644)
+    for log in (path,) if path else LOGS.values():
+        log.with_suffix(".json").write_text(json.dumps(expected(log), indent=1) + "\n")
 
 
 if __name__ == "__main__":

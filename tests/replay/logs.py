@@ -183,6 +183,8 @@ def _by_hand(scene: _Scene) -> None:
     cluster, host, term = scene.cluster, scene.host, scene.term
     peers = v.SetPeers(command_id=f"{term}.1.n0.77", node="n0", epoch=1, task="big", peers=())
     cluster.append(peers, "coordinator", term)
+    cluster.append(v.PeersDecided(task="big", peers=()), "coordinator", term)
+    _by_older_and_larger(scene)
     cluster.say(host, v.CommandApplied(node="n0", command_id=f"{term}.1.n0.1"))
     cluster.say(host, v.CommandFailed(node="n0", command_id=f"{term}.1.n0.2", reason="unknown worker"))
     cluster.append(v.NodeReturned(node="n0", evidence=v.Evidence(beat_seq=9, beat_at_us=1)), "coordinator", term)
@@ -201,6 +203,31 @@ def _by_hand(scene: _Scene) -> None:
     # An entry that is not there: to pass over one of these would change what the other tests count.
     cluster.append(v.EntrySkipped(seq=10**9, reason="by hand"), "coordinator", term)
     cluster.run()
+
+
+def _by_older_and_larger(scene: _Scene) -> None:
+    """What only a coordinator of older agents, and only one of large tasks, writes; without effect here."""
+    cluster, term = scene.cluster, scene.term
+    big = cluster.state.tasks["big"]
+    assert big.membership is not None
+    old = v.SetMembership(
+        command_id=f"{term}.1.n0.79",
+        node="n0",
+        epoch=1,
+        task="big",
+        generation=1,
+        members=(),
+        joiners=(),
+        urgent=False,
+        store=big.membership.store,
+    )
+    cluster.append(old, "coordinator", term)
+    starts = v.StartWorkers(command_id=f"{term}.1.n0.80", node="n0", epoch=1, spec=big.spec, starts=())
+    cluster.append(starts, "coordinator", term)
+    seats = (v.SeatRun(node="n0", number=1, seat=0, count=1, joins=True),)
+    cluster.append(v.MembershipPart(task="big", generation=99, part=1, seats=seats), "coordinator", term)
+    corrected = v.ThroughputCorrected(task="gone", workers=1, flops=1, iteration_us=1, reports=1, reason="by hand")
+    cluster.append(corrected, "coordinator", term)
 
 
 def _by_people(scene: _Scene) -> None:

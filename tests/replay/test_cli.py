@@ -155,7 +155,7 @@ def test_events_are_selected_by_type_node_task_and_stretch(log: Path, entries: l
     assert [each["seq"] for each in events(log, "--type", "Quarantined")] == [len(entries) - 1]
     assert [each["seq"] for each in events(log, "--after", "10", "--until", "13")] == [11, 12, 13]
     of_node = events(log, "--node", "n2")
-    assert types(of_node) >= {"NodeJoined", "PlanAdopted", "SetMembership", "NodeLeft"}
+    assert types(of_node) >= {"NodeJoined", "PlanAdopted", "MembershipDecided", "NodeLeft"}
     assert all("n2" in json.dumps(each) for each in of_node)
     of_task = events(log, "--task", "tiny")
     assert types(of_task) == {"TaskSubmitted", "TaskCancelled"}

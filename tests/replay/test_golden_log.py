@@ -1,4 +1,4 @@
-"""A log that was written by schema 1 replays for ever."""
+"""A log that was written by an older schema replays as ever."""
 
 from __future__ import annotations
 
@@ -6,36 +6,50 @@ import hashlib
 import json
 from typing import get_args
 
+import pytest
+
 from events.envelope import Quarantined, Recorded
+from events.schemas import FIRST, SCHEMA
 from events.segments import read_entries
 from events.vocabulary import AnyEvent, Heartbeat
 from replay.reading.replayer import replay
-from tests.replay.golden import EXPECTED, LOG, SEED, expected, facts
+from tests.replay.golden import LOGS, SEED, expected, facts
 from tests.replay.logs import eventful
 
 #: The bytes themselves. A change here says that logs out there may no longer be what the golden log is.
-LOG_BLAKE2B = "6f3293e69d2ddf035190e9f47e51ce8b"
+LOG_BLAKE2B = {1: "6f3293e69d2ddf035190e9f47e51ce8b", 2: "5a4e5c8d09522101d9f7bd98a1b3fd22"}
+#: How many types of event each had, heartbeats aside: the log holds all of them.
+TYPES = {1: 28, 2: 55}
+schemas = pytest.mark.parametrize("schema", LOGS)
 
 
-def test_the_bytes_are_the_ones_that_were_written() -> None:
-    assert hashlib.blake2b(LOG.read_bytes(), digest_size=16).hexdigest() == LOG_BLAKE2B
+def test_every_older_schema_has_its_log() -> None:
+    assert list(LOGS) == list(range(FIRST, SCHEMA))
 
 
-def test_every_entry_is_still_read() -> None:
-    entries = list(read_entries(LOG))
+@schemas
+def test_the_bytes_are_the_ones_that_were_written(schema: int) -> None:
+    assert hashlib.blake2b(LOGS[schema].read_bytes(), digest_size=16).hexdigest() == LOG_BLAKE2B[schema]
+
+
+@schemas
+def test_every_entry_is_still_read(schema: int) -> None:
+    entries = list(read_entries(LOGS[schema]))
     assert [entry.seq for entry in entries if isinstance(entry, Quarantined)] == [len(entries) - 1]
     kinds = {type(entry.envelope.event) for entry in entries if isinstance(entry, Recorded)}
-    assert len(kinds) == 28, "the log of schema 1 holds every type that it had, heartbeats aside"
+    assert len(kinds) == TYPES[schema], f"the log of schema {schema} holds every type that it had, heartbeats aside"
 
 
-def test_it_folds_into_the_same_facts() -> None:
-    stored = json.loads(EXPECTED.read_text())
-    assert json.loads(json.dumps(facts(replay(read_entries(LOG))))) == stored["facts"]
+@schemas
+def test_it_folds_into_the_same_facts(schema: int) -> None:
+    stored = json.loads(LOGS[schema].with_suffix(".json").read_text())
+    assert json.loads(json.dumps(facts(replay(read_entries(LOGS[schema]))))) == stored["facts"]
 
 
-def test_it_folds_into_the_same_digests() -> None:
-    stored = json.loads(EXPECTED.read_text())
-    assert expected()["digests"] == stored["digests"], (
+@schemas
+def test_it_folds_into_the_same_digests(schema: int) -> None:
+    stored = json.loads(LOGS[schema].with_suffix(".json").read_text())
+    assert expected(LOGS[schema])["digests"] == stored["digests"], (
         "the state's shape or the fold changed; if that is wanted: python -m tests.replay.golden --digests"
     )
 

@@ -40,7 +40,7 @@ def test_every_rule_holds_under_every_seed(first: int) -> None:
 def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted agent remembers peers from before its disk was full. (One of schema 1 cannot say so.)"""
     for module in (world, coordinators):
-        monkeypatch.setattr(module, "FIRST", SCHEMA)
+        monkeypatch.setattr(module, "VERSIONS", (SCHEMA,))
     faults = [
         Fault(kind="power_off", at_s=20.202, for_s=7.567, nodes=("n1",), how="disk_lost", pick=1),
         Fault(kind="kill_worker", at_s=26.969, nodes=("n2",), how="reduced", pick=2),

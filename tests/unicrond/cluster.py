@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from events.schemas import SCHEMA, told_version
+from events.schemas import SCHEMA, TOLD_ONCE, told_version
+from events.seats import members_of, starts
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
@@ -27,6 +28,27 @@ from unicrond.core.survey import Survey
 SECOND_US = 1_000_000
 
 
+class Told(NamedTuple):
+    """A membership as nodes hear it."""
+
+    generation: int
+    members: tuple[v.Member, ...]
+    handover: bool
+    stop: str
+    peers: tuple[v.MemoryService, ...]
+    mtbf_us: int
+
+
+def membership_of(event: v.SetMembership | v.MembershipDecided) -> Told:
+    """What a command tells, or a decision; of one in parts the last members alone."""
+    members, told = event.members, event
+    if isinstance(event, v.MembershipDecided):
+        told = event.told
+        assert told is not None
+        members = members_of(event.task, told.seats, told.size)
+    return Told(event.generation, members, told.handover, told.stop, told.peers, told.mtbf_us)
+
+
 @dataclass
 class Process:
     """A worker process: the newest membership it was told, the group it is in."""
@@ -34,7 +56,7 @@ class Process:
     worker: str
     task: str
     replica: int
-    told: v.SetMembership | None = None
+    told: Told | None = None
     generation: int = 0
     parked: bool = False
 
@@ -49,6 +71,9 @@ class Host:
     boot: int = 0
     processes: dict[str, Process] = field(default_factory=dict)
     commands: list[Recorded] = field(default_factory=list)
+    #: What its agent reads, and the tasks that it has ever had a worker of.
+    reads: int = SCHEMA
+    follows: set[str] = field(default_factory=set)
     #: It fails its health checks; None: it never answers.
     ill: bool | None = False
 
@@ -59,6 +84,8 @@ class MiniCluster:
     def __init__(self, seed: int, policy: Policy | None = None, *, check_s: float = 0.0, repair_s: float = 0.0) -> None:
         """`check_s`, `repair_s`: limits of health checks and repairs; 0: there are none."""
         self.limits_s = (check_s, repair_s)
+        #: What the coordinator writes, from its next start on.
+        self.schema = SCHEMA
         self.random = random.Random(seed)
         self.policy = policy or Policy()
         self.state = ClusterState()
@@ -70,6 +97,7 @@ class MiniCluster:
         self.source: v.StateSource = "own"
         self._numbers: dict[tuple[str, int], int] = {}
         self._passed: set[str] = set()
+        self._members: dict[tuple[str, int], tuple[v.Member, ...]] = {}
         self._solutions: dict = {}
         self._based_on = 0
         self.take_over()
@@ -98,7 +126,16 @@ class MiniCluster:
         check(self.state)
         if isinstance(event, v.Command):
             self.hosts[event.node].commands.append(entry)
+        if isinstance(event, v.MembershipDecided) and event.told and self._is_in_force(event):
+            self._members[event.task, event.generation] = self.state.tasks[event.task].membership.members
+            for host in self.hosts.values():
+                if host.reads >= TOLD_ONCE and event.task in host.follows:
+                    host.commands.append(entry)
         return entry
+
+    def _is_in_force(self, event: v.MembershipDecided) -> bool:
+        """Not torn: agents go by the same rule as the fold (tests/agents/test_told_once.py)."""
+        return self.state.tasks[event.task].generation == event.generation
 
     def say(self, host: Host, event: v.AnyEvent) -> None:
         self.append(event, host.name, host.boot)
@@ -108,7 +145,9 @@ class MiniCluster:
         term = self.state.term + 1
         policy = Settings(self.policy, 1.0, *self.limits_s).numbers()
         self.append(
-            v.CoordinatorStarted(term=term, version=told_version("test", SCHEMA), policy=policy), "coordinator", term
+            v.CoordinatorStarted(term=term, version=told_version("test", self.schema), policy=policy),
+            "coordinator",
+            term,
         )
         self._passed.clear()
         self._solutions.clear()
@@ -206,14 +245,11 @@ class MiniCluster:
     def _obey(self, host: Host) -> None:
         entry = host.commands.pop(0)
         command = entry.envelope.event
-        if isinstance(command, v.StartWorker):
-            if len(host.processes) >= host.slots:
-                self.say(host, v.CommandFailed(node=host.name, command_id=command.command_id, reason="no free slot"))
-                return
-            task = command.spec.name
-            host.processes[command.worker] = Process(command.worker, task, command.replica)
-            self.say(host, v.WorkerStarted(node=host.name, task=task, worker=command.worker, pid=1))
-            self.say(host, v.WorkerReady(node=host.name, task=task, worker=command.worker))
+        if isinstance(command, v.StartWorkers):
+            for start in starts(command):
+                self._start(host, start)
+        elif isinstance(command, v.StartWorker):
+            self._start(host, command)
         elif isinstance(command, v.StopWorker):
             process = host.processes.pop(command.worker, None)
             if process is not None:
@@ -228,12 +264,23 @@ class MiniCluster:
                 self.say(host, exited)
         elif isinstance(command, v.CheckNode) and host.ill is not None:
             self.checked(host, command, passed=not host.ill)
-        elif isinstance(command, v.SetMembership):
+        elif isinstance(command, v.SetMembership | v.MembershipDecided):
+            told = membership_of(command)
+            if isinstance(command, v.MembershipDecided) and command.told and command.told.parts:
+                told = told._replace(members=self._members[command.task, command.generation])
             for process in host.processes.values():
-                if process.task == command.task and (
-                    process.told is None or process.told.generation < command.generation
-                ):
-                    process.told = command
+                if process.task == command.task and (process.told is None or process.told.generation < told.generation):
+                    process.told = told
+
+    def _start(self, host: Host, command: v.StartWorker) -> None:
+        host.follows.add(command.spec.name)
+        if len(host.processes) >= host.slots:
+            self.say(host, v.CommandFailed(node=host.name, command_id=command.command_id, reason="no free slot"))
+            return
+        task = command.spec.name
+        host.processes[command.worker] = Process(command.worker, task, command.replica)
+        self.say(host, v.WorkerStarted(node=host.name, task=task, worker=command.worker, pid=1))
+        self.say(host, v.WorkerReady(node=host.name, task=task, worker=command.worker))
 
     def checked(self, host: Host, command: v.CheckNode, *, passed: bool) -> None:
         self.say(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from events.segments import read_entries
-from tests.replay.golden import LOG
+from tests.replay.golden import LOGS
 from tests.unicrond.cluster import SECOND_US
 from tests.unicrond.stories import random_life, states_of, trained
 from unicrond.core.costs import _plus, costs_at, settle
@@ -114,7 +114,7 @@ def test_the_faults_of_the_stories_do_cost_something() -> None:
 
 
 def test_the_golden_log_balances() -> None:
-    assert_as_the_accountant_says(states_of(list(read_entries(LOG))))
+    assert_as_the_accountant_says(states_of(list(read_entries(LOGS[1]))))
 
 
 def test_a_killed_worker_costs_its_task_until_it_goes_on() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from events import vocabulary as v
-from tests.unicrond.cluster import MiniCluster, members, trained
+from tests.unicrond.cluster import MiniCluster, members, membership_of, trained
 from unicrond.core.state import TaskStatus
 
 
@@ -86,8 +86,8 @@ def test_the_next_membership_says_that_training_is_to_end(cluster: MiniCluster) 
     stop(cluster, one, left=True)
     cluster.kill_worker(cluster.hosts[cluster.state.tasks["big"].workers[one].node], one)
     cluster.run()
-    told = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.SetMembership)]
-    assert told[-1].stop == "enough" and other in members(cluster)
+    told = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.MembershipDecided)]
+    assert membership_of(told[-1]).stop == "enough" and other in members(cluster)
 
 
 @pytest.mark.parametrize("asked_first", [True, False])

@@ -6,7 +6,7 @@ import pytest
 
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
-from tests.unicrond.cluster import MiniCluster, trained
+from tests.unicrond.cluster import MiniCluster, membership_of, trained
 from tests.unicrond.losses import tell
 from tests.unicrond.test_decide import members, two_tasks
 from unicrond.core.decide import decide
@@ -312,8 +312,8 @@ def test_nobody_joins_a_broken_group_before_it_has_met_again(seed: int) -> None:
     cluster.run()
     cluster.assert_whole()
     again, whole = said(cluster, v.MembershipDecided, mark)
-    assert [member.worker for member in again.members] == survivors and again.urgent
-    assert len(whole.members) == 3
+    assert [member.worker for member in membership_of(again).members] == survivors and again.urgent
+    assert len(membership_of(whole).members) == 3
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -40,10 +40,11 @@ def keep(cluster: MiniCluster, node: str, iteration: int, *, origin: str = "") -
 
 
 def told(cluster: MiniCluster) -> list[tuple[str, ...]]:
-    """The peers of every SetMembership and SetPeers, in order."""
+    """The peers of every membership, and of what is decided about peers alone, in order."""
     events = [entry.envelope.event for entry in cluster.log]
+    decided = [event.told if isinstance(event, v.MembershipDecided) else event for event in events]
     return [
-        tuple(peer.node for peer in event.peers) for event in events if isinstance(event, v.SetMembership | v.SetPeers)
+        tuple(peer.node for peer in event.peers) for event in decided if isinstance(event, v.ToldOnce | v.PeersDecided)
     ]
 
 

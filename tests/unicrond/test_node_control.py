@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from events import vocabulary as v
-from tests.unicrond.cluster import SECOND_US, MiniCluster
+from events.seats import joiners_of
+from tests.unicrond.cluster import SECOND_US, MiniCluster, membership_of
 from tests.unicrond.test_decide import members, two_tasks
 from unicrond.core.policy import Policy
 from unicrond.core.survey import Survey
@@ -56,8 +57,8 @@ def test_a_drained_node_hands_its_state_to_a_spare(seed: int) -> None:
     (successor,) = members(cluster, "solo")
     assert node_of(cluster, successor) != node
     memberships = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.MembershipDecided)]
-    assert [len(m.members) for m in memberships] == [1, 2, 1]
-    assert memberships[1].joiners == (successor,)
+    assert [len(membership_of(m).members) for m in memberships] == [1, 2, 1]
+    assert memberships[1].told and joiners_of("solo", memberships[1].told.seats) == (successor,)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -39,6 +39,7 @@ def speak(made: MiniCluster, name: str, schema: int) -> None:
     host = made.hosts[name]
     host.boot += 1
     version = "0.1.0" if schema == FIRST else told_version("0.2.0", schema)
+    host.reads = schema
     made.say(host, replace(joined, agent_boot=host.boot, version=version))
 
 
@@ -50,7 +51,11 @@ def commands(made: MiniCluster, kind: type[v.Command]) -> dict[str, v.Command]:
 
 def test_each_node_is_commanded_in_words_that_it_knows() -> None:
     made = cluster(old=FIRST, new=SCHEMA, newer=SCHEMA + 1)
-    assert {name: node.schema for name, node in made.state.nodes.items()} == {"old": 1, "new": SCHEMA, "newer": 3}
+    assert {name: node.schema for name, node in made.state.nodes.items()} == {
+        "old": 1,
+        "new": SCHEMA,
+        "newer": SCHEMA + 1,
+    }
     starts = commands(made, v.StartWorker)
     assert {name: schema_of(command) for name, command in starts.items()} == {"old": 1, "new": 2, "newer": 2}
     assert {name: c.spec.start_timeout_s for name, c in starts.items() if isinstance(c, v.StartWorker)} == {
@@ -131,7 +136,7 @@ def test_a_stop_that_cannot_be_read_is_ordered_anew() -> None:
 
 
 def test_a_membership_that_cannot_be_read_is_told_again() -> None:
-    made = cluster(m=SCHEMA, n=SCHEMA)
+    made = cluster(m=SCHEMA, n=2)
     made.kill_worker(made.hosts["m"], next(iter(made.hosts["m"].processes)))
     while not any(isinstance(e.envelope.event, v.SetMembership) for e in made.hosts["n"].commands):
         made.decide()

@@ -41,9 +41,12 @@ _FREE = (
     v.StepCommitted,
     v.CheckpointSaved,
     v.StartWorker,
+    v.StartWorkers,
     v.WorkerStarted,
     v.WorkerReady,
     v.SetMembership,
+    v.MembershipPart,
+    v.PeersDecided,
     v.CommandApplied,
 )
 

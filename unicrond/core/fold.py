@@ -82,7 +82,7 @@ def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> Cl
     # A fault that the last coordinator did not get to is not to strike out of the blue.
     schema = spoken_schema(event.version)
     return replace(
-        state,
+        plans.nothing_begun(state),
         term=event.term,
         severity=dict(event.severity),
         injections={},
@@ -143,13 +143,16 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.EntrySkipped: _nothing,  # read before the fold (events/skips.py)
     v.DeadlinePassed: deadlines.deadline_passed,
     v.PlanAdopted: plans.plan_adopted,
+    v.MembershipPart: plans.membership_part,
     v.MembershipDecided: plans.membership_decided,
+    v.PeersDecided: plans.peers_decided,
     v.TaskReshaped: tasks.task_reshaped,
     v.TaskFailed: tasks.task_failed,
     v.TransitionCompleted: responses.transition_completed,
     v.ThroughputCorrected: plans.throughput_corrected,
     v.FailureRateEstimated: plans.failure_rate_estimated,
     v.StartWorker: commands.start_worker,
+    v.StartWorkers: commands.start_workers,
     v.StopWorker: commands.stop_worker,
     v.SetMembership: commands.set_membership,
     v.SetPeers: commands.set_peers,

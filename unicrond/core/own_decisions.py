@@ -54,19 +54,32 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
 def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
     """The events in batches that can be written atomically, a decision together with the commands behind it.
 
-    Only a decision with more commands than a batch holds (a membership over MAX_BATCH nodes) is torn. Should the
-    coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those that
-    replace them take the nearest state.
+    Parts of a membership have batches of their own, before that of the decision, which alone commits them: torn they
+    are inert (events/seats.py). Every other command works by itself, however many there are. One decision is torn with
+    effect: a membership that is told by commands to more than MAX_BATCH nodes, none of which reads decisions. Should
+    the coordinator die in between, the group cannot form: its members miss their deadline as if they hung, and those
+    that replace them take the nearest state.
     """
     batch: list[v.AnyEvent] = []
     group: list[v.AnyEvent] = []
+    was_part = False
     for event in events:
+        is_part = isinstance(event, v.MembershipPart)
+        if is_part is not was_part and batch + group:
+            yield from _filled(batch, group)
+            batch, group = [], []
+        was_part = is_part
         if group and (not isinstance(event, v.Command) or len(group) == MAX_BATCH):
             if len(batch) + len(group) > MAX_BATCH:
                 yield batch
                 batch = []
             batch, group = batch + group, []
         group.append(event)
+    yield from _filled(batch, group)
+
+
+def _filled(batch: list[v.AnyEvent], group: list[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
+    """What is left of both, each at most a batch."""
     if len(batch) + len(group) > MAX_BATCH:
         yield batch
         batch = []

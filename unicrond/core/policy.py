@@ -10,6 +10,8 @@ from msgspec import Meta
 
 Seconds = Annotated[float, Meta(gt=0.0, le=1e10)]
 SecondsOrNone = Annotated[float, Meta(ge=0.0, le=1e7)]
+#: A third of the largest event: beside its last seats a membership has room for its peers.
+PART_BYTES = 256 * 1024
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +34,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failure seen; those in the log correct it (estimates.py).
     `transition_s`: D_transition, the expected length of a transition, until a task has had its first.
     `churn_s`: what moving a task of which nothing is broken costs on top, as time of its work; 0 = nothing.
+    `part_bytes`: a membership whose seats take more is told in parts (events/seats.py).
     """
 
     symptom_window_s: Seconds = 0.3
@@ -47,6 +50,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker_mtbf_s: Seconds = 7.0 * 86400
     transition_s: Seconds = 5.0
     churn_s: SecondsOrNone = 0.0
+    part_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
 
 
 class Settings(NamedTuple):
@@ -65,6 +69,8 @@ class Settings(NamedTuple):
         """Field -> number by name, for the log."""
         fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
         fields |= {name: getattr(self, name) for name in _LIMITS if getattr(self, name)}
+        if self.policy.part_bytes == PART_BYTES:
+            del fields["part_bytes"]  # readers of older versions know of no such number
         return {name: float(value) for name, value in sorted(fields.items())}
 
 

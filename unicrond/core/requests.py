@@ -22,7 +22,7 @@ NODE_FAULTS = ("drop_network", "xid")
 def request_problem(state: ClusterState, event: v.Request) -> str:
     """Why `event` asks for what cannot be, as "field: what is wrong; the fix"; "" where nothing is wrong."""
     if isinstance(event, v.TaskSubmitted):
-        return next((str(fault) for fault in spec_faults(event.spec)), "")
+        return next((str(fault) for fault in spec_faults(event.spec, state.schema)), "")
     if isinstance(event, v.ReshapeRequested):
         task = state.tasks.get(event.task)
         return reshape_problem(state, task, event) if task and task.status is TaskStatus.ACTIVE else ""
@@ -50,7 +50,7 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
         stages = sum(each // asked.tp for each in slots)
         if asked.pp > stages:
             return f"pp: the nodes have room for {stages} stages of tp {asked.tp}, not for {asked.pp}; lower it, or tp"
-    for fault in spec_faults(reshaped(task.spec, asked)):
+    for fault in spec_faults(reshaped(task.spec, asked), state.schema):
         return str(fault)
     if needs_room and asked.min_workers > (room := stages // asked.pp * asked.pp * asked.tp):
         return f"min_workers: the nodes have room for {room}; lower it"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from events import vocabulary as v
 from events.envelope import Entry, Recorded
+from events.seats import starts
 from events.skips import can_be_skipped
 from unicrond.core.state import ClusterState
 
@@ -39,9 +40,10 @@ class Needed:
         event = entry.envelope.event if isinstance(entry, Recorded) else None
         if isinstance(event, v.MembershipDecided):
             self._generations[event.task] = max(event.generation, self._generations.get(event.task, 0))
-        elif isinstance(event, v.StartWorker):
-            number = int(event.worker.rpartition(".")[2])
-            self._workers[event.spec.name] = max(number, self._workers.get(event.spec.name, 0))
+        elif isinstance(event, v.StartWorker | v.StartWorkers):
+            for start in (event,) if isinstance(event, v.StartWorker) else starts(event):
+                number = int(start.worker.rpartition(".")[2])
+                self._workers[event.spec.name] = max(number, self._workers.get(event.spec.name, 0))
 
     def require(self, state: ClusterState) -> None:
         """`state`: folded without them. Raises SkipRefused where numbers would be given out a second time."""

@@ -66,6 +66,7 @@ TASK_FIELDS: tuple[str, ...] = (
     "troubles.early_below",
     "group.meetings",
     "group.overdue",
+    "group.telling",
 )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import msgspec
 
 from events.fields import always
+from events.seats import Telling
 from events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
 
 #: How many timings of a task's iterations the state remembers, and how many of a group's first it leaves out.
@@ -99,6 +100,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `overdue`: the newest planned generation not met in time while an open incident was about others; 0 = none.
     `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
     `stragglers`: members that are slower than the other replicas, by worker.
+    `telling`: parts of the next membership, as far as they have come (events/seats.py).
     """
 
     formed_after: int = always(0)
@@ -108,6 +110,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     suspicions: dict[str, HangSuspected] = always({})
     stragglers: dict[str, Straggler] = {}
     overdue: int = 0
+    telling: Telling | None = None
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

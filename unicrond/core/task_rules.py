@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from events.codec import MAX_EVENT_BYTES
+from events.schemas import SCHEMA, TOLD_ONCE
 from events.vocabulary import TaskSpec
 from unicrond.core.field_faults import Fault, Place
 from unicrond.core.work import LINEAR_FLOPS
@@ -29,10 +30,10 @@ WAF_MAX = 2**62
 PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
 
 
-def spec_faults(spec: TaskSpec) -> Iterator[Fault]:
-    """All that is wrong with a well-typed spec."""
+def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[Fault]:
+    """All that is wrong with a well-typed spec. `schema`: what the coordinator writes."""
     yield from _not_finite(spec)
-    yield from _workers(spec)
+    yield from _workers(spec, schema)
     yield from _batches(spec)
     yield from _shape(spec)
     yield from _worth(spec)
@@ -52,11 +53,11 @@ def _not_finite(part: msgspec.Struct, place: Place = ()) -> Iterator[Fault]:
             yield Fault((*place, name), f"{value} is not finite; give a finite number")
 
 
-def _workers(spec: TaskSpec) -> Iterator[Fault]:
+def _workers(spec: TaskSpec, schema: int) -> Iterator[Fault]:
     unit = spec.replica_workers
     if spec.min_workers > spec.max_workers:
         yield Fault(("min_workers",), f"{spec.min_workers} is more than max_workers ({spec.max_workers}); lower it")
-    if spec.max_workers > (most := _membership_max(spec.name)):
+    if schema < TOLD_ONCE and spec.max_workers > (most := members_told_at_most(spec.name)):
         fix = "lower it, or shorten the name" if len(spec.name) > SHORT_NAME else "lower it"
         yield Fault(("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}")
     for name in ("min_workers", "max_workers"):
@@ -66,7 +67,7 @@ def _workers(spec: TaskSpec) -> Iterator[Fault]:
             yield Fault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
 
 
-def _membership_max(name: str) -> int:
+def members_told_at_most(name: str) -> int:
     """How many workers of the task fit into one SetMembership, all of them joiners, on nodes with the longest names."""
     worker_bytes = len(name) + len(".123456789") + 2
     member_bytes = worker_bytes + len("worker") + len("node") + len("replica") + len("shard") + 5 + 65 + 2 * 5

@@ -29,6 +29,7 @@ _GONE: Row = dict.fromkeys(WorkerStatus)
 
 MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.StartWorker: {None: _S.STARTING},
+    v.StartWorkers: {None: _S.STARTING},
     v.WorkerReady: {_S.STARTING: _S.READY},
     v.WorkerRegrouped: {_S.STARTING: _S.MEMBER, _S.READY: _S.MEMBER, _S.MEMBER: _S.MEMBER},
     v.WorkerParked: {_S.STARTING: _S.PARKED, _S.READY: _S.PARKED, _S.MEMBER: _S.PARKED, _S.PARKED: _S.PARKED},

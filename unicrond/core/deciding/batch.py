@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from events import vocabulary as v
-from events.schemas import lowered, readable
+from events.schemas import TOLD_ONCE, lowered, readable
 from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
 from unicrond.core.survey import Survey
 
@@ -25,9 +26,10 @@ class Batch:
         """Slots in use on the node, by every process that is not known to be gone, and what this batch starts."""
         return len(self.state.by_node.on(node)) + self.started[node]
 
-    def add(self, event: v.AnyEvent) -> None:
-        """Takes a decision into the batch in its reader's schema; what the reader does not know is left out."""
-        schema = self.state.schema
+    def add(self, event: v.AnyEvent, readers: Iterable[int] = ()) -> None:
+        """Takes a decision into the batch in its reader's schema; what the reader does not know is left out. `readers`:
+        the schemas of the nodes that read it themselves."""
+        schema = min([self.state.schema, *readers])
         if isinstance(event, v.Command):
             schema = min(schema, self.state.nodes[event.node].schema)
         told = lowered(event, schema)
@@ -37,6 +39,15 @@ class Batch:
     def reads(self, node: str, kind: type[v.Command]) -> bool:
         """Whether the node's agent knows the command; one that it does not know is not sent."""
         return readable(kind, min(self.state.schema, self.state.nodes[node].schema))
+
+    @property
+    def tells_once(self) -> bool:
+        """Whether the log is written so that nodes read memberships from the decisions themselves."""
+        return self.state.schema >= TOLD_ONCE
+
+    def hears_decisions(self, node: str) -> bool:
+        """Whether the node's agent reads memberships from the decisions; else it is told by commands."""
+        return self.tells_once and self.state.nodes[node].schema >= TOLD_ONCE
 
     def command_id(self, node: str) -> str:
         """The next command id of the node: "term.epoch.node.number"."""

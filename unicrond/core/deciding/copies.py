@@ -17,12 +17,19 @@ def tell_peers(batch: Batch, task: Task) -> None:
     if not memory_places.peers_are_stale(task, targets) or not task.confirmed:
         return
     peers = memory_places.peers(batch.state, task, targets)
-    for name in nodes_to_tell(task, task.membership.members if task.membership else ()):
-        if batch.state.nodes[name].status is NodeStatus.UP:
+    nodes = [
+        batch.state.nodes[name] for name in nodes_to_tell(task, task.membership.members if task.membership else ())
+    ]
+    there = [node for node in nodes if node.status is NodeStatus.UP]
+    if batch.tells_once:
+        readers = [node.schema for node in there if batch.hears_decisions(node.name)]
+        batch.add(v.PeersDecided(task=task.name, peers=peers), readers)
+    for node in there:
+        if not batch.hears_decisions(node.name):
             batch.add(
                 v.SetPeers(
-                    command_id=batch.command_id(name),
-                    node=name,
+                    command_id=batch.command_id(node.name),
+                    node=node.name,
                     epoch=batch.state.plan.epoch,
                     task=task.name,
                     peers=peers,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from events import vocabulary as v
+from events.seats import cut, runs_of
 from unicrond.core import memory_places, reconcile
 from unicrond.core.deciding.batch import Batch
 from unicrond.core.reshaping import is_in_place
 from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
 from unicrond.core.survey import Survey
+from unicrond.core.task_rules import members_told_at_most
 
 
 def mend(batch: Batch, task: Task) -> bool:
@@ -132,47 +136,77 @@ def _breaks(state: ClusterState, task: Task) -> Iterator[Incident]:
 def set_membership(
     batch: Batch, task: Task, members: tuple[v.Member, ...], *, urgent: bool, reason: str, handover: bool = False
 ) -> None:
-    """The decision, and the commands that carry it. `handover`: see events.vocabulary.SetMembership."""
+    """The decision, in parts where it is large, and the commands that carry it to nodes that do not read it.
+    `handover`: see events.vocabulary.SetMembership."""
     state = batch.state
     generation = task.generation + 1
     # A newcomer to a live group has no state; where no member has any, all are joiners.
     joiners = tuple(m.worker for m in members if task.workers[m.worker].status is not WorkerStatus.MEMBER)
     told = [state.nodes[name] for name in nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
     store = state.nodes[members[0].node].store if members else told[0].store
-    peers = memory_places.peers(state, task, batch.survey.targets(task))
-    mtbf_us = batch.survey.worker_mtbf_us // max(1, len(members))
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
     newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
-    batch.add(
-        v.MembershipDecided(
-            task=task.name,
-            generation=generation,
-            members=members,
-            joiners=joiners,
-            urgent=urgent,
-            store=store,
-            incident=newest.id if newest else "",
-            reason=reason,
-        )
+    told_once = v.ToldOnce(
+        size=task.spec.replica_workers,
+        seats=runs_of(members, frozenset(joiners), task.spec.replica_workers),
+        parts=0,
+        peers=memory_places.peers(state, task, batch.survey.targets(task)),
+        mtbf_us=batch.survey.worker_mtbf_us // max(1, len(members)),
+        handover=handover,
+        stop=task.ending.stop,
     )
+    decided = v.MembershipDecided(
+        task=task.name,
+        generation=generation,
+        members=members,
+        joiners=joiners,
+        urgent=urgent,
+        store=store,
+        incident=newest.id if newest else "",
+        reason=reason,
+    )
+    if batch.tells_once:
+        readers = [node.schema for node in told if batch.hears_decisions(node.name)]
+        for event in in_parts(decided, told_once, batch.survey.policy.part_bytes):
+            batch.add(event, readers)
+    else:
+        batch.add(decided)
+    if len(members) > members_told_at_most(task.name):
+        return  # no command holds it; on a node that reads no decisions, the workers miss the meeting and are replaced
     for node in told:
-        batch.add(
-            v.SetMembership(
-                command_id=batch.command_id(node.name),
-                node=node.name,
-                epoch=state.plan.epoch,
-                task=task.name,
-                generation=generation,
-                members=members,
-                joiners=joiners,
-                urgent=urgent,
-                store=store,
-                peers=peers,
-                mtbf_us=mtbf_us,
-                handover=handover,
-                stop=task.ending.stop,
-            )
-        )
+        if not batch.hears_decisions(node.name):
+            batch.add(_command(batch, decided, told_once, node.name))
+
+
+def in_parts(
+    decided: v.MembershipDecided, told: v.ToldOnce, part_bytes: int
+) -> list[v.MembershipPart | v.MembershipDecided]:
+    """The decision as it is told once: the parts that `told` takes, and itself last."""
+    *parts, last = cut(told.seats, part_bytes)
+    task, generation = decided.task, decided.generation
+    return [
+        *(v.MembershipPart(task=task, generation=generation, part=n, seats=part) for n, part in enumerate(parts, 1)),
+        replace(decided, members=(), joiners=(), told=replace(told, seats=last, parts=len(parts))),
+    ]
+
+
+def _command(batch: Batch, decided: v.MembershipDecided, told: v.ToldOnce, node: str) -> v.SetMembership:
+    """The membership, to a node that reads no decisions."""
+    return v.SetMembership(
+        command_id=batch.command_id(node),
+        node=node,
+        epoch=batch.state.plan.epoch,
+        task=decided.task,
+        generation=decided.generation,
+        members=decided.members,
+        joiners=decided.joiners,
+        urgent=decided.urgent,
+        store=decided.store,
+        peers=told.peers,
+        mtbf_us=told.mtbf_us,
+        handover=told.handover,
+        stop=told.stop,
+    )
 
 
 def nodes_to_tell(task: Task, members: tuple[v.Member, ...]) -> list[str]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
+from msgspec.structs import replace
+
 from events import vocabulary as v
+from events.seats import compact
 from unicrond.core.plan_problems import healthy_problem_of, present_replicas, problem_of
 from unicrond.core.planning.placement import Shape, place
 from unicrond.core.planning.problem import Problem
@@ -56,6 +59,12 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
         healthy_waf=min(healthy.waf, FLOPS_MAX),
         transition_flop=_transition_flop(solution),
     )
+
+
+def in_runs(survey: Survey, plan: v.PlanAdopted) -> v.PlanAdopted:
+    """The plan with runs of nodes instead of a name for each worker."""
+    sizes = {task.name: task.spec.replica_workers for task in survey.active}
+    return replace(plan, assignments=tuple([compact(each, sizes[each.task]) for each in plan.assignments]))
 
 
 def _transition_flop(solution: Solution) -> float:

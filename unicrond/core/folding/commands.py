@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from events.seats import starts, starts_of
 from unicrond.core import isolation
 from unicrond.core.changes import with_moved, with_node, with_task, with_worker, without_workers, worker_known
 from unicrond.core.folding import strikes
@@ -24,7 +25,18 @@ def count_command(state: ClusterState, node: str) -> ClusterState:
 
 def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
     """A new worker is starting; a worker id that the task knows already is not begun again."""
+    return _starting(count_command(state, event.node), event)
+
+
+def start_workers(state: ClusterState, event: v.StartWorkers, _: Envelope) -> ClusterState:
+    """New workers are starting, by one command."""
     state = count_command(state, event.node)
+    for start in starts(event):
+        state = _starting(state, start)
+    return state
+
+
+def _starting(state: ClusterState, event: v.StartWorker) -> ClusterState:
     task = state.tasks.get(event.spec.name)
     if task is None or event.worker in task.workers:
         return state
@@ -56,15 +68,16 @@ def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> Cluste
 
 def set_membership(state: ClusterState, event: v.SetMembership, _: Envelope) -> ClusterState:
     """Counts the command, and keeps the peers that the membership names."""
-    return _with_peers(count_command(state, event.node), event.task, event.peers)
+    return with_peers(count_command(state, event.node), event.task, event.peers)
 
 
 def set_peers(state: ClusterState, event: v.SetPeers, _: Envelope) -> ClusterState:
     """Counts the command, and keeps the peers that it names."""
-    return _with_peers(count_command(state, event.node), event.task, event.peers)
+    return with_peers(count_command(state, event.node), event.task, event.peers)
 
 
-def _with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
+def with_peers(state: ClusterState, name: str, peers: tuple[v.MemoryService, ...]) -> ClusterState:
+    """The nodes that take copies of the task's state are these."""
     task = state.tasks.get(name)
     if task is None or task.copies.peers == peers:
         return state
@@ -119,13 +132,25 @@ def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[C
 
 def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     """No fault: the command is to be sent again, in the agent's schema."""
-    for task, worker in _commanded(state, event):
-        if worker.status is WorkerStatus.STARTING:
-            return with_task(state, without_workers(task, [worker.worker]))
-        if worker.status is WorkerStatus.STOPPING:
-            return with_task(state, with_moved(task, worker, v.CommandFailed))
-    for task in state.tasks.values():  # a membership, then; the answer does not say whose
-        there = [task.workers[name] for name in state.by_node.of_task(event.node, task.name)]
+    for task in state.tasks.values():
+        here = [task.workers[name] for name in state.by_node.of_task(event.node, task.name)]
+        starting = [
+            worker.worker
+            for worker in here
+            if worker.status is WorkerStatus.STARTING and starts_of(event.command_id, worker.command_id)
+        ]
+        if starting:
+            return with_task(state, without_workers(task, starting))
+        for worker in here:
+            if worker.command_id == event.command_id and worker.status is WorkerStatus.STOPPING:
+                return with_task(state, with_moved(task, worker, v.CommandFailed))
+    return unheard(state, event.node)  # a membership, then; the answer does not say whose
+
+
+def unheard(state: ClusterState, node: str) -> ClusterState:
+    """The node's agent may not have heard of memberships that its workers are not in yet: they are to be told again."""
+    for task in state.tasks.values():
+        there = [task.workers[name] for name in state.by_node.of_task(node, task.name)]
         here = [worker for worker in there if worker.alive]
         if any(worker.generation < task.generation for worker in here) and not task.confirmed:
             state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))

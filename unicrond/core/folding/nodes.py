@@ -6,10 +6,10 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from events.schemas import spoken_schema
+from events.schemas import TOLD_ONCE, spoken_schema
 from unicrond.core import isolation
 from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
-from unicrond.core.folding import incidents, injections, kept_states, strikes
+from unicrond.core.folding import commands, incidents, injections, kept_states, strikes
 from unicrond.core.incident_life import Befalls, moved
 from unicrond.core.ordered_map import put_all
 from unicrond.core.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
@@ -49,7 +49,10 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     state = kept_states.forget_kept(with_node(state, node), event.node)  # what it still holds it tells next
     if old is not None and old.agent_boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
-    return _reconcile_workers(state, event, envelope)
+    state = _reconcile_workers(state, event, envelope)
+    if old is not None and old.schema >= TOLD_ONCE > node.schema:
+        state = commands.unheard(state, event.node)  # its new agent reads no decisions
+    return state
 
 
 def _came_back(state: ClusterState, node: Node) -> Node:

@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from events.seats import Telling, expanded, joiners_of, members_of, told_by, told_so_far
 from unicrond.core import blame
 from unicrond.core.changes import with_task
-from unicrond.core.folding import incidents, strikes
+from unicrond.core.folding import commands, incidents, strikes
 from unicrond.core.folding.stragglers import only_members
 from unicrond.core.state import ClusterState, Membership, Plan, Task, TaskStatus
 
@@ -19,7 +20,7 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
         return state
     plan = Plan(
         epoch=event.epoch,
-        assignments={assignment.task: assignment for assignment in event.assignments},
+        assignments={assignment.task: expanded(assignment) for assignment in event.assignments},
         waf=event.waf,
         basis=event.basis,
         trigger=event.trigger,
@@ -35,20 +36,50 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
     return replace(state, plan=plan)
 
 
-def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envelope) -> ClusterState:
-    """The task's next membership, if its generation is the next one."""
+def membership_part(state: ClusterState, event: v.MembershipPart, envelope: Envelope) -> ClusterState:
+    """A part of the task's next membership; kept until that is decided (events/seats.py)."""
     task = state.tasks.get(event.task)
-    if task is None or event.generation != task.generation + 1:
+    return state if task is None else _begun(state, task, told_so_far(task.group.telling, event, envelope.term))
+
+
+def nothing_begun(state: ClusterState) -> ClusterState:
+    """Without the parts of memberships that an earlier term has left."""
+    for task in state.tasks.values():
+        state = _begun(state, task, None)
+    return state
+
+
+def _begun(state: ClusterState, task: Task, telling: Telling | None) -> ClusterState:
+    if task.group.telling is telling:
+        return state
+    return with_task(state, replace(task, group=replace(task.group, telling=telling)))
+
+
+def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope: Envelope) -> ClusterState:
+    """The task's next membership, if its generation is the next one and it is not torn."""
+    task = state.tasks.get(event.task)
+    if task is None:
+        return state
+    members, joiners = event.members, event.joiners
+    told = event.told
+    if told is not None:
+        seats = told_by(task.group.telling, told, event.generation, envelope.term)
+        state = _begun(state, task, None)
+        task = state.tasks[event.task]
+        if seats is None:
+            return state
+        members, joiners = members_of(event.task, seats, told.size), joiners_of(event.task, seats)
+    if event.generation != task.generation + 1:
         return state
     membership = Membership(
         generation=event.generation,
-        members=event.members,
-        joiners=event.joiners,
+        members=members,
+        joiners=joiners,
         urgent=event.urgent,
         store=event.store,
         decided_us=state.now_us,
     )
-    again = event.urgent and task.membership is not None and task.membership.members == event.members
+    again = event.urgent and task.membership is not None and task.membership.members == members
     if again:
         task = _evidence_counted(state, task)
     group = replace(
@@ -58,7 +89,13 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, _: Envel
         suspicions={},
     )
     pace = replace(task.pace, timings=(), warm=0)
-    return with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))
+    state = with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))
+    return commands.with_peers(state, event.task, told.peers) if told is not None else state
+
+
+def peers_decided(state: ClusterState, event: v.PeersDecided, _: Envelope) -> ClusterState:
+    """The nodes that take copies of the task's state."""
+    return commands.with_peers(state, event.task, event.peers)
 
 
 def _evidence_counted(state: ClusterState, task: Task) -> Task:

@@ -1,0 +1,196 @@
+"""Seats: the members of a task, and the nodes of a plan, as runs instead of one by one; and a membership in parts.
+
+Rules
+-----
+* A seat is `replica * size + shard`, where `size` = tp * pp: its place among all shards of all replicas. Workers of one
+  node with consecutive numbers at consecutive seats are one run, so a membership takes some 20 bytes a node, whatever
+  the node's slots.
+* A membership that is too large for one event is told in parts: MembershipPart 1, 2, ..., and MembershipDecided last.
+  Only that one commits: before it the parts mean nothing.
+* Parts count if they come in order, without a gap, in one term and for one generation. Part 1 begins anew, whatever was
+  there; so does another term. Anything else that does not fit ends what was begun.
+* A MembershipDecided that counts in other parts than are there is *torn*, and inert: for the fold as for the nodes,
+  which follow the same rule (`Telling`). A coordinator that dies between parts leaves nothing behind; the next one
+  decides anew.
+
+What does not live here: when a membership is decided (unicrond/core/deciding/), how nodes hear of it (log.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import msgspec
+
+from events.vocabulary import (
+    SERIAL_MAX,
+    WORKERS_MAX,
+    Member,
+    MembershipPart,
+    Name,
+    NodeRun,
+    SeatRun,
+    StartWorker,
+    StartWorkers,
+    TaskAssignment,
+    ToldOnce,
+)
+
+#: A run's `count` is at most this (vocabulary.Slots).
+RUN_MAX = 1024
+
+
+# --- memberships -----------------------------------------------------------------------------------
+
+
+def runs_of(members: Sequence[Member], joiners: Collection[str], size: int) -> tuple[SeatRun, ...]:
+    """The members, in their order, as runs. `size`: tp * pp, >= 1."""
+    runs: list[SeatRun] = []
+    first: tuple[str, int, int, bool] | None = None
+    count = 0
+    for member in members:
+        number, seat = int(member.worker.rpartition(".")[2]), member.replica * size + member.shard
+        joins = member.worker in joiners
+        if first and count < RUN_MAX and (member.node, number - count, seat - count, joins) == first:
+            count += 1
+            continue
+        if first:
+            runs.append(_run(first, count))
+        first, count = (member.node, number, seat, joins), 1
+    if first:
+        runs.append(_run(first, count))
+    return tuple(runs)
+
+
+def _run(first: tuple[str, int, int, bool], count: int) -> SeatRun:
+    node, number, seat, joins = first
+    return SeatRun(node=node, number=number, seat=seat, count=count, joins=joins)
+
+
+def members_of(task: str, runs: Iterable[SeatRun], size: int) -> tuple[Member, ...]:
+    """The members that `runs_of` was given. `size`: tp * pp, >= 1."""
+    return tuple(
+        [
+            Member(worker=f"{task}.{run.number + i}", node=run.node, replica=seat // size, shard=seat % size)
+            for run in runs
+            for i, seat in enumerate(range(run.seat, run.seat + run.count))
+        ]
+    )
+
+
+def joiners_of(task: str, runs: Iterable[SeatRun]) -> tuple[str, ...]:
+    """The joiners that `runs_of` was given, in the members' order."""
+    return tuple([f"{task}.{run.number + i}" for run in runs if run.joins for i in range(run.count)])
+
+
+def workers_in(runs: Iterable[SeatRun | NodeRun]) -> int:
+    """How many workers the runs hold."""
+    return sum([run.count for run in runs])
+
+
+def cut(runs: Sequence[SeatRun], part_bytes: int) -> list[tuple[SeatRun, ...]]:
+    """The runs cut into parts of at most `part_bytes` (or of one run); at least one part."""
+    parts: list[tuple[SeatRun, ...]] = []
+    part: list[SeatRun] = []
+    size_bytes = 0
+    for run in runs:
+        run_bytes = len(msgspec.msgpack.encode(run))
+        if part and size_bytes + run_bytes > part_bytes:
+            parts.append(tuple(part))
+            part, size_bytes = [], 0
+        part.append(run)
+        size_bytes += run_bytes
+    return [*parts, tuple(part)]
+
+
+class Telling(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a membership that have come so far."""
+
+    term: int
+    generation: int
+    parts: int
+    seats: tuple[SeatRun, ...]
+
+
+def told_so_far(telling: Telling | None, part: MembershipPart, term: int) -> Telling | None:
+    """What is told with `part`, of `term`, after `telling`; None where it does not follow."""
+    if part.part == 1:
+        begun = Telling(term=term, generation=part.generation, parts=0, seats=())
+    elif telling is None or (telling.term, telling.generation, telling.parts + 1) != (term, part.generation, part.part):
+        return None
+    else:
+        begun = telling
+    seats = begun.seats + part.seats
+    if workers_in(seats) > WORKERS_MAX:
+        return None
+    return Telling(term=term, generation=part.generation, parts=part.part, seats=seats)
+
+
+def told_by(telling: Telling | None, told: ToldOnce, generation: int, term: int) -> tuple[SeatRun, ...] | None:
+    """All seats of the membership of `generation` that is `told` in `term` after `telling`; None: it is torn, or says
+    what cannot be."""
+    seats, size = told.seats, told.size
+    if told.parts:
+        there = (telling.term, telling.generation, telling.parts) if telling else None
+        if telling is None or there != (term, generation, told.parts):
+            return None
+        seats = telling.seats + seats
+    fits = workers_in(seats) <= WORKERS_MAX and all(
+        run.number + run.count - 1 <= SERIAL_MAX and (run.seat + run.count - 1) // size <= SERIAL_MAX for run in seats
+    )
+    return seats if fits else None
+
+
+# --- plans -----------------------------------------------------------------------------------------
+
+
+def compact(assignment: TaskAssignment, size: int) -> TaskAssignment:
+    """The assignment with runs of nodes instead of `replicas`. `size`: tp * pp, >= 1."""
+    runs: list[NodeRun] = []
+    node, count = "", 0
+    for name in (name for replica in assignment.replicas for name in replica):
+        if name == node and count < RUN_MAX:
+            count += 1
+            continue
+        if count:
+            runs.append(NodeRun(node=node, count=count))
+        node, count = name, 1
+    if count:
+        runs.append(NodeRun(node=node, count=count))
+    return msgspec.structs.replace(assignment, replicas=(), nodes=tuple(runs), replica_workers=size)
+
+
+def expanded(assignment: TaskAssignment) -> TaskAssignment:
+    """The assignment with the nodes of each replica; as it is where it has them."""
+    size = assignment.replica_workers
+    if not size:
+        return assignment
+    names: list[Name] = []
+    for run in assignment.nodes:
+        names += [run.node] * run.count
+    replicas = tuple([tuple(names[first : first + size]) for first in range(0, len(names), size)])
+    return msgspec.structs.replace(assignment, replicas=replicas, nodes=(), replica_workers=0)
+
+
+# --- starts ----------------------------------------------------------------------------------------
+
+
+def starts(command: StartWorkers) -> Iterator[StartWorker]:
+    """The commands to start one worker each that `command` stands for. They are answered one by one, under its id and
+    their place: "1.2.node.3/0", "1.2.node.3/1", ..."""
+    for place, start in enumerate(command.starts):
+        yield StartWorker(
+            command_id=f"{command.command_id}/{place}",
+            node=command.node,
+            epoch=command.epoch,
+            spec=command.spec,
+            worker=f"{command.spec.name}.{start.number}",
+            replica=start.replica,
+            shard=start.shard,
+            store=start.store,
+        )
+
+
+def starts_of(command_id: str, worker_command_id: str) -> bool:
+    """Whether the worker was started by the command, alone or among others."""
+    return worker_command_id == command_id or worker_command_id.rpartition("/")[0] == command_id
