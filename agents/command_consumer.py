@@ -21,7 +21,7 @@ _PAUSE_MAX_S = 15.0
 
 
 async def until_commands_can_come(connection: Connection, node: str, tasks: Collection[str]) -> None:
-    """Make sure that the consumer exists, and follows `tasks`; says loudly, each time, why not. Waits through outages."""
+    """Make sure that the consumer exists, and follows `tasks`; says loudly each time why not. Waits through outages."""
     pause_s = _PAUSE_S
     while True:
         try:
