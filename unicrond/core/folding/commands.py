@@ -93,10 +93,10 @@ def command_applied(state: ClusterState, event: v.CommandApplied, _: Envelope) -
 
 
 def _commanded(state: ClusterState, event: v.CommandApplied | v.CommandFailed) -> Iterator[tuple[Task, Worker]]:
-    """The worker that the command is about, where it is about one."""
+    """The worker that the command is about, where it is about one; of one that starts several, all."""
     for name, worker in state.by_node.on(event.node):
         task = state.tasks[name]
-        if task.workers[worker].command_id == event.command_id:
+        if starts_of(event.command_id, task.workers[worker].command_id):
             yield task, task.workers[worker]
 
 
@@ -132,18 +132,13 @@ def _learn_what_it_reads(state: ClusterState, event: v.CommandFailed) -> tuple[C
 
 def _unread(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     """No fault: the command is to be sent again, in the agent's schema."""
-    for task in state.tasks.values():
-        here = [task.workers[name] for name in state.by_node.of_task(event.node, task.name)]
-        starting = [
-            worker.worker
-            for worker in here
-            if worker.status is WorkerStatus.STARTING and starts_of(event.command_id, worker.command_id)
-        ]
-        if starting:
-            return with_task(state, without_workers(task, starting))
-        for worker in here:
-            if worker.command_id == event.command_id and worker.status is WorkerStatus.STOPPING:
-                return with_task(state, with_moved(task, worker, v.CommandFailed))
+    commanded = list(_commanded(state, event))
+    starting = [worker.worker for _, worker in commanded if worker.status is WorkerStatus.STARTING]
+    if starting:
+        return with_task(state, without_workers(commanded[0][0], starting))
+    for task, worker in commanded:
+        if worker.status is WorkerStatus.STOPPING:
+            return with_task(state, with_moved(task, worker, v.CommandFailed))
     return unheard(state, event.node)  # a membership, then; the answer does not say whose
 
 
