@@ -42,7 +42,7 @@ def run(how: str, kind: str, directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("kind", ["link", "bus"])
+@pytest.mark.parametrize("kind", [pytest.param("link", marks=pytest.mark.matrix), "bus"])
 @pytest.mark.parametrize("how", [pytest.param(how, marks=marks) for how, marks in HOW.items()])
 def test_a_cut_node_is_lost_once_and_back_once_and_commits_nothing_meanwhile(
     how: str, kind: str, tmp_path: Path

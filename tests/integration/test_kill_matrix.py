@@ -121,11 +121,11 @@ def whole(layout: str, points: Sequence[str] = POINTS) -> list[Cell]:
 
 
 def subset(layout: str) -> list[Cell]:
-    """Every (point, victim), with the kinds in turn, another turn in each layout."""
+    """With dp every (point, victim), with the kinds in turn; of the other layouts a sixth each (all: `make matrix`)."""
     turn = list(LAYOUTS).index(layout)
     cells = []
     for number, (point, victim) in enumerate(itertools.product(POINTS, VICTIMS)):
-        if number % 3 == turn or layout == "dp":
+        if number % 6 == turn or layout == "dp":
             cells.append(Cell(ACTIONS[(number + number // 6 + turn) % 3], point, victim))
     return [cell for cell in cells if possible(cell, layout)]
 
