@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -79,6 +79,22 @@ def test_nobody_has_state() -> None:
 def test_positions_that_no_training_leads_to(behind: Position) -> None:
     with pytest.raises(PositionsContradict):
         judge([behind, at(8)], 6)
+
+
+@pytest.mark.parametrize(
+    "late", [at(8, (1, 5)), at(7, (1, 5)), at(6, (1, 5), sums=True)], ids=["dealt anew", "committed", "long ago"]
+)
+def test_who_was_left_behind_receives(late: Position) -> None:
+    """It stands last; what it holds has been dealt anew, and counts once."""
+    verdict = judge([at(8, (0, 1)), at(8, (2,)), late], 6)
+    assert (verdict.iteration, verdict.receivers, verdict.source) == (8, frozenset({2}), 0)
+    assert sorted(n for held in ((0, 1), (2,), *verdict.dealt) for n in held) == [0, 1, 2, 3, 4, 5]
+
+
+def test_parts_of_who_was_left_behind_count_for_nothing() -> None:
+    late = replace(at(7, (1,)), spans=((64, 128),))
+    verdict = judge([replace(at(8, (0, 1)), spans=((0, 128),)), late], 4)
+    assert verdict.shares == (((0, 128),), ())
 
 
 ACCOUNTS = -1

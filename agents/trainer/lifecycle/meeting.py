@@ -83,7 +83,9 @@ def _attempt(books: Books, membership: Membership, position: Position) -> Flow[V
     positions = yield from Exchange(position, shares is not None)
     whole = True
     if shares is not None:
-        held = covers((one.spans for one in positions if one.has_state), shares.total)
+        late = verdict.left_behind(positions)
+        able = [one for member, one in enumerate(positions) if one.has_state and member not in late]
+        held = covers((one.spans for one in able), shares.total)
         whole = not (yield from AnyShard(not held))  # what one shard has lost counts as lost on all
     drawn = verdict.judge(positions, books.micro_batches, whole=whole)
     yield from At("exchanged", position.iteration)

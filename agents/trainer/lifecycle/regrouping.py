@@ -92,6 +92,7 @@ def _apply(books: Books, turn: Turn) -> Flow[bool]:
         return True
     books.total = None
     if rank in verdict.receivers:
+        books.has_state = books.stepped = False  # the others have gone on without it, if it had any
         yield from begin(books, verdict.iteration)
         books.ledger.deal(dealt, redone=False)
     else:

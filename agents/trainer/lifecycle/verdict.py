@@ -15,6 +15,13 @@ Rules (all-or-none commit)
   If no member has state, member 0 takes it from the newest valid checkpoint, or from the seed, and gives it to all.
 * Parameters do not change within an iteration, so a receiver may join in the middle of one.
 
+Rules (who was left behind)
+---------------------------
+* Members that a planned membership leaves out stand last in an urgent one that takes them in again. Between the two the
+  others may have gone on without them: dealt their micro-batches anew, or even committed.
+* Such a member shows by what it holds, which a member before it holds too, or by an iteration that it cannot follow. It
+  counts as one without state, and receives; what it holds, and its parts of sharded state, count for nothing.
+
 Rules (buckets that are final)
 ------------------------------
 * Gradients are reduced bucket by bucket. A member enters a bucket's reduction only with the gradients of all that it
@@ -154,9 +161,28 @@ class Verdict:
     shares: tuple[tuple[Span, ...], ...] = ()
 
 
+def left_behind(positions: Sequence[Position]) -> frozenset[int]:
+    """The members, of those with state, that others have gone on without. `positions`: in rank order."""
+    late: set[int] = set()
+    taken: set[int] = set()
+    top = -1
+    for member, position in enumerate(positions):
+        if not position.has_state:
+            continue
+        if position.iteration > top:
+            top, taken = position.iteration, set(position.held)
+        elif position.iteration == top and taken.isdisjoint(position.held):
+            taken.update(position.held)
+        elif position.iteration == top or position.iteration < top - 1 or not position.sums_complete:
+            late.add(member)
+    return frozenset(late)
+
+
 def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = True) -> Verdict:
     """The verdict on the members' positions, in rank order. `whole`: they hold all parts between them."""
-    with_state = [member for member, position in enumerate(positions) if position.has_state and whole]
+    late = left_behind(positions)
+    able = [member for member, position in enumerate(positions) if position.has_state and member not in late]
+    with_state = able if whole else []
     receivers = frozenset(range(len(positions))).difference(with_state)
     if not with_state:
         nothing: list[tuple[int, ...]] = [()] * len(positions)
@@ -179,7 +205,7 @@ def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = Tr
     if not step_first.issuperset(member for member in with_state if positions[member].stepped):
         raise PositionsContradict(f"a member has stepped what others have not reduced: {list(positions)}")
     held = [
-        position.held if position.has_state and member not in step_first else ()
+        position.held if member in with_state and member not in step_first else ()
         for member, position in enumerate(positions)
     ]
     complete = [frozenset(positions[member].complete) for member in with_state]
@@ -191,5 +217,5 @@ def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = Tr
         dealt=deal(held, micro_batches),
         fresh=False,
         final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
-        shares=tuple(position.spans if position.has_state else () for position in positions),
+        shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
     )
