@@ -27,7 +27,6 @@ from agents import host
 from agents.accelerators.diagnosis import Finding
 from agents.accelerators.driver import Choice
 from agents.accelerators.watch import AcceleratorWatch, open_driver
-from agents.command_consumer import until_commands_can_come
 from agents.copies import Copies
 from agents.fork_link import ForkLink
 from agents.health import Health
@@ -211,24 +210,24 @@ class Agent(Shell):
     # --- the ports of the shell ------------------------------------------------------------------
 
     def now_us(self) -> int:
-        """See AgentShell: microseconds since the epoch."""
+        """See Shell: microseconds since the epoch."""
         return _wall_clock_us()
 
     def remember(self, memory: Remembered) -> None:
-        """See AgentShell. A disk that refuses is logged, and the agent goes on."""
+        """See Shell. A disk that refuses is logged, and the agent goes on."""
         try:
             self._run_dir.remember(memory)
         except OSError as error:
             logger.error("cannot write the agent's memory (%s): if this agent dies now, the next knows less", error)
 
     def core_failed(self, given: Input) -> None:
-        """See AgentShell. Logs the exception and ends `run`; the workers stay."""
+        """See Shell. Logs the exception and ends `run`; the workers stay."""
         logger.critical("the core failed on %r: the agent ends, its workers stay", given, exc_info=True)
         self._failed = True
         self._over.set()
 
     def do(self, action: Action) -> None:
-        """See AgentShell. Logs what is appended; the accelerators are watched once the node has joined."""
+        """See Shell. Logs what is appended; the accelerators are watched once the node has joined."""
         if isinstance(action, Append):
             logger.info("%s", summary(action.event))  # type: ignore[arg-type]  # every Observation is one of AnyEvent
         super().do(action)
@@ -236,48 +235,48 @@ class Agent(Shell):
             self._watch_accelerators()
 
     def tell_worker(self, worker: WorkerId, message: ToWorker) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self._sockets.send(worker, plain(message))
 
     def tell_fork_server(self, message: ToForkServer) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self._link.send(plain(message))
         if isinstance(message, Forget):
             self._regions.forgotten(message.task)
 
     def copy(self, order: CopyState) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self._copies.copy(order.task, order.shard, order.peers)
 
     def inject_into_node(self, order: InjectIntoNode) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self.feed(NodeFaultInjected(command_id=order.command_id, reason=self._node_faults.inject(order.fault)))
 
     def check(self, order: RunCheck) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self._health.check(order)
 
     def disconnect(self, worker: WorkerId, why: str) -> None:
-        """See AgentShell."""
+        """See Shell."""
         logger.error("%s: connection refused, %s", worker, why)
         self._sockets.disconnect(worker)
 
     def finish(self) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self._is_left = True
         self._over.set()
 
     def log_tail(self, worker: WorkerId) -> str:
-        """See AgentShell. At most LOG_TAIL_BYTES bytes; bytes that are not UTF-8 are replaced."""
+        """See Shell. At most LOG_TAIL_BYTES bytes; bytes that are not UTF-8 are replaced."""
         path = worker_log(self._run_dir.logs, worker.rpartition(".")[0], worker)
         return tail(path, LOG_TAIL_BYTES).decode(errors="replace")
 
     def held_states(self) -> list[Held]:
-        """See AgentShell."""
+        """See Shell."""
         return self._regions.found(self._options.node)
 
     def fork_server_said(self, message: FromForkServer) -> None:
-        """See AgentShell. The memory regions follow what the fork server holds."""
+        """See Shell. The memory regions follow what the fork server holds."""
         if isinstance(message, Inventory):
             self._regions.held_by(self._link.pid, message.kept)
         elif isinstance(message, Kept | KeepFailed):
@@ -371,9 +370,9 @@ class Agent(Shell):
                 group.create_task(watch.run())
                 group.create_task(self._send_beats(connection))
                 await watch.alone(self.has_inventory)
-                feed, tasks = NatsCommandFeed(connection, node, on_unread=self._cannot_read), self.tasks_here()
-                await until_commands_can_come(connection, node, tasks)  # from when it joins on the log speaks to it
-                await feed.follow(tasks)
+                feed = NatsCommandFeed(connection, node, on_unread=self._cannot_read)
+                # Before the node joins: one that cannot be commanded must not be planned for.
+                await feed.follow(self.tasks_here())
                 self.feed(LogSeen(identity=identity))
                 group.create_task(terms.follow())
                 group.create_task(self.outbox.run(NatsEventLog(connection)))
@@ -410,7 +409,7 @@ class Agent(Shell):
         await self.take_entries(feed)
 
     def take(self, recorded: Recorded) -> None:
-        """See AgentShell. Logs the entry."""
+        """See Shell. Logs the entry."""
         logger.info("%s: %s", recorded.envelope.event_id, summary(recorded.envelope.event))
         super().take(recorded)
 

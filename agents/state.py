@@ -227,7 +227,7 @@ class Commanded(_Part, frozen=True, kw_only=True):
 
 
 class Told(_Part, frozen=True, kw_only=True):
-    """A decision of the log that is told once, about a task that this node follows (events/log.py)."""
+    """A membership, a part of one, or peers, read in the log: of a task that this node follows (events/log.py)."""
 
     event: Decision
     term: int
@@ -315,7 +315,7 @@ class Appended(_Part, frozen=True, kw_only=True):
 
 
 class NodeFaultInjected(_Part, frozen=True, kw_only=True):
-    """A InjectIntoNode was done, or (`reason`) could not be."""
+    """An InjectIntoNode was done, or (`reason`) could not be."""
 
     command_id: str
     reason: str

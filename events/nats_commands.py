@@ -128,13 +128,22 @@ class NatsCommandFeed:
         self._tasks: frozenset[str] | None = None
 
     async def follow(self, tasks: Collection[str]) -> None:
-        """See CommandFeed. Makes the consumer where there is none yet. Waits through outages."""
+        """See CommandFeed. Makes the consumer where there is none yet, and waits through outages.
+
+        Logs an error each time that NATS refuses the consumer.
+        """
         self._tasks = frozenset(tasks)
         patience = Patience(f"what {self._node} follows")
         while True:
             try:
                 return await fit_command_consumer(self._connection, self._node, self._tasks)
             except ApiError as error:
+                logger.error(
+                    "NODE %s CANNOT BE COMMANDED: NATS refuses its consumer (%s); trying again. "
+                    "If a limit of consumers is reached, raise max_consumers of the stream and of the account",
+                    self._node,
+                    error,
+                )
                 await patience.lose(error)
 
     async def read(self) -> AsyncGenerator[Recorded, None]:

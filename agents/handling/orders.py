@@ -77,7 +77,7 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
 
 
 def told(turn: Turn, given: Told) -> None:
-    """Follow a decision that is told once, unless it is of an older term than the newest that was obeyed."""
+    """Obey a membership or peers from the log, unless the node has obeyed a newer term."""
     if given.term < turn.memory.fence[0]:
         return
     if given.term > turn.memory.fence[0]:

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, by the kernel's word."""
+"""The kernel says which user's process is at the other end of a Unix socket."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Driver:
 
     def _begun(self, effect: e.Begun) -> None:
         self.detection.begun(effect.iteration)
-        self.group.waits = None  # the members have met: what is slow from now on is no meeting
+        self.group.waits = None  # the members have met; slow collectives from now on are training
 
     def _ending(self, effect: e.Ending) -> None:
         self.detection.ending(effect.iteration, self.group, self.saving.longest_write_s if effect.writes else None)

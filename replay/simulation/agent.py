@@ -96,11 +96,11 @@ class Agent(Shell):
         return not self.closed
 
     def now_us(self) -> int:
-        """See AgentShell: the machine's own wall clock, which may be wrong."""
+        """See Shell: the machine's own wall clock, which may be wrong."""
         return self.host.clock.wall_us()
 
     def remember(self, memory: Remembered) -> None:
-        """See AgentShell. A crash may come in place of the write."""
+        """See Shell. A crash may come in place of the write."""
         if self.crash_before_memory:
             self.crash_before_memory = False
             self.crash()
@@ -112,30 +112,30 @@ class Agent(Shell):
         raise  # loud: a simulation ends with it
 
     def acting(self, given: Input, actions: Sequence[Action]) -> Sequence[Action]:
-        """See AgentShell. The witness sees the actions first."""
+        """See Shell. The witness sees the actions first."""
         if self.alive:
             self.host.witness.agent_acts(self.host, given, actions)
         return actions
 
     def may_act(self, number: int) -> bool:
-        """See AgentShell. False once the agent has crashed; it may crash here, after the ordered number of actions."""
+        """See Shell. False once the agent has crashed; it may crash here, after the ordered number of actions."""
         if self.crash_after_actions == number:
             self.crash_after_actions = -1
             self.crash()
         return self.alive
 
     def tell_worker(self, worker: str, message: ToWorker) -> None:
-        """See AgentShell."""
+        """See Shell."""
         if worker in self._workers:
             self._workers[worker][2].send(message)
 
     def tell_fork_server(self, message: ToForkServer) -> None:
-        """See AgentShell. Nothing goes out before the fork server's inventory has come in."""
+        """See Shell. Nothing goes out before the fork server's inventory has come in."""
         if self._lines is not None and self.has_inventory.is_set():
             self._lines[0].send(message)
 
     def copy(self, order: CopyState) -> None:
-        """See AgentShell. The copy takes 0.01 to 0.3 s; a newer order during it changes only the peers."""
+        """See Shell. The copy takes 0.01 to 0.3 s; a newer order during it changes only the peers."""
         key = (order.task, order.shard)
         if key not in self._copies:
             self.host.loop.call_later(self.host.drawn.uniform(0.01, 0.3), self._copy, *key)
@@ -154,19 +154,19 @@ class Agent(Shell):
         self.feed(NodeFaultInjected(command_id=order.command_id, reason=reason))
 
     def check(self, order: RunCheck) -> None:
-        """See AgentShell. The check takes the host's `check_s` seconds."""
+        """See Shell. The check takes the host's `check_s` seconds."""
         self.host.loop.call_later(self.host.check_s, self._checked, order.command_id)
 
     def disconnect(self, worker: str, why: str) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self._drop_worker(worker)
 
     def finish(self) -> None:
-        """See AgentShell."""
+        """See Shell."""
         self.host.loop.create_task(self._finish())
 
     def held_states(self) -> Iterable[Held]:
-        """See AgentShell."""
+        """See Shell."""
         return self._fork_server.memory.held() if self._fork_server is not None else ()
 
     def _checked(self, command_id: str) -> None:

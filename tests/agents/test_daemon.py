@@ -344,7 +344,7 @@ async def test_a_node_that_cannot_be_commanded_does_not_join(
     try:
         log = NatsEventLog(nats_connection)
         async with asyncio.timeout(TIMEOUT_S):
-            while agent.log().count("NODE n1 DOES NOT JOIN") < 2:  # noqa: ASYNC110
+            while agent.log().count("NODE n1 CANNOT BE COMMANDED") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             assert "maximum consumers limit reached" in agent.log()
             assert await log.last_seq() == 0

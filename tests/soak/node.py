@@ -7,10 +7,8 @@ import itertools
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
 from typing import Any
 
-from agents.command_consumer import until_commands_can_come
 from agents.outbox import Outbox
 from agents.protocol.marks import Mark
 from agents.protocol.messages import (
@@ -302,11 +300,8 @@ class Node(Shell):
             self.fork_server_said(Inventory(store_port=9, workers=()))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send_beats(connection))
-                feed: Any = NatsCommandFeed(connection, self.name)
-                if hasattr(feed, "follow"):  # memberships are told by the log itself
-                    await feed.follow(self.tasks_here())  # type: ignore[attr-defined]
-                else:
-                    await until_commands_can_come(connection, self.name)
+                feed = NatsCommandFeed(connection, self.name)
+                await feed.follow(self.tasks_here())
                 self.feed(LogSeen(identity="soak"))
                 group.create_task(terms.follow())
                 group.create_task(self.outbox.run(Acknowledged(NatsEventLog(connection), self._acknowledged)))
@@ -334,14 +329,9 @@ class Node(Shell):
             )
             due_s = max(due_s + self._heartbeat_s, loop.time())
 
-    async def _take_commands(self, feed: Any) -> None:
+    async def _take_commands(self, feed: NatsCommandFeed) -> None:
         await self.has_joined.wait()
-        if hasattr(self, "take_entries"):
-            await self.take_entries(feed)
-            return
-        async with aclosing(feed.read()) as commands:
-            async for recorded in commands:
-                self.commanded(recorded)
+        await self.take_entries(feed)
 
     async def _train(self) -> None:
         """Iterations are committed, and states kept."""
