@@ -16,7 +16,7 @@ from replay.simulation.planting import Mutant, patch, patch_fold
 from unicrond.core import admission, blame, changes, fold, isolation, reconcile, state
 from unicrond.core.deciding import copies, memberships, readmission, staff
 from unicrond.core.deciding.batch import Batch
-from unicrond.core.folding import deadlines, incidents, strikes, suspicions
+from unicrond.core.folding import deadlines, incidents, strikes
 from unicrond.core.state import NodeStatus
 from unicrond.service import coordinator
 
@@ -187,17 +187,6 @@ def _find_no_hang() -> None:
     patch_fold(v.HangSuspected, lambda _: lambda before, event, envelope: before)
 
 
-def _need_all_reports() -> None:
-    def make(judge: Any) -> Any:
-        def patient(task: Any, generation: int = 0) -> Any:
-            members = task.membership.members if task.membership else ()
-            return judge(task, generation) if all(one.worker in task.group.suspicions for one in members) else None
-
-        return patient
-
-    patch(suspicions, "judge", make)
-
-
 def _end_all_late_workers() -> None:
     def make(_: Any) -> Any:
         def harsh(before: Any, task: Any, observed_at_us: int) -> Any:
@@ -306,7 +295,6 @@ HEAD_MUTANTS: dict[str, Mutant] = {
     "command_in_new_words": Mutant("every node gets commands in the newest schema", _command_in_new_words),
     "start_on_cordoned_nodes": Mutant("cordoned nodes get workers", _start_on_cordoned_nodes),
     "find_no_hang": Mutant("no hang is ever found", _find_no_hang),
-    "need_all_reports": Mutant("a hang waits for reports of all members", _need_all_reports),
     "end_all_late_workers": Mutant("a regroup ends waiting workers with the late one", _end_all_late_workers),
     "order_again": Mutant("the coordinator repeats the command of an ordered fault", _order_again),
     "keep_states": Mutant("states of ended tasks stay in memory", _keep_states),
