@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
@@ -26,7 +27,7 @@ import uvloop
 
 from tests.integration.samples import expected_digest, samples_in_corpus
 from unicrond.core.state import ClusterState, Worker, WorkerStatus
-from unicrond.local.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, Story, replay, whole
+from unicrond.local.demo import GLOBAL_BATCH, SEED, SEQ, TASKS, NotHealed, Story, replay, whole
 from unicrond.local.dev import DevCluster, small_cluster
 
 
@@ -153,8 +154,15 @@ def main(description: str, faults: int, of: type[Chaos]) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=Path, help="keep all files here, logs above all")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix=f"unicron-{of.__name__.lower()}-") as name:
-        uvloop.run(run(arguments.faults, arguments.seed, arguments.dir or Path(name), of))
+    directory = arguments.dir or Path(tempfile.mkdtemp(prefix=f"unicron-{of.__name__.lower()}-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        uvloop.run(run(arguments.faults, arguments.seed, directory, of))
+    except (NotHealed, AssertionError):
+        print(f"\nlogs and the event log are kept: {directory}")
+        raise
+    if arguments.dir is None:
+        shutil.rmtree(directory)
 
 
 if __name__ == "__main__":
