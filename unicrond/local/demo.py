@@ -20,8 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from unicrond.core.reconcile import staffing
+from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.survey import Survey
 from unicrond.core.work import achieved_waf, delivered_flop
 from unicrond.ctl.client import ApiError, follow
 from unicrond.ctl.view import incident_table, watch
@@ -157,16 +158,13 @@ def _trained(state: ClusterState, iterations: int) -> bool:
 
 
 def whole(state: ClusterState, workers: int) -> bool:
-    """The plan uses `workers` workers, and every task has what the plan gives it."""
-    if set(state.tasks) != set(TASKS) or sum(a.workers for a in state.plan.assignments.values()) != workers:
-        return False
-    for task in state.tasks.values():
-        staff = staffing(task, state.plan.assignments.get(task.name))
-        if staff.missing or staff.surplus or staff.starting or not task.confirmed or task.leavers:
-            return False
-        if task.membership is None or len(task.membership.members) != state.plan.assignments[task.name].workers:
-            return False
-    return True
+    """The plan is for `workers` workers' slots, and every task trains on exactly what it gives.
+
+    It may leave a slot free: on a few busy cores more workers are measured to be no faster.
+    """
+    survey = Survey(state, Policy())
+    planned = set(state.tasks) == set(TASKS) and survey.fresh and sum(survey.capacity.values()) == workers
+    return planned and all(survey.settled(task) for task in state.tasks.values())
 
 
 def main(arguments: argparse.Namespace) -> int:
