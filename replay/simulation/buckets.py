@@ -34,10 +34,9 @@ class Buckets:
         self._again()
 
     def add(self, micro_batch: int) -> None:
-        """Its gradients, to every bucket that is not final."""
-        for bucket, counts in enumerate(self._accumulated):
-            if bucket not in self._final:
-                counts[micro_batch] += 1
+        """Its gradients, to every bucket: a final sum may be given up, and is then made again from these."""
+        for counts in self._accumulated:
+            counts[micro_batch] += 1
 
     def start_next(self, end: End, timeout_s: float) -> bool:
         """Send this replica's share of the next bucket; False if all are under way or final."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from agents.trainer.gradients.accumulation import UNITS, Accumulation
 from agents.trainer.gradients.reduction import Reduction
 from agents.trainer.groups.group import Operation
 from agents.trainer.ledger import PEAK_MAX, Account, Overflow, Total
+from replay.simulation.buckets import Buckets
 
 gradients = st.lists(
     st.floats(-1e3, 1e3, width=32).map(lambda value: torch.tensor([value, value / 3, value * 1e-9])),
@@ -144,3 +146,40 @@ def test_only_final_sums_are_kept() -> None:
     assert set(reduction.complete()) == {2}
     with pytest.raises(KeyError):
         reduction.sums()
+
+
+class Alone:
+    """A simulated group of one member: what it enters is the sum."""
+
+    def gather(self, row: Sequence[int], timeout_s: float) -> Any:
+        return SimpleNamespace(rows=[tuple(row)], over=True, error="")
+
+
+def test_a_final_sum_that_is_given_up_is_made_again_from_all_that_was_computed() -> None:
+    parameters, accumulation, reduction, line = three_buckets()
+    simulated, alone = Buckets(micro_batches=2), Alone()
+
+    def compute(micro_batch: int) -> None:
+        sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+        simulated.add(micro_batch)
+        reduction.start(line)
+        while simulated.start_next(alone, 1.0):  # type: ignore[arg-type]
+            pass
+
+    compute(0)
+    for _, operation in line.started:
+        operation.end_well()
+    reduction.keep(range(3))
+    simulated.keep(range(3))
+    compute(1)
+    assert sizes(line) == [3, 2, 1], "a final sum is not reduced again"
+    assert set(reduction.complete()) == set(simulated.complete()) == {0, 1, 2}
+    assert not simulated.are_right(), "it lacks what was computed since"
+    reduction.keep(())
+    simulated.keep(())
+    reduction.start(line)
+    while simulated.start_next(alone, 1.0):  # type: ignore[arg-type]
+        pass
+    assert sizes(line) == [3, 2, 1, 3, 2, 1]
+    assert [accumulation.copy(bucket).tolist() for bucket in range(3)] == [[2.0], [2.0] * 2, [2.0] * 3]
+    assert simulated.are_right()
