@@ -328,7 +328,7 @@ async def test_the_whole_ladder(live: Live, workers: int, which: int) -> None:
     assert first["reason"] == "the group broke and all members are alive", "first the same processes try again"
     escalated = [event for event in told if event["type"] == "IncidentEscalated"]
     suspect = escalated[0]["worker"]
-    assert suspect in was and "reattempted in place once" in escalated[0]["reason"]
+    assert suspect in was and "reattempts in place: once" in escalated[0]["reason"]
     node_of = {worker: node for worker, (node, _) in was.items()}
     node_of |= {event["worker"]: event["node"] for event in told if event["type"] == "WorkerStarted"}
     innocent = [event["reason"] for event in escalated if node_of[event["worker"]] != guilty]
