@@ -60,13 +60,14 @@ def event_stream_config(replicas: int = 1) -> dict[str, Any]:
 
 
 def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
-    """The heartbeat stream: short-lived.
+    """The heartbeat stream: short-lived, and written to disk a moment later than it is delivered.
 
-    Its numbers are evidence, so they may not be given twice: it is as durable as the other stream. (With
-    `persist_mode: async` a SIGKILL of the server took numbers back.) A single server with
-    `sync_interval: always` takes 3,000 beats a second.
+    A stream of one server stores and delivers by turns. Where each beat costs an fsync, a disk that is behind keeps
+    the coordinator from hearing anything, its own beats included, and what is heard late looks like lost nodes. A crash
+    of the server takes the newest beats back and gives their numbers anew; so a beat is known by number and time
+    (`replay/views/beat_check.py`). Replicated streams cannot be asynchronous: there each beat is as durable as an event.
     """
-    return {
+    config: dict[str, Any] = {
         "name": BEAT_STREAM,
         "subjects": list(BEAT_SUBJECTS),
         "storage": "file",
@@ -78,6 +79,7 @@ def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
         "max_age": BEAT_MAX_AGE_S * NANOS,
         "allow_direct": True,
     }
+    return config | {"persist_mode": "async"} if replicas == 1 else config
 
 
 async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
@@ -94,6 +96,13 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
                 raise LogError(f"stream {name} was imported, for replay only; use another NATS server") from None
             _require_same(name, config, info["config"])
             theirs = await _with_consumers(connection, name, info["config"], config.get("max_consumers", 0))
+            if config.get("persist_mode") != theirs.get("persist_mode") and theirs["num_replicas"] == 1:
+                logger.info(
+                    "stream %s is synced to disk with each heartbeat, as older versions made it: with hundreds of nodes "
+                    "delete it (nats stream rm %s) and restart the coordinator, which makes it anew",
+                    name,
+                    name,
+                )
             if TRIMMING in (theirs.get("metadata") or {}):
                 await end_trim(connection, name, theirs)
 

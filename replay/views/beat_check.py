@@ -6,6 +6,8 @@ Rules
   of the coordinator's monotonic one, judging as often as the coordinator does.
 * A recorded verdict is right if the rerun gives the same one within SLACK before it was recorded (the way of a
   beat, of the judgement and of the append), and if the beat that it names as evidence is the retained one.
+* A crash of nats-server takes the newest beats back and gives their numbers anew. Where the beats that are there had
+  not reached the number of the evidence at its time, that happened to it: the rerun alone decides.
 * Beats expire. Where they do not reach back to before the silence began, nothing is said: `Unverifiable`.
 
 Pure: entries and beats in, findings out.
@@ -13,6 +15,7 @@ Pure: entries and beats in, findings out.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from events import vocabulary as v
@@ -90,7 +93,7 @@ class BeatCheck:
         if self._beats[-1].recorded_at_us < at_us - liveness.limit_us:
             raise Unverifiable("the heartbeats end before this entry")
         evidence = verdict.evidence
-        if evidence.beat_seq:
+        if evidence.beat_seq and not self._was_taken_back(evidence):
             beat = self._by_seq.get(evidence.beat_seq)
             if beat is None and evidence.beat_seq >= self._beats[0].seq:
                 return f"its evidence, beat {evidence.beat_seq}, is not among the heartbeats"
@@ -105,6 +108,10 @@ class BeatCheck:
             last = f"beat {heard.seq}, {(at_us - heard.at_us) / 1e6:.2f} s before" if heard else "none in this term"
             return f"the retained heartbeats do not support it: the last one of {verdict.node} was {last}"
         return ""
+
+    def _was_taken_back(self, evidence: v.Evidence) -> bool:
+        before = bisect_right(self._beats, evidence.beat_at_us, key=lambda beat: beat.recorded_at_us)
+        return 0 < before < len(self._beats) and self._beats[before - 1].seq < evidence.beat_seq
 
     def _begin_at(self, at_us: int) -> None:
         """The beats begin after the term did: as if everybody had been heard just then."""

@@ -235,6 +235,17 @@ def test_evidence_that_is_another_beat_is_found() -> None:
     assert "another node's" in caught.value.decided_again[0]
 
 
+def test_evidence_whose_number_was_given_anew_is_judged_by_the_rerun() -> None:
+    """A crash of nats-server takes the newest beats back: the last of n2 among them, and its number goes on."""
+    log, beats = silent_node(2_600_000)
+    last = next(n for n in reversed(range(len(beats))) if beats[n].envelope.producer == "n2")
+    anew = [replace(later, seq=later.seq - 1) for later in beats[last + 1 :]]
+    evidence = log[-1].envelope.event.evidence
+    assert anew[0].seq == evidence.beat_seq and anew[0].recorded_at_us > evidence.beat_at_us
+    findings = verify(log, [*beats[:last], *anew])
+    assert (findings.node_verdicts, findings.unverifiable) == (1, [])
+
+
 @pytest.mark.parametrize("kept", ["none", "too few", "too old"])
 def test_without_the_beats_a_loss_is_counted_as_not_verifiable(kept: str) -> None:
     log, beats = silent_node(2_600_000)
