@@ -15,8 +15,10 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -27,15 +29,15 @@ from events.tolerance import set_aside
 from events.upcast import NoStep, upcast
 from events.vocabulary import (
     WORKERS_MAX,
+    AnyCommand,
+    AnyEvent,
     Command,
     CoordinatorStarted,
-    Decision,
     Heartbeat,
     MembershipDecided,
     MembershipPart,
     NodeRun,
     PlanAdopted,
-    Request,
     SeatRun,
     StartWorker,
     StartWorkers,
@@ -53,10 +55,7 @@ OPERATOR = "operator"
 #: No node may have one of these names: what it said would be taken for theirs, and theirs for a repetition.
 RESERVED_NAMES = (API_PRODUCER, COORDINATOR, OPERATOR)
 
-# Tuples, for `isinstance` with a union makes a new one for each event.
-_RULED = (Decision, Command)
-_WITH_SPEC = (TaskSubmitted, StartWorker, StartWorkers)
-_IN_RUNS = (PlanAdopted, MembershipDecided, MembershipPart)
+_Rule: TypeAlias = Callable[[Envelope, Any], None]
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
 
@@ -123,37 +122,70 @@ def _raised(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:
     return None if raised is None else (raised, ())
 
 
-def check(envelope: Envelope) -> None:  # noqa: C901  # one branch for each rule
+def check(envelope: Envelope) -> None:
     """Raise BadEvent where fields that are valid one by one contradict each other."""
     event = envelope.event
-    if isinstance(event, _RULED):
-        if envelope.term < 1:
-            raise BadEvent("$.term: a decision or command needs the coordinator's term, got 0")
-        if envelope.producer != COORDINATOR:
-            raise BadEvent(f"$.producer: only {COORDINATOR!r} decides, got {envelope.producer!r}")
-        if isinstance(event, CoordinatorStarted) and event.term != envelope.term:
-            raise BadEvent(f"$.event.term: {event.term} differs from the envelope's term {envelope.term}")
-        if isinstance(event, Command):
-            start = f"{envelope.term}.{event.epoch}.{event.node}."
-            number = event.command_id.removeprefix(start)
-            if number == event.command_id or not (number.isascii() and number.isdigit()):
-                raise BadEvent(f"$.event.command_id: expected {start}<number>, got {event.command_id!r}")
-    else:
-        if envelope.term != 0:
-            raise BadEvent(f"$.term: an observation has term 0, got {envelope.term}")
-        if isinstance(event, Request):
-            if envelope.producer != API_PRODUCER:
-                raise BadEvent(f"$.producer: expected {API_PRODUCER!r}, got {envelope.producer!r}")
-        elif event.node != envelope.producer:
-            raise BadEvent(f"$.event.node: {event.node!r} differs from the producer {envelope.producer!r}")
-        elif event.node in RESERVED_NAMES and not (isinstance(event, Heartbeat) and event.node == COORDINATOR):
-            raise BadEvent(f"$.event.node: {event.node!r} is not a node's name; give the node another name")
-    if isinstance(event, WorkerExited) and (event.exit_code is None) == (event.signal is None):
+    for rule in _rules(type(event)):
+        rule(envelope, event)
+
+
+@functools.cache
+def _rules(kind: type[AnyEvent]) -> tuple[_Rule, ...]:
+    """What events of this type must obey, and their envelopes."""
+    first = _decided if kind.is_decided else _asked if kind.is_request else _observed
+    return (first, *(rule for kinds, rule in _RULES if issubclass(kind, kinds)))
+
+
+def _decided(envelope: Envelope, _event: Any) -> None:
+    if envelope.term < 1:
+        raise BadEvent("$.term: a decision or command needs the coordinator's term, got 0")
+    if envelope.producer != COORDINATOR:
+        raise BadEvent(f"$.producer: only {COORDINATOR!r} decides, got {envelope.producer!r}")
+
+
+def _started(envelope: Envelope, event: CoordinatorStarted) -> None:
+    if event.term != envelope.term:
+        raise BadEvent(f"$.event.term: {event.term} differs from the envelope's term {envelope.term}")
+
+
+def _commanded(envelope: Envelope, event: AnyCommand) -> None:
+    start = f"{envelope.term}.{event.epoch}.{event.node}."
+    number = event.command_id.removeprefix(start)
+    if number == event.command_id or not (number.isascii() and number.isdigit()):
+        raise BadEvent(f"$.event.command_id: expected {start}<number>, got {event.command_id!r}")
+
+
+def _asked(envelope: Envelope, _event: Any) -> None:
+    _require_no_term(envelope)
+    if envelope.producer != API_PRODUCER:
+        raise BadEvent(f"$.producer: expected {API_PRODUCER!r}, got {envelope.producer!r}")
+
+
+def _observed(envelope: Envelope, event: Any) -> None:
+    _require_no_term(envelope)
+    if event.node != envelope.producer:
+        raise BadEvent(f"$.event.node: {event.node!r} differs from the producer {envelope.producer!r}")
+    if event.node in RESERVED_NAMES and not (isinstance(event, Heartbeat) and event.node == COORDINATOR):
+        raise BadEvent(f"$.event.node: {event.node!r} is not a node's name; give the node another name")
+
+
+def _require_no_term(envelope: Envelope) -> None:
+    if envelope.term != 0:
+        raise BadEvent(f"$.term: an observation has term 0, got {envelope.term}")
+
+
+def _exited(_: Envelope, event: WorkerExited) -> None:
+    if (event.exit_code is None) == (event.signal is None):
         raise BadEvent("$.event.exit_code: exactly one of exit_code and signal must be set")
-    if isinstance(event, _IN_RUNS) and workers_in(_runs(event)) > WORKERS_MAX:  # a few bytes stand for many
+
+
+def _in_runs(_: Envelope, event: PlanAdopted | MembershipDecided | MembershipPart) -> None:
+    if workers_in(_runs(event)) > WORKERS_MAX:  # a few bytes stand for many
         raise BadEvent(f"$.event: more than {WORKERS_MAX} workers")
-    if isinstance(event, _WITH_SPEC):
-        _check_finite(event.spec)
+
+
+def _with_spec(_: Envelope, event: TaskSubmitted | StartWorker | StartWorkers) -> None:
+    _check_finite(event.spec)
 
 
 def _runs(event: PlanAdopted | MembershipDecided | MembershipPart) -> Sequence[SeatRun | NodeRun]:
@@ -173,6 +205,16 @@ def _check_finite(spec: TaskSpec) -> None:
             value = getattr(part, field)
             if isinstance(value, float) and not math.isfinite(value):
                 raise BadEvent(f"$.event.spec.{path}{field}: must be finite, got {value}")
+
+
+#: Types of events, and what else is to be obeyed.
+_RULES: tuple[tuple[tuple[type, ...], _Rule], ...] = (
+    ((CoordinatorStarted,), _started),
+    ((Command,), _commanded),
+    ((WorkerExited,), _exited),
+    ((PlanAdopted, MembershipDecided, MembershipPart), _in_runs),
+    ((TaskSubmitted, StartWorker, StartWorkers), _with_spec),
+)
 
 
 def _one_line(error: BaseException) -> str:

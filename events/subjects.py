@@ -23,7 +23,7 @@ from events.codec import BadEvent, read
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.log import TOLD
 from events.prose import summary
-from events.vocabulary import Command, CoordinatorStarted, Decision, Heartbeat
+from events.vocabulary import Command, CoordinatorStarted, Heartbeat
 
 EVENT_STREAM = "UNICRON_EVENTS"
 BEAT_STREAM = "UNICRON_BEATS"
@@ -56,16 +56,16 @@ def subject(envelope: Envelope) -> str:
     """The one subject on which this envelope may stand."""
     event = envelope.event
     kind = type(event).__name__
-    if isinstance(event, Heartbeat):
-        return f"{PREFIX}.beat.{event.node}"
+    if not event.is_decided:
+        if type(event) is Heartbeat:
+            return f"{PREFIX}.beat.{event.node}"
+        return f"{PREFIX}.obs.{envelope.producer}.{kind}"
     if isinstance(event, CoordinatorStarted):
         return TERM_SUBJECT
     if isinstance(event, Command):
         return f"{PREFIX}.command.{event.node}.{kind}"
-    if isinstance(event, Decision):
-        key = getattr(event, "task", None) or getattr(event, "node", None) or "cluster"
-        return f"{PREFIX}.decision.{key}.{kind}"
-    return f"{PREFIX}.obs.{envelope.producer}.{kind}"
+    key = getattr(event, "task", None) or getattr(event, "node", None) or "cluster"
+    return f"{PREFIX}.decision.{key}.{kind}"
 
 
 class MessageIds:
@@ -110,7 +110,7 @@ def entry(seq: int, recorded_at_us: int, on_subject: str, body: bytes, message_i
         expected = subject(envelope)
         if expected != on_subject:
             raise BadEvent(f"{envelope.event_id} belongs on subject {expected}, not on {on_subject}")
-        if message_id and message_id.partition(".")[0] != envelope.event_id:
+        if message_id and not f"{message_id}.".startswith(f"{envelope.event_id}."):
             raise BadEvent(f"{envelope.event_id} was written under the id of another message, {message_id!r:.200}")
     except BadEvent as error:
         return Quarantined(seq, recorded_at_us, on_subject, error.reason, len(body))

@@ -27,18 +27,18 @@ AHEAD_MAX_US = 366 * 86_400_000_000
 def from_the_future(state: ClusterState, envelope: Envelope) -> str:
     """Why the identity of `envelope` cannot be its producer's, so that it must not count as seen; "" where it can."""
     event, boot = envelope.event, envelope.boot
+    if not event.is_decided and not event.is_request:
+        ahead = boot > state.now_us + AHEAD_MAX_US
+        return f"$.boot: {boot} is more than a year ahead of the log's time {state.now_us}" if ahead else ""
     if isinstance(event, v.CoordinatorStarted):
         if event.term > state.term + 1:
             return f"$.event.term: {event.term} does not follow term {state.term}"
         return f"$.boot: {boot} is not the term {event.term}" if event.term > state.term and boot != event.term else ""
-    if isinstance(event, (v.Decision, v.Command)):
+    if event.is_decided:
         rules = envelope.term == state.term
         return f"$.boot: {boot} is not the term {envelope.term}" if rules and boot != envelope.term else ""
-    if isinstance(event, v.Request):
-        ahead = boot > max(1, state.term)
-        return f"$.boot: the API of term {state.term} has no boot {boot}" if ahead else ""
-    ahead = boot > state.now_us + AHEAD_MAX_US
-    return f"$.boot: {boot} is more than a year ahead of the log's time {state.now_us}" if ahead else ""
+    ahead = boot > max(1, state.term)
+    return f"$.boot: the API of term {state.term} has no boot {boot}" if ahead else ""
 
 
 def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
@@ -48,13 +48,13 @@ def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
         return False
     # The boots of the coordinator and the API are terms: one above the present belongs to no process, and disturbs
     # none.
-    future = last[0] > max(state.term, envelope.boot) and isinstance(envelope.event, (v.Decision, v.Command))
+    future = last[0] > max(state.term, envelope.boot) and envelope.event.is_decided
     return not (future and envelope.term >= state.term)
 
 
 def problem(state: ClusterState, event: v.AnyEvent) -> str:
     """What is wrong with a valid observation, seen from `state`; "" where nothing is."""
-    if isinstance(event, v.Request):
+    if event.is_request and isinstance(event, v.Request):
         return request_problem(state, event)
     task = state.tasks.get(getattr(event, "task", ""))
     if task is None:

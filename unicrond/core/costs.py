@@ -37,17 +37,19 @@ from unicrond.core.waf import has_scale, linear_flops, waf, worth_stays
 
 _SECOND_US = 1_000_000
 #: Events that change no rate, most of the log among them: nothing to add up.
-_FREE = (
-    v.StepCommitted,
-    v.CheckpointSaved,
-    v.StartWorker,
-    v.StartWorkers,
-    v.WorkerStarted,
-    v.WorkerReady,
-    v.SetMembership,
-    v.MembershipPart,
-    v.PeersDecided,
-    v.CommandApplied,
+_FREE = frozenset(
+    (
+        v.StepCommitted,
+        v.CheckpointSaved,
+        v.StartWorker,
+        v.StartWorkers,
+        v.WorkerStarted,
+        v.WorkerReady,
+        v.SetMembership,
+        v.MembershipPart,
+        v.PeersDecided,
+        v.CommandApplied,
+    )
 )
 
 
@@ -114,7 +116,7 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
 
 def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> ClusterState:
     """`after` the event with its ledger carried on from `before`; the same where no rate has changed."""
-    if isinstance(event, _FREE) or (isinstance(event, v.WorkerRegrouped) and not _completes(after, event)):
+    if type(event) in _FREE or (isinstance(event, v.WorkerRegrouped) and not _completes(after, event)):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
         return after

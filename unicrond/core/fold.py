@@ -22,7 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from events import vocabulary as v
-from events.envelope import Entry, Envelope, Quarantined
+from events.envelope import Entry, Envelope, Recorded
 from events.schemas import spoken_schema
 from unicrond.core import admission, isolation
 from unicrond.core.costs import accrue
@@ -51,7 +51,7 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     if entry.seq <= state.seq:
         return state
     seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
-    if isinstance(entry, Quarantined):
+    if not isinstance(entry, Recorded):
         return replace(state, seq=seq, now_us=now_us, quarantined=state.quarantined + 1)
     envelope = entry.envelope
     event = envelope.event
@@ -62,9 +62,9 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     reason = admission.from_the_future(told, envelope)
     if reason:
         return admission.refuse(replace(told, seen=state.seen), envelope, reason)
-    if isinstance(event, v.CoordinatorStarted):
-        return _coordinator_started(told, event) if event.term > state.term else _inert(told)
-    if isinstance(event, (v.Decision, v.Command)):
+    if event.is_decided:
+        if isinstance(event, v.CoordinatorStarted):
+            return _coordinator_started(told, event) if event.term > state.term else _inert(told)
         if envelope.term != state.term:
             return _inert(told)
     else:

@@ -38,10 +38,13 @@ def newly_broken(before: ClusterState, after: ClusterState, event: v.AnyEvent) -
     if after.tasks is not before.tasks:
         name = getattr(event, "task", "")
         touched = (name,) if name else tuple(after.tasks)
-        for task, was in [(after.tasks.get(one), before.tasks.get(one)) for one in touched]:
+        for one in touched:
+            task, was = after.tasks.get(one), before.tasks.get(one)
             if task is None or task is was:
                 continue
-            story = _task_story(task, was) or _strangers(_new_workers(task, was, event), after.nodes)
+            story = _task_story(task, was)
+            if not story and (was is None or task.workers is not was.workers):
+                story = _strangers(_new_workers(task, was, event), after.nodes)
             if story:
                 return story
     if after.plan is not before.plan:
@@ -82,8 +85,6 @@ def _task_story(task: Task, was: Task | None) -> str:
 
 def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker]:
     """Those that the event may have put there: the named one, and the last one."""
-    if was is not None and task.workers is was.workers:
-        return []
     named = task.workers.get(getattr(event, "worker", ""))
     came = max(1, len(task.workers) - len(was.workers)) if was is not None else len(task.workers)
     return [*newest(task.workers, came), *([named] if named else [])]
