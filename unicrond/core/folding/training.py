@@ -15,11 +15,13 @@ from unicrond.core.task_parts import CALM_ITERATIONS, TIMINGS_MAX, WARM_UP, Grou
 def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> ClusterState:
     """Progress, pace and group after committed iterations; reports of outdated generations change nothing."""
     task = state.tasks.get(event.task)
-    if task is None or not task.progress.committed_generation <= event.generation <= task.generation:
+    if task is None:
+        return state
+    generation, group = task.generation, task.group
+    if not task.progress.committed_generation <= event.generation <= generation:
         return state
     # Nine of ten events are steps: parts that rarely change are looked at, and only made anew where they do.
-    newest = event.generation == task.generation
-    group = task.group
+    newest = event.generation == generation
     formed_after = min(group.formed_after, event.first - 1) if newest else group.formed_after  # after a rollback
     calm = newest and event.last - formed_after >= CALM_ITERATIONS
     task = replace(
@@ -33,34 +35,27 @@ def step_committed(state: ClusterState, event: v.StepCommitted, _: Envelope) -> 
 
 
 def _progress(progress: Progress, event: v.StepCommitted, now_us: int) -> Progress:
-    return Progress(
+    progress = replace(
+        progress,
         iteration=event.last,
         best_iteration=max(event.last, progress.best_iteration),
         committed_generation=event.generation,
         loss=event.loss,
-        first_loss=event.loss if progress.first_loss is None else progress.first_loss,
-        first_commit_us=progress.first_commit_us or now_us,
         last_commit_us=now_us,
-        checkpoint_iteration=progress.checkpoint_iteration,
     )
+    if progress.first_loss is None:
+        progress = replace(progress, first_loss=event.loss)
+    return progress if progress.first_commit_us else replace(progress, first_commit_us=now_us)
 
 
 def _pace(pace: Pace, event: v.StepCommitted, *, newest: bool) -> Pace:
     """The time of what was just committed is kept, if the group has warmed up."""
     iteration_us = event.duration_us // max(1, event.last - event.first + 1)
-    warm, timings = pace.warm, pace.timings
-    if newest and iteration_us:
-        if warm < WARM_UP:
-            warm += 1
-        else:
-            timings = (*timings, iteration_us)[-TIMINGS_MAX:]
-    return Pace(
-        iteration_us=iteration_us,
-        timings=timings,
-        warm=warm,
-        measured=pace.measured,
-        transition_us=pace.transition_us,
-    )
+    if not newest or not iteration_us:
+        return replace(pace, iteration_us=iteration_us)
+    if pace.warm < WARM_UP:
+        return replace(pace, iteration_us=iteration_us, warm=pace.warm + 1)
+    return replace(pace, iteration_us=iteration_us, timings=(*pace.timings, iteration_us)[-TIMINGS_MAX:])
 
 
 def _group(group: Group, event: v.StepCommitted, formed_after: int, *, calm: bool) -> Group:
