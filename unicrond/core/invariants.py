@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from events import vocabulary as v
-from unicrond.core.ordered_map import changed, newest
+from unicrond.core.ordered_map import changed, newest, same_names
 from unicrond.core.state import ClusterState, Node, NodeStatus, Plan, Task, Worker
 
 
@@ -86,7 +86,9 @@ def _task_story(task: Task, was: Task | None) -> str:
 def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker]:
     """Those that the event may have put there: the named one, and the last one."""
     named = task.workers.get(getattr(event, "worker", ""))
-    came = max(1, len(task.workers) - len(was.workers)) if was is not None else len(task.workers)
+    came = len(task.workers)
+    if was is not None:
+        came = 0 if same_names(was.workers, task.workers) else max(1, came - len(was.workers))
     return [*newest(task.workers, came), *([named] if named else [])]
 
 

@@ -13,7 +13,8 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from itertools import chain, islice, zip_longest
+from itertools import chain, compress, islice, zip_longest
+from operator import is_, is_not
 from typing import Any, TypeVar, cast, overload
 
 import immutables
@@ -222,9 +223,16 @@ def changed(before: Mapping[str, V], after: Mapping[str, V]) -> dict[str, tuple[
     """Name -> (value before, value after), None where there is none, of each item that is not the same object."""
     if before is after:
         return {}
+    pairs = _unshared(before, after)
+    if all(len(old) == len(new) and all(map(is_, old, new)) for old, new in pairs):  # names as before: mostly so
+        return {
+            name: (old[name], new[name])
+            for old, new in pairs
+            for name in compress(old, map(is_not, old.values(), new.values()))
+        }
     went: dict[str, V] = {}
     came: dict[str, V] = {}
-    for old, new in _unshared(before, after):
+    for old, new in pairs:
         went.update(old)
         came.update(new)
     found: dict[str, tuple[V | None, V | None]] = {}
@@ -238,9 +246,8 @@ def changed(before: Mapping[str, V], after: Mapping[str, V]) -> dict[str, tuple[
     return found
 
 
-def _unshared(before: Mapping[str, V], after: Mapping[str, V]) -> Iterator[tuple[Mapping[str, V], Mapping[str, V]]]:
+def _unshared(before: Mapping[str, V], after: Mapping[str, V]) -> list[tuple[Mapping[str, V], Mapping[str, V]]]:
     if isinstance(before, OrderedMap) and isinstance(after, OrderedMap):
         pairs = zip_longest(before._chunks, after._chunks, fillvalue=_NOTHING)
-        yield from [(old, new) for old, new in pairs if old is not new]
-    else:
-        yield before, after
+        return [(old, new) for old, new in pairs if old is not new]
+    return [(before, after)]

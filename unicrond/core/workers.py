@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cached_property
+from operator import add, sub
 from typing import Literal
 
 import msgspec
@@ -109,36 +109,37 @@ class Tally:
     def __init__(self, workers: Mapping[str, Worker], membership: Membership | None, before: Tally | None) -> None:
         self.workers = workers
         self.membership = membership
-        counts = Counter[str]()
         if before is None or before.membership is not membership:
+            counts = [0] * len(self._COUNTS)
             for worker in workers.values():
-                counts.update(self._what(worker))
+                counts = list(map(add, counts, self._what(worker)))
         else:
-            counts.update({name: getattr(before, name) for name in self._COUNTS})
+            counts = [getattr(before, name) for name in self._COUNTS]
             for old, new in changed(before.workers, workers).values():
-                counts.subtract(self._what(old) if old else ())
-                counts.update(self._what(new) if new else ())
-        for name in self._COUNTS:
-            setattr(self, name, counts[name])
+                if old is not None:
+                    counts = list(map(sub, counts, self._what(old)))
+                if new is not None:
+                    counts = list(map(add, counts, self._what(new)))
+        for name, count in zip(self._COUNTS, counts, strict=True):
+            setattr(self, name, count)
 
-    def _what(self, worker: Worker) -> list[str]:
-        """The counts that the worker is one of."""
+    def _what(self, worker: Worker) -> tuple[bool, ...]:
+        """Of each count, whether the worker is one."""
         membership, status = self.membership, worker.status
         newest = worker.generation == (membership.generation if membership else 0)
         in_group = status is WorkerStatus.MEMBER
         is_member = membership is not None and worker.worker in membership.names
-        found = {
-            "joined": is_member and newest,
-            "able": is_member and worker.can_train,
-            "settled": in_group and newest,
-            "leavers": in_group and not is_member,
-            "strangers": not is_member,
-            "starting": status is WorkerStatus.STARTING,
-            "parked": status is WorkerStatus.PARKED,
-            "lost": status is WorkerStatus.LOST,
-            "busy": bool(worker.busy_us),
-        }
-        return [name for name, is_so in found.items() if is_so]
+        return (
+            is_member and newest,
+            is_member and status not in _NEVER_TO_TRAIN,
+            in_group and newest,
+            in_group and not is_member,
+            not is_member,
+            status is WorkerStatus.STARTING,
+            status is WorkerStatus.PARKED,
+            status is WorkerStatus.LOST,
+            bool(worker.busy_us),
+        )
 
     def __eq__(self, other: object) -> bool:
         """It follows from the rest of its task, and says nothing that the rest does not."""
