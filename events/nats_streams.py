@@ -62,10 +62,10 @@ def event_stream_config(replicas: int = 1) -> dict[str, Any]:
 def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
     """The heartbeat stream: short-lived, and written to disk a moment later than it is delivered.
 
-    A stream of one server stores and delivers by turns. Where each beat costs an fsync, a disk that is behind keeps
-    the coordinator from hearing anything, its own beats included, and what is heard late looks like lost nodes. A crash
-    of the server takes the newest beats back and gives their numbers anew; so a beat is known by number and time
-    (`replay/views/beat_check.py`). Replicated streams cannot be asynchronous: there each beat is as durable as an event.
+    A stream of one server stores and delivers by turns. Where each beat costs an fsync, a disk that is behind keeps the
+    coordinator from hearing anything, its own beats included. A crash of the server takes the newest beats back and
+    gives their numbers anew; so a beat is known by number and time (`replay/views/beat_check.py`). Replicated streams
+    cannot be asynchronous: there each beat is as durable as an event.
     """
     config: dict[str, Any] = {
         "name": BEAT_STREAM,
@@ -98,8 +98,8 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
             theirs = await _with_consumers(connection, name, info["config"], config.get("max_consumers", 0))
             if config.get("persist_mode") != theirs.get("persist_mode") and theirs["num_replicas"] == 1:
                 logger.info(
-                    "stream %s is synced to disk with each heartbeat, as older versions made it: with hundreds of nodes "
-                    "delete it (nats stream rm %s) and restart the coordinator, which makes it anew",
+                    "stream %s is synced to disk with each heartbeat, as older versions made it: with hundreds of "
+                    "nodes delete it (nats stream rm %s) and restart the coordinator, which makes it anew",
                     name,
                     name,
                 )

@@ -35,7 +35,7 @@ class _Server(EmbeddedServer):
         (users,) = re.findall(r"^```\n(\{ user: .*?)^```$", _DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
         narrow = users.replace("$GPU07", "narrow")
         with self._config_path.open("a") as file:
-            file.write(f'authorization {{ users: [ {{ user: head, password: head }}\n{narrow} ] }}\n')
+            file.write(f"authorization {{ users: [ {{ user: head, password: head }}\n{narrow} ] }}\n")
 
 
 @pytest.fixture

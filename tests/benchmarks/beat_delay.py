@@ -1,16 +1,15 @@
 """How late the coordinator hears its own beats: `python -m tests.benchmarks.beat_delay --beats-per-s 1200 4000`.
 
 A real nats-server, a process that beats for many nodes, another that appends events (`--events-per-s`), and here what a
-coordinator does: it reads all events, each for `--fold-us`, hears all beats, and sends its own four times a second. Each
-line is one run: whether beats are synced to disk one by one, whether they have a connection of their own, and how long
-own beats took to come back (median, p99, longest; "deaf": the longest time in which no beat came at all).
+coordinator does: it reads all events, each for `--fold-us`, hears all beats, and sends its own four times a second.
+Each line is one run: whether beats are synced to disk one by one, whether they have a connection of their own, and how
+long own beats took to come back (median, p99, longest); "deaf": the longest time in which no beat came at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import sys
 import tempfile
@@ -18,7 +17,6 @@ import time
 from contextlib import aclosing
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from events.envelope import Envelope, Recorded
 from events.nats_connection import Connection, connect
@@ -55,14 +53,13 @@ async def beat(url: str, per_s: int) -> None:
 async def tell(url: str, per_s: int) -> None:
     """Events, until killed."""
     connection = await connect(url, name="events", timeout_s=10)
-    log = NatsEventLog(connection)
+    log, event = NatsEventLog(connection), NodeLeft(node="n0", reason="x" * 800)
     began_s, sent = time.monotonic(), 0
     while True:
         due = min(int((time.monotonic() - began_s) * per_s), sent + 500)
         if due > sent:
             told = [
-                Envelope(producer="n0", boot=1, number=n + 1, observed_at_us=1, event=NodeLeft(node="n0", reason="x" * 800))
-                for n in range(sent, due)
+                Envelope(producer="n0", boot=1, number=n + 1, observed_at_us=1, event=event) for n in range(sent, due)
             ]
             await log.append(told)
             sent = due
@@ -138,15 +135,14 @@ async def coordinate(options: argparse.Namespace, connection: Connection, beatin
     deaf_s = max(deaf_s, time.monotonic() - heard_s)
     for task in work:
         task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.gather(*work)
-    in_order = sorted(late_ms)
-    told: list[Any] = [round(value, 1) for value in (median(in_order), in_order[int(len(in_order) * 0.99)], in_order[-1])] if in_order else ["-"] * 3
+    await asyncio.gather(*work, return_exceptions=True)
+    told = "- | - | -"
+    if late_ms:
+        longest_ms = sorted(late_ms)
+        told = f"{median(longest_ms):.1f} | {longest_ms[int(len(longest_ms) * 0.99)]:.1f} | {longest_ms[-1]:.1f}"
     due = options.seconds * 4
-    return (
-        f"{told[0]} | {told[1]} | {told[2]} | {len(in_order)} of {due:g} | {deaf_s:.2f} s "
-        f"| {count['beats'] / options.seconds:.0f} | {count['events'] / options.seconds:.0f}"
-    )
+    heard, read_in = (count[name] / options.seconds for name in ("beats", "events"))
+    return f"{told} | {len(late_ms)} of {due:g} | {deaf_s:.2f} s | {heard:.0f} | {read_in:.0f}"
 
 
 async def main() -> None:
@@ -161,7 +157,9 @@ async def main() -> None:
         kind, url, per_s = options.role
         await (beat if kind == "beat" else tell)(url, int(per_s))
         return
-    print("beats/s | events/s | synced | connection | median ms | p99 | longest | back | deaf | beats heard/s | events/s")
+    print(
+        "beats/s | events/s | synced | connection | median ms | p99 | longest | back | deaf | beats heard/s | events/s"
+    )
     for beats_per_s, events_per_s in itertools.product(options.beats_per_s, options.events_per_s):
         for sync, apart in itertools.product((True, False), repeat=2):
             said = await measure(options, beats_per_s, events_per_s, sync, apart)
