@@ -193,7 +193,10 @@ def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
     With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
     Raises ProblemError if the gains are beyond float64.
     """
-    all_met = tasks.floors_total - sum([tasks.floors[i] for i in gone]) <= limits.workers
+    floors = tasks.floors_total
+    for i in gone:
+        floors -= tasks.floors[i]
+    all_met = floors <= limits.workers
     bits = 52 if all_met else 51 - _floors_met(without(tasks.floors, gone), limits.workers).bit_length()
     below = _exponent_nearly(tasks, limits, gone)
     if below is None:
@@ -214,12 +217,14 @@ def _exponent(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int:
 def _exponent_nearly(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int | None:
     """The same from the totals, for a table asks this for every task that may end; None where that is too near."""
     at_most, flat, slope = limits.totals
-    if any(limits.steepest[i] == slope for i in gone):
-        slope = max(without(limits.steepest, gone), default=0.0)
-    error = (at_most + flat + slope * limits.workers + tasks.staying_total) * 2.0**-40
+    staying, is_steepest = tasks.staying_total, False
+    error = (at_most + flat + slope * limits.workers + staying) * 2.0**-40
     for i in gone:
-        at_most, flat = at_most - limits.highest[i], flat - limits.at_zero[i]
-    bound = min(at_most, flat + slope * limits.workers) + tasks.staying_total - sum([tasks.staying[i] for i in gone])
+        at_most, flat, staying = at_most - limits.highest[i], flat - limits.at_zero[i], staying - tasks.staying[i]
+        is_steepest = is_steepest or limits.steepest[i] == slope
+    if is_steepest:
+        slope = max(without(limits.steepest, gone), default=0.0)
+    bound = min(at_most, flat + slope * limits.workers) + staying
     low, high = bound - error, bound + error
     if not 0 < low <= high < 2.0**900 or frexp(low)[1] != frexp(high)[1]:
         return None

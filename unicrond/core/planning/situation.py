@@ -145,9 +145,10 @@ class Situation:
         """What the event changes. Raises KeyError for a node or task that is not there."""
         match event:
             case WorkerLost(task):
-                return Change(self.workers - 1, faulty=frozenset({self._running[task]}))
+                return Change(self.workers - 1, frozenset((self._running[task],)))
             case NodeLost(node):
-                return Change(self.workers - self.load_of[node].slots, faulty=self.load_of[node].tasks)
+                load = self.load_of[node]
+                return Change(self.workers - load.slots, load.tasks)
             case NodeJoined(slots):
                 return Change(self.workers + slots)
             case TaskFinished(task):

@@ -82,6 +82,13 @@ class _Key(NamedTuple):
 _Scenario: TypeAlias = tuple[int, tuple[int, ...], int]
 
 
+class _Alike(NamedTuple):
+    """Of scenarios with one n' and the same tasks gone: the plans' resolution, and all that share their rows."""
+
+    resolution: float
+    scenarios: list[_Scenario]
+
+
 @dataclass
 class _Sweep:
     """Rows of the resting problem. Valid: prefixes[:prefix_valid], suffixes[suffix_valid:]."""
@@ -230,8 +237,8 @@ class _Build:
             self.at_rest[i], self.other[i] = ABSENT, HEALTHY
         self.still: tuple[int, ...] = (_AT_REST,)
         self.computed = self.reused = 0
-        self.limits: dict[int, Bounds] = {}
-        self.keys: dict[tuple[int, tuple[int, ...]], _Key] = {}
+        self.at: dict[int, tuple[int, Bounds]] = {}  # per n', D_running and what the tasks can gain
+        self.alike: dict[tuple[int, tuple[int, ...]], _Alike] = {}
         self.row_of_change: dict[_Change, int] = {}
         self.events: list[NextEvent] = []
         self.resolutions: list[float] = []
@@ -272,19 +279,20 @@ class _Build:
         row = self.row_of_change.setdefault((workers, gone, faulty), len(self.events))
         if row == len(self.events):
             self.events.append(event)
-            key = self._key(workers, gone)
-            self.resolutions.append(key.scale.resolution(len(self.index) - len(gone)))
-            self.scenarios.setdefault(key, []).append((first, forms, row))
+            alike = self.alike.get((workers, gone)) or self._alike(workers, gone)
+            self.resolutions.append(alike.resolution)
+            alike.scenarios.append((first, forms, row))
         return row
 
-    def _key(self, workers: int, gone: tuple[int, ...]) -> _Key:
-        key = self.keys.get((workers, gone))
-        if key is None:
+    def _alike(self, workers: int, gone: tuple[int, ...]) -> _Alike:
+        if workers not in self.at:
             d_running = self.situation.d_running_us(workers)
-            if workers not in self.limits:
-                self.limits[workers] = bounds(self.flat, workers, float(d_running))
-            key = self.keys[workers, gone] = _Key(workers, d_running, scale(self.flat, self.limits[workers], gone))
-        return key
+            self.at[workers] = d_running, bounds(self.flat, workers, float(d_running))
+        d_running, limits = self.at[workers]
+        by = scale(self.flat, limits, gone)
+        scenarios = self.scenarios.setdefault(_Key(workers, d_running, by), [])
+        found = self.alike[workers, gone] = _Alike(by.resolution(len(self.index) - len(gone)), scenarios)
+        return found
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
         points = useful(self.flat, self.at_rest, key.workers, float(key.d_running_us), key.scale)
