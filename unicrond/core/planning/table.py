@@ -82,11 +82,8 @@ class _Key(NamedTuple):
 _Scenario: TypeAlias = tuple[int, tuple[int, ...], int]
 
 
-class _Alike(NamedTuple):
-    """Of scenarios with one n' and the same tasks gone: the plans' resolution, and all that share their rows."""
-
-    resolution: float
-    scenarios: list[_Scenario]
+#: Of scenarios with one n' and the same tasks gone: the resolution of their plans, and all that share their rows.
+_Alike: TypeAlias = tuple[float, list[_Scenario]]
 
 
 @dataclass
@@ -236,6 +233,7 @@ class _Build:
         for i in self.waiting:
             self.at_rest[i], self.other[i] = ABSENT, HEALTHY
         self.still: tuple[int, ...] = (_AT_REST,)
+        self.others: tuple[int, ...] = (_OTHER,) * len(self.index)
         self.computed = self.reused = 0
         self.at: dict[int, tuple[int, Bounds]] = {}  # per n', D_running and what the tasks can gain
         self.alike: dict[tuple[int, tuple[int, ...]], _Alike] = {}
@@ -268,7 +266,7 @@ class _Build:
         if hit:
             faulty = tuple(sorted([self.index[name] for name in hit]))
             first, behind = faulty[0], faulty[-1] + 1
-            forms = (_OTHER,) * len(faulty)
+            forms = self.others[: len(faulty)]
             if behind - first > len(faulty):
                 forms = tuple([_OTHER if i in faulty else _AT_REST for i in range(first, behind)])
         elif finished:
@@ -279,9 +277,9 @@ class _Build:
         row = self.row_of_change.setdefault((workers, gone, faulty), len(self.events))
         if row == len(self.events):
             self.events.append(event)
-            alike = self.alike.get((workers, gone)) or self._alike(workers, gone)
-            self.resolutions.append(alike.resolution)
-            alike.scenarios.append((first, forms, row))
+            resolution, scenarios = self.alike.get((workers, gone)) or self._alike(workers, gone)
+            self.resolutions.append(resolution)
+            scenarios.append((first, forms, row))
         return row
 
     def _alike(self, workers: int, gone: tuple[int, ...]) -> _Alike:
@@ -291,7 +289,7 @@ class _Build:
         d_running, limits = self.at[workers]
         by = scale(self.flat, limits, gone)
         scenarios = self.scenarios.setdefault(_Key(workers, d_running, by), [])
-        found = self.alike[workers, gone] = _Alike(by.resolution(len(self.index) - len(gone)), scenarios)
+        found = self.alike[workers, gone] = by.resolution(len(self.index) - len(gone)), scenarios
         return found
 
     def _solve(self, key: _Key, scenarios: list[_Scenario]) -> NDArray[np.int64]:
