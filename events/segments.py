@@ -161,12 +161,22 @@ def read_segment(path: Path, from_bytes: int = 0) -> Iterator[Batch]:
                 records = _batch_decoder.decode(body)
             except msgspec.MsgspecError as error:
                 raise LogDamaged(f"{path}: the frame that ends at byte {end_bytes} is not a batch: {error}") from None
-            entries = [_entry(record) for record in records if isinstance(record, _EventRecord | _QuarantineRecord)]
-            told = [record for record in records if isinstance(record, _BeatRecord)]
-            held_entries, held_beats = held_entries + len(entries), held_beats + len(told)
+            entries: list[Entry] = []
+            told: list[_BeatRecord] = []
+            ends: list[_EndRecord] = []
             for record in records:
-                if isinstance(record, _EndRecord) and from_bytes == 0:
-                    _require_all(path, record, held_entries, held_beats)
+                if isinstance(record, _EventRecord):  # nearly all
+                    entries.append(_entry(record))
+                elif isinstance(record, _QuarantineRecord):
+                    entries.append(_quarantined(record))
+                elif isinstance(record, _BeatRecord):
+                    told.append(record)
+                else:
+                    ends.append(record)
+            held_entries, held_beats = held_entries + len(entries), held_beats + len(told)
+            for end in ends:
+                if from_bytes == 0:
+                    _require_all(path, end, held_entries, held_beats)
             if entries or told:
                 yield Batch(entries, end_bytes, [beat for record in told if (beat := _beat(record))])
 
@@ -310,14 +320,16 @@ def _record(entry: Entry) -> _EventRecord | _QuarantineRecord:
     return _QuarantineRecord(entry.seq, entry.recorded_at_us, entry.subject, entry.reason, entry.size_bytes)
 
 
-def _entry(record: _EventRecord | _QuarantineRecord) -> Entry:
-    if isinstance(record, _QuarantineRecord):
-        return Quarantined(record.seq, record.recorded_at_us, record.subject, record.reason, record.size_bytes)
+def _entry(record: _EventRecord) -> Entry:
     try:
         envelope, unknown = read(record.body)
         return Recorded(record.seq, record.recorded_at_us, envelope, record.body if unknown else b"")
     except BadEvent as error:
         return Quarantined(record.seq, record.recorded_at_us, "", error.reason, len(record.body))
+
+
+def _quarantined(record: _QuarantineRecord) -> Quarantined:
+    return Quarantined(record.seq, record.recorded_at_us, record.subject, record.reason, record.size_bytes)
 
 
 def _beat(record: _BeatRecord) -> Recorded | None:
