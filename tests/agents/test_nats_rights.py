@@ -97,6 +97,7 @@ async def test_an_agent_works_with_the_rights_of_the_document(connections: tuple
             await message.respond(b"a log")  # type: ignore[attr-defined]  # a nats Msg
 
         await agent.subscribe(logs_subject(_NODE), serve)
+        await (await agent.session()).client.flush()
         assert (await head.request(logs_subject(_NODE), b"")).data == b"a log"
         for task in work:
             task.cancel()
