@@ -135,6 +135,7 @@ def _of_worker(event: _OfWorker) -> str:
             return f"worker {event.worker} on {event.node} is ready for a membership"
         case WorkerRegrouped():
             dealt = f", {_count(event.dealt, 'micro-batch', 'micro-batches')} assigned to it" if event.dealt else ""
+            dealt += f", {event.others_dealt} to the others" if event.others_dealt else ""
             return (
                 f"worker {event.worker} is in generation {event.generation} at iteration {event.iteration}"
                 f" after {_seconds(event.duration_us)}, state from {event.source}{dealt}"

@@ -28,7 +28,7 @@ from events import vocabulary
 from events.vocabulary import Event
 
 #: The newest schema: what this version reads, and writes to readers of it.
-SCHEMA = 3
+SCHEMA = 4
 #: What every reader reads.
 FIRST = 1
 
@@ -64,6 +64,10 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "MembershipDecided": ("told",),
         "TaskAssignment": ("nodes", "replica_workers"),
     },
+    4: {
+        "ToldOnce": ("lead_tells",),
+        "WorkerRegrouped": ("others_dealt",),
+    },
 }
 #: schema -> alias of a Literal in the vocabulary -> its new values, each with the older one that stands for it.
 VALUES: dict[int, dict[str, dict[str, str]]] = {
@@ -75,6 +79,8 @@ VALUES: dict[int, dict[str, dict[str, str]]] = {
 
 #: From here on nodes read a task's memberships from the decisions themselves, and are told of them by no command.
 TOLD_ONCE = 3
+#: From here on the lead's word that a group has met stands for all members that keep their state.
+LEAD_TELLS = 4
 
 E = TypeVar("E", bound=Event)
 V = TypeVar("V", bound=msgspec.Struct)

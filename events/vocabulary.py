@@ -368,6 +368,9 @@ class ToldOnce(Value, frozen=True, kw_only=True):
     """What nodes hear of a membership in the decision itself: the last of the members' runs in `seats`; `parts`
     MembershipParts before the decision hold the runs before them. `size`: tp * pp. The rest: see SetMembership.
 
+    `lead_tells`: the first member's WorkerRegrouped says that all have met. Agents report no other member that keeps
+    its state: of a large group that is one event instead of one per member. Joiners are reported as ever.
+
     Bounds: `size` 1..131072; `parts` < 2**31; `mtbf_us` < 2**62.
     """
 
@@ -378,6 +381,7 @@ class ToldOnce(Value, frozen=True, kw_only=True):
     mtbf_us: Micros
     handover: bool
     stop: Text
+    lead_tells: bool = False
 
 
 class NodeRun(Value, frozen=True, kw_only=True, array_like=True):
@@ -475,13 +479,16 @@ class WorkerRegrouped(PlacedObservation, frozen=True, kw_only=True):
     `dealt`: micro-batches of lost replicas that fell to this worker in that iteration.
     `duration_us`: from receiving the membership to being in the group.
     `source`: where its state came from.
+    `others_dealt`: micro-batches of lost replicas that fell to the other members, told by a lead that tells for all
+    (ToldOnce.lead_tells).
 
-    Bounds: `dealt` < 2**31; `duration_us` <= 366 days.
+    Bounds: `dealt`, `others_dealt` < 2**31; `duration_us` <= 366 days.
     """
 
     dealt: Small
     duration_us: Duration
     source: StateSource
+    others_dealt: Small = 0
 
 
 class WorkerParked(PlacedObservation, frozen=True, kw_only=True):

@@ -92,7 +92,7 @@ def forget_log(turn: Turn) -> None:
         workers={w: replace(record, foreign=True) for w, record in turn.memory.workers.items()},
         foreign_gone=tuple(turn.memory.gone),
     )
-    turn.state = replace(turn.state, memory=memory, sums={}, summed={}, confirming=frozenset())
+    turn.state = replace(turn.state, memory=memory, sums={}, summed={}, lead_tells={}, confirming=frozenset())
     turn.state = replace(turn.state, holds=frozenset(), untold={})
     turn.actions.append(TellForkServer(message=Forget(task="")))
     for worker in sorted(memory.workers):

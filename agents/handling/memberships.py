@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from agents.handling.turn import Turn, newest_of
-from agents.protocol.messages import Membership
+from agents.protocol.messages import Membership, Regrouped
 from agents.state import MAX_TASKS, Order, TellWorker, Worker
 from events.seats import Telling, joiners_of, members_of, told_by, told_so_far
 from events.vocabulary import Member, MembershipDecided, MembershipPart, SetMembership, ToldOnce
@@ -37,7 +37,20 @@ def decided(turn: Turn, event: MembershipDecided, term: int) -> None:
     newest = turn.memory.memberships.get(event.task)
     if seats is None or (newest and event.generation <= newest.generation):
         return
+    generations = {**turn.state.lead_tells, event.task: event.generation if told.lead_tells else 0}
+    turn.state = replace(turn.state, lead_tells=newest_of(generations, MAX_TASKS))
     _keep(turn, event, told, members_of(event.task, seats, told.size), joiners_of(event.task, seats))
+
+
+def to_report(turn: Turn, record: Worker, said: Regrouped) -> Regrouped | None:
+    """What is to be reported of a member's word that it is in its group; None where the lead's word stands for it."""
+    membership = turn.memory.memberships.get(record.task)
+    if membership is None or not membership.generation == said.generation == turn.state.lead_tells.get(record.task):
+        return replace(said, others_dealt=0)
+    if membership.members[0].worker == record.worker:
+        return said
+    keeps_state = said.source == "own" and record.worker not in membership.joiners
+    return None if keeps_state else replace(said, others_dealt=0)
 
 
 def _keep(

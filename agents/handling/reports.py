@@ -134,7 +134,8 @@ def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:  # n
             generation = max(record.generation, message.generation)
             turn.change(record, regrouped=message.generation, generation=generation)
             turn.reached(worker, message.iteration)
-            pass_on(turn, record, message)
+            if (report := memberships.to_report(turn, record, message)) is not None:
+                pass_on(turn, record, report)
         case Parked():
             commits.close_sum(turn, record.task)
             turn.reached(worker, message.iteration)

@@ -88,6 +88,7 @@ class Regrouped(Placed, frozen=True, kw_only=True):
     dealt: Count
     duration_us: Count
     source: StateSource
+    others_dealt: Count = 0
 
 
 class Parked(Placed, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from agents.protocol.messages import Busy, CaughtUp, StopWanted, Straggles, Trouble, Waits
-from events.schemas import FIRST, SCHEMA, lowered_value
+from agents.protocol.messages import Busy, CaughtUp, Regrouped, StopWanted, Straggles, Trouble, Waits
+from events.schemas import FIRST, LEAD_TELLS, SCHEMA, lowered_value
 
 M = TypeVar("M", bound=msgspec.Struct)
 #: Messages of workers that came with schema 2.
@@ -27,6 +27,8 @@ def plain(message: M) -> M:
 
 def told_to(schema: int, message: M) -> M | None:
     """A worker's message as an agent that reads `schema` can read it; None for one that it does not know."""
+    if isinstance(message, Regrouped) and schema < LEAD_TELLS:
+        return msgspec.structs.replace(message, others_dealt=0)
     if schema >= 2:
         return message
     if isinstance(message, _SINCE_2):

@@ -120,7 +120,7 @@ class TrainerGroup:
     # --- what it does ------------------------------------------------------------------------
 
     def _form(self, told: Membership, fresh: bool) -> None:
-        """All say that they are in; members left out park."""
+        """All say that they are in, or their lead for them; members left out park."""
         if fresh:
             self._owed_us = 0 if self.saved else to_us(self.world.assumptions.recompute_s)
         self.formed, self.intact, self.saved = told, True, False
@@ -128,7 +128,8 @@ class TrainerGroup:
         for member in told.members:
             process = self.processes[member.worker]
             process.generation = told.generation
-            self.say(process.node, self._regrouped(process, told, fresh))
+            if process.worker == told.lead or process.worker not in told.spoken_for:
+                self.say(process.node, self._regrouped(process, told, fresh))
         self._enter(Activity.CATCHING_UP, self._owed_us, self._train)
 
     def _train(self) -> None:

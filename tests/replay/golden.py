@@ -19,7 +19,7 @@ from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest
 
 #: schema -> the log that its last version wrote.
-LOGS = {schema: Path(__file__).parents[1] / "golden" / f"log_v{schema}.bin" for schema in (1, 2)}
+LOGS = {schema: Path(__file__).parents[1] / "golden" / f"log_v{schema}.bin" for schema in (1, 2, 3)}
 SEED = 2401
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.schemas import SCHEMA, TOLD_ONCE, told_version
-from events.seats import members_of, starts
+from events.seats import joiners_of, members_of, starts
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.fold import fold
@@ -37,16 +37,21 @@ class Told(NamedTuple):
     stop: str
     peers: tuple[v.MemoryService, ...]
     mtbf_us: int
+    joiners: tuple[str, ...]
+    lead_tells: bool
 
 
 def membership_of(event: v.SetMembership | v.MembershipDecided) -> Told:
     """What a command tells, or a decision; of one in parts the last members alone."""
-    members, told = event.members, event
+    members, joiners, told, lead_tells = event.members, event.joiners, event, False
     if isinstance(event, v.MembershipDecided):
         told = event.told
         assert told is not None
-        members = members_of(event.task, told.seats, told.size)
-    return Told(event.generation, members, told.handover, told.stop, told.peers, told.mtbf_us)
+        members, joiners = members_of(event.task, told.seats, told.size), joiners_of(event.task, told.seats)
+        lead_tells = told.lead_tells
+    return Told(
+        event.generation, members, told.handover, told.stop, told.peers, told.mtbf_us, joiners, lead_tells
+    )
 
 
 @dataclass
@@ -97,7 +102,7 @@ class MiniCluster:
         self.source: v.StateSource = "own"
         self._numbers: dict[tuple[str, int], int] = {}
         self._passed: set[str] = set()
-        self._members: dict[tuple[str, int], tuple[v.Member, ...]] = {}
+        self._members: dict[tuple[str, int], tuple[tuple[v.Member, ...], tuple[str, ...]]] = {}
         self._solutions: dict = {}
         self._based_on = 0
         self.take_over()
@@ -127,7 +132,8 @@ class MiniCluster:
         if isinstance(event, v.Command):
             self.hosts[event.node].commands.append(entry)
         if isinstance(event, v.MembershipDecided) and event.told and self._is_in_force(event):
-            self._members[event.task, event.generation] = self.state.tasks[event.task].membership.members
+            membership = self.state.tasks[event.task].membership
+            self._members[event.task, event.generation] = membership.members, membership.joiners
             for host in self.hosts.values():
                 if host.reads >= TOLD_ONCE and event.task in host.follows:
                     host.commands.append(entry)
@@ -267,7 +273,8 @@ class MiniCluster:
         elif isinstance(command, v.SetMembership | v.MembershipDecided):
             told = membership_of(command)
             if isinstance(command, v.MembershipDecided) and command.told and command.told.parts:
-                told = told._replace(members=self._members[command.task, command.generation])
+                members, joiners = self._members[command.task, command.generation]
+                told = told._replace(members=members, joiners=joiners)
             for process in host.processes.values():
                 if process.task == command.task and (process.told is None or process.told.generation < told.generation):
                     process.told = told
@@ -322,9 +329,14 @@ class MiniCluster:
                     node=host.name, task=task, worker=process.worker, generation=newest.generation, iteration=iteration
                 ),
             )
+        lead = newest.members[0].worker if newest.members else ""
+        keeps = newest.lead_tells and self.source == "own"
+        quiet = [name for name in fresh if keeps and name != lead and name not in newest.joiners]
         for name in fresh:
             host, process = living[name]
             process.generation = newest.generation
+            if name in quiet:
+                continue  # its lead tells for it
             regrouped = v.WorkerRegrouped(
                 node=host.name,
                 task=task,
@@ -334,6 +346,7 @@ class MiniCluster:
                 dealt=1,
                 duration_us=1000,
                 source=self.source,
+                others_dealt=len(quiet) if name == lead else 0,
             )
             self.say(host, regrouped)
         return True

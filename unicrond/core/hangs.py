@@ -104,15 +104,25 @@ def _members(task: Task, generation: int) -> list[str]:
     """The workers of that generation: the newest membership, or those still in the group before it."""
     if generation == task.generation:
         return [member.worker for member in task.membership.members] if task.membership else []
-    return [worker.worker for worker in task.workers.values() if worker.generation == generation and worker.alive]
+    return [worker.worker for worker in task.workers.values() if task.generation_of(worker) == generation and worker.alive]
 
 
 def _left_waiting(task: Task, silent: list[str], told: list[HangSuspected]) -> Verdict | None:
-    if any(name not in task.workers or task.workers[name].generation == task.generation for name in silent):
-        return None  # it has joined, and will be told of
+    if any(_will_be_told_of(task, name) for name in silent):
+        return None
     if any(not one.waiting or one.still_us < ALONE_LIMITS * one.limit_us for one in told):
         return None
     return Verdict((), True, f"{' and '.join(silent)} did not come into the group, and all others wait in a collective")
+
+
+def _will_be_told_of(task: Task, name: str) -> bool:
+    """It is gone, or has joined the group. Where only its lead has said that, a member may still stand in the exchange
+    that the others have left, until all have made a step."""
+    worker = task.workers.get(name)
+    if worker is None or worker.generation == task.generation:
+        return True
+    stepped = task.progress.committed_generation == task.generation
+    return task.has_joined(worker) and (stepped or bool(worker.busy))
 
 
 def _one_per_replica(task: Task, told: list[HangSuspected]) -> tuple[HangSuspected, ...]:

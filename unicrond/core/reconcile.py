@@ -77,7 +77,8 @@ def _seat(worker: Worker) -> tuple[int, int]:
 def all_in(task: Task) -> bool:
     """All workers that there are stand in the group of the newest generation, and are all its members."""
     tally, count = task.tally, len(task.workers)
-    return not tally.strangers and tally.settled == count == len(task.member_names)
+    settled = tally.settled + (tally.settled_vouched if task.group.met else 0)
+    return not tally.strangers and settled == count == len(task.member_names)
 
 
 def members_of(replicas: dict[int, tuple[Worker, ...]]) -> tuple[Member, ...]:

@@ -162,8 +162,35 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def confirmed(self) -> bool:
-        """Every member of the newest generation has said that it is in the group."""
-        return self.membership is not None and self.tally.joined == len(self.membership.names)
+        """Every member of the newest generation is in the group: it has said so, or its lead has for it."""
+        if self.membership is None:
+            return False
+        return self._joined == len(self.membership.names)
+
+    @property
+    def _joined(self) -> int:
+        """Members that are in the newest group."""
+        return self.tally.joined + (self.tally.vouched if self.group.met else 0)
+
+    def generation_of(self, worker: Worker) -> int:
+        """The newest generation whose group the worker has joined, by its own word or by that group's lead's."""
+        met = self.membership if self.group.met else self.group.before
+        spoken_for = met is not None and worker.worker in met.spoken_for
+        return max(worker.generation, met.generation) if met and spoken_for else worker.generation
+
+    def has_joined(self, worker: Worker) -> bool:
+        """The worker is in the newest group."""
+        return self.generation_of(worker) == self.generation
+
+    @property
+    def awaits_lead(self) -> bool:
+        """The lead of the newest group is to say that it has met, and has not yet."""
+        return self.membership is not None and self.membership.lead_tells and not self.group.met
+
+    @property
+    def rest_joined(self) -> bool:
+        """Every member that is left is in the newest group."""
+        return self.membership is not None and self._joined == len(self.workers) - self.tally.strangers
 
     @property
     def in_use(self) -> tuple[int, ...]:

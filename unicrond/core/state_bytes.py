@@ -67,6 +67,8 @@ TASK_FIELDS: tuple[str, ...] = (
     "group.meetings",
     "group.overdue",
     "group.telling",
+    "group.met",
+    "group.before",
 )
 
 

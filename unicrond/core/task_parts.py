@@ -23,6 +23,7 @@ import msgspec
 from events.fields import always
 from events.seats import Telling
 from events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
+from unicrond.core.workers import Membership
 
 #: How many timings of a task's iterations the state remembers, and how many of a group's first it leaves out.
 TIMINGS_MAX = 15
@@ -97,10 +98,13 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
     `meetings`: deadlines for a meeting that have passed and ended no process.
     `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
-    `overdue`: the newest planned generation not met in time while an open incident was about others; 0 = none.
+    `overdue`: the newest generation, planned or for its lead to tell of, not met in time while an open incident was about
+    others; 0 = none.
     `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
     `stragglers`: members that are slower than the other replicas, by worker.
     `telling`: parts of the next membership, as far as they have come (events/seats.py).
+    `met`: the newest group's lead has said for all that they are in it (events.vocabulary.ToldOnce.lead_tells).
+    `before`: the last membership of which a lead had said so, until the newest group has met.
     """
 
     formed_after: int = always(0)
@@ -111,6 +115,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stragglers: dict[str, Straggler] = {}
     overdue: int = 0
     telling: Telling | None = None
+    met: bool = False
+    before: Membership | None = None
 
 
 class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import cached_property
-from operator import add, sub
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -67,7 +67,10 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
-    """The workers that train a task, as the log holds them (see events.vocabulary.MembershipDecided)."""
+    """The workers that train a task, as the log holds them (see events.vocabulary.MembershipDecided).
+
+    `lead_tells`: see events.vocabulary.ToldOnce.
+    """
 
     generation: int
     members: tuple[Member, ...]
@@ -75,30 +78,57 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     urgent: bool
     store: StoreAddress
     decided_us: int
+    lead_tells: bool = False
+
+    @property
+    def lead(self) -> str:
+        """The first member, "" where there is none."""
+        return self.members[0].worker if self.members else ""
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The workers. Only to look up in: a set has no order."""
         return frozenset([member.worker for member in self.members])
 
+    @cached_property
+    def spoken_for(self) -> frozenset[str]:
+        """The workers that are in the group once its lead has said that it has met. Only to look up in."""
+        return self.names.difference(self.joiners) if self.lead_tells else NOBODY
+
 
 NOBODY: frozenset[str] = frozenset()
+
+
+class Kind(NamedTuple):
+    """What a tally asks of a worker. `newest`: it has said itself that it is in the newest group."""
+
+    status: WorkerStatus
+    newest: bool
+    member: bool
+    spoken_for: bool
+    busy: bool
 
 
 class Tally:
     """How many of a task's workers are what, against its newest membership. Counted once, then at the cost of changes.
 
-    `joined`: members in the group of the newest generation; `able`: members that can train.
-    `settled`: workers of status MEMBER in that generation; `leavers`: of status MEMBER, but not members.
+    `joined`: members that have said themselves that they are in the newest group; `vouched`: the other members that are
+    once its lead says so. `settled`, `settled_vouched`: those of either that are of status MEMBER.
+    `able`: members that can train. `leavers`: of status MEMBER, but not members.
     `strangers`: workers of any status that are not members. `starting`, `parked`, `lost`: workers of that status.
     `busy`: with what their program has declared.
     """
 
-    _COUNTS = ("joined", "able", "settled", "leavers", "strangers", "starting", "parked", "lost", "busy")
-    __slots__ = (*_COUNTS, "membership", "workers")
+    _COUNTS = (
+        "joined", "vouched", "able", "settled", "settled_vouched", "leavers", "strangers", "starting", "parked", "lost",
+        "busy",
+    )  # fmt: skip
+    __slots__ = (*_COUNTS, "_kinds", "membership", "workers")
     joined: int
+    vouched: int
     able: int
     settled: int
+    settled_vouched: int
     leavers: int
     strangers: int
     starting: int
@@ -109,37 +139,52 @@ class Tally:
     def __init__(self, workers: Mapping[str, Worker], membership: Membership | None, before: Tally | None) -> None:
         self.workers = workers
         self.membership = membership
-        if before is None or before.membership is not membership:
-            counts = [0] * len(self._COUNTS)
-            for worker in workers.values():
-                counts = list(map(add, counts, self._what(worker)))
+        if before is None:
+            self._kinds = _kinds(workers.values(), membership)
         else:
-            counts = [getattr(before, name) for name in self._COUNTS]
+            self._kinds = before._under(membership)
             for old, new in changed(before.workers, workers).values():
-                if old is not None:
-                    counts = list(map(sub, counts, self._what(old)))
-                if new is not None:
-                    counts = list(map(add, counts, self._what(new)))
-        for name, count in zip(self._COUNTS, counts, strict=True):
-            setattr(self, name, count)
+                if old:
+                    self._kinds[_kind(old, membership)] -= 1
+                if new:
+                    self._kinds[_kind(new, membership)] += 1
+        self._add_up()
 
-    def _what(self, worker: Worker) -> tuple[bool, ...]:
-        """Of each count, whether the worker is one."""
-        membership, status = self.membership, worker.status
-        newest = worker.generation == (membership.generation if membership else 0)
-        in_group = status is WorkerStatus.MEMBER
-        is_member = membership is not None and worker.worker in membership.names
-        return (
-            is_member and newest,
-            is_member and status not in _NEVER_TO_TRAIN,
-            in_group and newest,
-            in_group and not is_member,
-            not is_member,
-            status is WorkerStatus.STARTING,
-            status is WorkerStatus.PARKED,
-            status is WorkerStatus.LOST,
-            bool(worker.busy_us),
-        )
+    def _under(self, membership: Membership | None) -> Counter[Kind]:
+        """What the same workers are against another membership. Against the next one nearly all are what they were, but
+        have not joined yet."""
+        was = self.membership
+        if was is membership:
+            return self._kinds.copy()
+        if was is None or membership is None or membership.generation <= was.generation:
+            return _kinds(self.workers.values(), membership)
+        moved = [self.workers[name] for name in _moved(was, membership) if name in self.workers]
+        kinds: Counter[Kind] = Counter()
+        for kind, count in (self._kinds - _kinds(moved, was)).items():
+            kinds[kind._replace(newest=False, spoken_for=kind.member and membership.lead_tells)] += count
+        return kinds + _kinds(moved, membership)
+
+    def _add_up(self) -> None:
+        counts = dict.fromkeys(self._COUNTS, 0)
+        for kind, count in self._kinds.items():
+            in_group, vouched = kind.status is WorkerStatus.MEMBER, kind.spoken_for and not kind.newest
+            found = {
+                "joined": kind.member and kind.newest,
+                "vouched": vouched,
+                "able": kind.member and kind.status not in _NEVER_TO_TRAIN,
+                "settled": in_group and kind.newest,
+                "settled_vouched": in_group and vouched,
+                "leavers": in_group and not kind.member,
+                "strangers": not kind.member,
+                "starting": kind.status is WorkerStatus.STARTING,
+                "parked": kind.status is WorkerStatus.PARKED,
+                "lost": kind.status is WorkerStatus.LOST,
+                "busy": kind.busy,
+            }
+            for name, is_so in found.items():
+                counts[name] += count if is_so else 0
+        for name, number in counts.items():
+            setattr(self, name, number)
 
     def __eq__(self, other: object) -> bool:
         """It follows from the rest of its task, and says nothing that the rest does not."""
@@ -149,3 +194,20 @@ class Tally:
         return "None"  # as where it has not been asked for yet
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _kinds(workers: Iterable[Worker], membership: Membership | None) -> Counter[Kind]:
+    return Counter([_kind(worker, membership) for worker in workers])
+
+
+def _kind(worker: Worker, membership: Membership | None) -> Kind:
+    if membership is None:
+        return Kind(worker.status, worker.generation == 0, False, False, bool(worker.busy_us))
+    name = worker.worker
+    newest, member = worker.generation == membership.generation, name in membership.names
+    return Kind(worker.status, newest, member, name in membership.spoken_for, bool(worker.busy_us))
+
+
+def _moved(before: Membership, after: Membership) -> set[str]:
+    """The workers that only one of two memberships has, and the joiners of both."""
+    return {*(before.names ^ after.names), *before.joiners, *after.joiners}

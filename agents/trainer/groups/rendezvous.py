@@ -5,12 +5,15 @@ Rules
 * Which membership is followed when, and what becomes of the group before: `lifecycle/meeting.py`.
 * With their positions the members of a small group exchange the ports of their connections, so that a member that loses
   one can say whose the other end is: of two ends one is at fault, and often only the other notices.
+* In a larger group the members say no more than that it broke, and one word of that will do: a few members report at
+  once, the others only where no urgent membership comes of it.
 * Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
   shards take the same turn. Every wait is bounded for a worker with state: after `fault_wait_s` it is stranded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,6 +35,17 @@ T = TypeVar("T")
 _MESSAGE_CHARS = 1024
 #: The largest group whose members tell each other their ports: as many numbers from each to each as it has members.
 _PORTS_MAX = 64
+#: Of a larger group about so many members report at once that it broke, on different nodes if they can be; the others
+#: after so long, and some later than others.
+_FIRST_TO_REPORT = 8
+_REPORT_AFTER_S = 1.0
+
+
+def report_after_s(rank: int, size: int) -> float:
+    """How long the member of a group of `size` waits for the answer to others' reports before it reports itself."""
+    if size <= _PORTS_MAX or rank % (size // _FIRST_TO_REPORT) == 0:
+        return 0.0
+    return _REPORT_AFTER_S * (1 + rank / size)
 
 
 class Rendezvous:
@@ -115,6 +129,8 @@ class Rendezvous:
         if self.group is not None:
             self._note_losses(self.group)
         kind = classify_broken(failure)
+        if kind in ("connection_broken", "collective_timeout"):
+            self._let_others_report()
         if self._channel.newest(self.generation, urgent_only=True) is None:
             self._channel.send(
                 Trouble(
@@ -128,6 +144,12 @@ class Rendezvous:
                     lost=self._lost if kind == "connection_broken" else (),  # a time-out ends them all
                 )
             )
+
+    def _let_others_report(self) -> None:
+        if self._workers:
+            after_s = report_after_s(self._workers.index(self._context.launch.worker), len(self._workers))
+            with contextlib.suppress(QuitAsked):  # the wait for a membership raises it again
+                self._channel.wait(lambda: self._channel.newest(self.generation, urgent_only=True) is not None, after_s)
 
     def _note_losses(self, group: Group) -> None:
         """Before it is left: that ends them all."""

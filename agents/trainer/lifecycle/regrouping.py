@@ -53,7 +53,7 @@ def regroup(books: Books, target: Membership | None = None) -> Flow[bool]:
         duration_us = yield from _sit(books, membership)
         books.turn = turn = Turn(verdict, transfer_owed=bool(verdict.receivers) or books.shares is not None)
         if (yield from _apply(books, turn)):
-            yield from _tell_regrouped(books, duration_us, "own")
+            yield from _tell_regrouped(books, verdict, duration_us, "own")
             return True
         origin: StateSource = "own"
         failure = ""
@@ -67,7 +67,7 @@ def regroup(books: Books, target: Membership | None = None) -> Flow[bool]:
         if failure:
             yield from leave_broken(books, failure, "regroup")
             continue
-        yield from _tell_regrouped(books, duration_us, origin)
+        yield from _tell_regrouped(books, verdict, duration_us, origin)
         return False
 
 
@@ -156,7 +156,7 @@ def _source_has_all(shares: Shares, source: int, size: int) -> None:
     shares.layout[source] = [(0, shares.total)]
 
 
-def _tell_regrouped(books: Books, duration_us: int, source: StateSource) -> Flow[None]:
+def _tell_regrouped(books: Books, verdict: Verdict, duration_us: int, source: StateSource) -> Flow[None]:
     if source != "own":
         books.boundary_s = books.clock()
     yield from start_clock(books)
@@ -167,6 +167,7 @@ def _tell_regrouped(books: Books, duration_us: int, source: StateSource) -> Flow
             dealt=books.ledger.redone,
             duration_us=duration_us,
             source=source,
+            others_dealt=sum(verdict.redone) - verdict.redone[books.rank] if verdict.redone else 0,
         )
     )
     yield from tell_committed(books)

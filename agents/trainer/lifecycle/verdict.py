@@ -147,6 +147,7 @@ class Verdict:
     `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
+    `redone[m]`: how many of these are another's whose result was lost.
     `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that each
     member holds (sharded optimizer state).
     """
@@ -157,6 +158,7 @@ class Verdict:
     receivers: frozenset[int]
     dealt: tuple[tuple[int, ...], ...]
     fresh: bool
+    redone: tuple[int, ...] = ()
     final: frozenset[int] = frozenset()
     shares: tuple[tuple[Span, ...], ...] = ()
 
@@ -209,13 +211,15 @@ def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = Tr
         for member, position in enumerate(positions)
     ]
     complete = [frozenset(positions[member].complete) for member in with_state]
+    dealt = deal(held, micro_batches)
     return Verdict(
         iteration=iteration,
         step_first=step_first,
         source=with_state[0],
         receivers=receivers,
-        dealt=deal(held, micro_batches),
+        dealt=dealt,
         fresh=False,
+        redone=tuple(len(new) if before else 0 for before, new in zip(held, dealt, strict=True)),
         final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
         shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
     )

@@ -35,7 +35,7 @@ def mend(batch: Batch, task: Task) -> bool:
         return True
     if _with_state(task, living) and task.group.overdue == task.generation:
         stay = living + reconcile.leaving_members(task)
-        set_membership(batch, task, stay, urgent=True, reason="the planned membership was not met in time")
+        set_membership(batch, task, stay, urgent=True, reason="the membership was not met in time")
         return True
     if task.membership is not None and task.group.unread == task.generation and len(living) == len(current):
         urgent, handover = task.membership.urgent, not current
@@ -154,6 +154,7 @@ def set_membership(
         mtbf_us=batch.survey.worker_mtbf_us // max(1, len(members)),
         handover=handover,
         stop=task.ending.stop,
+        lead_tells=_lead_tells(task, members, joiners),
     )
     decided = v.MembershipDecided(
         task=task.name,
@@ -176,6 +177,12 @@ def set_membership(
     for node in told:
         if not batch.hears_decisions(node.name):
             batch.add(_command(batch, decided, told_once, node.name))
+
+
+def _lead_tells(task: Task, members: tuple[v.Member, ...], joiners: tuple[str, ...]) -> bool:
+    """Whether the lead's word that the group has met will do for all that keep their state. After a group that did not
+    meet each member tells for itself: that shows which does not come."""
+    return bool(members) and members[0].worker not in joiners and task.rest_joined
 
 
 def in_parts(

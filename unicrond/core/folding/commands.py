@@ -147,6 +147,6 @@ def unheard(state: ClusterState, node: str) -> ClusterState:
     for task in state.tasks.values():
         there = [task.workers[name] for name in state.by_node.of_task(node, task.name)]
         here = [worker for worker in there if worker.alive]
-        if any(worker.generation < task.generation for worker in here) and not task.confirmed:
+        if any(task.generation_of(worker) < task.generation for worker in here) and not task.confirmed:
             state = with_task(state, replace(task, group=replace(task.group, unread=task.generation)))
     return state

@@ -28,7 +28,7 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
         task = state.tasks.get(name)
         if task is not None and task.membership is not None and str(task.generation) == generation:
             for worker in task.workers.values():
-                late = task.is_member(worker.worker) and worker.alive and worker.generation != task.generation
+                late = task.is_member(worker.worker) and worker.alive and not task.has_joined(worker)
                 if late or worker in task.leavers:
                     what = f"did not {'join' if late else 'leave for'} generation {generation} in time"
                     state = strikes.give_up(state, name, worker, "hang", what, envelope.observed_at_us)
@@ -51,7 +51,8 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
 
     Only workers that do not answer are ended: one that waits for the others keeps its state, and so does one that has
     declared to be busy; where all have answered, it is the group, and all meet again. A planned membership is answered
-    at a boundary, and a late member may be held up by another: an urgent one shows which does not answer.
+    at a boundary, and a late member may be held up by another: an urgent one shows which does not answer. Where the
+    lead is to tell for all and has not, it does not show either: all meet again, and each tells for itself.
     """
     late = [worker for worker in task.workers.values() if worker.alive and _is_late(task, worker)]
     if not late:
@@ -60,13 +61,15 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
         return _next_meeting(state, task)
     silent = [worker for worker in late if worker.answered < task.generation]
     assert task.membership is not None
-    urgent = task.membership.urgent
-    if urgent and silent:
+    urgent, untold = task.membership.urgent, task.awaits_lead
+    if urgent and silent and not untold:
         for worker in silent:
             what = f"did not come into generation {task.generation} in time"
             state = strikes.give_up(state, task.name, worker, "hang", what, observed_at_us)
         return state
     how = "all have come, and do not meet" if urgent else "did not come to the boundary in time"
+    if urgent and untold:
+        how = "their lead has not said that they have met"
     fact = Fact(
         kind="collective_timeout",
         node=late[0].node,
@@ -79,7 +82,7 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
         lost={late[0].worker: ""},
     )
     state = incidents.blame(_next_meeting(state, task), fact)
-    if urgent or any(is_symptom(i) and i.generations.get(task.name) in task.in_use for i in state.incidents.values()):
+    if (urgent and not untold) or any(is_symptom(i) and i.generations.get(task.name) in task.in_use for i in state.incidents.values()):
         return state
     # An open incident of another cause has taken the fact over, and its response is about other workers.
     task = state.tasks[task.name]
@@ -92,4 +95,4 @@ def _next_meeting(state: ClusterState, task: Task) -> ClusterState:
 
 
 def _is_late(task: Task, worker: Worker) -> bool:
-    return worker in task.leavers or (task.is_member(worker.worker) and worker.generation != task.generation)
+    return worker in task.leavers or (task.is_member(worker.worker) and not task.has_joined(worker))

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from events.schemas import TOLD_ONCE, spoken_schema
+from events.schemas import LEAD_TELLS, TOLD_ONCE, spoken_schema
 from unicrond.core import isolation
 from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.folding import commands, incidents, injections, kept_states, strikes
@@ -50,8 +50,8 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     if old is not None and old.agent_boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
     state = _reconcile_workers(state, event, envelope)
-    if old is not None and old.schema >= TOLD_ONCE > node.schema:
-        state = commands.unheard(state, event.node)  # its new agent reads no decisions
+    if old is not None and any(old.schema >= since > node.schema for since in (TOLD_ONCE, LEAD_TELLS)):
+        state = commands.unheard(state, event.node)  # its new agent does not read what this one was told
     return state
 
 

@@ -78,6 +78,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         urgent=event.urgent,
         store=event.store,
         decided_us=state.now_us,
+        lead_tells=told is not None and told.lead_tells,
     )
     again = event.urgent and task.membership is not None and task.membership.members == members
     if again:
@@ -87,6 +88,8 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         formed_after=task.progress.iteration,
         reattempts=task.group.reattempts + 1 if again else 0,
         suspicions={},
+        met=False,
+        before=task.membership if task.group.met else task.group.before,
     )
     pace = replace(task.pace, timings=(), warm=0)
     state = with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))

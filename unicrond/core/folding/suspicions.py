@@ -22,7 +22,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     newest = event.generation == task.generation and task.is_member(worker.worker)
     # The group that a planned membership is to follow is at work until its boundary; where all leave, until they have.
     at_work = event.generation in task.in_use or worker in task.leavers
-    before = bool(event.told) and at_work and worker.generation == event.generation
+    before = bool(event.told) and at_work and task.generation_of(worker) == event.generation
     if not (newest or before) or is_stale(task, event):
         return state
     task = _with_suspicions(task, task.group.suspicions | {worker.worker: event})

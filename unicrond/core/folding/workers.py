@@ -48,15 +48,20 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
     if known is None or not can_move(known[1], v.WorkerRegrouped) or event.generation > known[0].generation:
         return state
     task, worker = known
-    if event.generation < worker.generation:
+    if event.generation < task.generation_of(worker):
         return state
     task = with_moved(task, worker, v.WorkerRegrouped, generation=event.generation, busy="", busy_us=0)
+    leads = task.membership is not None and task.membership.lead == worker.worker
+    if leads and task.awaits_lead and event.generation == task.generation:
+        task = _met(task)
+    if task.group.before and (task.group.met or task.confirmed):
+        task = _with_nothing_before(task)
     state = with_task(state, task)
     for incident in state.incidents.values():
         broken = incident.generations.get(task.name)
         if broken is None or broken >= event.generation or incident.resumed_us:
             continue
-        incident = replace(incident, redone=incident.redone + event.dealt)
+        incident = replace(incident, redone=incident.redone + event.dealt + event.others_dealt)
         if event.source not in ("own", "replica"):
             lost = max(0, task.progress.iteration - event.iteration + 1)
             incident = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=event.source)
@@ -64,6 +69,25 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
             incident = replace(incident, resumed_us=state.now_us)
         state = with_incident(state, incident)
     return state
+
+
+def _met(task: Task) -> Task:
+    """The lead's word for all that keep their state: they are in the newest group, and with nothing else busy."""
+    spoken_for = task.membership.spoken_for if task.membership else ()
+    for worker in list(task.workers.values()) if task.tally.busy else ():
+        if worker.worker in spoken_for and worker.busy_us:
+            task = with_worker(task, replace(worker, busy="", busy_us=0))
+    return replace(task, group=replace(task.group, met=True))
+
+
+def _with_nothing_before(task: Task) -> Task:
+    """The newest group has met. Of the last one whose lead has told, only the workers that have not left it yet are to
+    be remembered."""
+    before = task.group.before
+    stayed = sorted(before.spoken_for - task.member_names) if before else ()
+    for worker in [task.workers[name] for name in stayed if name in task.workers]:
+        task = with_worker(task, replace(worker, generation=task.generation_of(worker)))
+    return replace(task, group=replace(task.group, before=None))
 
 
 def _regrouped(task: Task | None, broken: int) -> bool:
@@ -131,13 +155,14 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = known
-    if event.generation < worker.generation:
+    generation = task.generation_of(worker)
+    if event.generation < generation:
         return state  # the worker has trained on since
     if event.kind == "left_early":
         task = strikes.left_early(task, worker)
         state = with_task(state, task)
     severity = severity_of(event.kind, state.severity)
-    in_group = task.is_member(worker.worker) or worker.generation == event.generation
+    in_group = task.is_member(worker.worker) or generation == event.generation
     if severity is Severity.SEV3 and (event.generation not in task.in_use or not in_group):
         return state  # the group that broke has been left behind already
     symptom = severity is Severity.SEV3
