@@ -29,6 +29,7 @@ class Cluster:
 
     def __init__(self, nodes: int) -> None:
         from events import vocabulary as v
+        from events.schemas import SCHEMA, told_version
         from unicrond.core.state import ClusterState
 
         self.v = v
@@ -36,11 +37,12 @@ class Cluster:
         self.numbers: dict[str, int] = {}
         self.names = [f"node{number:05}" for number in range(nodes)]
         store = v.StoreAddress(host="10.0.0.1", port=1)
-        self.tell(v.CoordinatorStarted(term=1, version="benchmark"))
+        version = told_version("benchmark", SCHEMA)
+        self.tell(v.CoordinatorStarted(term=1, version=version))
         for name in self.names:
             self.say(
                 name,
-                v.NodeJoined(node=name, address=name, slots=SLOTS, store=store, agent_boot=1, version="benchmark"),
+                v.NodeJoined(node=name, address=name, slots=SLOTS, store=store, agent_boot=1, version=version),
             )
         share = nodes // TASKS * SLOTS
         assignments, members = [], {}
@@ -145,78 +147,268 @@ def timed(run: Callable[[int], object], rounds: int) -> float:
     return statistics.median(found) / 1000
 
 
-def measure(nodes: int, rounds: int) -> dict[str, float]:
-    from unicrond.core.deadlines import deadlines
-    from unicrond.core.decide import decide
-    from unicrond.core.fold import fold
-    from unicrond.core.invariants import check
-    from unicrond.core.survey import Survey
+class Rounds:
+    """Times single calls on one cluster. `rounds`: of each."""
 
-    cluster = Cluster(nodes)
-    v, policy = cluster.v, cluster.policy
-    began = cluster.state
-    found: dict[str, float] = {}
+    def __init__(self, nodes: int, rounds: int) -> None:
+        self.cluster = Cluster(nodes)
+        self.began = self.cluster.state
+        self.rounds = rounds
 
-    def folds(make: Callable[[int], tuple[str, Any]]) -> float:
-        cluster.state, entries = began, []
-        for number in range(rounds):
+    def folds(self, make: Callable[[int], tuple[str, Any]]) -> float:
+        """Microseconds to fold one of the events that `make` gives: (producer, event)."""
+        from unicrond.core.fold import fold
+
+        cluster = self.cluster
+        cluster.state, entries = self.began, []
+        for number in range(self.rounds):
             producer, event = make(number)
-            entries.append(cluster.entry(event, producer, began.seq + 1 + number))
+            entries.append(cluster.entry(event, producer, self.began.seq + 1 + number))
 
         def run(number: int) -> None:
             cluster.state = fold(cluster.state, entries[number])
 
-        return timed(run, rounds)
+        return timed(run, self.rounds)
 
-    def member(number: int) -> tuple[str, Any]:
-        task = f"t{number % TASKS}"
-        return task, cluster.members[task][number // TASKS % len(cluster.members[task])]
+    def member(self, number: int) -> tuple[str, Any]:
+        """Another task and another member each time."""
+        members = self.cluster.members[f"t{number % TASKS}"]
+        return f"t{number % TASKS}", members[number // TASKS % len(members)]
 
-    def of_member(make: Callable[[str, Any], Any]) -> Callable[[int], tuple[str, Any]]:
-        return lambda number: (member(number)[1].node, make(*member(number)))
+    def of_member(self, make: Callable[[str, Any], Any]) -> float:
+        """As `folds`; `make` is given a task and a member, which says the event."""
+        return self.folds(lambda number: (self.member(number)[1].node, make(*self.member(number))))
 
-    found["fold StepCommitted"] = folds(lambda n: (member(n)[1].node, cluster.step(f"t{n % TASKS}", n + 1)))
-    found["fold WorkerRegrouped"] = folds(of_member(lambda t, m: cluster.regrouped(t, m, 1)))
-    found["fold WorkerStarted"] = folds(
-        of_member(lambda t, m: v.WorkerStarted(node=m.node, task=t, worker=m.worker, pid=7))
-    )
-    found["fold CommandApplied"] = folds(
-        of_member(lambda t, m: v.CommandApplied(node=m.node, command_id=f"1.1.{m.node}.99"))
-    )
-    found["fold StateKept"] = folds(
-        of_member(
-            lambda t, m: v.StateKept(
-                node=m.node, task=t, shard=0, iteration=1, generation=1, origin="own", size_bytes=1, duration_us=1
-            )
-        )
-    )
-    found["fold WorkerExited"] = folds(
-        of_member(
+    def step(self, number: int) -> tuple[str, Any]:
+        """A step of another task each time."""
+        return self.member(number)[1].node, self.cluster.step(f"t{number % TASKS}", number + 1)
+
+
+def fold_times(rounds: Rounds) -> dict[str, float]:
+    """What one event of a kind costs the fold."""
+    cluster = rounds.cluster
+    v, names = cluster.v, cluster.names
+    kept = {"shard": 0, "iteration": 1, "generation": 1, "origin": "own", "size_bytes": 1, "duration_us": 1}
+
+    def lost(number: int) -> tuple[str, Any]:
+        evidence = v.Evidence(beat_seq=1, beat_at_us=1)
+        return "", v.NodeLost(node=names[number * 7 % len(names)], evidence=evidence, reason="benchmark")
+
+    return {
+        "fold StepCommitted": rounds.folds(rounds.step),
+        "fold WorkerRegrouped": rounds.of_member(lambda t, m: cluster.regrouped(t, m, 1)),
+        "fold WorkerStarted": rounds.of_member(
+            lambda t, m: v.WorkerStarted(node=m.node, task=t, worker=m.worker, pid=7)
+        ),
+        "fold CommandApplied": rounds.of_member(
+            lambda _, m: v.CommandApplied(node=m.node, command_id=f"1.1.{m.node}.99")
+        ),
+        "fold StateKept": rounds.of_member(lambda t, m: v.StateKept(node=m.node, task=t, **kept)),
+        "fold WorkerExited": rounds.of_member(
             lambda t, m: v.WorkerExited(node=m.node, task=t, worker=m.worker, exit_code=None, signal=9, expected=False)
-        )
-    )
-    found["fold NodeLost"] = folds(
-        lambda n: (
-            "",
-            v.NodeLost(
-                node=cluster.names[n * 7 % nodes], evidence=v.Evidence(beat_seq=1, beat_at_us=1), reason="benchmark"
-            ),
-        )
-    )
+        ),
+        "fold NodeLost": rounds.folds(lost),
+    }
 
-    states = [began]
-    cluster.state = began
-    for number in range(rounds):
-        producer, event = member(number)[1].node, cluster.step(f"t{number % TASKS}", number + 1)
+
+def look_times(rounds: Rounds) -> dict[str, float]:
+    """What one look at the state costs after an event that changes little."""
+    from unicrond.core.deadlines import deadlines
+    from unicrond.core.decide import decide
+    from unicrond.core.invariants import check
+    from unicrond.core.survey import Survey
+
+    cluster, policy, times = rounds.cluster, rounds.cluster.policy, rounds.rounds
+    cluster.state = rounds.began
+    states = [rounds.began]
+    for number in range(times):
+        producer, event = rounds.step(number)
         cluster.say(producer, event)
         states.append(cluster.state)
     since = "since" in check.__code__.co_varnames
-    found["check"] = timed(lambda n: check(states[n + 1], states[n]) if since else check(states[n + 1]), rounds)  # type: ignore[call-arg]
-    surveys: list[Any] = [Survey(began, policy)]
+    found = {
+        "check": timed(lambda n: check(states[n + 1], states[n]) if since else check(states[n + 1]), times)  # type: ignore[call-arg]
+    }
+    surveys: list[Any] = [Survey(rounds.began, policy)]
     decide(surveys[0], {})
-    found["survey"] = timed(lambda n: surveys.append(Survey(states[n + 1], policy, surveys[-1])), rounds)
-    found["deadlines at rest"] = timed(lambda n: deadlines(surveys[n + 1]), rounds)
-    found["decide at rest"] = timed(lambda n: decide(surveys[n + 1], {}), rounds)
+    found["survey"] = timed(lambda n: surveys.append(Survey(states[n + 1], policy, surveys[-1])), times)
+    found["deadlines at rest"] = timed(lambda n: deadlines(surveys[n + 1]), times)
+    found["decide at rest"] = timed(lambda n: decide(surveys[n + 1], {}), times)
+    return found
+
+
+class Fault:
+    """One worker's death, from its exit to TransitionCompleted: every event that real agents and workers would write,
+    and all that the coordinator does about them. `entries`, `log_bytes`: what the log takes; `cpu_us`: of the
+    coordinator: decode, fold, hold against the rules, survey, deadlines, decide, try, encode.
+
+    Of a group that is too large to name its lost peers all members report the break, or (`report_after_s`) a few.
+    """
+
+    def __init__(self, cluster: Cluster, task: str) -> None:
+        from unicrond.core.survey import Survey
+
+        self.cluster, self.task, self.v = cluster, task, cluster.v
+        self.survey = Survey(cluster.state, cluster.policy)
+        self.sound = cluster.state
+        self.entries = self.log_bytes = 0
+        self.cpu_us = 0.0
+        self.generation = 1
+        self.said: list[tuple[str, Any]] = []
+        self.over = False
+        self.told: dict[str, float] = {}
+
+    def play(self, victim: Any) -> None:
+        """To the end. `victim`: a member of the task."""
+        v, task = self.v, self.task
+        place = {"node": victim.node, "task": task, "worker": victim.worker}
+        report = {"generation": 1, "iteration": 7, "phase": "reduce", "message": "connection closed by peer"}
+        self.say(victim.node, v.ErrorReported(**place, kind="process_exit", **{**report, "message": "SIGKILL"}))
+        self.say(victim.node, v.WorkerExited(**place, exit_code=None, signal=9, expected=False))
+        members = self.cluster.members[task]
+        for rank, one in enumerate(members):
+            if one is not victim and _reports_at_once(rank, len(members)):
+                broken = v.ErrorReported(
+                    node=one.node, task=task, worker=one.worker, kind="connection_broken", **report
+                )
+                self.say(one.node, broken)
+        while self.said:
+            answered, self.said = self.said, []
+            for count, (producer, event) in enumerate(answered, 1):
+                self._read(event, producer)
+                if len(answered) <= 16 or count == len(answered):  # what comes in one burst is folded first
+                    self._decide()
+        if not self.over:
+            raise SystemExit("the fault was not healed")
+
+    def say(self, producer: str, event: Any) -> None:
+        """An agent's event, of the next burst."""
+        self.said.append((producer, event))
+
+    def _read(self, event: Any, producer: str = "") -> None:
+        from events.codec import decode, encode
+        from events.envelope import Recorded
+        from unicrond.core.fold import fold
+
+        entry = self.cluster.entry(event, producer)
+        body = encode(entry.envelope)
+        self.entries, self.log_bytes = self.entries + 1, self.log_bytes + len(body)
+        began_ns = time.thread_time_ns()
+        entry = Recorded(entry.seq, entry.recorded_at_us, decode(body))
+        self.cluster.state = fold(self.cluster.state, entry)
+        self._spent(type(event).__name__, began_ns)
+        if self.cluster.state.quarantined or self.cluster.state.inert:
+            raise SystemExit(f"not folded: {event}")
+
+    def _decide(self) -> None:
+        """As service/coordinator.py does, until nothing more is decided."""
+        from events.codec import encode
+        from unicrond.core.deadlines import deadlines
+        from unicrond.core.decide import decide, needed_solves
+        from unicrond.core.invariants import check
+        from unicrond.core.own_decisions import require_sound
+        from unicrond.core.survey import Survey
+
+        decided = True
+        while decided:
+            began_ns = time.thread_time_ns()
+            state = self.cluster.state
+            check(state, self.sound) if "since" in check.__code__.co_varnames else check(state)  # type: ignore[call-arg]
+            self.sound = state
+            self.survey = Survey(state, self.cluster.policy, self.survey)
+            deadlines(self.survey)
+            if needed_solves(self.survey):
+                raise SystemExit("a worker's death asked for a plan")
+            decided = decide(self.survey, {})
+            self._spent("decide", began_ns)
+            if decided:
+                seq = state.seq
+                envelopes = [self.cluster.entry(event, seq=seq + n).envelope for n, event in enumerate(decided, 1)]
+                self.cluster.numbers["coordinator"] -= len(decided)
+                began_ns = time.thread_time_ns()
+                require_sound(state, envelopes)
+                for envelope in envelopes:
+                    encode(envelope)
+                self._spent("try and encode", began_ns)
+            for event in decided:
+                self._read(event)
+                self._obey(event)
+
+    def _spent(self, what: str, began_ns: int) -> None:
+        spent_us = (time.thread_time_ns() - began_ns) / 1000
+        self.cpu_us += spent_us
+        self.told[what] = self.told.get(what, 0.0) + spent_us
+
+    # --- agents and workers ----------------------------------------------------------------------
+
+    def _obey(self, event: Any) -> None:
+        v, task = self.v, self.task
+        if isinstance(event, v.Command):
+            self.say(event.node, v.CommandApplied(node=event.node, command_id=event.command_id))
+        match type(event).__name__:
+            case "StartWorker":
+                self.say(event.node, v.WorkerStarted(node=event.node, task=task, worker=event.worker, pid=1))
+                self.say(event.node, v.WorkerReady(node=event.node, task=task, worker=event.worker))
+            case "MembershipDecided":
+                self.generation = event.generation
+                self._regroup()
+            case "TransitionCompleted":
+                self.over = True
+
+    def _regroup(self) -> None:
+        """Every member comes into the group, and says so, or its lead for it; a joiner takes its state first."""
+        v, task, membership = self.v, self.task, self.cluster.state.tasks[self.task].membership
+        spoken_for = getattr(membership, "spoken_for", frozenset())
+        taken = {"iteration": 6, "size_bytes": 10**10, "duration_us": 10**6, "storage_iteration": 5, "saved_us": 10**7}
+        for member in membership.members:
+            joins = member.worker in membership.joiners
+            regrouped = v.WorkerRegrouped(
+                node=member.node, task=task, worker=member.worker, generation=self.generation, iteration=7, dealt=0,
+                duration_us=10**5, source="replica" if joins else "own",
+            )  # fmt: skip
+            if joins:
+                place = {"node": member.node, "task": task, "worker": member.worker, "generation": self.generation}
+                self.say(member.node, v.StateTaken(**place, source="replica", **taken))
+            if member is membership.members[0] or member.worker not in spoken_for:
+                self.say(member.node, regrouped)
+        if membership.joiners:
+            lead = membership.members[0]
+            self.say(lead.node, replaced(self.cluster.step(task, 7), generation=self.generation, worker=lead.worker))
+
+
+def _reports_at_once(rank: int, size: int) -> bool:
+    try:
+        from agents.trainer.groups.reporting import report_after_s
+    except ImportError:
+        return True
+    return report_after_s(rank, size) == 0.0
+
+
+def replaced(event: Any, **fields: Any) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(event, **fields)
+
+
+def fault_costs(cluster: Cluster) -> dict[str, float]:
+    """Of one worker's death."""
+    members = cluster.members["t0"]
+    fault = Fault(cluster, "t0")
+    fault.play(members[len(members) // 2])
+    by_part = sorted(fault.told.items(), key=lambda item: -item[1])
+    return {
+        "a worker's fault: entries": fault.entries,
+        "a worker's fault: log, KB": fault.log_bytes / 1000,
+        "a worker's fault: CPU, ms": fault.cpu_us / 1000,
+    } | {f"  of that {what}, ms": spent_us / 1000 for what, spent_us in by_part[:6]}
+
+
+def measure(nodes: int, rounds: int) -> dict[str, float]:
+    """All of it on a cluster of so many nodes."""
+    made = Rounds(nodes, rounds)
+    found = fold_times(made) | look_times(made)
+    made.cluster.state = made.began
+    found |= fault_costs(made.cluster)
     found["memory, MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return found
 
@@ -227,10 +419,12 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="another checkout to measure beside this one")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--fault", action="store_true", help="only a worker's fault as a whole")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(measure(given.one, given.rounds)))
+        found = fault_costs(Cluster(given.one)) if given.fault else measure(given.one, given.rounds)
+        print(json.dumps(found))
         return
     trees = {"base": given.base, "now": Path.cwd()} if given.base else {"now": Path.cwd()}
     for nodes in given.nodes:
@@ -238,6 +432,7 @@ def main() -> None:
         for _ in range(given.turns if nodes < 5000 else 1):
             for name, tree in trees.items():
                 command = [sys.executable, __file__, "--one", str(nodes), "--rounds", str(given.rounds)]
+                command += ["--fault"] if given.fault else []
                 answer = subprocess.run(
                     command, cwd=tree, env={"PYTHONPATH": str(tree)}, capture_output=True, text=True
                 )

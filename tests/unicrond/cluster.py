@@ -49,9 +49,7 @@ def membership_of(event: v.SetMembership | v.MembershipDecided) -> Told:
         assert told is not None
         members, joiners = members_of(event.task, told.seats, told.size), joiners_of(event.task, told.seats)
         lead_tells = told.lead_tells
-    return Told(
-        event.generation, members, told.handover, told.stop, told.peers, told.mtbf_us, joiners, lead_tells
-    )
+    return Told(event.generation, members, told.handover, told.stop, told.peers, told.mtbf_us, joiners, lead_tells)
 
 
 @dataclass

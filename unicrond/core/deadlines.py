@@ -34,15 +34,15 @@ def deadlines(survey: Survey) -> dict[str, int]:
     for task in state.tasks.values():
         if task.status is not TaskStatus.ACTIVE or survey.settled(task):
             continue
-        for worker in task.workers.values() if task.tally.starting else ():
+        apart = [task.workers[name] for name in task.tally.apart]
+        for worker in apart:
             if worker.status is WorkerStatus.STARTING:
                 length_s = task.spec.start_timeout_s or policy.worker_start_s
                 standing[f"start:{worker.worker}"] = int(length_s * _SECOND_US)
         if task.membership is not None and (task.leavers or not task.confirmed):
             length_us = max(int(policy.regroup_s * _SECOND_US), 4 * task.pace.iteration_us)
             if task.membership.members:
-                every = task.workers.values() if task.tally.busy else ()
-                busy_us = max((worker.busy_us for worker in every), default=0)
+                busy_us = max((worker.busy_us for worker in apart), default=0)
                 name = f"meet:{task.name}#{task.generation}.{task.group.meetings}"
                 standing[name] = max(length_us, busy_us)
             else:

@@ -104,7 +104,9 @@ def _members(task: Task, generation: int) -> list[str]:
     """The workers of that generation: the newest membership, or those still in the group before it."""
     if generation == task.generation:
         return [member.worker for member in task.membership.members] if task.membership else []
-    return [worker.worker for worker in task.workers.values() if task.generation_of(worker) == generation and worker.alive]
+    return [
+        worker.worker for worker in task.workers.values() if task.generation_of(worker) == generation and worker.alive
+    ]
 
 
 def _left_waiting(task: Task, silent: list[str], told: list[HangSuspected]) -> Verdict | None:

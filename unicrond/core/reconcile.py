@@ -6,7 +6,7 @@ A replica is tp * pp workers; it lives or falls as a whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,8 @@ from events.vocabulary import Member, TaskAssignment
 from unicrond.core.state import ClusterState, Node, Task, TaskStatus, Worker, WorkerStatus
 
 Nodes = tuple[str, ...]
+#: A worker before and after; None: it was not there, or is not any more.
+Change = tuple[Worker | None, Worker | None]
 
 
 class Staffing(msgspec.Struct, frozen=True):
@@ -37,6 +39,11 @@ class Staffing(msgspec.Struct, frozen=True):
     def starting(self) -> bool:
         """A kept replica is not ready yet."""
         return any(w.status is WorkerStatus.STARTING for workers in self.kept.values() for w in workers)
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """Those of the kept replicas. Only to look up in: a set has no order."""
+        return frozenset([w.worker for workers in self.kept.values() for w in workers])
 
 
 def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
@@ -65,6 +72,36 @@ def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
     return Staffing(kept, surplus, broken, missing)
 
 
+def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> Staffing | None:
+    """What `staffing` would say after `changes` of workers, at their cost; None where it takes a look at everything: a
+    replica is one too many, before or now. `size`: workers of a replica. Which workers are members decides nothing as
+    long as every whole replica is wanted."""
+    if before.surplus:
+        return None
+    kept, broken, missing = dict(before.kept), dict(before.broken), Counter(before.missing)
+    touched: dict[int, list[Change]] = {}
+    for old, new in changes:
+        for number in {worker.replica for worker in (old, new) if worker is not None}:
+            touched.setdefault(number, []).append((old, new))
+    for number, told in touched.items():
+        was = kept.pop(number, None)
+        if was is not None:
+            missing[tuple([worker.node for worker in was])] += 1
+        gone = {old.worker for old, _ in told if old}
+        able = [worker for worker in was or broken.pop(number, ()) if worker.worker not in gone]
+        able += [new for _, new in told if new and new.can_train and new.replica == number]
+        workers = tuple(sorted(able, key=_seat))
+        nodes = tuple([worker.node for worker in workers])
+        if len(workers) == size:
+            if missing[nodes] <= 0:
+                return None
+            missing[nodes] -= 1
+            kept[number] = workers
+        elif workers:
+            broken[number] = workers
+    return Staffing(kept, {}, broken, tuple(sorted(missing.elements())))
+
+
 def seat(worker: Worker) -> tuple[object, ...]:
     """What `staffing` asks of a worker."""
     return worker.node, worker.replica, worker.shard, worker.status
@@ -81,12 +118,16 @@ def all_in(task: Task) -> bool:
     return not tally.strangers and settled == count == len(task.member_names)
 
 
-def members_of(replicas: dict[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
-    """Members in replica order, shards in order within."""
+def members_of(replicas: dict[int, tuple[Worker, ...]], but: Collection[str] = ()) -> tuple[Member, ...]:
+    """Members in replica order, shards in order within. `but`: workers to leave out."""
+    there = sorted([number for number, workers in replicas.items() if any(w.worker not in but for w in workers)])
     return tuple(
-        Member(worker=w.worker, node=w.node, replica=w.replica, shard=w.shard)
-        for _, workers in sorted(replicas.items())
-        for w in workers
+        [
+            Member(worker=w.worker, node=w.node, replica=w.replica, shard=w.shard)
+            for number in there
+            for w in replicas[number]
+            if w.worker not in but
+        ]
     )
 
 
@@ -96,12 +137,10 @@ def living_members(task: Task) -> tuple[Member, ...]:
         return ()
     if task.all_able:
         return task.membership.members
-    fallen = {
-        member.replica
-        for member in task.membership.members
-        if member.worker not in task.workers or not task.workers[member.worker].can_train
-    }
-    return tuple(member for member in task.membership.members if member.replica not in fallen)
+    gone = task.member_names.difference(task.workers)
+    unable = {name for name in task.tally.apart if not task.workers[name].can_train}
+    fallen = {m.replica for m in task.membership.members if m.worker in gone or m.worker in unable}
+    return tuple([member for member in task.membership.members if member.replica not in fallen])
 
 
 def leaving_members(task: Task) -> tuple[Member, ...]:

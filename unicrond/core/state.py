@@ -29,6 +29,7 @@ from events.vocabulary import (
 )
 from unicrond.core.by_node import ByNode
 from unicrond.core.ledger import Ledger
+from unicrond.core.ordered_map import in_order
 from unicrond.core.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles
 from unicrond.core.workers import NOBODY, Tally
 from unicrond.core.workers import Membership as Membership
@@ -197,6 +198,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Generations whose groups may be at work: the newest, and the one before it until a planned one has formed."""
         planned = self.membership is not None and not self.membership.urgent and not self.confirmed
         return (self.generation - 1, self.generation) if planned else (self.generation,)
+
+    @property
+    def apart(self) -> list[Worker]:
+        """The workers of another status than MEMBER, and those that are busy, in their order."""
+        return [self.workers[name] for name in in_order(self.workers, list(self.tally.apart))]
 
     @property
     def leavers(self) -> list[Worker]:

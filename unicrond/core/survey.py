@@ -102,12 +102,17 @@ class Survey:
         name, workers, membership = task.spec.name, task.workers, task.membership
         assignment = self.state.plan.assignments.get(name)
         known = self._staffing.get(name)
-        if known is None or known[1] is not membership or known[2] is not assignment or not _alike(known[0], workers):
-            known = (workers, membership, assignment, reconcile.staffing(task, assignment))
-            self._staffing[name] = known
-        elif known[0] is not workers:
-            self._staffing[name] = known = (workers, *known[1:])
-        return known[3]
+        told = None
+        if known is not None and known[2] is assignment:
+            if known[0] is workers and known[1] is membership:
+                return known[3]
+            changes = [(old, new) for old, new in changed(known[0], workers).values() if not _alike(old, new)]
+            same = known[1] is membership and not changes
+            told = known[3] if same else reconcile.staffing_after(known[3], changes, task.spec.replica_workers)
+        if told is None:
+            told = reconcile.staffing(task, assignment)
+        self._staffing[name] = (workers, membership, assignment, told)
+        return told
 
     def settled(self, task: Task) -> bool:
         """The group is whole, is what the plan wants, and no other worker is there: nothing to do, unless it breaks."""
@@ -153,9 +158,9 @@ class Survey:
         return max(there, default=0)
 
 
-def _alike(before: Mapping[str, Worker], after: Mapping[str, Worker]) -> bool:
-    """No worker has come or gone, or sits elsewhere."""
-    return all(old and new and seat(old) == seat(new) for old, new in changed(before, after).values())
+def _alike(before: Worker | None, after: Worker | None) -> bool:
+    """The worker has not come or gone, nor sits elsewhere."""
+    return before is not None and after is not None and seat(before) == seat(after)
 
 
 def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:

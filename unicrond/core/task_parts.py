@@ -98,7 +98,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `reattempts`: generations of the same members, one after the other, none of which has been calm (CALM_ITERATIONS).
     `meetings`: deadlines for a meeting that have passed and ended no process.
     `unread`: the newest generation whose command a node could not read (folding/commands.py); 0 = none.
-    `overdue`: the newest generation, planned or for its lead to tell of, not met in time while an open incident was about
+    `overdue`: the newest generation, planned or told of by its lead, not met in time while an open incident was about
     others; 0 = none.
     `suspicions`: per member, the last report that it stands still in the present generation (hangs.py).
     `stragglers`: members that are slower than the other replicas, by worker.

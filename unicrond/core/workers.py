@@ -117,13 +117,15 @@ class Tally:
     `able`: members that can train. `leavers`: of status MEMBER, but not members.
     `strangers`: workers of any status that are not members. `starting`, `parked`, `lost`: workers of that status.
     `busy`: with what their program has declared.
+
+    `apart`: the workers of another status than MEMBER, and those that are busy. Only to look up in.
     """
 
     _COUNTS = (
         "joined", "vouched", "able", "settled", "settled_vouched", "leavers", "strangers", "starting", "parked", "lost",
         "busy",
     )  # fmt: skip
-    __slots__ = (*_COUNTS, "_kinds", "membership", "workers")
+    __slots__ = (*_COUNTS, "_kinds", "apart", "membership", "workers")
     joined: int
     vouched: int
     able: int
@@ -141,13 +143,17 @@ class Tally:
         self.membership = membership
         if before is None:
             self._kinds = _kinds(workers.values(), membership)
+            self.apart = frozenset([worker.worker for worker in workers.values() if _is_apart(worker)])
         else:
             self._kinds = before._under(membership)
-            for old, new in changed(before.workers, workers).values():
+            changes = changed(before.workers, workers)
+            for old, new in changes.values():
                 if old:
                     self._kinds[_kind(old, membership)] -= 1
                 if new:
                     self._kinds[_kind(new, membership)] += 1
+            now = [name for name, (_, new) in changes.items() if new and _is_apart(new)]
+            self.apart = before.apart.difference(changes).union(now) if changes else before.apart
         self._add_up()
 
     def _under(self, membership: Membership | None) -> Counter[Kind]:
@@ -196,6 +202,10 @@ class Tally:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _is_apart(worker: Worker) -> bool:
+    return worker.status is not WorkerStatus.MEMBER or bool(worker.busy_us)
+
+
 def _kinds(workers: Iterable[Worker], membership: Membership | None) -> Counter[Kind]:
     return Counter([_kind(worker, membership) for worker in workers])
 
@@ -209,5 +219,5 @@ def _kind(worker: Worker, membership: Membership | None) -> Kind:
 
 
 def _moved(before: Membership, after: Membership) -> set[str]:
-    """The workers that only one of two memberships has, and the joiners of both."""
-    return {*(before.names ^ after.names), *before.joiners, *after.joiners}
+    """The workers that only one of two memberships has, and those that join with the later one."""
+    return {*(before.names ^ after.names), *after.joiners}

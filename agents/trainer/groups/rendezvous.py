@@ -5,8 +5,7 @@ Rules
 * Which membership is followed when, and what becomes of the group before: `lifecycle/meeting.py`.
 * With their positions the members of a small group exchange the ports of their connections, so that a member that loses
   one can say whose the other end is: of two ends one is at fault, and often only the other notices.
-* In a larger group the members say no more than that it broke, and one word of that will do: a few members report at
-  once, the others only where no urgent membership comes of it.
+  Which of a larger group report: `reporting.py`.
 * Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
   shards take the same turn. Every wait is bounded for a worker with state: after `fault_wait_s` it is stranded.
 """
@@ -24,6 +23,7 @@ from typing import TypeVar
 from agents.protocol.messages import Membership, Trouble, Waits
 from agents.trainer.groups.forming import Place, ports_named
 from agents.trainer.groups.group import Group, form
+from agents.trainer.groups.reporting import PORTS_MAX, report_after_s
 from agents.trainer.groups.standby import Standby
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
 from agents.trainer.lifecycle.verdict import Position, span_row, spans_of
@@ -33,19 +33,6 @@ from events.vocabulary import Phase
 
 T = TypeVar("T")
 _MESSAGE_CHARS = 1024
-#: The largest group whose members tell each other their ports: as many numbers from each to each as it has members.
-_PORTS_MAX = 64
-#: Of a larger group about so many members report at once that it broke, on different nodes if they can be; the others
-#: after so long, and some later than others.
-_FIRST_TO_REPORT = 8
-_REPORT_AFTER_S = 1.0
-
-
-def report_after_s(rank: int, size: int) -> float:
-    """How long the member of a group of `size` waits for the answer to others' reports before it reports itself."""
-    if size <= _PORTS_MAX or rank % (size // _FIRST_TO_REPORT) == 0:
-        return 0.0
-    return _REPORT_AFTER_S * (1 + rank / size)
 
 
 class Rendezvous:
@@ -199,7 +186,7 @@ class Rendezvous:
     def _exchange(self, position: Position, micro_batches: int, buckets: int, sharded: bool) -> list[Position]:
         group, workers = self.group, self._workers
         assert group is not None
-        ports = _padded(group.ports(), len(workers)) if len(workers) <= _PORTS_MAX else []
+        ports = _padded(group.ports(), len(workers)) if len(workers) <= PORTS_MAX else []
         rows = group.all_gather([len(position.spans), *ports, *position.row(micro_batches, buckets)])
         group.finish()
         told = rows.read()

@@ -6,7 +6,6 @@ from events import vocabulary as v
 from unicrond.core import reconcile
 from unicrond.core.costs import charge_of, sub_health_flops
 from unicrond.core.deciding.batch import Batch
-from unicrond.core.deciding.memberships import places
 from unicrond.core.deciding.plans import FLOPS_MAX
 from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus
@@ -53,10 +52,9 @@ def _healed(survey: Survey, task: Task, broken: int) -> bool:
     if survey.settled(task):
         return True
     staff = survey.staffing(task)
-    if staff.missing or staff.starting:
+    if staff.missing or (task.tally.starting and staff.starting):
         return False
-    wanted = reconcile.members_of(staff.kept)
-    return task.membership is not None and places(wanted) == places(task.membership.members)
+    return task.membership is not None and staff.workers == task.member_names
 
 
 def _outcome(state: ClusterState, incident: Incident) -> str:

@@ -60,22 +60,22 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     if with_state and (not task.confirmed or task.leavers):
         return
     staff = batch.survey.staffing(task)
-    if staff.starting:
+    if task.tally.starting and staff.starting:
         return
-    wanted = reconcile.members_of(staff.kept)
+    wanted, names = staff.workers, task.member_names
     if not with_state:
         # Members wait for others that are gone since: what was tried is the membership as it was sent.
-        untried = places(wanted) != places(current) or _grace_expired(batch.state, task)
+        untried = wanted != names or _grace_expired(batch.state, task)
         if wanted and untried and not staff.missing and not task.leavers:
-            source = memory_places.nearest(batch.state, task)
-            set_membership(batch, task, wanted, urgent=True, reason=f"no member has state: start from {source}")
+            reason = f"no member has state: start from {memory_places.nearest(batch.state, task)}"
+            set_membership(batch, task, reconcile.members_of(staff.kept), urgent=True, reason=reason)
         return
-    if places(wanted) == places(current):
+    if wanted == names:
         return
     if any(_breaks(batch.state, task)):
         return  # members that left the broken group meet no boundary with those still in it: first all meet again
-    stay = tuple(member for member in current if member in wanted)
-    newcomers = tuple(member for member in wanted if member not in current)
+    stay = tuple([member for member in current if member.worker in wanted])
+    newcomers = reconcile.members_of(staff.kept, but=names)
     if len(stay) == len(current) and staff.missing:
         return  # others are still to come: one change for all of them
     if not stay and not newcomers and any(batch.has_room(nodes) for nodes in staff.missing):
@@ -116,11 +116,6 @@ def settled(survey: Survey, task: Task) -> bool:
     return task.status is TaskStatus.ACTIVE and survey.settled(task) and not _grace_expired(survey.state, task)
 
 
-def places(members: tuple[v.Member, ...]) -> list[str]:
-    """Their ids, whatever their order."""
-    return sorted(member.worker for member in members)
-
-
 def _grace_expired(state: ClusterState, task: Task) -> bool:
     """The newest generation's group broke, or the one that it is to follow, and no death has explained it in time."""
     return any(incident.ripe for incident in _breaks(state, task))
@@ -141,7 +136,8 @@ def set_membership(
     state = batch.state
     generation = task.generation + 1
     # A newcomer to a live group has no state; where no member has any, all are joiners.
-    joiners = tuple(m.worker for m in members if task.workers[m.worker].status is not WorkerStatus.MEMBER)
+    new = {worker.worker for worker in task.apart if worker.status is not WorkerStatus.MEMBER}
+    joiners = tuple([member.worker for member in members if member.worker in new])
     told = [state.nodes[name] for name in nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
     store = state.nodes[members[0].node].store if members else told[0].store
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]

@@ -77,8 +77,8 @@ def _start_together(batch: Batch, task: Task, node: str, starts: list[v.Start]) 
 def end_unwanted(batch: Batch, task: Task) -> None:
     """Strays, workers given up, parked ones, the rest of broken replicas, and all of an ended task."""
     broken = batch.survey.staffing(task).broken
-    unwanted = task.status is not TaskStatus.ACTIVE or task.tally.lost or task.tally.parked or broken
-    for worker in task.workers.values() if unwanted else ():
+    every = task.workers.values() if task.status is not TaskStatus.ACTIVE or broken else task.apart
+    for worker in every:
         if task.status is not TaskStatus.ACTIVE:
             batch.stop(task, worker, f"task {task.status.value}")
         elif worker.status is WorkerStatus.LOST:

@@ -82,7 +82,8 @@ def _not_met(state: ClusterState, task: Task, observed_at_us: int) -> ClusterSta
         lost={late[0].worker: ""},
     )
     state = incidents.blame(_next_meeting(state, task), fact)
-    if (urgent and not untold) or any(is_symptom(i) and i.generations.get(task.name) in task.in_use for i in state.incidents.values()):
+    answered = any(is_symptom(i) and i.generations.get(task.name) in task.in_use for i in state.incidents.values())
+    if answered or (urgent and not untold):
         return state
     # An open incident of another cause has taken the fact over, and its response is about other workers.
     task = state.tasks[task.name]

@@ -74,7 +74,7 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
 def _met(task: Task) -> Task:
     """The lead's word for all that keep their state: they are in the newest group, and with nothing else busy."""
     spoken_for = task.membership.spoken_for if task.membership else ()
-    for worker in list(task.workers.values()) if task.tally.busy else ():
+    for worker in task.apart:
         if worker.worker in spoken_for and worker.busy_us:
             task = with_worker(task, replace(worker, busy="", busy_us=0))
     return replace(task, group=replace(task.group, met=True))
