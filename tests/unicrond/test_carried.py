@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from events.envelope import Recorded
+from events.vocabulary import WorkerRegrouped
 from tests.replay.logs import eventful
 from unicrond.core import ordered_map
 from unicrond.core.by_node import ByNode
@@ -34,6 +36,27 @@ def states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield found
 
 
+def test_generations_by_the_leads_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each member had said for itself what its lead says for it."""
+    monkeypatch.setattr(ordered_map, "SMALL", 2)
+    state, joined, vouched = ClusterState(), dict[str, int](), 0
+    for entry in eventful(5):
+        before, state = state, fold(state, entry)
+        event = entry.envelope.event if isinstance(entry, Recorded) and state.tasks is not before.tasks else None
+        if isinstance(event, WorkerRegrouped):
+            task = state.tasks[event.task]
+            assert task.membership is not None
+            joined[event.worker] = max(event.generation, joined.get(event.worker, 0))
+            if task.group.met and event.worker == task.membership.lead:
+                spoken_for = task.membership.spoken_for & {*task.workers}
+                joined.update(dict.fromkeys(spoken_for, task.generation))
+                vouched += len(spoken_for - {event.worker})
+        for task in state.tasks.values():
+            for worker in task.workers.values():
+                assert task.generation_of(worker) == joined.get(worker.worker, 0), state.seq
+    assert vouched > 3
+
+
 def leavers(task: Task) -> list[str]:
     """As `Task.leavers`, by a look at everything."""
     members = [member.worker for member in task.membership.members] if task.membership else []
@@ -47,17 +70,13 @@ def test_tallies(states: list[ClusterState]) -> None:
             assert [getattr(task.tally, name) for name in COUNTS] == [getattr(anew, name) for name in COUNTS]
             members = task.membership.members if task.membership else ()
             there = [task.workers.get(member.worker) for member in members]
-            assert task.confirmed == (
-                task.membership is not None and all(w and w.generation == task.generation for w in there)
-            )
+            assert task.confirmed == (task.membership is not None and all(w and task.has_joined(w) for w in there))
             assert task.all_able == all(w and w.can_train for w in there)
             assert [worker.worker for worker in task.leavers] == leavers(task)
             assert task.at_rest == all(w.status is WorkerStatus.LOST for w in task.workers.values())
             assert all_in(task) == (
                 set(task.workers) == {member.worker for member in members}
-                and all(
-                    w.status is WorkerStatus.MEMBER and w.generation == task.generation for w in task.workers.values()
-                )
+                and all(w.status is WorkerStatus.MEMBER and task.has_joined(w) for w in task.workers.values())
             )
 
 

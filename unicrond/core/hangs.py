@@ -29,12 +29,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from events.vocabulary import HangSuspected
+from unicrond.core.lateness import ALONE_LIMITS, STILL
 from unicrond.core.state import Task
-
-#: A limit is three usual iterations, or more: a worker without a move for a third of it does not move.
-_STILL = 3
-#: Where no worker waits, an iteration that is merely long looks like a hang: more patience, in limits.
-ALONE_LIMITS = 3
 
 
 class Verdict(NamedTuple):
@@ -57,6 +53,39 @@ def is_stale(task: Task, told: HangSuspected) -> bool:
 def judge(task: Task, generation: int = 0) -> Verdict | None:
     """The verdict on the task's present suspicions of `generation` (0: the newest); None: not yet, or no hang."""
     generation = generation or task.generation
+    if generation == task.generation and not _is_ripe(task):
+        return None
+    return judge_all(task, generation)
+
+
+def _is_ripe(task: Task) -> bool:
+    """There may be a verdict on the newest group, by what the reports add up to: in a large group nearly every report
+    changes nothing, and costs a look at itself alone."""
+    late = task.lateness
+    count = late.counts
+    if count["stopped", -1] or count["busy", -1] or count["unnumbered", -1]:
+        return True
+    told, collectives = count["told", -1], late.collectives()
+    if told and count["waits at", collectives[-1]] and any(count["hangs at", at] for at in collectives[:-1]):
+        return True
+    if told < len(task.member_names):
+        return count["patient", -1] == told and not _is_one_to_be_told_of(task)
+    return told in (count["waits", -1], count["long", -1])
+
+
+def _is_one_to_be_told_of(task: Task) -> bool:
+    """A member without a report is yet to be told of. The one that was found last is asked first."""
+    late = task.lateness
+    members = task.membership.members if task.membership else ()
+    for name in (late.silent, *(member.worker for member in members)):
+        if name and name not in late.suspicions and _will_be_told_of(task, name):
+            late.silent = name  # an answer that is kept, not a change
+            return True
+    return False
+
+
+def judge_all(task: Task, generation: int) -> Verdict | None:
+    """As `judge`, by a look at all reports."""
     living = {
         name: told
         for name, told in task.group.suspicions.items()
@@ -83,7 +112,7 @@ def judge(task: Task, generation: int = 0) -> Verdict | None:
     waiting = [one for one in told if one.waiting and one.entered == top]
     behind = [one for one in told if one.entered < top and not (alone_will_do and one.waiting)]
     if behind and waiting:
-        hung = [one for one in behind if one.still_us * _STILL >= one.limit_us]
+        hung = [one for one in behind if one.still_us * STILL >= one.limit_us]
         if hung:
             others = f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}"
             reason = f"{others} in collective {top}, which it has not entered"

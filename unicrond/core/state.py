@@ -28,6 +28,7 @@ from events.vocabulary import (
     TaskSpec,
 )
 from unicrond.core.by_node import ByNode
+from unicrond.core.lateness import Lateness
 from unicrond.core.ledger import Ledger
 from unicrond.core.ordered_map import in_order
 from unicrond.core.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles
@@ -141,6 +142,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reshaping: Reshaping = Reshaping()
     ending: Ending = Ending()
     counted: Tally | None = None
+    judged: Lateness | None = None
 
     @property
     def tally(self) -> Tally:
@@ -149,6 +151,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if known is None or known.workers is not self.workers or known.membership is not self.membership:
             known = Tally(self.workers, self.membership, known)
             force_setattr(self, "counted", known)  # an answer that is kept, not a change
+        return known
+
+    @property
+    def lateness(self) -> Lateness:
+        """How the suspicions of its newest group add up."""
+        known, suspicions = self.judged, self.group.suspicions
+        same = known is not None and known.suspicions is suspicions and known.workers is self.workers
+        if known is None or not same or known.generation != self.generation:
+            known = Lateness(suspicions, self.workers, self.generation, known)
+            force_setattr(self, "judged", known)  # an answer that is kept, not a change
         return known
 
     @property
@@ -368,7 +380,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 #: Fields that follow from the others.
-DERIVED = ("counted", "placed")
+DERIVED = ("counted", "judged", "placed")
 #: How many closed incidents the state remembers; the log has them all.
 CLOSED_INCIDENTS_MAX = 200
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.

@@ -111,7 +111,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reattempts: int = always(0)
     meetings: int = 0
     unread: int = 0
-    suspicions: dict[str, HangSuspected] = always({})
+    suspicions: Mapping[str, HangSuspected] = always({})
     stragglers: dict[str, Straggler] = {}
     overdue: int = 0
     telling: Telling | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from events import vocabulary as v
@@ -10,6 +12,7 @@ from unicrond.core.changes import with_task, worker_known
 from unicrond.core.folding import incidents, strikes
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.hangs import is_stale, judge
+from unicrond.core.ordered_map import put
 from unicrond.core.state import ClusterState, Task, TaskStatus
 
 
@@ -25,7 +28,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     before = bool(event.told) and at_work and task.generation_of(worker) == event.generation
     if not (newest or before) or is_stale(task, event):
         return state
-    task = _with_suspicions(task, task.group.suspicions | {worker.worker: event})
+    task = _with_suspicions(task, put(task.group.suspicions, worker.worker, event))
     verdict = judge(task, event.generation)
     if verdict is None:
         return with_task(state, task)
@@ -49,7 +52,7 @@ def hang_suspected(state: ClusterState, event: v.HangSuspected, envelope: Envelo
     return state
 
 
-def _with_suspicions(task: Task, suspicions: dict[str, v.HangSuspected]) -> Task:
+def _with_suspicions(task: Task, suspicions: Mapping[str, v.HangSuspected]) -> Task:
     return replace(task, group=replace(task.group, suspicions=suspicions))
 
 
