@@ -131,6 +131,7 @@ def decision(
     joiners: list[str] | None = None,
     parts: int = 0,
     is_told: bool = True,
+    lead_tells: bool = False,
 ) -> MembershipDecided:
     """A membership that is told once."""
     told = ToldOnce(
@@ -141,6 +142,7 @@ def decision(
         mtbf_us=9,
         handover=True,
         stop="enough",
+        lead_tells=lead_tells,
     )
     return MembershipDecided(
         task=task,

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from agents.protocol.messages import Committed, Completed, Launch, Membership, Parked, Regrouped, StopWanted
 from agents.trainer import lifecycle
+from agents.trainer.groups.reporting import PORTS_MAX, report_after_s
 from agents.trainer.ledger import Account
 from agents.trainer.lifecycle import Books, run
 from agents.trainer.lifecycle import effects as e
@@ -343,3 +346,32 @@ def test_a_state_assembled_for_one_group_is_not_saved_by_another() -> None:
     driven.until(e.Assemble)
     assert not driven.books.whole
     assert driven.until() is None
+
+
+# --- what a lead may tell for all ----------------------------------------------------------------
+
+
+def test_a_member_tells_what_fell_to_the_others_too() -> None:
+    driven = Driven(membership(1, "t.1"), membership(2, "t.1", "t.2", "t.3"))
+    driven.until(e.Compute)
+    driven.answers[e.Exchange] = lambda effect: [
+        replace(effect.position, held=(0,)), replace(effect.position, held=(1,)), replace(effect.position, held=()),
+    ]  # fmt: skip
+    driven.once(e.Compute, Superseded("generation 2 is urgent"))
+    driven.until(e.Compute)
+    last = driven.told(Regrouped)[-1]
+    assert (last.generation, last.dealt, last.others_dealt) == (2, 0, 1), "of two micro-batches one is a first share"
+
+
+# --- which members report a break ----------------------------------------------------------------
+
+
+def test_all_members_of_a_small_group_report_at_once() -> None:
+    assert all(report_after_s(rank, PORTS_MAX) == 0.0 for rank in range(PORTS_MAX))
+
+
+@pytest.mark.parametrize("size", [65, 100, 4096, 131_072])
+def test_a_few_members_of_a_large_group_report_at_once(size: int) -> None:
+    at_once = [rank for rank in range(size) if report_after_s(rank, size) == 0.0]
+    assert 8 <= len(at_once) <= 9 and all(b - a >= size // 9 for a, b in pairwise(at_once)), "on nodes of their own"
+    assert all(1.0 <= report_after_s(rank, size) <= 2.0 for rank in range(size) if rank not in {*at_once})

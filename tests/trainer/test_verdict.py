@@ -55,6 +55,14 @@ def test_who_is_behind_a_commit_steps_first() -> None:
     assert verdict.dealt == ((0, 2, 4), (5,))
 
 
+def test_what_is_done_again_is_counted_per_member() -> None:
+    """Only where a member goes on with what it holds: all else is its first share of an iteration."""
+    assert judge([at(7, (0, 3)), at(7, (1,)), JOINER], 9).redone == (1, 2, 0)
+    assert judge([at(7, (0, 2), sums=True), at(8, (1, 3))], 6).redone == (0, 1)
+    assert judge([at(7, (0, 3), sums=True), at(7, (1, 4), sums=True)], 6).redone == (0, 0)
+    assert not sum(judge([JOINER, JOINER], 4).redone)
+
+
 def test_buckets_that_are_complete_everywhere_are_final() -> None:
     one = Position(True, 7, False, (0, 3), complete=(2, 1))
     other = Position(True, 7, True, (1, 4), complete=(2, 1, 0))

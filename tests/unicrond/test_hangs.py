@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from events import vocabulary as v
 from tests.unicrond.cluster import SECOND_US, MiniCluster, members, trained
+from unicrond.core import hangs
 from unicrond.core.deadlines import deadlines
-from unicrond.core.hangs import judge
-from unicrond.core.state import Severity
+from unicrond.core.hangs import judge, judge_all
+from unicrond.core.lateness import Lateness
+from unicrond.core.ordered_map import OrderedMap, put, without
+from unicrond.core.state import Membership, Severity, Task, TaskStatus, Worker, WorkerStatus
 from unicrond.core.survey import Survey
+from unicrond.core.task_parts import Group, Progress
 
 LIMIT_US = 1_000_000
 
@@ -352,3 +358,54 @@ def test_a_worker_that_hangs_while_all_are_to_hand_over_is_found(cluster: MiniCl
         suspect(cluster, victim, generation=1, told=1)
     suspect(cluster, culprit, generation=1, told=1, phase="forward", entered=8, waiting=False, still_us=800_000)
     assert [incident.worker for incident in cluster.state.incidents.values()] == [culprit]
+
+
+# --- at the cost of what changes ------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_the_reports_add_up_to_hides_no_verdict(data: st.DataObject) -> None:
+    """Reports and ends in any order, of a task in maps of several chunks: a plain look at all finds no more."""
+    worker = Worker(worker="", node="n", replica=0, shard=0, status=WorkerStatus.MEMBER, generation=2)
+    names = [f"a.{number}" for number in range(6)]
+    seats = tuple(v.Member(worker=name, node="n", replica=n, shard=0) for n, name in enumerate(names))
+    membership = Membership(
+        generation=2, members=seats, joiners=(), urgent=True, store=v.StoreAddress(host="h", port=1), decided_us=1,
+        lead_tells=data.draw(st.booleans()),
+    )  # fmt: skip
+    own = data.draw(st.sets(st.sampled_from(names)))
+    workers = {
+        name: replace(worker, worker=name, replica=n, generation=2 if name in own else 1)
+        for n, name in enumerate(names)
+    }
+    task = Task(
+        spec=v.TaskSpec(name="a", max_workers=6), status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=1,
+        workers=OrderedMap(workers.items()), membership=membership, group=Group(met=data.draw(st.booleans())),
+        progress=Progress(committed_generation=data.draw(st.sampled_from([1, 2]))),
+    )  # fmt: skip
+    for _ in range(data.draw(st.integers(1, 14))):
+        name = data.draw(st.sampled_from(names))
+        if data.draw(st.integers(0, 9)) == 0:
+            task = replace(task, workers=without(task.workers, [name]))
+        told = v.HangSuspected(
+            node="n", task="a", worker=name, generation=data.draw(st.sampled_from([2, 2, 2, 1])), iteration=4,
+            phase="reduce", micro_batch=0, entered=data.draw(st.integers(7, 9)), waiting=data.draw(st.booleans()),
+            stopped=data.draw(st.integers(0, 12)) == 0, still_us=data.draw(st.sampled_from([0, 300, 400, 2999, 3000])),
+            limit_us=1000, busy="x" if data.draw(st.integers(0, 12)) == 0 else "",
+            told=data.draw(st.sampled_from([1, 1, 1, 1, 1, 0])),
+        )  # fmt: skip
+        task = replace(task, group=replace(task.group, suspicions=put(task.group.suspicions, name, told)))
+        assert task.lateness.counts == Lateness(task.group.suspicions, task.workers, 2, None).counts
+        assert judge(task) == judge_all(task, 2)
+
+
+def test_a_report_that_changes_nothing_looks_at_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trained(5)
+    looks: list[str] = []
+    monkeypatch.setattr(hangs, "judge_all", lambda task, _: looks.append(task.name))
+    for worker in members(made)[:4]:
+        suspect(made, worker, told=1)
+    assert not looks
+    suspect(made, members(made)[4], told=1)
+    assert looks == ["big"], "all wait"

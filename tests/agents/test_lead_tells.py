@@ -1,0 +1,97 @@
+"""Where the lead tells that its group has met (ToldOnce.lead_tells), the others are not reported."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from agents.protocol.messages import Regrouped
+from events.vocabulary import StateSource, StepCommitted, WorkerRegrouped
+from tests.agents.node import CONFIG, Node, committed, decision, start
+
+SLOTS = 4
+
+
+@pytest.fixture
+def node() -> Node:
+    made = Node(config=replace(CONFIG, slots=SLOTS))
+    made.boot()
+    for number in range(1, SLOTS + 1):
+        made.command(start(f"a.{number}", number))
+        made.fork()
+        made.ready(f"a.{number}")
+    return made
+
+
+def regroup(node: Node, worker: str, generation: int = 1, *, source: StateSource = "own", others: int = 0) -> None:
+    node.say(
+        worker,
+        Regrouped(
+            generation=generation, iteration=7, dealt=1, duration_us=9, source=source, others_dealt=others
+        ),
+    )  # fmt: skip
+
+
+def told(node: Node) -> list[tuple[str, int, int]]:
+    return [(event.worker, event.generation, event.others_dealt) for event in node.of(WorkerRegrouped)]
+
+
+def test_the_lead_is_reported_with_all_that_it_says(node: Node) -> None:
+    node.tell(decision("a", 1, ["a.1", "a.2", "a.9"], lead_tells=True))
+    regroup(node, "a.1", others=5)
+    assert told(node) == [("a.1", 1, 5)]
+
+
+def test_another_member_that_keeps_its_state_is_not(node: Node) -> None:
+    node.tell(decision("a", 1, ["a.9", "a.1", "a.2"], lead_tells=True))
+    regroup(node, "a.1", others=5)
+    regroup(node, "a.2")
+    assert not told(node)
+    assert node.state.memory.workers["a.1"].generation == 1, "the next agent is to know where it is"
+
+
+def test_who_joins_or_took_a_state_is(node: Node) -> None:
+    node.tell(decision("a", 1, ["a.9", "a.1", "a.2", "a.3"], joiners=["a.1"], lead_tells=True))
+    regroup(node, "a.1", source="replica", others=5)
+    regroup(node, "a.2", source="checkpoint")
+    regroup(node, "a.3")
+    assert told(node) == [("a.1", 1, 0), ("a.2", 1, 0)]
+
+
+def test_each_is_where_the_lead_does_not_tell(node: Node) -> None:
+    """Whatever the worker knows of the others: the log would count it twice."""
+    node.tell(decision("a", 1, ["a.9", "a.1", "a.2"]))
+    regroup(node, "a.1", others=5)
+    regroup(node, "a.2")
+    assert told(node) == [("a.1", 1, 0), ("a.2", 1, 0)]
+
+
+def test_the_word_holds_for_one_generation(node: Node) -> None:
+    node.tell(decision("a", 1, ["a.9", "a.1"], lead_tells=True))
+    node.tell(decision("a", 2, ["a.9", "a.1", "a.2"]))
+    regroup(node, "a.1", 2)
+    node.tell(decision("a", 3, ["a.9", "a.1", "a.2"], lead_tells=True))
+    regroup(node, "a.2", 2)
+    regroup(node, "a.1", 3)
+    assert told(node) == [("a.1", 2, 0), ("a.2", 2, 0)]
+
+
+def test_an_agent_that_does_not_know_reports_more_not_less(node: Node) -> None:
+    node.tell(decision("a", 1, ["a.9", "a.1"], lead_tells=True))
+    node.restart_agent()
+    node.boot()
+    node.hello("a.1")
+    regroup(node, "a.1")
+    assert told(node) == [("a.1", 1, 0)]
+
+
+def test_what_is_not_reported_closes_a_sum_as_well(node: Node) -> None:
+    """It was committed in the group before."""
+    node.tell(decision("a", 1, ["a.1", "a.2"]))
+    regroup(node, "a.1")
+    for iteration in (1, 2):
+        node.say("a.1", committed(1, iteration))
+    before = len(node.of(StepCommitted))
+    node.tell(decision("a", 2, ["a.1", "a.2"], lead_tells=True))
+    regroup(node, "a.2", 2)
+    assert len(node.of(StepCommitted)) == before + 1

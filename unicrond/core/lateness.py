@@ -1,0 +1,97 @@
+"""How the suspicions of one group add up, so that a report costs what it changes: whether there is anything to judge.
+
+Rules
+-----
+* What `hangs.judge` asks of all reports together is counted here, at first by a look at all of them, then at the cost
+  of changes. Only reports of one generation count, of workers that are alive.
+* It follows from the rest of its task: it is in no bytes, and makes no two states differ.
+
+What does not live here: the verdict (hangs.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from events.vocabulary import HangSuspected
+from unicrond.core.ordered_map import changed
+from unicrond.core.workers import Worker
+
+#: A limit is three usual iterations, or more: a worker without a move for a third of it does not move.
+STILL = 3
+#: Where no worker waits, an iteration that is merely long looks like a hang: more patience, in limits.
+ALONE_LIMITS = 3
+
+#: What is counted, and at which collective; -1: wherever.
+Sign: TypeAlias = tuple[
+    Literal["told", "stopped", "busy", "unnumbered", "waits", "patient", "long", "entered", "waits at", "hangs at"], int
+]
+
+
+class Lateness:
+    """Of the suspicions of `generation`: `counts` per sign.
+
+    `told`: all; `stopped`, `busy`: of a process that is stopped, or overdue by its own word; `unnumbered`: of an agent
+    of an older version (HangSuspected.told). `waits`: in a collective; `long`: still for ALONE_LIMITS; `patient`: both.
+    `entered`, `waits at`, `hangs at`: have entered so many collectives; wait in the last of them; stand still outside.
+    `silent`: a member without a report that was found last and is to be told of, "" where none was.
+    """
+
+    __slots__ = ("counts", "generation", "silent", "suspicions", "workers")
+
+    def __init__(
+        self,
+        suspicions: Mapping[str, HangSuspected],
+        workers: Mapping[str, Worker],
+        generation: int,
+        before: Lateness | None,
+    ) -> None:
+        self.suspicions = suspicions
+        self.workers = workers
+        self.generation = generation
+        self.silent = ""
+        if before is None or before.generation != generation:
+            self.counts: Counter[Sign] = Counter()
+            for name in suspicions:
+                self.counts.update(self._signs(name))
+            return
+        self.silent = before.silent
+        self.counts = before.counts.copy()
+        moved = [name for name in changed(before.workers, workers) if name in suspicions or name in before.suspicions]
+        for name in {*changed(before.suspicions, suspicions), *moved}:
+            self.counts.subtract(before._signs(name))
+            self.counts.update(self._signs(name))
+
+    def _signs(self, name: str) -> list[Sign]:
+        told, worker = self.suspicions.get(name), self.workers.get(name)
+        if told is None or worker is None or not worker.alive or told.generation != self.generation:
+            return []
+        is_long = told.still_us >= ALONE_LIMITS * told.limit_us
+        found: dict[Sign, bool] = {
+            ("told", -1): True,
+            ("stopped", -1): told.stopped,
+            ("busy", -1): bool(told.busy),
+            ("unnumbered", -1): not told.told,
+            ("waits", -1): told.waiting,
+            ("long", -1): is_long,
+            ("patient", -1): told.waiting and is_long,
+            ("entered", told.entered): True,
+            ("waits at", told.entered): told.waiting,
+            ("hangs at", told.entered): not told.waiting and told.still_us * STILL >= told.limit_us,
+        }
+        return [sign for sign, is_so in found.items() if is_so]
+
+    def collectives(self) -> list[int]:
+        """How many collectives have been entered by one or another, ascending."""
+        return sorted([entered for (what, entered), count in self.counts.items() if what == "entered" and count])
+
+    def __eq__(self, other: object) -> bool:
+        """It follows from the rest of its task, and says nothing that the rest does not."""
+        return True
+
+    def __repr__(self) -> str:
+        return "None"  # as where it has not been asked for yet
+
+    __hash__ = None  # type: ignore[assignment]
