@@ -19,6 +19,7 @@ What does not live here: when a membership is decided (unicrond/core/deciding/),
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -69,11 +70,18 @@ def _run(first: tuple[str, int, int, bool], count: int) -> SeatRun:
 
 def members_of(task: str, runs: Iterable[SeatRun], size: int) -> tuple[Member, ...]:
     """The members that `runs_of` was given. `size`: tp * pp, >= 1."""
+    members: list[Member] = []
+    for run in runs:
+        members += _seated(task, run.node, run.number, run.seat, run.count, size)
+    return tuple(members)
+
+
+@lru_cache(maxsize=16_384)  # from one membership to the next nearly all runs stay
+def _seated(task: str, node: str, number: int, seat: int, count: int, size: int) -> tuple[Member, ...]:
     return tuple(
         [
-            Member(worker=f"{task}.{run.number + i}", node=run.node, replica=seat // size, shard=seat % size)
-            for run in runs
-            for i, seat in enumerate(range(run.seat, run.seat + run.count))
+            Member(worker=f"{task}.{number + i}", node=node, replica=(seat + i) // size, shard=(seat + i) % size)
+            for i in range(count)
         ]
     )
 

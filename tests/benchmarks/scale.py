@@ -257,6 +257,9 @@ class Fault:
         self.said: list[tuple[str, Any]] = []
         self.over = False
         self.told: dict[str, float] = {}
+        _ = cluster.state.by_node if hasattr(cluster.state, "by_node") else None  # carried along
+        self._decide()  # at rest
+        self.cpu_us, self.told = 0.0, {}
 
     def play(self, victim: Any) -> None:
         """To the end. `victim`: a member of the task."""

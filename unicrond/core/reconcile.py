@@ -6,7 +6,7 @@ A replica is tp * pp workers; it lives or falls as a whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -21,7 +21,8 @@ Change = tuple[Worker | None, Worker | None]
 class Staffing(msgspec.Struct, frozen=True):
     """`kept` and `surplus`: whole replicas, by replica number, workers in shard order.
 
-    `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes.
+    `broken`: replicas with a shard that is gone. `missing`: replicas to start, by their nodes. `starting`: how many
+    workers of kept replicas are not ready yet.
     The workers may be as they were at an earlier look: node, seat and status hold, nothing else does.
     """
 
@@ -29,16 +30,12 @@ class Staffing(msgspec.Struct, frozen=True):
     surplus: dict[int, tuple[Worker, ...]]
     broken: dict[int, tuple[Worker, ...]]
     missing: tuple[Nodes, ...]
+    starting: int
 
     @property
     def fits(self) -> bool:
         """The replicas are those that the plan wants, all whole."""
         return not (self.missing or self.surplus or self.broken)
-
-    @property
-    def starting(self) -> bool:
-        """A kept replica is not ready yet."""
-        return any(w.status is WorkerStatus.STARTING for workers in self.kept.values() for w in workers)
 
     @property
     def workers(self) -> frozenset[str]:
@@ -69,7 +66,7 @@ def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
         else:
             surplus[number] = whole[number]
     missing = tuple(sorted(wanted.elements()))
-    return Staffing(kept, surplus, broken, missing)
+    return Staffing(kept, surplus, broken, missing, sum(map(_starting, kept.values())))
 
 
 def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> Staffing | None:
@@ -79,6 +76,7 @@ def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> St
     if before.surplus:
         return None
     kept, broken, missing = dict(before.kept), dict(before.broken), Counter(before.missing)
+    starting = before.starting
     touched: dict[int, list[Change]] = {}
     for old, new in changes:
         for number in {worker.replica for worker in (old, new) if worker is not None}:
@@ -87,6 +85,7 @@ def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> St
         was = kept.pop(number, None)
         if was is not None:
             missing[tuple([worker.node for worker in was])] += 1
+            starting -= _starting(was)
         gone = {old.worker for old, _ in told if old}
         able = [worker for worker in was or broken.pop(number, ()) if worker.worker not in gone]
         able += [new for _, new in told if new and new.can_train and new.replica == number]
@@ -97,9 +96,14 @@ def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> St
                 return None
             missing[nodes] -= 1
             kept[number] = workers
+            starting += _starting(workers)
         elif workers:
             broken[number] = workers
-    return Staffing(kept, {}, broken, tuple(sorted(missing.elements())))
+    return Staffing(kept, {}, broken, tuple(sorted(missing.elements())), starting)
+
+
+def _starting(workers: Iterable[Worker]) -> int:
+    return sum([worker.status is WorkerStatus.STARTING for worker in workers])
 
 
 def seat(worker: Worker) -> tuple[object, ...]:
@@ -118,15 +122,13 @@ def all_in(task: Task) -> bool:
     return not tally.strangers and settled == count == len(task.member_names)
 
 
-def members_of(replicas: dict[int, tuple[Worker, ...]], but: Collection[str] = ()) -> tuple[Member, ...]:
-    """Members in replica order, shards in order within. `but`: workers to leave out."""
-    there = sorted([number for number, workers in replicas.items() if any(w.worker not in but for w in workers)])
+def members_of(replicas: Mapping[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
+    """Members in replica order, shards in order within."""
     return tuple(
         [
             Member(worker=w.worker, node=w.node, replica=w.replica, shard=w.shard)
-            for number in there
-            for w in replicas[number]
-            if w.worker not in but
+            for _, workers in sorted(replicas.items())
+            for w in workers
         ]
     )
 

@@ -52,7 +52,7 @@ def _healed(survey: Survey, task: Task, broken: int) -> bool:
     if survey.settled(task):
         return True
     staff = survey.staffing(task)
-    if staff.missing or (task.tally.starting and staff.starting):
+    if staff.missing or staff.starting:
         return False
     return task.membership is not None and staff.workers == task.member_names
 

@@ -60,7 +60,7 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     if with_state and (not task.confirmed or task.leavers):
         return
     staff = batch.survey.staffing(task)
-    if task.tally.starting and staff.starting:
+    if staff.starting:
         return
     wanted, names = staff.workers, task.member_names
     if not with_state:
@@ -75,7 +75,9 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
     if any(_breaks(batch.state, task)):
         return  # members that left the broken group meet no boundary with those still in it: first all meet again
     stay = tuple([member for member in current if member.worker in wanted])
-    newcomers = reconcile.members_of(staff.kept, but=names)
+    replicas = {task.workers[name].replica for name in wanted.difference(names)}
+    seats = reconcile.members_of({number: staff.kept[number] for number in replicas})
+    newcomers = tuple([member for member in seats if member.worker not in names])
     if len(stay) == len(current) and staff.missing:
         return  # others are still to come: one change for all of them
     if not stay and not newcomers and any(batch.has_room(nodes) for nodes in staff.missing):
