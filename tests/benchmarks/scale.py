@@ -48,7 +48,12 @@ class Cluster:
         assignments, members = [], {}
         for task in range(TASKS):
             spec = v.TaskSpec(
-                name=f"t{task}", min_workers=1, max_workers=share, global_batch=share, throughput={str(share): 10**15}
+                name=f"t{task}",
+                min_workers=1,
+                iterations=10**6,
+                max_workers=share,
+                global_batch=share,
+                throughput={str(share): 10**15},
             )
             self.tell(v.TaskSubmitted(spec=spec))
             here = [name for name in self.names[task * share // SLOTS :][: share // SLOTS] for _ in range(SLOTS)]
@@ -406,11 +411,59 @@ def fault_costs(cluster: Cluster) -> dict[str, float]:
     } | {f"  of that {what}, ms": spent_us / 1000 for what, spent_us in by_part[:6]}
 
 
+#: As old as a snapshot gets: entries that a restart still has to fold.
+TAIL = 10_000
+
+
+def restart_costs(cluster: Cluster) -> dict[str, float]:
+    """What a coordinator does between its start and being live, beside reading: the snapshot, the rest of the log, and
+    the first look. However long the log is: nothing else of it is read."""
+    from events.codec import decode, encode
+    from events.envelope import Recorded
+    from unicrond.core.decide import decide
+    from unicrond.core.fold import fold
+    from unicrond.core.invariants import check
+    from unicrond.core.survey import Survey
+    from unicrond.service.snapshots import Mark, decode_snapshot, encode_snapshot
+
+    found: dict[str, float] = {}
+
+    def spent(what: str, began_ns: int) -> None:
+        found[f"restart: {what}, ms"] = (time.thread_time_ns() - began_ns) / 1e6
+
+    began_ns = time.thread_time_ns()
+    body = encode_snapshot(cluster.state, Mark(cluster.state.seq, cluster.state.now_us, ""))
+    spent("(to write the snapshot)", began_ns)
+    found["restart: snapshot, MB"] = len(body) / 1e6
+    steps = [cluster.step(f"t{number % TASKS}", number // TASKS + 1) for number in range(TAIL)]
+    first = cluster.state.seq + 1
+    tail = [
+        (first + number, encode(cluster.entry(step, step.node, first + number).envelope))
+        for number, step in enumerate(steps)
+    ]
+    began_ns = time.thread_time_ns()
+    state, _ = decode_snapshot(body)
+    spent("read the snapshot", began_ns)
+    began_ns = time.thread_time_ns()
+    for seq, entry in tail:
+        state = fold(state, Recorded(seq, seq, decode(entry)))
+    spent(f"fold {TAIL} entries", began_ns)
+    began_ns = time.thread_time_ns()
+    check(state)
+    spent("hold it against the rules", began_ns)
+    began_ns = time.thread_time_ns()
+    decide(Survey(state, cluster.policy), {})
+    spent("first look", began_ns)
+    assert state.seq == first + TAIL - 1 and not state.quarantined
+    return found
+
+
 def measure(nodes: int, rounds: int) -> dict[str, float]:
     """All of it on a cluster of so many nodes."""
     made = Rounds(nodes, rounds)
     found = fold_times(made) | look_times(made)
     made.cluster.state = made.began
+    found |= restart_costs(made.cluster)
     found |= fault_costs(made.cluster)
     found["memory, MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return found
@@ -422,11 +475,15 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="another checkout to measure beside this one")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--fault", action="store_true", help="only a worker's fault as a whole")
+    parser.add_argument("--fault", action="store_true", help="only a worker's fault as a whole, and a restart")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        found = fault_costs(Cluster(given.one)) if given.fault else measure(given.one, given.rounds)
+        if given.fault:
+            cluster = Cluster(given.one)
+            found = restart_costs(cluster) | fault_costs(cluster)
+        else:
+            found = measure(given.one, given.rounds)
         print(json.dumps(found))
         return
     trees = {"base": given.base, "now": Path.cwd()} if given.base else {"now": Path.cwd()}

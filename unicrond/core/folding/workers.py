@@ -18,7 +18,7 @@ from unicrond.core.changes import (
 from unicrond.core.folding import incidents, strikes
 from unicrond.core.folding.incidents import Fact
 from unicrond.core.severity import severity_of
-from unicrond.core.state import ClusterState, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.core.state import ClusterState, Membership, Severity, Task, TaskStatus, WorkerStatus
 from unicrond.core.worker_life import can_move
 
 
@@ -55,7 +55,7 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
     if leads and task.awaits_lead and event.generation == task.generation:
         task = _met(task)
     if task.group.before and (task.group.met or task.confirmed):
-        task = _with_nothing_before(task)
+        task = _with_nothing_before(task, task.group.before)
     state = with_task(state, task)
     for incident in state.incidents.values():
         broken = incident.generations.get(task.name)
@@ -80,13 +80,12 @@ def _met(task: Task) -> Task:
     return replace(task, group=replace(task.group, met=True))
 
 
-def _with_nothing_before(task: Task) -> Task:
-    """The newest group has met. Of the last one whose lead has told, only the workers that have not left it yet are to
-    be remembered."""
-    before = task.group.before
-    stayed = sorted(before.spoken_for - task.member_names) if before else ()
-    for worker in [task.workers[name] for name in stayed if name in task.workers]:
-        task = with_worker(task, replace(worker, generation=task.generation_of(worker)))
+def _with_nothing_before(task: Task, before: Membership) -> Task:
+    """The newest group has met. Of `before`, the last one whose lead has told, only the workers that have not left it
+    yet are to be remembered."""
+    stayed = [name for name in sorted(before.spoken_for - task.member_names) if name in task.workers]
+    for worker in [task.workers[name] for name in stayed]:
+        task = with_worker(task, replace(worker, generation=max(worker.generation, before.generation)))
     return replace(task, group=replace(task.group, before=None))
 
 
