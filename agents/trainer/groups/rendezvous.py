@@ -116,8 +116,8 @@ class Rendezvous:
         if self.group is not None:
             self._note_losses(self.group)
         kind = classify_broken(failure)
-        if kind in ("connection_broken", "collective_timeout"):
-            self._let_others_report()
+        if self.group is None and kind in ("connection_broken", "collective_timeout"):
+            self._let_others_report()  # one that is still open is left first: others may wait in it
         if self._channel.newest(self.generation, urgent_only=True) is None:
             self._channel.send(
                 Trouble(
