@@ -57,6 +57,8 @@ def kinds(events: list[v.AnyEvent]) -> list[str]:
 def test_the_fold_makes_the_same_of_runs_as_of_lists(seed: int) -> None:
     """Of every membership and plan that a life brings; peers apart, which commands told."""
     made = MiniCluster(seed)
+    made.schema = TOLD_ONCE  # who tells that a group has met is said in runs alone
+    made.take_over()
     for number in range(4):
         made.add_host(f"n{number}", slots=2)
     made.submit("a", max_workers=6, tp=2, min_workers=2)
