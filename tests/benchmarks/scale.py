@@ -398,11 +398,15 @@ def replaced(event: Any, **fields: Any) -> Any:
     return msgspec.structs.replace(event, **fields)
 
 
-def fault_costs(cluster: Cluster) -> dict[str, float]:
-    """Of one worker's death."""
-    members = cluster.members["t0"]
-    fault = Fault(cluster, "t0")
-    fault.play(members[len(members) // 2])
+def fault_costs(cluster: Cluster, plays: int = 7) -> dict[str, float]:
+    """Of one worker's death: the median of several, of one where it takes long."""
+    members, began, numbers = cluster.members["t0"], cluster.state, dict(cluster.numbers)
+    faults: list[Fault] = []
+    while len(faults) < plays and not (faults and faults[0].cpu_us > 10**6):
+        cluster.state, cluster.numbers = began, dict(numbers)
+        faults.append(Fault(cluster, "t0"))
+        faults[-1].play(members[len(members) // 2])
+    fault = sorted(faults, key=lambda one: one.cpu_us)[len(faults) // 2]
     by_part = sorted(fault.told.items(), key=lambda item: -item[1])
     return {
         "a worker's fault: entries": fault.entries,
@@ -501,7 +505,7 @@ def main() -> None:
                 told[name].append(json.loads(answer.stdout))
         print(f"\n{nodes} nodes | " + " | ".join(trees))
         for what in told["now"][0]:
-            row = [statistics.median(one[what] for one in told[name]) for name in trees]
+            row = [statistics.median(one.get(what, 0.0) for one in told[name]) for name in trees]
             print(f"{what} | " + " | ".join(f"{value:,.1f}" for value in row), flush=True)
 
 

@@ -24,7 +24,7 @@ def leaves(owner: type[msgspec.Struct]) -> list[str]:
 
 
 def test_every_field_of_a_task_is_told_once_and_under_a_name_of_its_own() -> None:
-    assert sorted([*TASK_FIELDS, "counted"]) == sorted(leaves(Task)) and "counted" in DERIVED
+    assert sorted([*TASK_FIELDS, "counted", "judged"]) == sorted(leaves(Task)) and {"counted", "judged"} <= {*DERIVED}
     names = [path.rpartition(".")[2] for path in TASK_FIELDS]
     assert len(set(names)) == len(names)
 
