@@ -134,12 +134,10 @@ def _of_worker(event: _OfWorker) -> str:
         case WorkerReady():
             return f"worker {event.worker} on {event.node} is ready for a membership"
         case WorkerRegrouped():
-            dealt = f", {_count(event.dealt, 'micro-batch', 'micro-batches')} assigned to it" if event.dealt else ""
-            dealt += f", {event.others_dealt} to the others" if event.others_dealt else ""
-            return (
-                f"worker {event.worker} is in generation {event.generation} at iteration {event.iteration}"
-                f" after {_seconds(event.duration_us)}, state from {event.source}{dealt}"
-            )
+            shares = [(event.dealt, "it"), (event.others_dealt, "the others")]
+            dealt = [f", {_count(n, 'micro-batch', 'micro-batches')} assigned to {whom}" for n, whom in shares if n]
+            where = f"generation {event.generation} at iteration {event.iteration} after {_seconds(event.duration_us)}"
+            return f"worker {event.worker} is in {where}, state from {event.source}{''.join(dealt)}"
         case WorkerParked():
             return (
                 f"worker {event.worker} on {event.node} left its group for generation {event.generation}"
