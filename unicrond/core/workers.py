@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
+from operator import add, sub
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -142,19 +143,31 @@ class Tally:
         self.workers = workers
         self.membership = membership
         if before is None:
-            self._kinds = _kinds(workers.values(), membership)
             self.apart = frozenset([worker.worker for worker in workers.values() if _is_apart(worker)])
+            self._kinds = _kinds(workers.values(), membership)
+            changes: Mapping[str, tuple[Worker | None, Worker | None]] = {}
         else:
-            self._kinds = before._under(membership)
             changes = changed(before.workers, workers)
-            for old, new in changes.values():
-                if old:
-                    self._kinds[_kind(old, membership)] -= 1
-                if new:
-                    self._kinds[_kind(new, membership)] += 1
             now = [name for name, (_, new) in changes.items() if new and _is_apart(new)]
             self.apart = before.apart.difference(changes).union(now) if changes else before.apart
-        self._add_up()
+            self._kinds = before._under(membership)
+        if before is not None and before.membership is membership:
+            counts = [getattr(before, name) for name in self._COUNTS]
+        else:
+            counts = [0] * len(self._COUNTS)
+            for kind, count in self._kinds.items():
+                counts = [total + count * is_so for total, is_so in zip(counts, _what(kind), strict=True)]
+        for old, new in changes.values():
+            if old is not None:
+                kind = _kind(old, membership)
+                self._kinds[kind] -= 1
+                counts = list(map(sub, counts, _what(kind)))
+            if new is not None:
+                kind = _kind(new, membership)
+                self._kinds[kind] += 1
+                counts = list(map(add, counts, _what(kind)))
+        for name, count in zip(self._COUNTS, counts, strict=True):
+            setattr(self, name, count)
 
     def _under(self, membership: Membership | None) -> Counter[Kind]:
         """What the same workers are against another membership. Against the next one nearly all are what they were, but
@@ -170,28 +183,6 @@ class Tally:
             kinds[kind._replace(newest=False, spoken_for=kind.member and membership.lead_tells)] += count
         return kinds + _kinds(moved, membership)
 
-    def _add_up(self) -> None:
-        counts = dict.fromkeys(self._COUNTS, 0)
-        for kind, count in self._kinds.items():
-            in_group, vouched = kind.status is WorkerStatus.MEMBER, kind.spoken_for and not kind.newest
-            found = {
-                "joined": kind.member and kind.newest,
-                "vouched": vouched,
-                "able": kind.member and kind.status not in _NEVER_TO_TRAIN,
-                "settled": in_group and kind.newest,
-                "settled_vouched": in_group and vouched,
-                "leavers": in_group and not kind.member,
-                "strangers": not kind.member,
-                "starting": kind.status is WorkerStatus.STARTING,
-                "parked": kind.status is WorkerStatus.PARKED,
-                "lost": kind.status is WorkerStatus.LOST,
-                "busy": kind.busy,
-            }
-            for name, is_so in found.items():
-                counts[name] += count if is_so else 0
-        for name, number in counts.items():
-            setattr(self, name, number)
-
     def __eq__(self, other: object) -> bool:
         """It follows from the rest of its task, and says nothing that the rest does not."""
         return True
@@ -200,6 +191,25 @@ class Tally:
         return "None"  # as where it has not been asked for yet
 
     __hash__ = None  # type: ignore[assignment]
+
+
+@cache
+def _what(kind: Kind) -> tuple[bool, ...]:
+    """Of each count of a tally, whether such a worker is one."""
+    status, in_group, vouched = kind.status, kind.status is WorkerStatus.MEMBER, kind.spoken_for and not kind.newest
+    return (
+        kind.member and kind.newest,
+        vouched,
+        kind.member and status not in _NEVER_TO_TRAIN,
+        in_group and kind.newest,
+        in_group and vouched,
+        in_group and not kind.member,
+        not kind.member,
+        status is WorkerStatus.STARTING,
+        status is WorkerStatus.PARKED,
+        status is WorkerStatus.LOST,
+        kind.busy,
+    )
 
 
 def _is_apart(worker: Worker) -> bool:
