@@ -22,7 +22,7 @@ from unicrond.core.policy import PART_BYTES, Policy
 
 HEARTBEAT_S = 1.0
 #: What agents read.
-VERSIONS = (FIRST, 2, 3, SCHEMA)
+VERSIONS = (FIRST, 2, SCHEMA, SCHEMA)
 _LEASE_S = 12.0
 _FOREVER = 1_000_000
 
