@@ -80,7 +80,9 @@ async def measure(options: argparse.Namespace, beats_per_s: int, events_per_s: i
         await NatsEventLog(connection).claim_term(claim)
         beating = await connect(server.url, name="coordinator, beats", timeout_s=10) if apart else connection
         others = [
-            await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, "--as", kind, server.url, str(per_s))
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tests.benchmarks.beat_delay", "--as", kind, server.url, str(per_s)
+            )
             for kind, per_s in (("beat", beats_per_s), ("tell", events_per_s))
             if per_s
         ]
