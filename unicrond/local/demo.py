@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from unicrond.core.policy import Policy
-from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.core.survey import Survey
 from unicrond.core.work import achieved_waf, delivered_flop
 from unicrond.ctl.client import ApiError, follow
@@ -164,7 +164,15 @@ def whole(state: ClusterState, workers: int) -> bool:
     """
     survey = Survey(state, Policy())
     planned = set(state.tasks) == set(TASKS) and survey.fresh and sum(survey.capacity.values()) == workers
-    return planned and all(survey.settled(task) for task in state.tasks.values())
+    return planned and all(_staffed(survey, task) for task in state.tasks.values())
+
+
+def _staffed(survey: Survey, task: Task) -> bool:
+    """All members are in, and are what the plan gives. (Workers of a lost node stay known until it returns.)"""
+    staff = survey.staffing(task)
+    given = survey.state.plan.assignments[task.name].workers
+    trains = task.confirmed and task.membership is not None and len(task.membership.members) == given
+    return trains and staff.fits and not staff.starting and not task.leavers
 
 
 def main(arguments: argparse.Namespace) -> int:
