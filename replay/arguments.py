@@ -19,7 +19,7 @@ _SPAN = re.compile(r"-[0-9.]+(ms|s|m|h|d)")
 SEED_MAX = 2**63 - 1
 #: Where the real trace lies, if `--trace` does not say so.
 TRACE_FILE_VARIABLE = "UNICRON_TRACE_FILE"
-DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare,oobleck,varuna,bamboo"
+DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare,oobleck,varuna,bamboo,recycle,ft-hsdp"
 #: Stands before a span that is not a flag; no point begins with it.
 _NO_FLAG = "@"
 

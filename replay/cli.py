@@ -185,6 +185,7 @@ def _simulate(commands: Commands) -> None:
         option("--policy", "POLICY", "names with commas (default: %(default)s)", default=DEFAULT_POLICIES),
         option("--seeds", "N", "draws of the trace (default: 1)", type=whole(1, 10_000), default=1),
         option("--first-seed", "S", "seeds S, S + 1, ... (default: 1)", type=whole(), default=1),
+        option("--processes", "P", "runs at one time (default: 1)", type=whole(1, 1_000), default=1),
         repeated("--set", "NAME=VALUE", "change an assumption"),
         switch("--parameters", "list the assumptions and stop"),
         option("--plot", "OUT.png", "draw the WAF lost over time, first seed (matplotlib)", type=Path),

@@ -2,7 +2,7 @@
 
 import sys
 
-from replay.evaluation.studies import main
+from replay.evaluation.redo import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -13,10 +13,11 @@ from msgspec import Meta
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]
 Ratio = Annotated[float, Meta(gt=0.0, le=1.0)]
+Nodes = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All times in seconds.
+    """Times in seconds.
 
     Shared by all systems
     `checkpoint_load_s`: reading a checkpoint from remote storage (assumed).
@@ -36,14 +37,23 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `timeout_s`: until the collective's timeout ends the job (paper).
     `requeue_s`: until the job is scheduled again (paper). `setup_s`: until it trains again (paper).
 
-    Oobleck, Varuna, Bamboo
+    Oobleck, Varuna, Bamboo, ReCycle
     `elastic_detect_s`: a broken connection or missed heartbeat (assumed).
+    `rebuild_s`: a new form, state not included, where the mechanism cannot help any more (assumed).
     `oobleck_reinstantiate_s`: new pipelines from templates, layers copied from other replicas (assumed).
     `varuna_morph_s`: restart in a new configuration (assumed); `varuna_recompute_s`: since its last,
     frequent, checkpoint (assumed).
-    `bamboo_failover_s`: the shadow takes over (assumed). `bamboo_reconfigure_s`: a node joins (assumed).
-    `oobleck_ratio`, `varuna_ratio`, `bamboo_ratio`: failure-free throughput over Megatron's. That it is a
-    fraction is the paper's; 1/2.5 for all three is assumed. Every result is printed at 1.0, too.
+    `bamboo_failover_s`: the shadow takes over (assumed). `bamboo_reconfigure_s`: pipelines are built anew (assumed).
+    `recycle_reroute_s`: micro-batches are dealt otherwise (assumed). `recycle_join_s`: a node copies its stage
+    (assumed).
+    `oobleck_ratio`, `varuna_ratio`, `bamboo_ratio`: failure-free throughput over Megatron's as published. That it is a
+    fraction is the Unicron paper's; 1/2.5 for all three is assumed. No run uses them: they stand beside the ratio that
+    the mechanism's computed price leaves.
+
+    Fault-tolerant HSDP (arXiv 2602.00277)
+    `ft_hsdp_stall_s`: all replicas stand still when one drops out, detection included (published: 3 minutes).
+    `ft_hsdp_restart_s`: a replica until it trains again (assumed: the 10 minutes published for a restart of all).
+    `ft_hsdp_replica_nodes`: nodes of a replica; 0 = the fewest on which the task trains (assumed).
     """
 
     checkpoint_load_s: Seconds = 60.0
@@ -69,6 +79,12 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     varuna_recompute_s: Seconds = 300.0
     bamboo_failover_s: Seconds = 30.0
     bamboo_reconfigure_s: Seconds = 120.0
+    rebuild_s: Seconds = 300.0
+    recycle_reroute_s: Seconds = 10.0
+    recycle_join_s: Seconds = 30.0
+    ft_hsdp_stall_s: Seconds = 180.0
+    ft_hsdp_restart_s: Seconds = 600.0
+    ft_hsdp_replica_nodes: Nodes = 0.0
     oobleck_ratio: Ratio = 0.4
     varuna_ratio: Ratio = 0.4
     bamboo_ratio: Ratio = 0.4
@@ -87,6 +103,7 @@ def assume(settings: dict[str, str]) -> Assumptions:
             values[name] = float(text)
             msgspec.convert(values, Assumptions)
         except (ValueError, msgspec.ValidationError):
-            bound = "a ratio above 0, at most 1" if name.endswith("_ratio") else "seconds from 0 to 1e7"
+            bounds = {"ratio": "a ratio above 0, at most 1", "nodes": "nodes from 0 to 1e6"}
+            bound = bounds.get(name.rpartition("_")[2], "seconds from 0 to 1e7")
             raise ValueError(f"--set {name}: {text!r} does not fit; give {bound}") from None
     return msgspec.convert(values, Assumptions)

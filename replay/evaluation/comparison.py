@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from replay.evaluation.assumptions import DEFAULTS, Assumptions
-from replay.evaluation.simulator import Outcome, published_ratio, simulate
-from replay.evaluation.traces import trace
+from replay.evaluation.simulator import Outcome, made, published_ratio, simulate
+from replay.evaluation.traces import Trace, trace
 from replay.evaluation.workload import Workload
+from replay.evaluation.world import World
 
 #: Told after each run: how many are done, of how many, and which it was.
 Progress = Callable[[int, int, str], None]
+Run: TypeAlias = tuple[Workload, Trace, str, Assumptions]
+#: Outcomes of runs that need not be made again.
+Known: TypeAlias = dict[Run, Outcome]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy over all seeds, in the seeds' order. `ratio`: failure-free throughput over Megatron's."""
+    """One policy over all seeds, in the seeds' order. `published`: see `published_ratio`."""
 
     policy: str
-    ratio: float
+    published: float | None
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def ratio(self) -> float:
+        """WAF before the first fault over failure-free."""
+        return self.outcomes[0].ratio
+
+    @property
+    def ettr(self) -> float:
+        """Mean over seeds; see Outcome."""
+        return fmean(outcome.ettr for outcome in self.outcomes)
+
+    @property
+    def goodput(self) -> float:
+        """Mean over seeds; see Outcome."""
+        return fmean(outcome.goodput for outcome in self.outcomes)
 
     def mean(self, part: str) -> float:
         """Mean over seeds of one of Costs' parts, as a share of failure-free."""
@@ -53,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`rows` in the order asked for; those of systems slower than Megatron come again at ratio 1.0."""
+    """`rows` in the order asked for."""
 
     workload: Workload
     trace: str
@@ -61,9 +82,9 @@ class Comparison:
     assumptions: Assumptions
     rows: tuple[Row, ...]
 
-    def row(self, policy: str, ratio: float | None = None) -> Row:
-        """The first row of the policy (at that ratio)."""
-        return next(row for row in self.rows if row.policy == policy and ratio in (None, row.ratio))
+    def row(self, policy: str) -> Row:
+        """The policy's row."""
+        return next(row for row in self.rows if row.policy == policy)
 
     def gain_over(self, row: Row, base: str) -> tuple[float, float, float]:
         """Accumulated WAF of `base` over the row's on the same seeds: (least, mean, most); inf if it has none."""
@@ -82,20 +103,43 @@ def compare(
     assumptions: Assumptions = DEFAULTS,
     *,
     progress: Progress | None = None,
+    processes: int = 1,
+    known: Known | None = None,
 ) -> Comparison:
-    """Run everything. Raises TraceError, PolicyError, WorkloadError before the first run."""
+    """Run everything that is not `known`, in so many processes; it is known afterwards.
+
+    Raises TraceError, PolicyError, WorkloadError before the first run.
+    """
     traces = [trace(trace_spec, workload.cluster.nodes, seed) for seed in seeds]
-    asked = [(policy, published_ratio(policy, assumptions)) for policy in policies]
-    asked += [(policy, 1.0) for policy, ratio in asked if ratio != 1.0]
-    rows = []
-    for index, (policy, ratio) in enumerate(asked):
-        outcomes = []
-        for nth, on in enumerate(traces):
-            outcomes.append(simulate(workload, on, policy, assumptions, ratio=ratio))
-            if progress is not None:
-                progress(index * len(traces) + nth + 1, len(asked) * len(traces), policy)
-        rows.append(Row(policy, ratio, tuple(outcomes)))
+    for policy in policies:
+        made(policy, World(workload, traces[0], assumptions))  # its tables are computed once, not in each process
+    asked: list[Run] = [(workload, on, policy, assumptions) for policy in policies for on in traces]
+    outcomes = _all(asked, {} if known is None else known, progress, processes)
+    rows = [
+        Row(policy, published_ratio(policy, assumptions), tuple(outcomes[nth * len(traces) : (nth + 1) * len(traces)]))
+        for nth, policy in enumerate(policies)
+    ]
     return Comparison(workload, trace_spec, tuple(seeds), assumptions, tuple(rows))
+
+
+def _all(asked: Sequence[Run], known: Known, progress: Progress | None, processes: int) -> list[Outcome]:
+    """The outcomes, in the order asked for."""
+    new = [run for run in dict.fromkeys(asked) if run not in known]
+
+    def done(run: Run, outcome: Outcome) -> None:
+        known[run] = outcome
+        if progress is not None:
+            progress(len(asked) - sum(each not in known for each in new), len(asked), outcome.policy)
+
+    if processes == 1 or len(new) < 2:
+        for run in new:
+            done(run, simulate(*run))
+    else:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+            pending = {pool.submit(simulate, *run): run for run in new}
+            for future in as_completed(pending):
+                done(pending[future], future.result())
+    return [known[run] for run in asked]
 
 
 def as_json(made: Comparison) -> dict[str, Any]:
@@ -115,20 +159,40 @@ def _row_json(made: Comparison, row: Row) -> dict[str, Any]:
     return {
         "policy": row.policy,
         "throughput_ratio": row.ratio,
+        "published_throughput_ratio": row.published,
+        "ettr": row.ettr,
+        "goodput": row.goodput,
         "accumulated_waf_flop": row.waf,
         "share": {part: row.mean(part) for part in parts},
         "delivered_range": [min(row.shares), max(row.shares)],
         "stalled_task_hours": row.stalled_h,
         "moves": row.moves,
+        "core": [_core_json(outcome) for outcome in row.outcomes if outcome.core is not None],
         "seeds": [
             {part: str(getattr(outcome.costs, part)) for part in (*parts, "failure_free")} for outcome in row.outcomes
         ],
     }
 
 
+def _core_json(outcome: Outcome) -> dict[str, float]:
+    """What the coordinator's core did and took in one run (first to last fault, start excluded)."""
+    core = outcome.core
+    assert core is not None
+    return {
+        "faults": len(outcome.trace.faults),
+        "events": core.events,
+        "plans": core.plans,
+        "memberships": core.memberships,
+        "cpu_s": core.core_cpu_s,
+        "run_cpu_s": core.cpu_s,
+        "decision_ms": core.decide_ms,
+        "plan_ms": core.solve_ms,
+    }
+
+
 HEADERS = (
-    "policy", "T ratio", "WAF, EFLOP", "delivered %", "detection %", "transition %", "sub-healthy %", "stalled h",
-    "moves",
+    "policy", "T ratio", "WAF, EFLOP", "delivered %", "detection %", "transition %", "sub-healthy %", "ETTR %",
+    "goodput %", "stalled h", "moves",
 )  # fmt: skip
 
 
@@ -143,6 +207,8 @@ def cells(made: Comparison, row: Row, base: str) -> list[str]:
         f"{100 * row.mean('detection'):.3f}",
         f"{100 * row.mean('transition'):.3f}",
         f"{100 * row.mean('sub_healthy'):.2f}",
+        f"{100 * row.ettr:.2f}",
+        f"{100 * row.goodput:.2f}",
         f"{row.stalled_h:.1f}",
         f"{row.moves:.0f}",
         f"{mean:.3f} ({least:.2f} to {most:.2f})",

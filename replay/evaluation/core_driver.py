@@ -6,13 +6,16 @@ Rules
 * No policy lives here. What happens after a fault is what the core decides; this module only says what agents
   would say, and when: a node dies, and `node_detect_s` later NodeLost is on the log; a command is obeyed
   `command_s` after it was decided; a process is ready `start_s` after it was started.
+* A task keeps the layout that it has when it starts, as its task file fixes it: the fastest on the nodes of its first
+  plan (`speeds.fixed`). With other `speeds` the core believes, and the trainers reach, those.
 * One slot is a whole node, one worker its processes together: a worker's death is any of theirs. The plan then
   deals in nodes, as the compared systems do.
 * A dead node's peers report no broken connections of their own here: those only bring a reattempt that cannot
   form, and end with NodeLost.
 * How long the core took is measured, and kept out of everything that a seed must reproduce.
 
-What does not live here: the trainers (`trainer_model.py`), the plan (`plan_rules.py`, `unicrond/core/planning`).
+What does not live here: the trainers (`trainer_model.py`), what is submitted (`submission.py`), the plan
+(`plan_rules.py`, `unicrond/core/planning`).
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from events.envelope import Envelope, Recorded
 from events.schemas import SCHEMA, told_version
 from replay.evaluation.meter import Phase
 from replay.evaluation.plan_rules import Rule, optimal
+from replay.evaluation.speeds import Speeds, fixed
+from replay.evaluation.submission import first_plan, policy_for, task_specs, told_scale
 from replay.evaluation.trainer_model import Activity, Process, TrainerGroup
 from replay.evaluation.virtual_time import Action, Timer, to_us
-from replay.evaluation.workload import TrainingTask, Workload
 from replay.evaluation.world import World
 from unicrond.core.deadlines import deadlines
 from unicrond.core.decide import decide, needed_solves
@@ -37,17 +41,14 @@ from unicrond.core.fold import fold
 from unicrond.core.invariants import check
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution
-from unicrond.core.policy import Policy, Settings
+from unicrond.core.policy import Settings
 from unicrond.core.state import ClusterState, Membership
 from unicrond.core.survey import Survey
 from unicrond.core.work import iteration_flop
-from unicrond.throughput.presets import MODELS
 
 _VERSION = told_version("simulation", SCHEMA)
 _TERM = 1
 _STORE = v.StoreAddress(host="127.0.0.1", port=1)
-#: More than any run commits: a task of the simulation has no end.
-_ITERATIONS = 2**50
 #: How long a health check takes, in which nothing is found (agents/self_test.py).
 _CHECK_S = 5.0
 #: Virtual seconds before time 0 in which everything starts.
@@ -74,8 +75,8 @@ class Host:
 class CoreWork:
     """What the coordinator's core did. Times are this machine's and differ from run to run.
 
-    `cpu_s`: CPU time of the whole run, the simulated world's part included (to ask the CPU clock at every event may
-    cost more than the event). `decide_s`, `solve_s`: wall time of each decision and each plan.
+    `cpu_s`: CPU time of the whole run, the simulated world's part included; `wall_s`: its wall time. `fold_s`: wall
+    time of all folds; `decide_s`, `solve_s`: of each decision (its survey and deadlines included) and each plan.
     """
 
     events: int = 0
@@ -83,8 +84,19 @@ class CoreWork:
     memberships: int = 0
     incidents: int = 0
     cpu_s: float = 0.0
+    wall_s: float = 0.0
+    fold_s: float = 0.0
     decide_s: list[float] = field(default_factory=list)
     solve_s: list[float] = field(default_factory=list)
+
+    @property
+    def core_cpu_s(self) -> float:
+        """CPU time of the core alone: its wall time, less what the run as a whole waited for a CPU.
+
+        (To ask the CPU clock at every event may cost more than the event.)
+        """
+        core_s = self.fold_s + sum(self.decide_s) + sum(self.solve_s)
+        return core_s * min(1.0, self.cpu_s / self.wall_s) if self.wall_s else 0.0
 
     @property
     def decide_ms(self) -> float:
@@ -98,20 +110,26 @@ class CoreWork:
 
 
 class CoreDriver:
-    """A coordinator with its cluster. `rule` answers the plan problems."""
+    """A coordinator with its cluster. `rule` answers the plan problems; `speeds`: see the module."""
 
-    def __init__(self, world: World, rule: Rule = optimal) -> None:
+    def __init__(self, world: World, rule: Rule = optimal, speeds: Speeds | None = None) -> None:
         workload, assumed = world.workload, world.assumptions
         self.world = world
+        self.speeds = speeds or fixed(workload, first_plan(workload, rule))
         self.work = CoreWork()
+        self._began_s = 0.0, 0.0
         self.state = ClusterState()
         self.policy = policy_for(world)
         self.hosts = [Host(node) for node in range(workload.cluster.nodes)]
-        self.specs = task_specs(workload)
+        scale = told_scale(workload)
+        self.specs = task_specs(workload, self.speeds, scale)
+        worth = workload.worth_at(self.speeds)
         self.groups = {
             spec.name: TrainerGroup(
                 world,
                 spec.name,
+                [flops // scale for flops in self.speeds[spec.name].flops],
+                worth[spec.name],
                 iteration_flop(spec),
                 lambda node, event: self._say(self.hosts[node], event),
             )
@@ -138,6 +156,13 @@ class CoreDriver:
         self._wake()
         self.world.clock.run(self.world.clock.now_us + to_us(_WARM_UP_S))
         self.work = CoreWork()
+        self._began_s = time.process_time(), time.perf_counter()
+
+    def finish(self) -> CoreWork:
+        """What the core has done since everything ran."""
+        cpu_s, wall_s = self._began_s
+        self.work.cpu_s, self.work.wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+        return self.work
 
     def node_lost(self, node: int) -> None:
         """Agent and workers are gone; liveness notices later."""
@@ -232,7 +257,9 @@ class CoreDriver:
             observed_at_us=now_us,
             event=event,
         )
+        began_s = time.perf_counter()
         self.state = fold(self.state, Recorded(self.state.seq + 1, now_us, envelope))
+        self.work.fold_s += time.perf_counter() - began_s
         self.work.events += 1
 
     def _say(self, host: Host, event: v.AnyEvent) -> None:
@@ -275,19 +302,23 @@ class CoreDriver:
         self._mark_idle()
 
     def _decide(self) -> list[v.AnyEvent]:
+        began_s = time.perf_counter()
         self._survey = Survey(self.state, self.policy, self._survey)
         problems = needed_solves(self._survey)
+        solving_s = 0.0
         if any(problem not in self._solutions for problem in problems):
-            began_s = time.perf_counter()
+            asked_s = time.perf_counter()
             self._solutions = {problem: self._rule(problem) for problem in problems}
-            self.work.solve_s.append(time.perf_counter() - began_s)
-        began_s = time.perf_counter()
+            solving_s = time.perf_counter() - asked_s
+            self.work.solve_s.append(solving_s)
         events = decide(self._survey, self._solutions)
-        self.work.decide_s.append(time.perf_counter() - began_s)
+        self.work.decide_s.append(time.perf_counter() - began_s - solving_s)
         return events
 
     def _arm_deadlines(self) -> None:
+        began_s = time.perf_counter()
         standing = deadlines(Survey(self.state, self.policy, self._survey))
+        self.work.decide_s[-1] += time.perf_counter() - began_s
         for name in [name for name in self._timers if name not in standing]:
             self._timers.pop(name).cancel()
         for name, length_us in standing.items():
@@ -374,38 +405,3 @@ class CoreDriver:
         process, host.process = host.process, None
         if process is not None:
             self.groups[process.task].remove(process)
-
-
-def policy_for(world: World) -> Policy:
-    """The coordinator's configuration: it knows the trace's failure rate and how long its transitions are."""
-    assumed = world.assumptions
-    transition_s = assumed.regroup_s + assumed.transfer_s + assumed.redeal_s
-    return Policy(
-        worker_start_s=2 * assumed.start_s + 60.0,
-        regroup_s=2 * (transition_s + assumed.checkpoint_load_s) + 60.0,
-        worker_mtbf_s=world.trace.node_mtbf_s,
-        transition_s=max(transition_s, 0.001),
-    )
-
-
-def task_specs(workload: Workload) -> list[v.TaskSpec]:
-    """The tasks as they would be submitted, one worker per node."""
-    return [_spec(workload, task) for task in workload.tasks]
-
-
-def _spec(workload: Workload, task: TrainingTask) -> v.TaskSpec:
-    model, unit = MODELS[task.model], workload.units[task.name]
-    curve = workload.throughput[task.name]
-    return v.TaskSpec(
-        name=task.name,
-        weight=task.weight,
-        min_workers=task.min_nodes,
-        max_workers=workload.most(task) // unit * unit,
-        pp=unit,
-        model=v.ModelSpec(
-            layers=model.layers, hidden=model.hidden, heads=model.heads, seq=model.seq, vocab=model.vocab
-        ),
-        global_batch=model.batch,
-        iterations=_ITERATIONS,
-        throughput={str(nodes): flops for nodes, flops in enumerate(curve) if nodes},
-    )

@@ -42,7 +42,8 @@ class Costs:
     """Weighted FLOP times 10**6 (FLOP/s times microseconds), exact; times in microseconds.
 
     `stalled_us`: summed over tasks, the time that they did not train. `moves`: how often a node began to
-    work for a task that it did not work for just before.
+    work for a task that it did not work for just before. `productive_us`: summed over nodes, the time in which
+    they trained.
     """
 
     failure_free: int = 0
@@ -52,6 +53,7 @@ class Costs:
     sub_healthy: int = 0
     stalled_us: int = 0
     moves: int = 0
+    productive_us: int = 0
 
     @property
     def balanced(self) -> bool:
@@ -141,6 +143,7 @@ class Meter:
         match account.phase:
             case Phase.RUNNING:
                 costs.delivered += priced * length_us
+                costs.productive_us += len(account.nodes) * length_us
             case Phase.DETECTION:
                 costs.detection += priced * length_us
             case Phase.TRANSITION:

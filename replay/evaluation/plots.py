@@ -11,6 +11,7 @@ from unicrond.display.plotting import canvas, save
 
 COLOURS = {
     "unicron": "#0b6e4f",
+    "unicron-free": "#2f9e77",
     "unicron-stay": "#6bbf9c",
     "megatron-wait": "#c1292e",
     "megatron-shrink": "#f08a5d",
@@ -18,6 +19,8 @@ COLOURS = {
     "oobleck": "#5c6bc0",
     "varuna": "#8e6bbf",
     "bamboo": "#9a9a9a",
+    "recycle": "#3aa6b9",
+    "ft-hsdp": "#d16ba5",
     "ideal": "#000000",
 }
 PARTS = (
@@ -33,8 +36,6 @@ def loss_over_time(made: Comparison, path: Path) -> None:
     figure, axes = canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, seed {made.seeds[0]}")
     worth = sum(made.workload.failure_free.values())
     for row in made.rows:
-        if row.ratio != 1.0 and any(other.policy == row.policy and other.ratio == 1.0 for other in made.rows):
-            continue  # its curve at 1.0 shows the mechanism
         outcome = row.outcomes[0]
         start_us, length_us = outcome.rates[0][0], outcome.trace.length_us
         days, lost = [0.0], [0.0]
@@ -51,7 +52,7 @@ def loss_over_time(made: Comparison, path: Path) -> None:
 def costs(made: Comparison, path: Path) -> None:
     """Where the failure-free WAF goes, per policy: stacked bars, mean over seeds."""
     figure, axes = canvas(f"{made.trace}, {made.workload.cluster.nodes} nodes, {len(made.seeds)} seeds")
-    names = [row.policy + (f" x{row.ratio:g}" if row.ratio != 1.0 else "") for row in made.rows]
+    names = [row.policy for row in made.rows]
     left = [0.0] * len(names)
     for part, colour in PARTS:
         widths = [100 * row.mean(part) for row in made.rows]

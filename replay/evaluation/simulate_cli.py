@@ -22,7 +22,7 @@ from replay.evaluation.assumptions import DEFAULTS, Assumptions, assume
 from replay.evaluation.comparison import HEADERS, Comparison, as_json, cells, compare
 from replay.evaluation.plots import loss_over_time
 from replay.evaluation.simulator import POLICIES, check_policy
-from replay.evaluation.traces import INFINITEHBD_ORIGIN, POISSON, TRACE_A, TRACE_B
+from replay.evaluation.traces import INFINITEHBD_ORIGIN, META, POISSON, TRACE_A, TRACE_B
 from replay.evaluation.workload import parse_cluster, parse_tasks, workload
 from unicrond.core.planning import kernel
 from unicrond.display.plotting import require_matplotlib
@@ -64,7 +64,9 @@ def _run(options: argparse.Namespace) -> Comparison:
     work = workload(cluster, parse_tasks(options.tasks))
     spec = options.trace or os.environ.get(TRACE_FILE_VARIABLE)
     if not spec:
-        raise ValueError(f"--trace: missing; give trace-a, trace-b, poisson:... or a FILE ({TRACE_FILE_VARIABLE})")
+        raise ValueError(
+            f"--trace: missing; give trace-a, trace-b, poisson:..., meta or a FILE ({TRACE_FILE_VARIABLE})"
+        )
     if cluster.nodes >= _NODES_FOR_COMPILED:
         kernel.warm()
     with runs_bar() as told:
@@ -75,6 +77,7 @@ def _run(options: argparse.Namespace) -> Comparison:
             range(options.first_seed, options.first_seed + options.seeds),
             assumptions,
             progress=told,
+            processes=options.processes,
         )
 
 
@@ -98,7 +101,7 @@ def runs_bar() -> Iterator[Callable[[int, int, str], None]]:
 
 def epilog() -> str:
     """Examples, and every trace, policy, model and GPU there is."""
-    drawn = {"trace-a": TRACE_A, "trace-b": TRACE_B, "poisson": POISSON}
+    drawn = {"trace-a": TRACE_A, "trace-b": TRACE_B, "poisson": POISSON, "meta": META}
     settings = "\n".join(
         f"  {name}:{key}={default:g}   {meaning}"
         for name, known in drawn.items()
@@ -109,12 +112,14 @@ examples:
   {PROGRAM} --cluster a800-80g:16x8 --tasks six --trace trace-b --seeds 20
   {PROGRAM} --trace trace-b:repair_h=24 --policy unicron,megatron-wait --set timeout_s=60 --plot waf.png
   {PROGRAM} --cluster a800-80g:400x8 --tasks 'six*4' --trace infinitehbd.json --policy unicron,hot-spare:8 --json
+  {PROGRAM} --cluster h100-80g:12500x8 --tasks tasks.yaml --trace meta:days=1 --policy unicron,ft-hsdp --processes 2
 
 traces (a FILE is in InfiniteHBD's format, {INFINITEHBD_ORIGIN}):
 {settings}
 
 policies: {", ".join(POLICIES)}; hot-spare:N keeps N nodes
-models (in a file of --tasks: a YAML list of name, model, weight, min_nodes, max_nodes, layout): {", ".join(MODELS)}
+models:   {", ".join(MODELS)}
+          (in a file of --tasks: a YAML list of name, model, weight, min_nodes, max_nodes, layout, batch)
 GPUs:     {", ".join(GPUS)}"""
 
 
@@ -135,20 +140,30 @@ def _print(made: Comparison) -> None:
         f"{first.length_us / 8.64e10:g} days, {first.node_faults} node faults and "
         f"{len(first.faults) - first.node_faults} others (first of {len(made.seeds)} seeds)"
     )
-    print("failure-free = delivered + detection + transition + sub-healthy; mean over seeds (range)\n")
+    print("failure-free = delivered + detection + transition + sub-healthy; mean over seeds (range)")
+    print("T ratio: before the first fault, over failure-free; ETTR, goodput: arXiv 2410.21680\n")
     headers = (*HEADERS, f"{base} is better by")
     show(Table(headers, tuple(tuple(cells(made, row, base)) for row in made.rows), right=frozenset(headers[1:])))
-    changed = {
-        name: value
-        for name in made.assumptions.__struct_fields__
-        if (value := getattr(made.assumptions, name)) != getattr(DEFAULTS, name)
-    }
-    if changed:
-        print("\nassumed otherwise: " + ", ".join(f"{name} = {value:g}" for name, value in changed.items()))
+    _print_assumed(made)
     for row in made.rows:
         core = row.outcomes[0].core
-        if core is not None and row.policy == base:
+        if core is not None:
+            faults = len(row.outcomes[0].trace.faults)
+            fault_ms = 1000 * core.core_cpu_s / max(1, faults)
             print(
                 f"\n{row.policy}'s core, first seed: {core.events:,} events, {core.plans} plans, {core.memberships} "
-                f"memberships; {core.cpu_s:.2f} s of CPU, {core.decide_ms:.2f} ms a decision (median)"
+                f"memberships; {core.core_cpu_s:.2f} s of CPU, {fault_ms:.1f} ms a fault, "
+                f"{core.decide_ms:.2f} ms a decision (median)"
             )
+
+
+def _print_assumed(made: Comparison) -> None:
+    """Every assumption; those that were changed first."""
+    values = {name: getattr(made.assumptions, name) for name in made.assumptions.__struct_fields__}
+    changed = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
+    for title, named in (
+        ("assumed otherwise", changed),
+        ("assumed (--parameters explains each)", {name: values[name] for name in values if name not in changed}),
+    ):
+        if named:
+            print(f"\n{title}: " + ", ".join(f"{name} = {value:g}" for name, value in named.items()))

@@ -2,10 +2,11 @@
 
 Policies, by name:
 
-    unicron                            the real core with its real planner
+    unicron                            the real core with its real planner, each task in one layout for good
+    unicron-free                       the same, as if a task had the best layout at every size, at no cost
     unicron-stay, -equal, -weighted, -sized
                                        the real core, another plan (`plan_rules.py`)
-    megatron-wait, megatron-shrink, hot-spare[:N], oobleck, varuna, bamboo
+    megatron-wait, megatron-shrink, hot-spare[:N], oobleck, varuna, bamboo, recycle, ft-hsdp
                                        job by job (`policies/`)
     ideal                              the bound (`policies/ideal.py`)
 
@@ -14,7 +15,6 @@ The simulator has no policy of Unicron's own; it drives `unicrond`'s (see `core_
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,12 +22,15 @@ from events.guess import guess
 from replay.evaluation.assumptions import DEFAULTS, Assumptions
 from replay.evaluation.core_driver import CoreDriver, CoreWork
 from replay.evaluation.meter import Costs
-from replay.evaluation.plan_rules import equal, sized, stay, weighted
+from replay.evaluation.plan_rules import equal, optimal, sized, stay, weighted
 from replay.evaluation.policies.bamboo import Bamboo
+from replay.evaluation.policies.ft_hsdp import FtHsdp
 from replay.evaluation.policies.ideal import Ideal
 from replay.evaluation.policies.megatron import HotSpare, MegatronShrink, MegatronWait
 from replay.evaluation.policies.oobleck import Oobleck
+from replay.evaluation.policies.recycle import ReCycle
 from replay.evaluation.policies.varuna import Varuna
+from replay.evaluation.submission import first_plan
 from replay.evaluation.traces import Trace
 from replay.evaluation.workload import Workload
 from replay.evaluation.world import Policy, World
@@ -38,12 +41,13 @@ from unicrond.throughput.presets import MODELS
 class Outcome:
     """`costs` in exact integers; `rates`: (virtual time, WAF delivered) at every change; `core`: None for others.
 
-    `ratio`: the failure-free throughput over Megatron's that the run assumed.
+    `nodes`, `tasks`: how many there are.
     """
 
     policy: str
-    ratio: float
     trace: Trace
+    nodes: int
+    tasks: int
     costs: Costs
     rates: tuple[tuple[int, int], ...]
     core: CoreWork | None
@@ -53,18 +57,36 @@ class Outcome:
         """Accumulated WAF over failure-free."""
         return self.costs.delivered / self.costs.failure_free
 
+    @property
+    def ratio(self) -> float:
+        """WAF before the first fault over failure-free: what the system's mechanism and its spare nodes leave."""
+        return self.rates[0][1] * self.trace.length_us / self.costs.failure_free
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: productive over all time of a job, mean over tasks (arXiv 2410.21680).
+
+        Detection, transition, standing idle and work done again are not productive.
+        """
+        return 1 - self.costs.stalled_us / (self.tasks * self.trace.length_us)
+
+    @property
+    def goodput(self) -> float:
+        """Productive node time over that of all nodes, spare and broken ones included (the same source)."""
+        return self.costs.productive_us / (self.nodes * self.trace.length_us)
+
 
 def _with_sizes(world: World) -> Policy:
     return CoreDriver(world, sized({task.name: MODELS[task.model].parameters for task in world.workload.tasks}))
 
 
 def _staying(world: World) -> Policy:
-    home = world.workload.best_plan(world.workload.cluster.nodes)
-    return CoreDriver(world, stay(home))
+    return CoreDriver(world, stay(first_plan(world.workload, optimal)))
 
 
 _POLICIES: dict[str, Callable[[World], Policy]] = {
     "unicron": CoreDriver,
+    "unicron-free": lambda world: CoreDriver(world, speeds=world.workload.speeds),
     "unicron-stay": _staying,
     "unicron-equal": lambda world: CoreDriver(world, equal),
     "unicron-weighted": lambda world: CoreDriver(world, weighted),
@@ -75,6 +97,8 @@ _POLICIES: dict[str, Callable[[World], Policy]] = {
     "oobleck": Oobleck,
     "varuna": Varuna,
     "bamboo": Bamboo,
+    "recycle": ReCycle,
+    "ft-hsdp": FtHsdp,
     "ideal": Ideal,
 }
 POLICIES = tuple(_POLICIES)
@@ -93,28 +117,24 @@ def check_policy(name: str, nodes: int) -> None:
         raise PolicyError(f"--policy {name}: give a number of spare nodes from 1 to {nodes - 1}")
 
 
-def published_ratio(name: str, assumptions: Assumptions) -> float:
-    """Failure-free throughput over Megatron's that the policy has by `assumptions`; 1.0 where none is named."""
-    return float(getattr(assumptions, f"{name}_ratio", 1.0))
+def published_ratio(name: str, assumptions: Assumptions) -> float | None:
+    """Failure-free throughput over Megatron's as published for the policy (see Assumptions); None where it is not."""
+    ratio: float | None = getattr(assumptions, f"{name}_ratio", None)
+    return ratio
 
 
-def simulate(
-    workload: Workload,
-    trace: Trace,
-    policy: str,
-    assumptions: Assumptions = DEFAULTS,
-    *,
-    ratio: float | None = None,
-) -> Outcome:
-    """Run `policy` through `trace`. `ratio`: see `Outcome`; None = the policy's own. Raises PolicyError."""
-    check_policy(policy, workload.cluster.nodes)
-    own_ratio = published_ratio(policy, assumptions) if ratio is None else ratio
-    world = World(workload, trace, assumptions, own_ratio)
+def made(policy: str, world: World) -> Policy:
+    """The policy in its world. Raises PolicyError."""
+    check_policy(policy, world.workload.cluster.nodes)
     kind, _, count = policy.partition(":")
-    running = HotSpare(world, int(count or 1)) if kind == "hot-spare" else _POLICIES[kind](world)
-    began_s = time.process_time()
+    return HotSpare(world, int(count or 1)) if kind == "hot-spare" else _POLICIES[kind](world)
+
+
+def simulate(workload: Workload, trace: Trace, policy: str, assumptions: Assumptions = DEFAULTS) -> Outcome:
+    """Run `policy` through `trace`. Raises PolicyError."""
+    world = World(workload, trace, assumptions)
+    running = made(policy, world)
     world.play(running)
-    core = running.work if isinstance(running, CoreDriver) else None
-    if core is not None:
-        core.cpu_s = time.process_time() - began_s
-    return Outcome(policy, own_ratio, trace, world.meter.total(), tuple(world.meter.rates), core)
+    core = running.finish() if isinstance(running, CoreDriver) else None
+    rates = tuple(world.meter.rates)
+    return Outcome(policy, trace, workload.cluster.nodes, len(workload.tasks), world.meter.total(), rates, core)

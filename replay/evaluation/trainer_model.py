@@ -19,7 +19,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -53,7 +53,8 @@ class Process:
 
 @dataclass
 class TrainerGroup:
-    """See the module. `say(node, event)` puts an observation on the log; `flop`: of one iteration.
+    """See the module. `flops[n]`, `worth[n]`: T and F on n nodes. `flop`: of one iteration. `say(node, event)` puts an
+    observation on the log.
 
     `told`: the newest membership decided. `formed`: the one that trains, or last did; `intact`: its members
     live and hear each other. `saved`: the state was written to a checkpoint when the last group parted.
@@ -61,6 +62,8 @@ class TrainerGroup:
 
     world: World
     task: str
+    flops: Sequence[int]
+    worth: Sequence[int]
     flop: int
     say: Callable[[int, v.AnyEvent], None]
     processes: dict[str, Process] = field(default_factory=dict)
@@ -136,7 +139,7 @@ class TrainerGroup:
         self._owed_us = 0
         members = self._members()
         self._enter(Activity.TRAINING, self._iteration_us, self._first_step)
-        self.world.meter.run(self.task, self.world.worth(self.task, len(members)), [p.node for p in members])
+        self.world.meter.run(self.task, self.worth[len(members)], [p.node for p in members])
 
     def _first_step(self) -> None:
         self._timer = None
@@ -221,8 +224,7 @@ class TrainerGroup:
     @property
     def _iteration_us(self) -> int:
         """Length of one iteration on the members that there are."""
-        flops = self.world.workload.throughput[self.task]
-        achieved = flops[min(len(self.formed.members) if self.formed else 0, len(flops) - 1)]
+        achieved = self.flops[len(self.formed.members) if self.formed else 0]
         return self.flop * 1_000_000 // max(1, achieved) + 1
 
     def _report_steps(self) -> None:

@@ -1,8 +1,8 @@
-"""What a simulated cluster is and what it trains: nodes, tasks, and one table T(t, x) that every policy shares.
+"""What a simulated cluster is and what it trains: nodes, tasks, and the table T(t, x) of Megatron on them.
 
 The unit is the node: a policy gives a task whole nodes, T(t, x) is the achieved FLOP/s on x of them, in the
-best layout that `unicrond.throughput.model` finds, idle GPUs allowed (so it never falls with x). That a
-task may take another tp x pp at another x is the paper's assumption; `layout = fixed` keeps one per task.
+best layout that `unicrond.throughput.model` finds, idle GPUs allowed (so it never falls with x). A system that
+cannot have all of these layouts, or pays for its mechanism, has a table of its own (`speeds.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,11 +23,11 @@ from unicrond.core.field_faults import faults
 from unicrond.core.planning.problem import Problem, TaskProblem
 from unicrond.core.planning.solver import solve
 from unicrond.intake import strict_yaml
-from unicrond.throughput.layouts import job
+from unicrond.throughput.layouts import Job, job
 from unicrond.throughput.model import table
 from unicrond.throughput.presets import GPUS, MODELS
 
-GPUS_MAX = 16384
+GPUS_MAX = 131_072
 
 
 class WorkloadError(ValueError):
@@ -51,7 +51,8 @@ class Cluster:
 class TrainingTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One task. `min_nodes`: worth nothing on fewer, and its floor. `max_nodes`: 0 = as many as there are.
 
-    `layout`: "best" at each number of nodes, or "8x2" (tp x pp) for good.
+    `layout`: "best" at each number of nodes, or "8x2" (tp x pp) for good, for every system. `batch`: sequences per
+    iteration, 0 = the model's.
     """
 
     name: Name
@@ -60,6 +61,29 @@ class TrainingTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     min_nodes: Annotated[int, Meta(ge=1)] = 1
     max_nodes: Annotated[int, Meta(ge=0)] = 0
     layout: Annotated[str, Meta(pattern=r"^(best|[0-9]{1,3}x[0-9]{1,3})\Z")] = "best"
+    batch: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+
+    def job(self, cluster: Cluster, **restrictions: Any) -> Job:
+        """The question to the throughput model, under what `layout` fixes and a system restricts."""
+        if self.layout != "best":
+            tp, pp = map(int, self.layout.split("x"))
+            restrictions = {"tp": tp, "pp": pp, **restrictions}
+        return job(MODELS[self.model], GPUS[cluster.gpu], batch=self.batch or None, **restrictions)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a system trains one task. `flops[n]`: T on n nodes, FLOP/s, never falling; `unit`: nodes of a replica,
+    1 where the layout is free or fits a node.
+    """
+
+    flops: tuple[int, ...]
+    unit: int = 1
+
+    def least(self, nodes: int) -> int:
+        """The fewest nodes, `nodes` or more, in whole replicas, on which the task trains; beyond `flops` if none."""
+        feasible = next((n for n, flops in enumerate(self.flops) if flops), len(self.flops))
+        return -(-max(nodes, feasible) // self.unit) * self.unit
 
 
 @dataclass(frozen=True)
@@ -70,47 +94,60 @@ class Workload:
     tasks: tuple[TrainingTask, ...]
 
     @cached_property
+    def speeds(self) -> Mapping[str, Speed]:
+        """Megatron's, in the best layout at each number of nodes (or the task's own)."""
+        return {task.name: _speed(task, self.cluster) for task in self.tasks}
+
+    @cached_property
     def throughput(self) -> Mapping[str, tuple[int, ...]]:
         """T(0..n) per task, FLOP/s on so many nodes; never falling."""
-        return {task.name: _curve(task, self.cluster) for task in self.tasks}
+        return {name: speed.flops for name, speed in self.speeds.items()}
 
     @cached_property
     def worth(self) -> Mapping[str, tuple[int, ...]]:
         """F(0..n) = weight * T per task, and 0 below its minimum; weighted FLOP/s."""
+        return self.worth_at(self.speeds)
+
+    def worth_at(self, speeds: Mapping[str, Speed]) -> Mapping[str, tuple[int, ...]]:
+        """The same at a system's speeds."""
         return {
             task.name: tuple(
                 int(task.weight * flops) if nodes >= task.min_nodes else 0
-                for nodes, flops in enumerate(self.throughput[task.name])
+                for nodes, flops in enumerate(speeds[task.name].flops)
             )
             for task in self.tasks
         }
-
-    @cached_property
-    def units(self) -> Mapping[str, int]:
-        """Nodes in one replica: 1 where the layout is free or fits a node."""
-        return {task.name: _unit(task, self.cluster) for task in self.tasks}
 
     def most(self, task: TrainingTask) -> int:
         """The most nodes that the task may have."""
         return min(task.max_nodes or self.cluster.nodes, self.cluster.nodes)
 
-    def best_plan(self, nodes: int) -> dict[str, int]:
-        """Nodes per task in the plan of greatest WAF on `nodes` nodes, from a standing start."""
-        tasks = tuple(
-            TaskProblem(
-                name=task.name,
-                weight=task.weight,
-                workers=0,
-                min_workers=task.min_nodes,
-                max_workers=self.most(task),
-                floor=task.min_nodes,
-                unit=self.units[task.name],
-                throughput=self.throughput[task.name],
+    def problem(self, nodes: int, speeds: Mapping[str, Speed]) -> Problem:
+        """The plan problem of a standing start on `nodes` nodes, at a system's speeds."""
+        tasks = []
+        for task in self.tasks:
+            speed = speeds[task.name]
+            least, most = speed.least(task.min_nodes), self.most(task) // speed.unit * speed.unit
+            tasks.append(
+                TaskProblem(
+                    name=task.name,
+                    weight=task.weight,
+                    workers=0,
+                    min_workers=least,
+                    max_workers=most,
+                    floor=least,
+                    unit=speed.unit,
+                    throughput=speed.flops,
+                )
             )
-            for task in self.tasks
-        )
-        solution = solve(Problem(nodes, 1_000_000, 0, tasks))
-        return {task.name: count for task, count in solution}
+        return Problem(nodes, 1_000_000, 0, tuple(tasks))
+
+    def best_plan(self, nodes: int, speeds: Mapping[str, Speed] | None = None) -> dict[str, int]:
+        """Nodes per task in the plan of greatest WAF on `nodes` nodes, from a standing start.
+
+        `speeds`: a system's own, where they are not Megatron's.
+        """
+        return {task.name: count for task, count in solve(self.problem(nodes, speeds or self.speeds))}
 
     @cached_property
     def failure_free(self) -> Mapping[str, int]:
@@ -119,35 +156,31 @@ class Workload:
         return {name: self.worth[name][count] for name, count in plan.items()}
 
 
-def _unit(task: TrainingTask, cluster: Cluster) -> int:
-    if task.layout == "best":
-        return 1
-    tp, pp = map(int, task.layout.split("x"))
-    return -(-tp * pp // cluster.per_node)
+def by_node(flops: Mapping[int, int], cluster: Cluster, most: int) -> tuple[int, ...]:
+    """T(0..most) by nodes from FLOP/s by GPUs: the most that any GPUs of so many nodes reach, the others idle."""
+    curve = [0]
+    for nodes in range(1, most + 1):
+        there = range((nodes - 1) * cluster.per_node + 1, nodes * cluster.per_node + 1)
+        curve.append(max(curve[-1], *(flops.get(gpus, 0) for gpus in there)))
+    return tuple(curve)
 
 
 @lru_cache(maxsize=256)
-def _table(model: str, gpu: str, gpus: int, layout: str) -> dict[int, int]:
-    if layout == "best":
-        return table(job(MODELS[model], GPUS[gpu]), gpus)
-    tp, pp = map(int, layout.split("x"))
-    return table(job(MODELS[model], GPUS[gpu], tp=tp, pp=pp), gpus)
+def _table(question: Job, gpus: int) -> dict[int, int]:
+    return table(question, gpus)
 
 
-def _curve(task: TrainingTask, cluster: Cluster) -> tuple[int, ...]:
+def _speed(task: TrainingTask, cluster: Cluster) -> Speed:
+    most = min(task.max_nodes or cluster.nodes, cluster.nodes)
     try:
-        flops = _table(task.model, cluster.gpu, cluster.gpus, task.layout)
+        question = task.job(cluster)
+        flops = by_node(_table(question, most * cluster.per_node), cluster, most)
     except ValueError as error:
         raise WorkloadError(f"task {task.name}: layout {task.layout}: {error}") from None
-    most = min(task.max_nodes or cluster.nodes, cluster.nodes)
-    curve = [0]
-    for gpus in range(1, cluster.gpus + 1):
-        if gpus % cluster.per_node == 1 or cluster.per_node == 1:
-            curve.append(curve[-1])
-        curve[-1] = max(curve[-1], flops.get(gpus, 0))
-    if not any(curve):
+    if not any(flops):
         raise WorkloadError(f"task {task.name}: {task.model} does not fit on these GPUs; give more nodes")
-    return tuple(curve[: most + 1])
+    replica = (question.tp or 1) * (question.pp or 1)
+    return Speed(flops, -(-replica // cluster.per_node))
 
 
 # --- what people write ---------------------------------------------------------------------------
@@ -238,9 +271,8 @@ def workload(cluster: Cluster, tasks: tuple[TrainingTask, ...]) -> Workload:
 
 def _with_feasible_minimum(task: TrainingTask, cluster: Cluster) -> TrainingTask:
     """The task with a minimum at which it fits into memory, in whole replicas."""
-    curve, unit = _curve(task, cluster), _unit(task, cluster)
-    feasible = next((nodes for nodes, flops in enumerate(curve) if flops), len(curve))
-    least = -(-max(task.min_nodes, feasible) // unit) * unit
-    if least > len(curve) - 1:
-        raise WorkloadError(f"task {task.name}: needs {least} nodes, may have {len(curve) - 1}; raise max_nodes")
+    speed = _speed(task, cluster)
+    least = speed.least(task.min_nodes)
+    if least > len(speed.flops) - 1:
+        raise WorkloadError(f"task {task.name}: needs {least} nodes, may have {len(speed.flops) - 1}; raise max_nodes")
     return msgspec.structs.replace(task, min_nodes=least)

@@ -17,15 +17,14 @@ from replay.evaluation.workload import Workload
 
 
 class World:
-    """`ratio`: what every F is multiplied with, the policy's failure-free throughput over Megatron's."""
+    """Where a policy lives."""
 
-    def __init__(self, workload: Workload, trace: Trace, assumptions: Assumptions, ratio: float = 1.0) -> None:
+    def __init__(self, workload: Workload, trace: Trace, assumptions: Assumptions) -> None:
         self.workload = workload
         self.trace = trace
         self.assumptions = assumptions
         self.clock = Clock()
         self.meter = Meter(self.clock, workload.failure_free)
-        self._worth = {task: tuple(int(value * ratio) for value in values) for task, values in workload.worth.items()}
         self._faults: Counter[int] = Counter()
 
     def up(self, node: int) -> bool:
@@ -33,8 +32,8 @@ class World:
         return not self._faults[node]
 
     def worth(self, task: str, nodes: int) -> int:
-        """F(t, nodes), weighted FLOP/s; more nodes than the task may have are idle."""
-        values = self._worth[task]
+        """F(t, nodes) under Megatron, weighted FLOP/s; more nodes than the task may have are idle."""
+        values = self.workload.worth[task]
         return values[min(nodes, len(values) - 1)]
 
     def play(self, policy: Policy) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from replay.arguments import TRACE_FILE_VARIABLE
 from replay.cli import main as replay_main
-from replay.evaluation.studies import DOCUMENT, STUDIES, replaced
+from replay.evaluation.redo import DOCUMENT, STUDIES, replaced
 from replay.evaluation.workload import Cluster, TrainingTask, WorkloadError, parse_cluster, parse_tasks, six, workload
 
 
@@ -23,11 +23,13 @@ TASKS = """
 """
 
 
-def test_a_table_with_every_policy_and_the_slow_ones_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_with_every_policy_and_every_assumption(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--trace", "trace-b", "--policy", "megatron-wait,varuna"]) == 0
     told = capsys.readouterr()
-    rows = [line.split()[:2] for line in told.out.splitlines() if line.startswith(("mega", "varuna"))]
-    assert rows == [["megatron-wait", "1"], ["varuna", "0.4"], ["varuna", "1"]]
+    rows = {line.split()[0]: float(line.split()[1]) for line in told.out.splitlines() if line.startswith(("m", "v"))}
+    assert rows["megatron-wait"] == 1.0
+    assert 0.4 < rows["varuna"] < 1.0
+    assert "varuna_morph_s = 300" in told.out
     assert "26 node faults and 80 others" in told.out
     assert told.err == ""
 
@@ -38,12 +40,22 @@ def test_json_holds_the_identity_and_the_assumptions(tmp_path: Path, capsys: pyt
     assert main([*given, "--policy", "unicron,hot-spare:2", "--seeds", "2", "--set", "regroup_s=7", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["assumptions"]["regroup_s"] == 7
+    assert told["rows"][0]["core"][0]["cpu_s"] > 0
     assert [task["name"] for task in told["tasks"]] == ["small", "large"]
     for row in told["rows"]:
         assert len(row["seeds"]) == 2
         for seed in row["seeds"]:
             free = int(seed.pop("failure_free"))
             assert free == sum(map(int, seed.values()))
+
+
+def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for processes in ("1", "2"):
+        given = ["--trace", "meta:rate=500,days=2", "--policy", "megatron-wait,ft-hsdp", "--seeds", "2", "--json"]
+        assert main([*given, "--processes", processes]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
 
 
 def test_a_plot_is_a_small_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +104,8 @@ def test_help_and_parameters_name_everything(capsys: pytest.CaptureFixture[str])
         ("--trace trace-b --set regroup=1", "--set regroup: unknown"),
         ("--trace trace-b --set regroup_s=-1", "give seconds"),
         ("--trace trace-b --set oobleck_ratio=2", "give a ratio"),
+        ("--trace trace-b --set ft_hsdp_replica_nodes=-2", "give nodes"),
+        ("--trace meta:rate=0", "rate='0' does not fit; give faults in 1,000 node days"),
         ("--trace trace-b --set regroup_s", "give NAME=VALUE"),
         ("--trace trace-b --seeds 0", "--seeds: '0' is not a whole number of 1 to 10000"),
         ("--trace trace-b --seeds two", "--seeds: 'two' is not a whole number"),

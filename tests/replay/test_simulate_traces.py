@@ -51,6 +51,14 @@ def test_poisson_has_the_rate_that_it_says() -> None:
     assert drawn.node_mtbf_s / 86400 == pytest.approx(10, rel=0.1)
 
 
+def test_metas_rate_is_that_of_the_publication() -> None:
+    """A fault in 1.8 h on 16,384 GPUs; 321 of 419 take the node."""
+    drawn = trace("meta:days=50", 2048, 1)
+    nodes, others = kinds(drawn)
+    assert 50 * 24 / (nodes + others) == pytest.approx(1.8, rel=0.1)
+    assert nodes / (nodes + others) == pytest.approx(321 / 419, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("spec", "told"),
     [

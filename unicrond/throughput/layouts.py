@@ -80,7 +80,7 @@ def tensor_degrees(model: Model, gpu: Gpu) -> list[int]:
 
 
 def pipeline_degrees(model: Model, stack: Stack) -> list[int]:
-    """Pipeline degrees that cut the layers into equal stages."""
+    """Pipeline degrees that cut the layers into equal stages, or with a ragged stack into any."""
     return [pp for pp in range(1, model.layers + 1) if layers_per_stage(model, stack, pp)]
 
 
@@ -88,10 +88,14 @@ def layers_per_stage(model: Model, stack: Stack, pp: int) -> tuple[int, int, int
     """Layers of the (first, middle, last) stage, or None if they cannot be cut into `pp`.
 
     With `balance_ends` embedding and output layer count as one layer each where plain equality fails
-    (Megatron's account_for_*_in_pipeline_split; Llama 3 405B's 126 layers on 16 stages).
+    (Megatron's account_for_*_in_pipeline_split; Llama 3 405B's 126 layers on 16 stages). A ragged stack
+    gives the odd layers to the first stages.
     """
     if model.layers % pp == 0:
         return (model.layers // pp,) * 3
+    if stack.ragged and pp < model.layers:
+        fewest = model.layers // pp
+        return fewest + 1, fewest + 1, fewest
     slots = model.layers + 2
     if stack.balance_ends and slots % pp == 0 and slots // pp > 1:
         return slots // pp - 1, slots // pp, slots // pp - 1

@@ -31,6 +31,7 @@ Pure: no clock, no I/O.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -42,6 +43,8 @@ from unicrond.throughput.presets import GIB, Gpu
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
+#: A cost of a layout for each of an array of replica counts.
+Cost: TypeAlias = Callable[[Job, Layout, Ints], Floats]
 
 #: A GEMM cut `tp` ways over a width `hidden` reaches 1 / (1 + 17.5 tp / hidden) of a wide one's rate.
 NARROW_GEMM = 17.5
@@ -310,8 +313,7 @@ def memory_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
     """Bytes on the fuller of the first stage (most micro-batches in flight) and the last (logits)."""
     cut = _cut(job, layout)
     first, last = _stage_parameters(job, layout)
-    shards = dp if job.stack.distributed_optimizer else np.ones(dp.size)
-    per_parameter = WEIGHT_BYTES + job.stack.gradient_bytes + MASTER_BYTES / shards
+    per_parameter = _bytes_per_parameter(job, dp)
     kept, working = _layer_activation_bytes(job, layout)
     # 1F1B keeps pp micro-batches on the first stage; interleaving a part of another pass of them.
     in_flight = layout.pp + ((layout.pp - 1) / layout.chunks if layout.chunks > 1 else 0)
@@ -323,6 +325,16 @@ def memory_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
     if layout.pp == 1:
         first_bytes = first_bytes + max(0.0, logits_bytes - working)
     return np.asarray(np.maximum(first_bytes, last_bytes), dtype=np.float64)
+
+
+def state_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
+    """Bytes of weights, gradients, master weights and moments on the GPU that has the most of them."""
+    return np.asarray(max(_stage_parameters(job, layout)) * _bytes_per_parameter(job, dp), dtype=np.float64)
+
+
+def _bytes_per_parameter(job: Job, dp: Ints) -> Floats:
+    shards = dp if job.stack.distributed_optimizer else np.ones(dp.size)
+    return np.asarray(WEIGHT_BYTES + job.stack.gradient_bytes + MASTER_BYTES / shards, dtype=np.float64)
 
 
 def _layer_activation_bytes(job: Job, layout: Layout) -> tuple[float, float]:
@@ -390,11 +402,19 @@ def _why_none(job: Job, gpus: int, divided: bool, least_bytes: float) -> str:
     return f"needs {least_bytes / GIB:.0f} GiB per GPU at least, {job.gpu.name} has {usable:.0f} GiB to use"
 
 
-def table(job: Job, max_workers: int) -> dict[int, int]:
+def iteration_s(job: Job, layout: Layout, dp: Ints) -> Floats:
+    """Seconds of one iteration under `layout` with each of `dp` replicas."""
+    return np.asarray(parts_s(job, layout, dp).sum(axis=0), dtype=np.float64)
+
+
+def table(
+    job: Job, max_workers: int, *, seconds: Cost = iteration_s, needed_bytes: Cost = memory_bytes
+) -> dict[int, int]:
     """T(x) for the planner, for every feasible x up to `max_workers`: GPUs -> achieved model FLOP/s, whole numbers.
 
     The same answers as `best`, layout by layout instead of GPU count by GPU count; x that no layout
-    fits exactly is missing (the planner reads 0).
+    fits exactly is missing (the planner reads 0). `seconds`, `needed_bytes`: what a layout takes, where a
+    system that is not Megatron takes more.
     """
     fastest_s = np.full(max_workers + 1, np.inf)
     for layout in layouts(job):
@@ -404,8 +424,8 @@ def table(job: Job, max_workers: int) -> dict[int, int]:
             continue
         dp = np.arange(1, replicas + 1, dtype=np.int64)
         dp = dp[legal(job, layout, dp)]
-        dp = dp[memory_bytes(job, layout, dp) <= usable_bytes(job.gpu)]
-        total_s = parts_s(job, layout, dp).sum(axis=0)
+        dp = dp[needed_bytes(job, layout, dp) <= usable_bytes(job.gpu)]
+        total_s = seconds(job, layout, dp)
         fastest_s[dp * replica] = np.minimum(fastest_s[dp * replica], total_s)
     flops = job.flops_per_iteration
     return {int(x): round(flops / float(fastest_s[x])) for x in np.flatnonzero(np.isfinite(fastest_s))}

@@ -165,6 +165,7 @@ class Stack:
     overlap_dp: bool  #: gradient reduction and parameter gathering hide behind one micro-batch
     balance_ends: bool  #: embedding and output layer may count as a layer each when stages are cut
     gradient_bytes: int = 4
+    ragged: bool = False  #: stages may differ by a layer (not Megatron; systems that cut pipelines freely)
 
 
 STACKS: Mapping[str, Stack] = MappingProxyType(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from replay.evaluation.meter import Phase
+from replay.evaluation.speeds import Speeds
 from replay.evaluation.virtual_time import Timer, to_us
 from replay.evaluation.world import World
 
@@ -27,18 +28,24 @@ class System(Protocol):
     def seats(self, job: Job) -> Sequence[int] | None:
         """The nodes to start on now, None: wait."""
 
+    def rate(self, job: Job, nodes: Sequence[int]) -> int:
+        """Weighted FLOP/s of the job on these nodes in its present form; 0: it cannot run on them."""
+
     def started(self, job: Job) -> None:
         """The job has just begun to train."""
 
 
 class Job:
-    """`home`: the nodes that are the job's, there or not. `nodes`: those it runs on or starts on."""
+    """`home`: the nodes that are the job's, there or not. `nodes`: those it runs on or starts on. `seen`: those that
+    were there when these were chosen.
+    """
 
     def __init__(self, world: World, system: System, task: str, home: Sequence[int]) -> None:
         self.world = world
         self.task = task
         self.home = list(home)
         self.nodes: list[int] = []
+        self.seen: frozenset[int] = frozenset()
         self._system = system
         self._timer: Timer | None = None
         self._restart_s = 0.0
@@ -52,15 +59,11 @@ class Job:
         """Its own nodes that are there."""
         return [node for node in self.home if self.world.up(node)]
 
-    def can_run_on(self, nodes: Sequence[int]) -> bool:
-        """So many nodes are worth something."""
-        return self.world.worth(self.task, len(nodes)) > 0
-
     def run(self, nodes: Sequence[int]) -> None:
         """Train on these nodes from now on."""
         self.nodes = list(nodes)
         self._timer = None
-        self.world.meter.run(self.task, self.world.worth(self.task, len(nodes)), nodes)
+        self.world.meter.run(self.task, self._system.rate(self, nodes), nodes)
 
     def hit(self, detection_s: float, restart_s: float) -> None:
         """A fault: unnoticed for `detection_s`, and then `restart_s` from having nodes to training."""
@@ -78,8 +81,9 @@ class Job:
 
     def try_to_start(self) -> None:
         """Start if there are nodes to start on, else wait for them."""
+        self.seen = frozenset(self.there())
         nodes = self._system.seats(self)
-        if nodes is None or not self.can_run_on(nodes):
+        if not nodes or not self._system.rate(self, nodes):
             self.nodes = []
             self.world.meter.idle(self.task)
             return
@@ -105,18 +109,20 @@ class JobByJob:
     """What these systems share: the best plan at the start, then every job for itself.
 
     A system says how long a fault goes unnoticed (`detection_s`), how long a restart takes (`restart_s`), on
-    which nodes (`seats`), and what a repaired node is good for (`node_back`).
+    which nodes (`seats`), how fast it is there (`rate`), and what a repaired node is good for (`node_back`).
+    `speeds`: the system's own where they are not Megatron's.
     """
 
-    def __init__(self, world: World, spare_nodes: int = 0) -> None:
+    def __init__(self, world: World, spare_nodes: int = 0, speeds: Speeds | None = None) -> None:
         self.world = world
         self.assumed = world.assumptions
+        self.worth = world.workload.worth_at(speeds or world.workload.speeds)
         nodes = world.workload.cluster.nodes - spare_nodes
         self.spares = list(range(nodes, nodes + spare_nodes))
         self.jobs: list[Job] = []
         self._owner: dict[int, Job] = {}
         first = 0
-        for task, count in world.workload.best_plan(nodes).items():
+        for task, count in world.workload.best_plan(nodes, speeds).items():
             job = Job(world, self, task, range(first, first + count))
             self.jobs.append(job)
             self._owner |= dict.fromkeys(job.home, job)
@@ -125,8 +131,10 @@ class JobByJob:
     def start(self) -> None:
         """Everything runs at once."""
         for job in self.jobs:
-            if job.can_run_on(job.home):
-                job.run(job.home)
+            job.seen = frozenset(job.home)
+            nodes = self.seats(job)
+            if nodes and self.rate(job, nodes):
+                job.run(nodes)
 
     def owner(self, node: int) -> Job | None:
         """The job whose node it is."""
@@ -137,6 +145,16 @@ class JobByJob:
         job.home[job.home.index(instead_of)] = node
         del self._owner[instead_of]
         self._owner[node] = job
+
+    def take(self, job: Job, node: int) -> None:
+        """A node without a job is this job's from now on."""
+        job.home.append(node)
+        self._owner[node] = job
+
+    def unowned(self) -> list[int]:
+        """Nodes that are there and no job's, nor spares."""
+        nodes = range(self.world.workload.cluster.nodes - len(self.spares))
+        return [node for node in nodes if node not in self._owner and self.world.up(node)]
 
     def node_lost(self, node: int) -> None:
         """A node dies; its job stops."""
@@ -168,6 +186,11 @@ class JobByJob:
         """All the job's nodes that are there."""
         return job.there()
 
+    def rate(self, job: Job, nodes: Sequence[int]) -> int:
+        """F(t, nodes)."""
+        values = self.worth[job.task]
+        return values[min(len(nodes), len(values) - 1)]
+
     def started(self, job: Job) -> None:
         """Nothing more to do."""
 
@@ -188,5 +211,5 @@ class Elastic(JobByJob):
 
     def started(self, job: Job) -> None:
         """Nodes that came meanwhile join."""
-        if len(job.there()) > len(job.nodes):
+        if not job.seen.issuperset(job.there()):
             job.pause(self.join_s())

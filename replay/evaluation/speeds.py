@@ -1,0 +1,108 @@
+"""The tables T(t, x) of systems that cannot have every layout, or that pay for their mechanism.
+
+Rules
+-----
+* A price is computed: the throughput model (docs/design/throughput.md) answers the same question under the system's
+  restrictions (`restricted`), or with the work and memory that its mechanism adds (`priced`).
+* The software below is Megatron's for every system: its kernels, its attention. What an older stack costs beside the
+  mechanism is not a system's price; the published ratio, where there is one, is shown beside the computed one.
+
+What does not live here: what the restrictions are (each system's file in `policies/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import TypeAlias
+
+from replay.evaluation.workload import Cluster, Speed, TrainingTask, Workload, by_node
+from unicrond.throughput.layouts import Job, pipeline_degrees, tensor_degrees
+from unicrond.throughput.model import Cost, Estimate, best, iteration_s, memory_bytes, table
+
+Speeds: TypeAlias = Mapping[str, Speed]
+
+
+def restricted(question: Job, *, ragged: bool = False) -> Job:
+    """The question to a stack whose replicas hold whole optimizer states, so that one can stand in for another.
+
+    Not interleaved. `ragged`: pipelines are cut into any number of stages.
+    """
+    stack = replace(question.stack, distributed_optimizer=False, ragged=ragged)
+    return replace(question, stack=stack, chunks=1)
+
+
+def priced(
+    work: Workload,
+    restrict: Callable[[Job], Job],
+    *,
+    seconds: Cost = iteration_s,
+    needed_bytes: Cost = memory_bytes,
+) -> Speeds:
+    """The table of a system that searches all layouts under `restrict`, at these costs of a layout."""
+    return {
+        task.name: _priced(task, work.cluster, work.most(task), restrict, seconds, needed_bytes) for task in work.tasks
+    }
+
+
+@lru_cache(maxsize=1024)
+def _priced(
+    task: TrainingTask,
+    cluster: Cluster,
+    most: int,
+    restrict: Callable[[Job], Job],
+    seconds: Cost,
+    needed_bytes: Cost,
+) -> Speed:
+    flops = table(restrict(task.job(cluster)), most * cluster.per_node, seconds=seconds, needed_bytes=needed_bytes)
+    return Speed(by_node(flops, cluster, most))
+
+
+def fastest(question: Job, gpus: int) -> Estimate | None:
+    """The best layout on `gpus` GPUs or fewer, the others idle; None where nothing fits."""
+    flops = table(question, gpus)
+    if not flops:
+        return None
+    found = best(question, max(flops, key=lambda count: (flops[count], -count)))
+    assert isinstance(found, Estimate)
+    return found
+
+
+# --- one layout for good ---------------------------------------------------------------------------
+
+
+def fixed(work: Workload, plan: Mapping[str, int]) -> Speeds:
+    """Every task keeps one tp x pp: the task's own, or the fastest on the nodes that `plan` gives it."""
+    return {
+        task.name: work.speeds[task.name]
+        if task.layout != "best"
+        else _fixed(task, work.cluster, work.most(task), max(plan[task.name], task.min_nodes))
+        for task in work.tasks
+    }
+
+
+@lru_cache(maxsize=1024)
+def _fixed(task: TrainingTask, cluster: Cluster, most: int, nodes: int) -> Speed:
+    tp, pp = fixed_layout(task, cluster, nodes)
+    flops = table(task.job(cluster, tp=tp, pp=pp), most * cluster.per_node)
+    return Speed(by_node(flops, cluster, most), -(-tp * pp // cluster.per_node))
+
+
+@lru_cache(maxsize=1024)
+def fixed_layout(task: TrainingTask, cluster: Cluster, nodes: int) -> tuple[int, int]:
+    """(tp, pp) of the fastest layout on `nodes` nodes whose replicas share nodes evenly, or fill whole ones."""
+    question = task.job(cluster)
+    found: Estimate | None = None
+    for tp in tensor_degrees(question.model, question.gpu):
+        for pp in pipeline_degrees(question.model, question.stack):
+            replica = tp * pp
+            replicas = min(nodes * cluster.per_node // replica, question.batch)
+            if (cluster.per_node % replica and replica % cluster.per_node) or not replicas:
+                continue
+            made = best(replace(question, tp=tp, pp=pp), replicas * replica)
+            if isinstance(made, Estimate) and (found is None or made.flops_per_s > found.flops_per_s):
+                found = made
+    if found is None:
+        raise ValueError(f"task {task.name}: no layout fits {nodes} nodes; give it more")
+    return found.layout.tp, found.layout.pp

@@ -1,0 +1,67 @@
+"""What an operator gives the coordinator for a simulated workload: configuration, and the tasks as submitted."""
+
+from __future__ import annotations
+
+from events import vocabulary as v
+from replay.evaluation.plan_rules import Rule
+from replay.evaluation.speeds import Speeds
+from replay.evaluation.workload import Speed, TrainingTask, Workload
+from replay.evaluation.world import World
+from unicrond.core.policy import Policy
+from unicrond.core.task_rules import WAF_MAX
+from unicrond.throughput.presets import MODELS
+
+#: More than any run commits: a task of the simulation has no end.
+_ITERATIONS = 2**50
+
+
+def policy_for(world: World) -> Policy:
+    """The coordinator's configuration: it knows the trace's failure rate and how long its transitions are."""
+    assumed = world.assumptions
+    transition_s = assumed.regroup_s + assumed.transfer_s + assumed.redeal_s
+    return Policy(
+        worker_start_s=2 * assumed.start_s + 60.0,
+        regroup_s=2 * (transition_s + assumed.checkpoint_load_s) + 60.0,
+        worker_mtbf_s=world.trace.node_mtbf_s,
+        transition_s=max(transition_s, 0.001),
+    )
+
+
+def first_plan(workload: Workload, rule: Rule) -> dict[str, int]:
+    """Nodes per task from a standing start, the layouts still free."""
+    return {task.name: count for task, count in rule(workload.problem(workload.cluster.nodes, workload.speeds))}
+
+
+def told_scale(workload: Workload) -> int:
+    """What every T and every batch is divided by: the log's FLOP/s are integers, together less than WAF_MAX."""
+    scale = 1
+    while sum(workload.failure_free.values()) // scale > WAF_MAX // 2:
+        scale *= 2
+    return scale
+
+
+def task_specs(workload: Workload, speeds: Speeds, scale: int = 1) -> list[v.TaskSpec]:
+    """The tasks as they would be submitted, one worker per node. `scale`: see `told_scale`."""
+    return [_spec(workload, task, speeds[task.name], scale) for task in workload.tasks]
+
+
+def _spec(workload: Workload, task: TrainingTask, speed: Speed, scale: int) -> v.TaskSpec:
+    """A replica of several nodes is as many stages: layers are rounded up to that, and whole replicas are tabled."""
+    model, most = MODELS[task.model], workload.most(task) // speed.unit * speed.unit
+    return v.TaskSpec(
+        name=task.name,
+        weight=task.weight,
+        min_workers=speed.least(task.min_nodes),
+        max_workers=most,
+        pp=speed.unit,
+        model=v.ModelSpec(
+            layers=-(-model.layers // speed.unit) * speed.unit,
+            hidden=model.hidden,
+            heads=model.heads,
+            seq=model.seq,
+            vocab=model.vocab,
+        ),
+        global_batch=max((task.batch or model.batch) // scale, most // speed.unit),
+        iterations=_ITERATIONS,
+        throughput={str(nodes): speed.flops[nodes] // scale for nodes in range(speed.unit, most + 1, speed.unit)},
+    )
