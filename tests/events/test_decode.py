@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -79,15 +78,7 @@ def test_one_line_for_any_bytes(body: bytes, as_json: bool) -> None:
         json.loads(text)
 
 
-def test_it_starts_fast() -> None:
-    """One process per message: 40 ms measured, of which 16 ms are Python's. Loose, for machines under load."""
-    best_s = min(_timed_s() for _ in range(5))
-    assert best_s < 0.25
+def test_it_imports_nothing_heavy() -> None:
+    """One process per message: 40 ms measured, of which 16 ms are Python's."""
     heavy = "import sys, events.decode; print([m for m in ('asyncio', 'nats', 'torch', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, check=True).stdout == b"[]\n"
-
-
-def _timed_s() -> float:
-    begin = time.perf_counter()
-    run(encode(LEFT))
-    return time.perf_counter() - begin
