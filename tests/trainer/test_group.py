@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch.distributed as dist
 
 from agents.protocol.messages import Launch, Membership
 from agents.trainer.driver import HANDLERS
+from agents.trainer.groups import forming
 from agents.trainer.groups import group as group_module
-from agents.trainer.groups.forming import Attempt, Place, ports_named
+from agents.trainer.groups.ends import addresses_named
+from agents.trainer.groups.forming import Attempt, Place
 from agents.trainer.groups.group import Group, form
 from agents.trainer.groups.standby import Standby
+from agents.trainer.groups.stores import Stores
 from agents.trainer.lifecycle.effects import Begun
 from agents.trainer.lifecycle.failures import Broken, Superseded
 from agents.trainer.process.channel import AgentChannel
@@ -89,22 +93,22 @@ def test_closing_with_an_operation_in_flight_ends_it_here_and_there(
 def test_who_leaves_a_broken_group_knows_whom_it_had_lost(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
-    """The connections that have ended, by the ports on the other side; until one has, and once it is left, none.
-
-    Both ends are in this process. A group finds its sockets by the ports that the members listen on, so here the one
-    that was connected to finds the other's end, too. Which of the two that is, is chance.
-    """
+    """Until a connection has ended, and once the group is left, none. Which of the two connected is chance."""
     one, other = both(store, channels)
-    its, ports = set(one.ports()), {*one.ports(), *other.ports()}
-    assert its and one.lost_ports() == other.lost_ports() == []
+    introduced = one.introduce(), other.introduce()
+    for group, heard in zip((one, other), introduced, strict=True):
+        group.finish()
+        group.know(heard)
+    assert one.ends.lost() == other.ends.lost() == []
     other.all_reduce(torch.ones(1000))
+    ends = other.ends
     one.close()
-    with pytest.raises(Broken, match="Connection"):
+    with pytest.raises(Broken, match="Connection") as broken:
         other.finish()
-    lost = set(other.lost_ports())
-    assert lost & its and lost <= ports
+    assert ends.lost() == [0]
+    assert ends.named(str(broken.value)) == 0
     other.close()
-    assert one.lost_ports() == other.lost_ports() == []
+    assert one.ends.lost() == other.ends.lost() == []
 
 
 def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
@@ -120,20 +124,26 @@ def test_an_urgent_membership_ends_the_wait_for_a_silent_peer(
 
 
 @pytest.mark.parametrize(
-    ("error", "ports"),
+    ("error", "addresses"),
     [
         (
             "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:31883: Connection reset by peer.",
-            (35708, 31883),
+            ("127.0.0.1 35708", "127.0.0.1 31883"),
         ),
-        ("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.1.2.3]:38623", (57238, 38623)),
-        ("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [fe80::1%eth0]:38623.", (57238, 38623)),
+        (
+            "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.1.2.3]:38623",
+            ("10.1.2.3 57238", "10.1.2.3 38623"),
+        ),
+        (
+            "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [fe80::1%eth0]:38623.",
+            ("fe80::1 57238", "fe80::1 38623"),
+        ),
         ("Application timeout caused pair closure", ()),
         ("NCCL error: remote error", ()),
     ],
 )
-def test_the_port_in_an_error(error: str, ports: tuple[int, ...]) -> None:
-    assert ports_named(error) == ports
+def test_the_address_in_an_error(error: str, addresses: tuple[str, ...]) -> None:
+    assert addresses_named(error) == addresses
 
 
 def test_a_group_of_one_needs_nobody(channels: tuple[AgentChannel, AgentChannel]) -> None:
@@ -155,6 +165,61 @@ def test_forming_is_given_up_for_a_newer_membership(
 def test_forming_is_bounded(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
     with pytest.raises(Broken, match=r"within 0\.1 s"):
         meet(store, channels[0], 0, timeout_s=0.1)
+
+
+def test_a_member_with_an_older_hook_is_met_its_way(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
+) -> None:
+    """It reads every member's port and value itself, and sends the ports of its connections with its position."""
+    made: list[object] = []
+
+    def older() -> None:
+        theirs = dist.PrefixStore("gen/t/1/0", Stores().take(store))
+        device, listening = forming._listen("127.0.0.1")
+        theirs.set("standby/1", "-")
+        theirs.set("port/1", listening.partition(" ")[2])
+        theirs.wait(["port/0", "port/1"], timedelta(seconds=30))
+        assert all(int(port) for port in theirs.multi_get(["port/0", "port/1"]))
+        made.append(forming._connect_gloo(theirs, place(store, "gen/t/1/0", 1), device))
+
+    other = threading.Thread(target=older)
+    other.start()
+    group = meet(store, channels[0], 0)
+    other.join(30)
+    assert made and group._formed is not None and group._formed.sockets
+    assert group.introduce() is None
+    rows = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    theirs = made[0].allgather([rows], [torch.tensor([3, 4])])  # type: ignore[attr-defined]
+    told = group.all_gather([1, 2])
+    group.finish()
+    theirs.wait()
+    assert told.read() == [[1, 2], [3, 4]]
+    group.close()
+
+
+def test_the_connection_to_the_store_is_kept_while_the_store_lives(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
+) -> None:
+    stores = [Stores(), Stores()]
+    kept = []
+    for prefix in ("gen/t/1/0", "gen/t/2/0"):
+        made = [Attempt(place(store, prefix, rank), channels[rank], stores=stores[rank]) for rank in range(2)]
+        for attempt in made:
+            attempt._thread.join(30)
+            assert attempt.succeeded
+            attempt.abandon()
+        kept.append([one._idle for one in stores])
+    assert kept[0] == kept[1] and None not in kept[0]
+    ended = _Ended()
+    stores[0].keep(store, ended)
+    assert stores[0].take(store) is not ended
+
+
+class _Ended:
+    """A connection whose store has been replaced."""
+
+    def check(self, _keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer")
 
 
 # --- standby groups ------------------------------------------------------------------------------
@@ -179,7 +244,8 @@ def test_a_standby_group_is_used_where_all_have_it(
     store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]
 ) -> None:
     one, other = attempts(store, channels, "standby/t/1/0/2")
-    standing = one._process_group
+    standing = one._formed
+    assert standing is not None
     used = attempts(store, channels, "gen/t/2/0", (("1/2", one), ("1/2", other)))
     assert used[0].take()[0] is standing
     assert not one.succeeded, "it is used once"
@@ -222,7 +288,7 @@ def test_a_stranger_is_left_connected(store: StoreAddress, channels: tuple[Agent
             second = Attempt(place(store, "gen/t/1/0", 1), channels[1])
             for channel, attempt in zip(channels, (first, second), strict=True):
                 assert channel.wait(lambda attempt=attempt: attempt.over, 30)  # type: ignore[misc]
-            assert first._sockets and second._sockets
+            assert first._formed and first._formed.sockets and second._formed and second._formed.sockets
             first.abandon()
             second.abandon()
             stranger.sendall(b"still here")
@@ -250,7 +316,7 @@ def test_a_member_says_once_that_it_waits_for_the_others_to_meet(
 
 def test_once_an_iteration_has_begun_slow_collectives_are_no_meeting() -> None:
     """Else each one would be an entry of the log, for as long as the group trains."""
-    group = Group(None, {}, 1, 0, 1, channel=Any, device=CPU)
+    group = Group(None, 1, 0, 1, channel=Any, device=CPU)
     group.waits = lambda: None
     here: Any = SimpleNamespace(detection=SimpleNamespace(begun=lambda _: None), group=group)
     HANDLERS[Begun](here, Begun(1))

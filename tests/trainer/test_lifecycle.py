@@ -16,7 +16,7 @@ import pytest
 
 from agents.protocol.messages import Committed, Completed, Launch, Membership, Parked, Regrouped, StopWanted
 from agents.trainer import lifecycle
-from agents.trainer.groups.reporting import PORTS_MAX, report_after_s
+from agents.trainer.groups.reporting import ALL_REPORT_MAX, report_after_s
 from agents.trainer.ledger import Account
 from agents.trainer.lifecycle import Books, run
 from agents.trainer.lifecycle import effects as e
@@ -368,7 +368,7 @@ def test_a_member_tells_what_fell_to_the_others_too() -> None:
 
 
 def test_all_members_of_a_small_group_report_at_once() -> None:
-    assert all(report_after_s(rank, PORTS_MAX) == 0.0 for rank in range(PORTS_MAX))
+    assert all(report_after_s(rank, ALL_REPORT_MAX) == 0.0 for rank in range(ALL_REPORT_MAX))
 
 
 @pytest.mark.parametrize("size", [65, 100, 4096, 131_072])

@@ -32,16 +32,15 @@ import torch.distributed as dist
 
 from agents.protocol.marks import Marker
 from agents.protocol.messages import Waits
+from agents.trainer.groups.ends import Ends
 from agents.trainer.groups.forming import (
     Attempt,
+    Formed,
     Place,
     event_behind,
     failure,
-    far_ports,
-    is_connected,
-    ports_of,
-    shut_down,
 )
+from agents.trainer.groups.stores import Stores
 from agents.trainer.lifecycle.failures import Broken, Superseded
 from agents.trainer.process.channel import AgentChannel
 
@@ -62,16 +61,17 @@ class Group:
     """A member's end of the group of `generation`. `rank` and `size` count replicas."""
 
     def __init__(
-        self, process_group: object, sockets: dict[int, str], generation: int, rank: int, size: int,
-        channel: AgentChannel, device: torch.device,
+        self, formed: Formed | None, generation: int, rank: int, size: int, channel: AgentChannel,
+        device: torch.device,
     ) -> None:  # fmt: skip
         self.generation = generation
         self.rank = rank
         self.size = size
         self.device = device
-        self._process_group = process_group
-        self._sockets = sockets
-        self._far_ports = far_ports(sockets)
+        self._formed = formed
+        self._process_group = formed.process_group if formed else None
+        #: Of its connections; none once it is left.
+        self.ends = Ends(formed.sockets, formed.listening, rank) if formed else Ends({})
         self._channel = channel
         self._in_flight = _InFlight(channel, self._nccl)
         self._timeout_s = 0.0
@@ -85,13 +85,21 @@ class Group:
         """The process group, if it is one of NCCL's: then everything that it exchanges is on the GPU."""
         return self._process_group if self.device.type == "cuda" else None
 
-    def ports(self) -> list[int]:
-        """On this side of the group's connections; none with NCCL."""
-        return ports_of(self._sockets)
+    def introduce(self) -> torch.Tensor | None:
+        """Start telling each member which end of the connection to it is this member's (`ends.py`): `know` what comes,
+        when it has come. None with NCCL, or where a member's hook is older."""
+        if not self.ends:
+            return None
+        told = torch.tensor(self.ends.told(), dtype=torch.int64)
+        heard = torch.zeros_like(told)
+        each = [1] * self.size
+        self.all_to_all(heard, told, each, each)
+        return heard
 
-    def lost_ports(self) -> list[int]:
-        """On the other side of those of the group's connections that have ended; none with NCCL, or once it is left."""
-        return [port for fd, port in self._far_ports.items() if not is_connected(fd, self._sockets[fd])]
+    def know(self, heard: torch.Tensor | None) -> None:
+        """What `introduce` has brought."""
+        if heard is not None:
+            self.ends.learn(heard.tolist())
 
     def limit(self, timeout_s: float) -> None:
         """Have collectives from now on time out after about so long (the library's own time-out, the last resort)."""
@@ -167,8 +175,9 @@ class Group:
         if nccl is not None:
             _abort(nccl, flight)
             return
-        shut_down(self._sockets)
-        self._far_ports = {}
+        assert self._formed is not None
+        self._formed.end()
+        self._formed, self.ends = None, Ends({})
         if not flight.wait_until_over(_CLOSE_TIMEOUT_S):
             _parked.append(process_group)
         flight.forget()
@@ -198,7 +207,7 @@ class _Rows:
         self._rows = rows
 
     def read(self) -> list[list[int]]:
-        return [[int(value) for value in row.tolist()] for row in self._rows]
+        return [row.tolist() for row in self._rows]
 
 
 class Operation:
@@ -302,16 +311,17 @@ class _InFlight:
 
 def form(
     place: Place, generation: int, channel: AgentChannel, timeout_s: float | None,
-    standby: tuple[str, Attempt] | None = None,
+    standby: tuple[str, Attempt] | None = None, stores: Stores | None = None,
 ) -> Group:  # fmt: skip
     """Form the group of `generation` with its other members; returns when this member is connected to all.
 
-    `standby`: a group that may be used instead. Raises Superseded when a newer membership (urgent or not) comes
-    meanwhile, Broken when forming fails or takes longer than `timeout_s`, QuitAsked.
+    `standby`: a group that may be used instead; `stores`: where the connection to the store is kept. Raises Superseded
+    when a newer membership (urgent or not) comes meanwhile, Broken when forming fails or takes longer than `timeout_s`,
+    QuitAsked.
     """
     if place.size == 1:
-        return Group(None, {}, generation, place.rank, place.size, channel, place.device)
-    attempt = Attempt(place, channel, standby)
+        return Group(None, generation, place.rank, place.size, channel, place.device)
+    attempt = Attempt(place, channel, standby, stores)
 
     def over() -> bool:
         return attempt.over or channel.newest(generation) is not None
@@ -324,11 +334,11 @@ def form(
     except BaseException:
         attempt.abandon()
         raise
-    process_group, sockets, error = attempt.take()
-    if process_group is None:
+    formed, error = attempt.take()
+    if formed is None:
         if error is not None:
             raise Broken(error)
         if in_time:
             raise Superseded(f"generation {generation} was superseded while it formed")
         raise Broken(f"not all members of generation {generation} joined within {timeout_s} s")
-    return Group(process_group, sockets, generation, place.rank, place.size, channel, place.device)
+    return Group(formed, generation, place.rank, place.size, channel, place.device)

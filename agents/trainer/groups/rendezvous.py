@@ -3,9 +3,11 @@
 Rules
 -----
 * Which membership is followed when, and what becomes of the group before: `lifecycle/meeting.py`.
-* With their positions the members of a small group exchange the ports of their connections, so that a member that loses
-  one can say whose the other end is: of two ends one is at fault, and often only the other notices.
-  Which of a larger group report: `reporting.py`.
+* With their positions the members tell each other which ends of their connections are theirs (`ends.py`), so that a
+  member that loses one can say whose the other end is.
+* A report names the losses that say something: where more than LOST_MAX connections have ended, nearly all of them are
+  those of members that have left since, and it names the one that broke its own collective.
+  Which of a larger group report at once: `reporting.py`.
 * Whatever a shard finds out from its own messages or its own group is put to the vote of its replica, so that all
   shards take the same turn. Every wait is bounded for a worker with state: after `fault_wait_s` it is stranded.
 """
@@ -14,17 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from agents.protocol.messages import Membership, Trouble, Waits
-from agents.trainer.groups.forming import Place, ports_named
+from agents.trainer.groups.ends import Ends
+from agents.trainer.groups.forming import Place
 from agents.trainer.groups.group import Group, form
-from agents.trainer.groups.reporting import PORTS_MAX, report_after_s
+from agents.trainer.groups.reporting import report_after_s
 from agents.trainer.groups.standby import Standby
+from agents.trainer.groups.stores import Stores
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
 from agents.trainer.lifecycle.verdict import Position, span_row, spans_of
 from agents.trainer.process.context import Context
@@ -33,6 +36,10 @@ from events.vocabulary import Phase
 
 T = TypeVar("T")
 _MESSAGE_CHARS = 1024
+#: So many losses a report can name (events.vocabulary.ErrorReported.lost).
+LOST_MAX = 64
+#: In groups of at most so many, older hooks expect a number for each member in the row of a position: none of ours.
+_NUMBERS_MAX = 64
 
 
 class Rendezvous:
@@ -42,7 +49,8 @@ class Rendezvous:
         self._context = context
         self._channel = context.channel
         self._replica = context.replica
-        self._standby = Standby(context.channel, context.patience.standby_max)
+        self._stores = Stores()
+        self._standby = Standby(context.channel, context.patience.standby_max, self._stores)
         self.group: Group | None = None
         self.generation = 0
         #: The group before, sound, until the next one stands.
@@ -51,8 +59,8 @@ class Rendezvous:
         self._deadline_s: float | None = None
         #: The present group's, of this shard, in rank order.
         self._workers: list[str] = []
-        #: Whose connections have these ports on their side.
-        self._owners: dict[int, str] = {}
+        #: Of the last group's connections, also when it is left.
+        self._ends = Ends({})
         #: To whom the connections were dead when the last group was left.
         self._lost: tuple[str, ...] = ()
 
@@ -86,7 +94,7 @@ class Rendezvous:
     def leave(self) -> None:
         """Leave the group at once."""
         if self.group is not None:
-            self._note_losses(self.group)
+            self._note_losses()
             self.group.close()
             self.group = None
 
@@ -114,7 +122,8 @@ class Rendezvous:
         """Tell the agent of a broken group, unless the answer is already here. A planned membership is not an answer:
         a member that has not noticed waits in this group for a boundary that no member reaches."""
         if self.group is not None:
-            self._note_losses(self.group)
+            self._note_losses()
+        peer = self._ends.named(failure)
         kind = classify_broken(failure)
         if self.group is None and kind in ("connection_broken", "collective_timeout"):
             self._let_others_report()  # one that is still open is left first: others may wait in it
@@ -127,7 +136,7 @@ class Rendezvous:
                     phase=phase,
                     message=failure[:_MESSAGE_CHARS],
                     detail="",
-                    peer=next((self._owners[port] for port in ports_named(failure) if port in self._owners), ""),
+                    peer="" if peer is None else self._workers[peer],
                     lost=self._lost if kind == "connection_broken" else (),  # a time-out ends them all
                 )
             )
@@ -138,10 +147,10 @@ class Rendezvous:
             with contextlib.suppress(QuitAsked):  # the wait for a membership raises it again
                 self._channel.wait(lambda: self._channel.newest(self.generation, urgent_only=True) is not None, after_s)
 
-    def _note_losses(self, group: Group) -> None:
-        """Before it is left: that ends them all."""
-        owners = {self._owners[port] for port in group.lost_ports() if port in self._owners}
-        self._lost = tuple(sorted(owners - {self._context.launch.worker}))
+    def _note_losses(self) -> None:
+        """Before the group is left: that ends them all."""
+        lost = {self._workers[rank] for rank in self._ends.lost()} - {self._context.launch.worker}
+        self._lost = tuple(sorted(lost)) if len(lost) <= LOST_MAX else ()
 
     # --- the way to the next group ----------------------------------------------------------------
 
@@ -167,11 +176,12 @@ class Rendezvous:
         launch = self._context.launch
         workers = [member.worker for member in membership.members if member.shard == launch.shard]
         place = self._place(membership, workers, f"gen/{launch.task}/{membership.generation}/{launch.shard}")
-        self._owners, self._lost = {}, ()
+        self._ends, self._lost = Ends({}), ()
 
         def meet() -> None:
             left_s = self._left_s()
-            self.group = form(place, membership.generation, self._channel, left_s, self._standby.offer(workers))
+            standby = self._standby.offer(workers)
+            self.group = form(place, membership.generation, self._channel, left_s, standby, self._stores)
 
         self.together(meet)
         group = self.group
@@ -186,12 +196,14 @@ class Rendezvous:
     def _exchange(self, position: Position, micro_batches: int, buckets: int, sharded: bool) -> list[Position]:
         group, workers = self.group, self._workers
         assert group is not None
-        ports = _padded(group.ports(), len(workers)) if len(workers) <= PORTS_MAX else []
-        rows = group.all_gather([len(position.spans), *ports, *position.row(micro_batches, buckets)])
+        unused = [0] * (len(workers) if len(workers) <= _NUMBERS_MAX else 0)
+        ends = group.introduce()
+        rows = group.all_gather([len(position.spans), *unused, *position.row(micro_batches, buckets)])
         group.finish()
+        group.know(ends)
+        self._ends = group.ends
         told = rows.read()
-        self._owners = _owners(workers, [row[1 : 1 + len(ports)] for row in told])
-        positions = [Position.from_row(row[1 + len(ports) :], micro_batches) for row in told]
+        positions = [Position.from_row(row[1 + len(unused) :], micro_batches) for row in told]
         if not sharded:
             return positions
         length = max(row[0] for row in told)
@@ -220,14 +232,3 @@ class Rendezvous:
         membership = self._channel.membership(newest)
         assert membership is not None
         return membership
-
-
-def _padded(ports: list[int], length: int) -> list[int]:
-    return (ports + [0] * length)[:length]
-
-
-def _owners(workers: Sequence[str], ports: Sequence[Sequence[int]]) -> dict[int, str]:
-    """Port -> its owner; not ports with two owners, on two hosts."""
-    every = [(port, worker) for worker, own in zip(workers, ports, strict=True) for port in own if port]
-    count = Counter(port for port, _ in every)
-    return {port: worker for port, worker in every if count[port] == 1}

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agents.trainer.groups.forming import Attempt, Place
+from agents.trainer.groups.stores import Stores
 from agents.trainer.process.channel import AgentChannel
 
 _REPLICAS_MIN = 3
@@ -28,8 +29,9 @@ _REPLICAS_MIN = 3
 class Standby:
     """This shard's standby groups. `generation`: of the membership they were built after; 0: none."""
 
-    def __init__(self, channel: AgentChannel, replicas_max: int) -> None:
+    def __init__(self, channel: AgentChannel, replicas_max: int, stores: Stores | None = None) -> None:
         self._channel = channel
+        self._stores = stores
         self._replicas_max = replicas_max
         self._attempts: dict[tuple[str, ...], tuple[str, Attempt]] = {}
         self.generation = 0
@@ -46,7 +48,7 @@ class Standby:
                 others = tuple(worker for worker in workers if worker != workers[lost])
                 rank = place.rank - (lost < place.rank)
                 wanted = replace(place, prefix=f"{place.prefix}/{lost}", rank=rank, size=len(others))
-                self._attempts[others] = (f"{generation}/{lost}", Attempt(wanted, self._channel))
+                self._attempts[others] = (f"{generation}/{lost}", Attempt(wanted, self._channel, stores=self._stores))
 
     def offer(self, workers: Sequence[str]) -> tuple[str, Attempt] | None:
         """The standby group of exactly these members, where it is whole here."""

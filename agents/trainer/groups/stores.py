@@ -1,0 +1,49 @@
+"""The connection to the rendezvous store, kept from one meeting to the next.
+
+Rules
+-----
+* The next membership most often names the same store. Torch asks for the name of every address that it connects to
+  (socket.cpp, torch 2.13): a new connection is as slow as the name service, and many at once may lose its answers.
+* One connection is kept, while no meeting uses it. A store that has been replaced on its port has ended it: then a new
+  one is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from events.vocabulary import StoreAddress
+
+_MEET_TIMEOUT = timedelta(seconds=10)
+
+
+class Stores:
+    """One member's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: tuple[StoreAddress, object] | None = None
+
+    def take(self, address: StoreAddress) -> object:
+        """A connection to the store at that address, for one meeting. Raises dist.DistError."""
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None and idle[0] == address and _answers(idle[1]):
+            return idle[1]
+        return dist.TCPStore(address.host, address.port, None, False, _MEET_TIMEOUT)
+
+    def keep(self, address: StoreAddress, server: object) -> None:
+        """The meeting is over, and nothing waits in this connection."""
+        with self._lock:
+            self._idle = address, server
+
+
+def _answers(server: object) -> bool:
+    try:
+        server.check(["-"])  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    return True

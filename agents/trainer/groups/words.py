@@ -1,0 +1,72 @@
+"""What the members of a group that forms tell each other in a store, at a few messages a member.
+
+Rules
+-----
+* Each member says its word under a key of its own. Who asks first what all have said is the *teller*: it waits for the
+  words of all and sets them down as one, which the others read. So the store answers a few messages of each member, and
+  none about all members but the teller's: were every member to read every word, the store would answer n * n.
+* A teller that is lost or gives up leaves the others waiting, as any such member does: without all there is no group.
+* Hooks before this rule say the same words and read all themselves. They are no tellers, and wait for none.
+* What all have said of a kind does not change: each kind is said once in an attempt.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+
+#: How long one look for the others' words may take; it delays no member, but torch warns at the end of each.
+_LOOK_AGAIN = timedelta(seconds=60)
+
+
+class Words:
+    """One member's, in a store of the attempt's own (a prefix). `given_up`: asked between two looks."""
+
+    def __init__(self, store: object, rank: int, size: int, given_up: Callable[[], bool]) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._given_up = given_up
+        self._said: list[str] = []
+
+    def say(self, what: str, word: bytes | str) -> None:
+        """This member's word of a kind."""
+        self._said.append(f"{what}/{self._rank}")
+        self._store.set(self._said[-1], word)  # type: ignore[attr-defined]
+
+    def unsay(self) -> None:
+        """Take this member's words back, when no member will ask for them: the store outlives many groups."""
+        while self._said:
+            self._store.delete_key(self._said.pop())  # type: ignore[attr-defined]
+
+    def heard(self, what: str) -> list[bytes] | None:
+        """What all members have said, in rank order, as soon as all have; None where it was given up."""
+        own = str(self._rank)
+        teller = bytes(self._store.compare_set(f"{what}/teller", "", own)).decode()  # type: ignore[attr-defined]
+        if teller != own:
+            return self._told(what)
+        everyone = [f"{what}/{member}" for member in range(self._size)]
+        if not self._wait(everyone):
+            return None
+        words = [bytes(word) for word in self._store.multi_get(everyone)]  # type: ignore[attr-defined]
+        self._store.set(f"{what}/all", zlib.compress(msgspec.msgpack.encode(words), 1))  # type: ignore[attr-defined]
+        return words
+
+    def _told(self, what: str) -> list[bytes] | None:
+        if not self._wait([f"{what}/all"]):
+            return None
+        told = zlib.decompress(bytes(self._store.get(f"{what}/all")))  # type: ignore[attr-defined]
+        return msgspec.msgpack.decode(told, type=list[bytes])
+
+    def _wait(self, keys: list[str]) -> bool:
+        while not self._given_up():
+            try:
+                self._store.wait(keys, _LOOK_AGAIN)  # type: ignore[attr-defined]
+            except dist.DistStoreError:
+                continue
+            return True
+        return False

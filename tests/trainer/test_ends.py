@@ -1,0 +1,104 @@
+"""Whose the other end of a connection is, in groups of any size."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from agents.trainer.groups.ends import Ends, address, mark
+
+SIZE = 100
+RANK = 40
+
+
+class Mesh:
+    """The connections of one member of a large group: those after it made theirs to it, it made its to those before
+    it. `mine`: its sockets; `theirs[m]`: member m's end."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.listeners = [socket.create_server(("127.0.0.1", 0), backlog=size) for _ in range(size)]
+        self.mine: dict[int, socket.socket] = {}
+        self.theirs: dict[int, socket.socket] = {}
+        for member in range(size):
+            if member != rank:
+                accepts, connects = (member, rank) if member < rank else (rank, member)
+                made = socket.create_connection(self.listeners[accepts].getsockname())
+                accepted, _ = self.listeners[accepts].accept()
+                self.mine[member], self.theirs[member] = (made, accepted) if connects == rank else (accepted, made)
+
+    @property
+    def listening(self) -> list[str]:
+        return [address(listener.getsockname()) for listener in self.listeners]
+
+    def ends(self) -> Ends:
+        return Ends(names(self.mine.values()), self.listening, self.rank)
+
+    def heard(self, ends: Ends) -> list[int]:
+        """What all members tell this one."""
+        told = [
+            Ends(names([end]), self.listening, member).told()[self.rank] for member, end in sorted(self.theirs.items())
+        ]
+        return [*told[: self.rank], ends.told()[self.rank], *told[self.rank :]]
+
+    def close(self) -> None:
+        for one in (*self.listeners, *self.mine.values(), *self.theirs.values()):
+            one.close()
+
+
+def names(sockets: Iterable[socket.socket]) -> dict[int, str]:
+    return {one.fileno(): os.readlink(f"/proc/self/fd/{one.fileno()}") for one in sockets}  # noqa: PTH115
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    with contextlib.closing(Mesh(RANK, SIZE)) as made:
+        yield made
+
+
+def test_each_connection_is_known_whoever_made_it(mesh: Mesh) -> None:
+    ends = mesh.ends()
+    told = ends.told()
+    assert [member for member, one in enumerate(told) if one] == list(range(RANK)), "it made those to members before it"
+    assert len({*told[:RANK]}) == RANK
+    mesh.theirs[7].close()
+    mesh.theirs[90].close()
+    assert ends.lost() == [7], "where 90 comes from, 90 has yet to tell"
+
+
+def test_the_lost_members_are_named(mesh: Mesh) -> None:
+    ends = mesh.ends()
+    ends.learn(mesh.heard(ends))
+    assert ends.lost() == []
+    for member in (3, 64, 99):
+        mesh.theirs[member].close()
+    assert ends.lost() == [3, 64, 99]
+
+
+@pytest.mark.parametrize("member", [3, 99])
+def test_the_member_in_an_error_is_named(mesh: Mesh, member: int) -> None:
+    ends = mesh.ends()
+    ends.learn(mesh.heard(ends))
+    host, port = mesh.mine[member].getpeername()
+    mesh.theirs[member].close()
+    assert ends.named(f"Connection closed by peer [{host}]:{socket.ntohs(port)}") == member
+    assert ends.named("Connection closed by peer [10.0.0.1]:7") is None
+    assert ends.named("Application timeout caused pair closure") is None
+
+
+def test_without_the_members_addresses_nothing_is_known(mesh: Mesh) -> None:
+    ends = Ends(names(mesh.mine.values()))
+    mesh.theirs[3].close()
+    assert not ends
+    assert (ends.told(), ends.lost()) == ([], [])
+
+
+def test_marks_tell_addresses_apart() -> None:
+    every = {mark(f"10.0.{high}.{low} {port}") for high in range(4) for low in range(50) for port in range(50)}
+    assert len(every) == 4 * 50 * 50
+    assert all(0 < one < 1 << 63 for one in every)
+    assert address(("fe80::1%eth0", 7, 0, 2)) == address(("fe80::1%eth7", 7, 0, 3)) == "fe80::1 7"
