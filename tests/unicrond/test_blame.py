@@ -228,6 +228,21 @@ def test_sixty_four_members_are_judged_at_once() -> None:
     assert judged(told, 64).blamed == tuple(f"n{number:02}" for number in range(1, 64, 2))
 
 
+def test_the_lost_one_of_a_thousand_is_found_among_those_that_left() -> None:
+    """The first 64 name it and all that have left before them, later ones the one whose leaving has stopped them."""
+    told: dict[str, tuple[str, ...]] = {}
+    for worker in names(1024):
+        if worker != "t.7":
+            told[worker] = ("t.7", *told) if len(told) < 64 else (next(reversed(told)),)
+    assert judged(told, 1024) == Verdict(("n07",), ("n07",))
+
+
+def test_members_of_which_many_are_lost_are_judged_at_once() -> None:
+    workers = names(300)
+    told = {worker: tuple(workers[:12]) for worker in workers[12:]}
+    assert judged(told, 300).blamed == tuple(f"n{number:02}" for number in range(12))
+
+
 def test_two_replicas_that_name_nobody_have_lost_each_other() -> None:
     cluster = MiniCluster(3)
     cluster.add_host("n0")

@@ -36,8 +36,10 @@ Quality: TypeAlias = tuple[int, int]
 PLAIN, ECHO = 2, 1
 #: How much better than all others an explanation must be to be clear.
 _CLEARLY = 2
-#: So many steps are spent in search of other explanations of the same size. (Groups of more than 64 tell no links.)
+#: So many steps are spent in search of other explanations of the same size: fewer where each looks at more links than
+#: 64 nodes can have.
 _LOOKS_MAX = 10_000
+_LINKS_OF_64 = 64 * 63 // 2
 
 
 class Verdict(NamedTuple):
@@ -155,7 +157,7 @@ def _smallest_covers(part: frozenset[Link]) -> list[frozenset[str]]:
     most = len(_ends(part)) // 2
     covers: set[frozenset[str]] = set()
     open_ways: list[tuple[frozenset[str], frozenset[Link]]] = [(frozenset(), part)]
-    for _ in range(_LOOKS_MAX):
+    for _ in range(_LOOKS_MAX * _LINKS_OF_64 // max(len(part), _LINKS_OF_64)):
         if not open_ways:
             break
         cover, left = open_ways.pop()

@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
 
 def deal(held: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[int, ...], ...]:
@@ -27,10 +28,11 @@ def deal(held: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[int, 
         raise ValueError(f"held: {held} has a micro-batch twice")
     if any(not 0 <= micro_batch < micro_batches for micro_batch in taken):
         raise ValueError(f"held: {held} has a micro-batch outside 0..{micro_batches - 1}")
-    counts = [len(own) for own in held]
+    counts = [(len(own), replica) for replica, own in enumerate(held)]
+    heapify(counts)
     dealt: list[list[int]] = [[] for _ in held]
     for micro_batch in sorted(set(range(micro_batches)).difference(taken)):
-        replica = counts.index(min(counts))
+        count, replica = counts[0]
         dealt[replica].append(micro_batch)
-        counts[replica] += 1
+        heapreplace(counts, (count + 1, replica))
     return tuple(tuple(own) for own in dealt)

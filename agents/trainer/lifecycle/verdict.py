@@ -131,9 +131,14 @@ def _words(numbers: Sequence[int], limit: int) -> list[int]:
 
 
 def _numbers(words: Sequence[int]) -> tuple[int, ...]:
-    return tuple(
-        word * _WORD_BITS + bit for word, bits in enumerate(words) for bit in range(_WORD_BITS) if bits >> bit & 1
-    )
+    found = []
+    for word, bits in enumerate(words):
+        left = bits & ((1 << _WORD_BITS) - 1)
+        while left:  # of many members each holds little: nearly all words are 0
+            lowest = left & -left
+            found.append(word * _WORD_BITS + lowest.bit_length() - 1)
+            left ^= lowest
+    return tuple(found)
 
 
 def _word_count(limit: int) -> int:

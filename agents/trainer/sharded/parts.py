@@ -20,6 +20,7 @@ Pure: nodes and spans come in, spans and moves go out. What does not live here: 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -129,19 +130,31 @@ def moves(held: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> l
 def _divided(held: Sequence[Sequence[Span]], missing: Sequence[tuple[int, int, int]]) -> list[Move]:
     """Each missing (target, start, stop), cut where the holders change."""
     cuts = sorted({cut for spans in held for span in spans for cut in span})
+    holders_from = _holders(held, cuts)
     given = [0] * len(held)
     found = []
     for target, start, stop in missing:
-        edges = [start, *(cut for cut in cuts if start < cut < stop), stop]
+        edges = [start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]
         for here, there in pairwise(edges):
             if here == there:
                 continue
-            holders = [member for member, spans in enumerate(held) if any(s <= here and there <= e for s, e in spans)]
+            between = bisect_right(cuts, here)
+            holders = holders_from[cuts[between - 1]] if 0 < between < len(cuts) else ()
             if not holders:
                 raise NowhereHeld(f"no member holds elements {here} to {there}")
             source = min(holders, key=lambda member: (given[member], member))
             given[source] += there - here
             found.append(Move(here, there, source, target))
+    return found
+
+
+def _holders(held: Sequence[Sequence[Span]], cuts: Sequence[int]) -> dict[int, list[int]]:
+    """Cut -> the members that hold everything from it to the next."""
+    found: dict[int, list[int]] = {cut: [] for cut in cuts}
+    for member, spans in enumerate(held):
+        for start, stop in spans:
+            for cut in cuts[bisect_left(cuts, start) : bisect_left(cuts, stop)]:
+                found[cut].append(member)
     return found
 
 
