@@ -31,7 +31,8 @@ class Ends:
     def __init__(self, sockets: dict[int, str], listening: Sequence[str] = (), rank: int = 0) -> None:
         self._sockets = sockets
         self._listening = listening
-        near, self._far = {}, {}
+        near: dict[int, str] = {}
+        self._far: dict[int, str] = {}
         for fd in sockets if listening else ():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
                 self._far[fd], near[fd] = address(duplicate.getpeername()), address(duplicate.getsockname())
