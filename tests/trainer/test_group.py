@@ -206,7 +206,8 @@ def test_the_connection_to_the_store_is_kept_while_the_store_lives(
         made = [Attempt(place(store, prefix, rank), channels[rank], stores=stores[rank]) for rank in range(2)]
         for attempt in made:
             attempt._thread.join(30)
-            assert attempt.succeeded
+        assert all(attempt.succeeded for attempt in made)
+        for attempt in made:
             attempt.abandon()
         kept.append([one._idle for one in stores])
     assert kept[0] == kept[1] and None not in kept[0]

@@ -30,8 +30,8 @@ STORE = StoreAddress(host="127.0.0.1", port=1)
 DIRECTORY = Path(lifecycle.__file__).parent
 #: What the lifecycle may import beside itself.
 ALLOWED = {
-    "__future__", "collections.abc", "dataclasses", "re", "typing", "events", "events.vocabulary", "agents.trainer",
-    "agents.trainer.ledger", "agents.protocol.messages", "agents.trainer.sharded.parts",
+    "__future__", "collections.abc", "dataclasses", "heapq", "re", "typing", "events", "events.vocabulary",
+    "agents.trainer", "agents.trainer.ledger", "agents.protocol.messages", "agents.trainer.sharded.parts",
 }  # fmt: skip
 
 
