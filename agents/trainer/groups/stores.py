@@ -2,8 +2,8 @@
 
 Rules
 -----
-* The next membership most often names the same store. Torch asks for the name of every address that it connects to
-  (socket.cpp, torch 2.13): a new connection is as slow as the name service, and many at once may lose its answers.
+* The next membership most often names the same store. To connect anew costs a round and, in torch 2.13 (socket.cpp), a
+  question to the name service for the address of the other end.
 * One connection is kept, while no meeting uses it. A store that has been replaced on its port has ended it: then a new
   one is made.
 """
