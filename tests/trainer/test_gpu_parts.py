@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from agents.trainer.groups import group as group_module
+from agents.trainer.groups.forming import Formed
 from agents.trainer.groups.group import AbortHangs, Group, Operation
 from agents.trainer.process.channel import AgentChannel
 from agents.trainer.process.faults import trouble
@@ -41,7 +42,7 @@ def communicator() -> Iterator[Communicator]:
 
 
 def on_gpu(communicator: Communicator, channel: AgentChannel) -> Group:
-    return Group(communicator, {}, 1, 0, 2, channel, torch.device("cuda", 0))
+    return Group(Formed(communicator), 1, 0, 2, channel, torch.device("cuda", 0))
 
 
 def test_an_abort_that_hangs_is_the_processs_end(
