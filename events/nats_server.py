@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import shutil
 import signal
@@ -27,8 +28,12 @@ from pathlib import Path
 from events import extras
 from events.nats_connection import Login
 
+logger = logging.getLogger(__name__)
+
 PROGRAM = "nats-server"
-READY_TIMEOUT_S = 10.0
+#: Before it answers, a server reads its store again and each consumer: 2,000 consumers took it 9 s on two loaded cores.
+READY_TIMEOUT_S = 180.0
+_TELL_EVERY_S = 10.0
 STOP_TIMEOUT_S = 10.0
 
 
@@ -190,7 +195,8 @@ class EmbeddedServer:
     async def _wait_ready(self) -> None:
         """Until the ports file is there and the port answers; the server offers no event for it, so we look."""
         assert self.pid is not None, "started or adopted"
-        deadline = time.monotonic() + READY_TIMEOUT_S
+        began_s = time.monotonic()
+        tell_s = _TELL_EVERY_S
         delay_s = 0.002
         while True:
             port = self._recorded_port(self.pid)
@@ -200,7 +206,11 @@ class EmbeddedServer:
             self._reap()
             if not _exists(self.pid):
                 raise ServerError(f"nats-server ended at once; {self._log_end()}")
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began_s
+            if waited_s > tell_s:
+                tell_s += _TELL_EVERY_S
+                logger.warning("nats-server is not ready yet, after %.0f s; %s", waited_s, self._log_end())
+            if waited_s > READY_TIMEOUT_S:
                 raise ServerError(f"nats-server is not ready after {READY_TIMEOUT_S:g} s; {self._log_end()}")
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 1.5, 0.1)

@@ -52,6 +52,23 @@ async def test_adoption(server: EmbeddedServer) -> None:
     assert not server.is_running()
 
 
+async def test_one_that_takes_long_is_waited_for_and_told_of(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await server.start()
+    assert server.pid is not None
+    monkeypatch.setattr(module, "READY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "_TELL_EVERY_S", 0.2)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ServerError, match=r"not ready after 0\.5 s; the end of .*nats-server\.log"):
+            await EmbeddedServer(server.directory).adopt()
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert caplog.text.count("nats-server is not ready yet") == 1
+    assert await EmbeddedServer(server.directory).adopt()
+
+
 async def test_it_outlives_its_starter(server: EmbeddedServer) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path; from events.nats_server import EmbeddedServer;"
