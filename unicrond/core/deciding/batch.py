@@ -45,10 +45,6 @@ class Batch:
         """Whether the log is written so that nodes read memberships from the decisions themselves."""
         return self.state.schema >= TOLD_ONCE
 
-    def hears_decisions(self, node: str) -> bool:
-        """Whether the node's agent reads memberships from the decisions; else it is told by commands."""
-        return self.tells_once and self.state.nodes[node].schema >= TOLD_ONCE
-
     def command_id(self, node: str) -> str:
         """The next command id of the node: "term.epoch.node.number"."""
         number = self._numbers.get(node, self.state.nodes[node].commands) + 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from events import vocabulary as v
 from unicrond.core import memory_places
 from unicrond.core.deciding.batch import Batch
-from unicrond.core.deciding.memberships import nodes_to_tell
-from unicrond.core.state import NodeStatus, Task, TaskStatus
+from unicrond.core.deciding.memberships import Audience
+from unicrond.core.state import Task, TaskStatus
 
 
 def tell_peers(batch: Batch, task: Task) -> None:
@@ -17,24 +17,19 @@ def tell_peers(batch: Batch, task: Task) -> None:
     if not memory_places.peers_are_stale(task, targets) or not task.confirmed:
         return
     peers = memory_places.peers(batch.state, task, targets)
-    nodes = [
-        batch.state.nodes[name] for name in nodes_to_tell(task, task.membership.members if task.membership else ())
-    ]
-    there = [node for node in nodes if node.status is NodeStatus.UP]
+    audience = Audience(batch, task, task.membership.members if task.membership else ())
     if batch.tells_once:
-        readers = [node.schema for node in there if batch.hears_decisions(node.name)]
-        batch.add(v.PeersDecided(task=task.name, peers=peers), readers)
-    for node in there:
-        if not batch.hears_decisions(node.name):
-            batch.add(
-                v.SetPeers(
-                    command_id=batch.command_id(node.name),
-                    node=node.name,
-                    epoch=batch.state.plan.epoch,
-                    task=task.name,
-                    peers=peers,
-                )
+        batch.add(v.PeersDecided(task=task.name, peers=peers), audience.schemas)
+    for node in audience.commanded:
+        batch.add(
+            v.SetPeers(
+                command_id=batch.command_id(node.name),
+                node=node.name,
+                epoch=batch.state.plan.epoch,
+                task=task.name,
+                peers=peers,
             )
+        )
 
 
 def drop_state(batch: Batch, task: Task) -> None:

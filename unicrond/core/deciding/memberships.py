@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from events import vocabulary as v
+from events.schemas import TOLD_ONCE
 from events.seats import cut, runs_of
 from unicrond.core import memory_places, reconcile
 from unicrond.core.deciding.batch import Batch
@@ -140,8 +141,8 @@ def set_membership(
     # A newcomer to a live group has no state; where no member has any, all are joiners.
     new = {worker.worker for worker in task.apart if worker.status is not WorkerStatus.MEMBER}
     joiners = tuple([member.worker for member in members if member.worker in new])
-    told = [state.nodes[name] for name in nodes_to_tell(task, members) if state.nodes[name].status is NodeStatus.UP]
-    store = state.nodes[members[0].node].store if members else told[0].store
+    audience = Audience(batch, task, members)
+    store = state.nodes[members[0].node].store if members else audience.nodes[0].store
     incidents = [incident for incident in state.incidents.values() if task.name in incident.generations]
     newest = max(incidents, key=lambda incident: incident.generations[task.name], default=None)
     told_once = v.ToldOnce(
@@ -165,16 +166,14 @@ def set_membership(
         reason=reason,
     )
     if batch.tells_once:
-        readers = [node.schema for node in told if batch.hears_decisions(node.name)]
         for event in in_parts(decided, told_once, batch.survey.policy.part_bytes):
-            batch.add(event, readers)
+            batch.add(event, audience.schemas)
     else:
         batch.add(decided)
     if len(members) > members_told_at_most(task.name):
         return  # no command holds it; on a node that reads no decisions, the workers miss the meeting and are replaced
-    for node in told:
-        if not batch.hears_decisions(node.name):
-            batch.add(_command(batch, decided, told_once, node.name))
+    for node in audience.commanded:
+        batch.add(_command(batch, decided, told_once, node.name))
 
 
 def _lead_tells(task: Task, members: tuple[v.Member, ...], joiners: tuple[str, ...]) -> bool:
@@ -214,8 +213,15 @@ def _command(batch: Batch, decided: v.MembershipDecided, told: v.ToldOnce, node:
     )
 
 
-def nodes_to_tell(task: Task, members: tuple[v.Member, ...]) -> list[str]:
-    """Nodes of the members, and of those whom the change leaves out."""
-    nodes = [member.node for member in members]
-    nodes += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
-    return list(dict.fromkeys(nodes))
+class Audience:
+    """The nodes that a decision about a task's members concerns, as far as they are up: those of `members`, and of the
+    members whom it leaves out. `schemas`: of those that read it in the log; `commanded`: the others."""
+
+    def __init__(self, batch: Batch, task: Task, members: tuple[v.Member, ...]) -> None:
+        known = batch.state.nodes
+        names = [member.node for member in members]
+        names += [worker.node for worker in task.workers.values() if worker.status is WorkerStatus.MEMBER]
+        self.nodes = [node for name in dict.fromkeys(names) if (node := known[name]).status is NodeStatus.UP]
+        reads = batch.tells_once
+        self.schemas = [node.schema for node in self.nodes if reads and node.schema >= TOLD_ONCE]
+        self.commanded = [node for node in self.nodes if not reads or node.schema < TOLD_ONCE]
