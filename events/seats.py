@@ -45,27 +45,25 @@ RUN_MAX = 1024
 
 
 def runs_of(members: Sequence[Member], joiners: Collection[str], size: int) -> tuple[SeatRun, ...]:
-    """The members, in their order, as runs. `size`: tp * pp, >= 1."""
+    """The members of one task, in their order, as runs. `size`: tp * pp, >= 1."""
     runs: list[SeatRun] = []
-    first: tuple[str, int, int, bool] | None = None
-    count = 0
+    serial = members[0].worker.rindex(".") + 1 if members else 0
+    node, number, seat, joins, count = "", 0, 0, False, 0
     for member in members:
-        number, seat = int(member.worker.rpartition(".")[2]), member.replica * size + member.shard
-        joins = member.worker in joiners
-        if first and count < RUN_MAX and (member.node, number - count, seat - count, joins) == first:
+        worker = member.worker
+        its_number, its_seat, it_joins = int(worker[serial:]), member.replica * size + member.shard, worker in joiners
+        if (
+            its_number == number + count and its_seat == seat + count
+            and member.node == node and it_joins == joins and 0 < count < RUN_MAX
+        ):  # fmt: skip
             count += 1
             continue
-        if first:
-            runs.append(_run(first, count))
-        first, count = (member.node, number, seat, joins), 1
-    if first:
-        runs.append(_run(first, count))
+        if count:
+            runs.append(SeatRun(node=node, number=number, seat=seat, count=count, joins=joins))
+        node, number, seat, joins, count = member.node, its_number, its_seat, it_joins, 1
+    if count:
+        runs.append(SeatRun(node=node, number=number, seat=seat, count=count, joins=joins))
     return tuple(runs)
-
-
-def _run(first: tuple[str, int, int, bool], count: int) -> SeatRun:
-    node, number, seat, joins = first
-    return SeatRun(node=node, number=number, seat=seat, count=count, joins=joins)
 
 
 def members_of(task: str, runs: Iterable[SeatRun], size: int) -> tuple[Member, ...]:
