@@ -370,7 +370,9 @@ class Agent(Shell):
                 group.create_task(watch.run())
                 group.create_task(self._send_beats(connection))
                 await watch.alone(self.has_inventory)
-                feed = NatsCommandFeed(connection, node, on_unread=self._cannot_read)
+                # With a key it has no right to: the coordinator makes and fits the consumer.
+                makes = self._options.login.key is None
+                feed = NatsCommandFeed(connection, node, on_unread=self._cannot_read, makes_consumer=makes)
                 # Before the node joins: one that cannot be commanded must not be planned for.
                 await feed.follow(self.tasks_here())
                 self.feed(LogSeen(identity=identity))

@@ -12,7 +12,7 @@ Rules
   not waited for.
 * A later boot that is only in the log, and is not heard, belongs to no agent: the run directory was lost and the clock
   is behind, or the newer one has come and gone while this one was cut off. The number is raised above it, and the agent
-  started again by its supervisor is heard.
+  started again by its supervisor is heard. An agent with a key cannot ask for it: it listens for a while instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 
 from events.codec import BadEvent, read
-from events.nats_connection import Connection, Unanswered
+from events.nats_connection import Connection, Denied, Unanswered
 from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX
 from events.vocabulary import Heartbeat, Name, NodeJoined
 
@@ -105,14 +105,16 @@ class NamesakeWatch:
 
         async def on_beat(message: object) -> None:
             boot = _boot_in(message.data)  # type: ignore[attr-defined]  # a nats Msg
-            self._known.heard(boot, time.monotonic())
+            if boot:
+                self._known.heard(boot, time.monotonic())
             if self._known.newer:
                 self._on_newer(self._known.newer)
 
         await self._connection.subscribe(f"{PREFIX}.beat.{self._node}", on_beat)
         while True:
             session = await self._connection.session()
-            await self._look()
+            if not await self._look() and not self._looked.is_set():
+                await asyncio.sleep(self._known.silence_s)  # an older one would be heard by then
             if self._known.outrun:
                 await asyncio.sleep(self._known.silence_s)
                 if not self._known.newer:
@@ -135,18 +137,22 @@ class NamesakeWatch:
                     "the older agent of the name %s does not end: joining beside it; stop that agent", self._node
                 )
 
-    async def _look(self) -> None:
+    async def _look(self) -> bool:
+        """Whether this login may: one with a key reads nothing that it could have written (events/logins.py)."""
         for stream, subject in (
             (BEAT_STREAM, f"{PREFIX}.beat.{self._node}"),
             (EVENT_STREAM, f"{PREFIX}.obs.{self._node}.{NodeJoined.__name__}"),
         ):
             try:
                 last = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", None, _ANSWER_S)
+            except Denied:
+                return False
             except Unanswered as error:
                 logger.info("cannot ask for the last %s: %s", subject, error)
                 continue
             if last.data:
                 self._known.stands_in_the_log(_boot_in(last.data), time.monotonic())
+        return True
 
 
 def _boot_in(body: bytes) -> int:

@@ -131,6 +131,7 @@ def add_login(parser: Parser) -> None:
     """How to log in to NATS; `login_of` reads it."""
     add(
         parser.add_argument_group("user name for NATS"),
+        option("--key", "FILE", "a key made by `unicrond enroll` or `unicrond nats-config`", type=existing_file),
         option("--user", "NAME", "with --password-file"),
         option("--password-file", "FILE", "file with the password and nothing else", type=existing_file),
         option("--creds", "FILE", "a NATS credentials file", type=existing_file),
@@ -141,15 +142,28 @@ def add_login(parser: Parser) -> None:
 
 def login_of(options: argparse.Namespace) -> Login:
     """The login that the flags ask for. Raises UsageError."""
+    from events.keys import BadKey, read_key
     from events.nats_connection import Login
 
+    if options.key:
+        if options.creds or options.nkey_seed or options.user:
+            raise UsageError("--key: give no other login beside it")
+        try:
+            read_key(options.key)
+        except BadKey as error:
+            raise UsageError(f"--key: {error}") from None
     if options.creds and options.nkey_seed:
         raise UsageError("--nkey-seed: give either --creds or --nkey-seed, not both")
     if bool(options.user) != bool(options.password_file):
         raise UsageError("--user: give --user and --password-file together")
     password = options.password_file.read_text().strip() if options.password_file else None
     return Login(
-        user=options.user, password=password, creds=options.creds, nkey_seed=options.nkey_seed, tls_ca=options.tls_ca
+        user=options.user,
+        password=password,
+        key=options.key,
+        creds=options.creds,
+        nkey_seed=options.nkey_seed,
+        tls_ca=options.tls_ca,
     )
 
 

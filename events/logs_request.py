@@ -1,6 +1,7 @@
 """Reading a worker's log from afar: one request and one reply over NATS, outside of the event stream.
 
-    unicron.v1.logs.<node>    served by the node's agent
+    unicron.v1.logs.<node>             served by the node's agent
+    unicron.v1.logged.<node>.<token>   its answer, where no other node may write (logins.py)
 
 A follower asks again with `offset` set to the last reply's `next_offset`. Names obey their patterns, so no
 request can name a path outside of the node's log directory.
@@ -52,6 +53,15 @@ class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def logs_subject(node: Name) -> str:
     """Where the node's agent serves its logs."""
     return f"{PREFIX}.logs.{node}"
+
+
+#: Every answer of every node.
+ANSWERS = f"{PREFIX}.logged.*.*"
+
+
+def answer_subject(node: Name, token: str) -> str:
+    """Where the node's agent is to answer a request."""
+    return f"{PREFIX}.logged.{node}.{token}"
 
 
 def encode(message: LogsRequest | LogsReply) -> bytes:

@@ -7,6 +7,8 @@ Rules
   entry is not acknowledged the server looks at nothing behind it, so what matches the new filter there still comes. An
   idle consumer has passed over what did not match; that is never asked for again.
 * The filter is the server's: it outlives the agent. With each connection it is compared with what is followed.
+* Where an agent has a key, it may neither make its consumer nor change it: a consumer can read everything. The
+  coordinator does both, before the node needs it (`unicrond/service/consumers.py`); the agent compares, and waits.
 * A command is acknowledged after its handler is done with it. If the agent is killed in between, its
   successor gets the command after at most ACK_WAIT_S; handlers act once per command id, so that a second
   delivery does no harm.
@@ -31,7 +33,8 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from events.envelope import Quarantined, Recorded
-from events.nats_connection import Connection, Patience, Session, Unanswered
+from events.log import LogError
+from events.nats_connection import Connection, Denied, Patience, Session, Unanswered
 from events.nats_inquiry import listened
 from events.nats_reader import SILENCE_S, stored_message
 from events.nats_streams import NANOS, ApiError, api
@@ -107,20 +110,42 @@ async def fit_command_consumer(connection: Connection, node: str, tasks: Collect
         if error.code != CONSUMER_NOT_FOUND:
             raise
     else:
-        has = found.get("filter_subjects") or [found.get("filter_subject")]
-        if tasks is None or sorted(has) == sorted(told_subjects(node, tasks)):
+        if tasks is None or sorted(filters(found)) == sorted(told_subjects(node, tasks)):
             return
     request = {"stream_name": EVENT_STREAM, "config": command_consumer_config(node, tasks or ())}
     await api(connection, f"CONSUMER.CREATE.{EVENT_STREAM}.{name}", request)
+
+
+async def is_fitted(connection: Connection, node: str, tasks: Collection[str]) -> bool:
+    """Whether the node's consumer is there and gives at least what is told of `tasks`. ApiError, Denied."""
+    try:
+        info = await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{agent_consumer(node)}", {})
+    except ApiError as error:
+        if error.code != CONSUMER_NOT_FOUND:
+            raise
+        return False
+    return set(told_subjects(node, tasks)) <= set(filters(info["config"]))
+
+
+def filters(config: dict[str, Any]) -> list[str]:
+    """The subjects that a consumer gives."""
+    return config.get("filter_subjects") or [config.get("filter_subject", "")]
 
 
 class NatsCommandFeed:
     """A CommandFeed: the commands to `node`, over every outage."""
 
     def __init__(
-        self, connection: Connection, node: str, on_unread: Callable[[UnreadOrder], None] | None = None
+        self,
+        connection: Connection,
+        node: str,
+        on_unread: Callable[[UnreadOrder], None] | None = None,
+        *,
+        makes_consumer: bool = True,
     ) -> None:
-        """`on_unread`: told of each command that this version cannot read, before it is acknowledged."""
+        """`on_unread`: told of each command that this version cannot read, before it is acknowledged.
+        `makes_consumer`: this login may, and does; else the coordinator."""
+        self._makes_consumer = makes_consumer
         self._connection = connection
         self._node = node
         self._on_unread = on_unread
@@ -128,11 +153,14 @@ class NatsCommandFeed:
         self._tasks: frozenset[str] | None = None
 
     async def follow(self, tasks: Collection[str]) -> None:
-        """See CommandFeed. Makes the consumer where there is none yet, and waits through outages.
+        """See CommandFeed. Makes the consumer where there is none yet, or waits for the coordinator to; and waits through
+        outages.
 
         Logs an error each time that NATS refuses the consumer.
         """
         self._tasks = frozenset(tasks)
+        if not self._makes_consumer:
+            return await self._until_fitted()
         patience = Patience(f"what {self._node} follows")
         while True:
             try:
@@ -151,7 +179,10 @@ class NatsCommandFeed:
         patience = Patience(f"commands for {self._node}")
         while True:
             try:
-                await fit_command_consumer(self._connection, self._node, self._tasks)
+                if self._makes_consumer:
+                    await fit_command_consumer(self._connection, self._node, self._tasks)
+                else:
+                    await self._until_fitted()
                 session = await self._connection.session()
                 async with aclosing(_pull(session, agent_consumer(self._node))) as messages:
                     async for message in messages:
@@ -171,6 +202,27 @@ class NatsCommandFeed:
             except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:
                 logger.info("reading commands for %s was interrupted (%s); continuing", self._node, error)
                 await patience.lose(error)
+
+    async def _until_fitted(self) -> None:
+        patience = Patience(f"what {self._node} follows")
+        told = False
+        while True:
+            why: Exception
+            try:
+                if await is_fitted(self._connection, self._node, self._tasks or ()):
+                    return
+                why = LogError(f"consumer {agent_consumer(self._node)} is not there, or lacks a task")
+            except (ApiError, Denied) as error:
+                why = error
+            if not told:
+                told = True
+                logger.warning(
+                    "waiting for the coordinator to prepare the commands of %s (%s); is it running, and is the node "
+                    "enrolled?",
+                    self._node,
+                    why,
+                )
+            await patience.lose(why)
 
     def _say_unread(self, found: Quarantined, body: bytes) -> None:
         order = unread_order(body, self._node, found.reason)

@@ -10,7 +10,7 @@ Rules
 * Users of a session repeat their work on the next one: readers go on from the last sequence, a
   publisher repeats its message ids.
 * `NATS errors never raise here`: a request that got no answer raises `Unanswered`, which means "unknown,
-  try again", never "no".
+  try again", never "no". Only `Denied` says no: this login may not ask; its rights may still change.
 * Waits between attempts are drawn at random: thousands of clients that lost one server do not come back as one.
 """
 
@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import logging
 import random
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from events.keys import BadKey, read_key
 from events.log import LogError, LogUnavailable
+from events.logins import consumer_names, inbox_prefix
+from events.nats_inquiry import Denied as Denied
 from events.nats_inquiry import Inquiry
 from events.nats_inquiry import NoAnswer as NoAnswer
 from events.nats_inquiry import Unanswered as Unanswered
@@ -46,6 +50,8 @@ REQUEST_TIMEOUT_S = 3.0
 PING_INTERVAL_S = 5
 LOUD_AFTER_S = 10.0
 CLOSE_S = 1.0
+#: How a server says that a login may not publish there.
+_DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
 
 
 class Patience:
@@ -85,25 +91,35 @@ class Patience:
 class Login:
     """How to log in; all empty for an open server on loopback.
 
+    `key` is the path of a key of ours (keys.py): the login has the rights of its role, and no others (logins.py).
     `creds` and `nkey_seed` are paths of files. `tls_ca` is the path of a CA certificate and turns TLS on.
     """
 
     user: str | None = None
     password: str | None = None
+    key: Path | None = None
     creds: Path | None = None
     nkey_seed: Path | None = None
     tls_ca: Path | None = None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for nats.connect."""
+        """Keyword arguments for nats.connect. Raises BadKey."""
+        key = read_key(self.key) if self.key else None
         given: dict[str, Any] = {
+            "nkeys_seed_str": key.seed if key else None,
+            "inbox_prefix": inbox_prefix(key.login) if key else None,
             "user": self.user,
             "password": self.password,
             "user_credentials": str(self.creds) if self.creds else None,
             "nkeys_seed": str(self.nkey_seed) if self.nkey_seed else None,
             "tls": ssl.create_default_context(cafile=str(self.tls_ca)) if self.tls_ca else None,
         }
-        return {key: value for key, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def consumer_names(self) -> tuple[str, ...]:
+        """The names that its consumers may have; empty: any. Raises BadKey."""
+        return consumer_names(read_key(self.key).login) if self.key else ()
 
 
 #: Takes subject, reply subject, body and headers (with their first line) of one message, as they came.
@@ -148,8 +164,10 @@ class _Client(Client):  # type: ignore[misc]
 class Session:
     """One TCP connection and the requests that wait on it. Made by `Connection` only."""
 
-    def __init__(self, client: _Client) -> None:
+    def __init__(self, client: _Client, consumers: Sequence[str] = ()) -> None:
+        """`consumers`: the names that the login may give its consumers; empty: any."""
         self.client = client
+        self.consumers = tuple(consumers)
         self.lost = asyncio.Event()
         self._waiting: dict[str, Inquiry] = {}
         self._numbers = itertools.count(1)
@@ -213,6 +231,12 @@ class Session:
         inquiry = self._waiting.get(message.subject.rpartition(".")[2])
         if inquiry is not None:
             inquiry.answered(message)
+
+    def denied(self, subject: str) -> None:
+        """The server refused what was published on `subject`."""
+        for inquiry in self._waiting.values():
+            if inquiry.subject == subject:
+                inquiry.denied()
 
     def _on_lost(self, _: object) -> None:
         self.lost.set()
@@ -366,11 +390,11 @@ class Connection:
                 error_cb=self._on_error,
                 **self._login.options(),
             )
-            session = Session(client)
+            session = Session(client, self._login.consumer_names)
             await session.start()
             for subject, handler in self._subscriptions.items():
                 await client.subscribe(subject, cb=handler)
-        except (nats.errors.Error, OSError, TimeoutError, AssertionError) as error:
+        except (nats.errors.Error, OSError, TimeoutError, AssertionError, BadKey) as error:
             await self._on_error(error)
             await client.give_up()
             return None
@@ -382,6 +406,8 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Whatever nats-py reports. Must not raise: that would kill the reader."""
         said = _said(error)
+        if self._session is not None and (denied := _DENIED.search(said)):
+            self._session.denied(denied[1])
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
         if not self._has_reason:
             self._reason, self._has_reason = said, True

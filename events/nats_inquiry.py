@@ -37,16 +37,24 @@ class NoAnswer(Unanswered):
     """The session lives, the request was sent, and no answer has come so far."""
 
 
+class Denied(Unanswered):
+    """This login may not publish there: the server has refused, and nothing was done."""
+
+
 class Inquiry:
     """A request in one session: whichever of its repetitions is answered, the answer counts. Made by `Session` only."""
 
     def __init__(self, publish: Publish, reply: str) -> None:
         self._publish = publish
         self._reply = reply
+        self.subject = ""
         self._answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
 
     async def ask(self, subject: str, body: bytes, headers: Mapping[str, str] | None, timeout_s: float) -> Msg:
         """Send it, once more perhaps, and wait. Raises as `Session.request`."""
+        self.subject = subject
+        if self._answer.done() and isinstance(self._answer.exception(), Denied):  # the rights may have changed since
+            self._answer = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._publish(subject, body, headers, self._reply)
@@ -64,6 +72,12 @@ class Inquiry:
         """An answer has come; the first one counts."""
         if not self._answer.done():
             self._answer.set_result(message)
+
+    def denied(self) -> None:
+        """The server refused it."""
+        if not self._answer.done():
+            self._answer.set_exception(Denied(f"{self.subject}: the login may not publish there"))
+            self._answer.exception()
 
     def lost(self) -> None:
         """None will come."""

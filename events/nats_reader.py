@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -111,7 +112,9 @@ class _Consumer:
         self._session = session
         self._stream = stream
         self._inbox = session.client.new_inbox()
-        self._name = self._inbox.rpartition(".")[2]
+        # A login that may give few names shares them with others of its kind: whoever finds one taken draws again.
+        self._name = random.choice(session.consumers or (self._inbox.rpartition(".")[2],))
+        self._is_ours = False
         self._queue: deque[_Raw] = deque()
         self._arrived = asyncio.Event()
         self._subscription: Any = None
@@ -124,6 +127,7 @@ class _Consumer:
         subject = f"CONSUMER.CREATE.{self._stream}.{self._name}"
         request = {
             "stream_name": self._stream,
+            "action": "create",
             "config": {
                 **config,
                 "name": self._name,
@@ -139,6 +143,7 @@ class _Consumer:
         }
         message = await self._session.request(f"$JS.API.{subject}", json.dumps(request).encode())
         answer(subject, message.data)
+        self._is_ours = True
 
     async def messages(self) -> AsyncGenerator[list[Stored], None]:
         delivered = 0
@@ -181,7 +186,8 @@ class _Consumer:
         if self._subscription is not None and not self._session.lost.is_set():
             try:
                 await self._session.unsubscribe_raw(self._subscription)
-                await self._session.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._name}", b"")
+                if self._is_ours:
+                    await self._session.publish(f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._name}", b"")
             except (nats.errors.Error, OSError, Unanswered):
                 logger.debug("the server will remove consumer %s", self._name)
 

@@ -8,6 +8,8 @@ Rules
   started with the configuration file of this directory.
 * Acknowledged means on disk: `sync_interval: always`.
 * Without credentials it listens on loopback alone, since to publish a task is to run code.
+* Who may log in is in the configuration too. A running server takes a new list of users at a signal; it ends the
+  connections of those that are no longer there, and no others.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ import signal
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from events import extras
+from events.logins import User, authorization
 from events.nats_connection import Login
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ PROGRAM = "nats-server"
 READY_TIMEOUT_S = 180.0
 _TELL_EVERY_S = 10.0
 STOP_TIMEOUT_S = 10.0
+RELOAD_TIMEOUT_S = 10.0
 
 
 class ServerError(RuntimeError):
@@ -58,7 +63,8 @@ class EmbeddedServer:
     """The nats-server of one directory.
 
     `directory`: made if missing. `port` 0: any free one; `restart` keeps it. `login`: user and password
-    that clients must give; needed for a `host` that is not loopback (ValueError).
+    that clients must give. `users`: who may log in with a key, and with which rights (logins.py); None: no keys. One of
+    the two is needed for a `host` that is not loopback (ValueError); with both, the one login has every right.
     """
 
     def __init__(
@@ -68,15 +74,17 @@ class EmbeddedServer:
         host: str = "127.0.0.1",
         port: int = 0,
         login: Login | None = None,
+        users: Sequence[User] | None = None,
     ) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"port: expected 0 to 65535, got {port}")
-        if not _is_loopback(host) and (login is None or not login.user or not login.password):
+        if not _is_loopback(host) and users is None and (login is None or not login.user or not login.password):
             raise ValueError(f"host: {host} is not loopback; give login a user and a password, or use 127.0.0.1")
         self.directory = directory.resolve()
         self.host = host
         self.port = port
         self._login = login
+        self._users = None if users is None else tuple(users)
         self.pid: int | None = None
 
     @property
@@ -92,6 +100,8 @@ class EmbeddedServer:
     async def start(self) -> bool:
         """Adopt the directory's running server or start one; True if it was adopted. Returns when it is ready."""
         if await self.adopt():
+            if self._users is not None:
+                await self._reload()
             return True
         program = find_program()
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -101,6 +111,12 @@ class EmbeddedServer:
         self.pid = self._spawn(program)
         await self._wait_ready()
         return False
+
+    async def let_in(self, users: Sequence[User]) -> None:
+        """From now on these users may log in, and no other keys. Raises ServerError where the server refuses."""
+        self._users = tuple(users)
+        if self.is_running():
+            await self._reload()
 
     async def adopt(self) -> bool:
         """Take over the server that runs on this directory, if one does."""
@@ -160,7 +176,41 @@ class EmbeddedServer:
     def _pid_path(self) -> Path:
         return self.directory / "nats-server.pid"
 
+    async def _reload(self) -> None:
+        """Have the running server take our list of users. It says in its log alone whether it did."""
+        before = self._config_path.read_text() if self._config_path.exists() else ""
+        if before == self._config():
+            return
+        self._write_config()
+        assert self.pid is not None, "adopted"
+        begin = self.log_path.stat().st_size
+        os.kill(self.pid, signal.SIGHUP)
+        deadline = time.monotonic() + RELOAD_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with self.log_path.open("rb") as file:
+                file.seek(begin)
+                said = file.read().decode(errors="replace")
+            if "Reloaded server configuration" in said:
+                return
+            if "Failed to reload" in said:
+                break
+            await asyncio.sleep(0.02)
+        raise ServerError(
+            f"nats-server has not taken the new list of users; stop unicrond with SIGINT, which ends nats-server too, "
+            f"and start it again; {self._log_end()}"
+        )
+
     def _write_config(self) -> None:
+        """Whole or not at all: a server may read it at any time."""
+        new = self._config_path.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        with open(new, "x", opener=_private) as file:
+            file.write(self._config())
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._config_path)
+
+    def _config(self) -> str:
         """The whole configuration. JSON strings are valid in it."""
         quote = json.dumps
         lines = [
@@ -172,11 +222,14 @@ class EmbeddedServer:
             "max_payload: 1MB",
             f"jetstream {{ store_dir: {quote(str(self.directory / 'store'))}, sync_interval: always }}",
         ]
+        shared = None
         if self._login is not None and self._login.user:
-            user, password = quote(self._login.user), quote(self._login.password)
-            lines.append(f"authorization {{ user: {user}, password: {password} }}")
-        with open(self._config_path, "w", opener=_private) as file:
-            file.write("\n".join(lines) + "\n")
+            shared = (self._login.user, self._login.password or "")
+        if self._users is not None:
+            lines += authorization(self._users, shared)
+        elif shared:
+            lines.append(f"authorization {{ user: {quote(shared[0])}, password: {quote(shared[1])} }}")
+        return "\n".join(lines) + "\n"
 
     def _spawn(self, program: Path) -> int:
         """The pid of a new server. By posix_spawn: a subprocess object would want to wait for the process."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from events.codec import MAX_EVENT_BYTES
 from events.log import LogError
-from events.nats_connection import Connection, Patience, Unanswered
+from events.nats_connection import Connection, Denied, Patience, Unanswered
 from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, EVENT_SUBJECTS
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ async def _with_consumers(connection: Connection, name: str, theirs: dict[str, A
     ours = {**theirs, "max_consumers": wanted}
     try:
         await api(connection, f"STREAM.UPDATE.{name}", ours)
-    except ApiError as error:
+    except (ApiError, Denied) as error:
         logger.error(
             "stream %s: max_consumers is %s and cannot be raised to %d (%s); nodes beyond it cannot join",
             name,
@@ -144,11 +144,14 @@ def _require_same(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> No
 
 
 async def api(connection: Connection, subject: str, request: dict[str, Any]) -> dict[str, Any]:
-    """One JetStream API call, repeated until it is answered. ApiError if the answer is no."""
+    """One JetStream API call, repeated until it is answered. ApiError if the answer is no, Denied where the login may
+    not ask."""
     patience = Patience(subject)
     while True:
         try:
             return await api_once(connection, subject, request)
+        except Denied:
+            raise
         except Unanswered as error:
             await patience.lose(error)
         except ApiError as error:
@@ -158,7 +161,7 @@ async def api(connection: Connection, subject: str, request: dict[str, Any]) -> 
 
 
 async def api_once(connection: Connection, subject: str, request: dict[str, Any]) -> dict[str, Any]:
-    """One JetStream API call. Unanswered or ApiError."""
+    """One JetStream API call. Unanswered (Denied), or ApiError."""
     message = await connection.request(f"$JS.API.{subject}", json.dumps(request).encode())
     return answer(subject, message.data)
 

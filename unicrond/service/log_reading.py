@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from typing import Any
 
+from nats.aio.msg import Msg
+
 from events.log import LogError
-from events.logs_request import MAX_LOG_BYTES, BadLogsMessage, LogsRequest, decode_reply, encode, logs_subject
+from events.logs_request import (
+    ANSWERS,
+    MAX_LOG_BYTES,
+    BadLogsMessage,
+    LogsRequest,
+    answer_subject,
+    decode_reply,
+    encode,
+    logs_subject,
+)
 from events.nats_connection import Connection
+from events.nats_inquiry import came
 from unicrond.core.state import ClusterState
 
 _TIMEOUT_S = 3.0
@@ -22,6 +36,9 @@ class LogReader:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._listening = asyncio.Lock()
+        self._listens = False
 
     async def read(
         self, state: ClusterState, task: str, rank: int | None, tail_bytes: int | None, offset: int | None
@@ -38,8 +55,7 @@ class LogReader:
             offset=offset,
         )
         try:
-            message = await self._connection.request(logs_subject(node), encode(request), timeout_s=_TIMEOUT_S)
-            reply = decode_reply(message.data)
+            reply = decode_reply(await self._ask(node, encode(request)))
         except (LogError, BadLogsMessage) as error:
             raise LogsUnavailable(f"node {node} does not send its logs: {error}") from None
         if reply.error:
@@ -50,6 +66,34 @@ class LogReader:
             "offset": reply.next_offset,
             "text": reply.data.decode(errors="replace"),
         }
+
+    async def _ask(self, node: str, body: bytes) -> bytes:
+        """The answer's body. LogError where none comes."""
+        async with self._listening:
+            if not self._listens:
+                await self._connection.subscribe(ANSWERS, self._on_answer)
+                self._listens = True
+        subject = answer_subject(node, secrets.token_hex(16))
+        answer = self._waiting[subject] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                session = await self._connection.session()
+                await session.publish(logs_subject(node), body, reply=subject)
+            if not await came(answer, _TIMEOUT_S):
+                raise LogError(f"no answer within {_TIMEOUT_S:g} s")
+        except TimeoutError:
+            raise LogError(f"no connection to {self._connection.urls}") from None
+        finally:
+            del self._waiting[subject]
+        message = answer.result()
+        if (message.headers or {}).get("Status") == "503":
+            raise LogError("its agent does not listen")
+        return bytes(message.data)
+
+    async def _on_answer(self, message: Msg) -> None:
+        waiting = self._waiting.get(message.subject)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
 
 
 def _worker_of(state: ClusterState, name: str, rank: int) -> tuple[str, str]:

@@ -10,9 +10,10 @@ from nats.js.api import ObjectStoreConfig, StorageType
 from nats.js.object_store import ObjectStore
 
 from events.log import LogUnavailable
+from events.logins import CACHE_BUCKET
 from events.nats_connection import Connection
 
-BUCKET = "UNICRON_SNAPSHOTS"
+BUCKET = CACHE_BUCKET
 NAME = "cluster-state"
 TIMEOUT_S = 10.0
 

@@ -1,0 +1,219 @@
+"""Logins: who may publish and hear what on NATS, as data. Pure.
+
+Rules
+-----
+* One login for each agent and one for each other role; a login has one nkey (`keys.py`), and its inbox is its own, so
+  that no answer to one is heard by another.
+* A subject says who wrote on it: the observations and beats of a node stand under its name, decisions and commands under
+  the coordinator's, requests under the API's. Each login may publish on its own subjects alone, so what stands on a
+  subject was written by that login; the body must name the same producer (`subjects.py`), or it is quarantined.
+* The server checks neither the reply subject of a request nor the subject to which a consumer delivers: it writes its
+  answer there. So no login may have stored bytes of its own choice sent back as they are: an agent has no direct get
+  of what it writes, and cannot make a consumer. What the server itself writes is JSON, which is no event: quarantined.
+* For the same reason no login has `allow_responses`: a client that may publish where it listens can send itself a
+  message with any reply subject, and may then write there. Agents answer on a subject of their own (`logs_request.py`).
+* Only the operator may delete, purge or change the streams of the log. The coordinator's own cache is its own.
+* A reader's consumers have names from a fixed list: else it could change those of the agents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from operator import itemgetter
+from typing import NamedTuple
+
+from events.codec import COORDINATOR, RESERVED_NAMES
+from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, TERM_SUBJECT, agent_consumer
+from events.vocabulary import NAME_PATTERN
+
+API = "$JS.API"
+#: How many consumers one reader may have at a time.
+READER_CONSUMERS = 16
+#: Where the coordinator keeps its snapshots (an object store); a cache.
+CACHE_BUCKET = "UNICRON_SNAPSHOTS"
+#: A user's public nkey.
+KEY_PATTERN = r"^U[A-Z2-7]{55}\Z"
+
+
+class Role(StrEnum):
+    """What a login is for. `READER`: replay, and whoever looks. `SYSTEM`: the servers' own account."""
+
+    AGENT = "agent"
+    COORDINATOR = "coordinator"
+    API = "api"
+    READER = "reader"
+    OPERATOR = "operator"
+    SYSTEM = "system"
+
+
+class BadLogin(ValueError):
+    """Not a login; the text says what is wrong with it."""
+
+
+class Rights(NamedTuple):
+    """Subjects, with wildcards; what is not there is refused."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+class User(NamedTuple):
+    """A login and its public nkey."""
+
+    login: str
+    key: str
+
+
+def agent_login(node: str) -> str:
+    """The login of the node's agent. Raises BadLogin where this can be no node's name."""
+    if not re.fullmatch(NAME_PATTERN, node) or node in RESERVED_NAMES:
+        raise BadLogin(f"{node!r} is not a valid name of a node; use letters, digits, - and _, at most 63, no dots")
+    return agent_consumer(node)
+
+
+def role_of(login: str) -> tuple[Role, str]:
+    """The role, and the node of an agent ("" of others). Raises BadLogin."""
+    kind, dash, node = login.partition("-")
+    if dash and kind == Role.AGENT:
+        agent_login(node)
+        return Role.AGENT, node
+    if dash or login == Role.AGENT or login not in set(Role):
+        raise BadLogin(f"{login!r} is not a login; use agent-NODE, {', '.join(r for r in Role if r != Role.AGENT)}")
+    return Role(login), ""
+
+
+def inbox_prefix(login: str) -> str:
+    """Under which the login hears its answers."""
+    return f"_INBOX_{login}"
+
+
+def consumer_names(login: str) -> tuple[str, ...]:
+    """The names that the login's readers may give their consumers; empty: any."""
+    if login != Role.READER:
+        return ()
+    return tuple(f"{login}-{number}" for number in range(READER_CONSUMERS))
+
+
+def rights(login: str) -> Rights:
+    """What the login may publish and subscribe to. Raises BadLogin."""
+    role, node = role_of(login)
+    inbox = f"{inbox_prefix(login)}.>"
+    match role:
+        case Role.AGENT:
+            return _agent(node, inbox)
+        case Role.COORDINATOR:
+            return _coordinator(inbox)
+        case Role.API:
+            return Rights(
+                (f"{PREFIX}.obs.api.*", f"{PREFIX}.logs.*"),
+                (inbox, f"{PREFIX}.logged.*.*"),
+            )
+        case Role.READER:
+            return Rights(_reader(login), (inbox,))
+        case Role.OPERATOR:
+            return Rights((f"{API}.>", "$JS.ACK.>", "$JS.FC.>"), (">",))
+        case Role.SYSTEM:
+            return Rights((">",), (">",))
+
+
+def _agent(node: str, inbox: str) -> Rights:
+    consumer = f"{EVENT_STREAM}.{agent_consumer(node)}"
+    return Rights(
+        (
+            f"{PREFIX}.obs.{node}.*",
+            f"{PREFIX}.beat.{node}",
+            f"{PREFIX}.logged.{node}.*",
+            f"{API}.STREAM.INFO.{EVENT_STREAM}",
+            f"{API}.CONSUMER.INFO.{consumer}",
+            f"{API}.CONSUMER.MSG.NEXT.{consumer}",
+            f"{API}.DIRECT.GET.{EVENT_STREAM}.{TERM_SUBJECT}",  # only what the coordinator writes
+            f"$JS.ACK.{consumer}.>",
+        ),
+        (inbox, f"{PREFIX}.logs.{node}", f"{PREFIX}.beat.{node}", TERM_SUBJECT),
+    )
+
+
+def _coordinator(inbox: str) -> Rights:
+    streams = (EVENT_STREAM, BEAT_STREAM)
+    cache = f"OBJ_{CACHE_BUCKET}"
+    return Rights(
+        (
+            f"{PREFIX}.decision.*.*",
+            f"{PREFIX}.command.*.*",
+            TERM_SUBJECT,
+            f"{PREFIX}.beat.{COORDINATOR}",
+            f"{API}.INFO",
+            *(f"{API}.STREAM.{verb}.{name}" for verb in ("CREATE", "INFO", "MSG.GET") for name in streams),
+            *(f"{API}.DIRECT.GET.{name}.>" for name in streams),
+            *(f"{API}.CONSUMER.{verb}.{EVENT_STREAM}" for verb in ("LIST", "NAMES")),
+            *(f"{API}.CONSUMER.{verb}.{name}.>" for verb in ("CREATE", "INFO", "DELETE") for name in streams),
+            *(f"$JS.FC.{name}.>" for name in (*streams, cache)),
+            f"$O.{CACHE_BUCKET}.>",
+            *(f"{API}.STREAM.{verb}.{cache}" for verb in ("CREATE", "INFO", "PURGE", "MSG.GET")),
+            f"{API}.DIRECT.GET.{cache}.>",
+            *(f"{API}.CONSUMER.{verb}.{cache}" for verb in ("CREATE", "DELETE")),
+            *(f"{API}.CONSUMER.{verb}.{cache}.>" for verb in ("CREATE", "INFO", "DELETE")),
+            f"$JS.ACK.{cache}.>",
+        ),
+        (inbox,),
+    )
+
+
+def _reader(login: str) -> tuple[str, ...]:
+    streams = (EVENT_STREAM, BEAT_STREAM)
+    return (
+        *(f"{API}.STREAM.{verb}.{name}" for verb in ("INFO", "MSG.GET") for name in streams),
+        *(
+            f"{API}.CONSUMER.{verb}.{name}.{consumer}"
+            for name in streams
+            for verb in ("CREATE", "DELETE")
+            for consumer in consumer_names(login)
+        ),
+        *(f"$JS.FC.{name}.{consumer}.>" for name in streams for consumer in consumer_names(login)),
+    )
+
+
+# --- the server's configuration ------------------------------------------------------------------
+
+
+def authorization(users: Iterable[User], shared: tuple[str, str] | None = None) -> list[str]:
+    """Lines of a nats-server's configuration that let these users in, and nobody else. Raises BadLogin.
+
+    `shared`: user and password of a login with every right, while a cluster is moved to keys.
+    """
+    lines = ["authorization {", "  users: ["]
+    if shared:
+        lines.append(f"    {json.dumps({'user': shared[0], 'password': shared[1]})}")
+    lines += [f"    {_line(user)}" for user in _checked(users) if user.login != Role.SYSTEM]
+    return [*lines, "  ]", "}"]
+
+
+def whole_configuration(users: Sequence[User]) -> list[str]:
+    """`authorization`, and the servers' own account where `users` has one for it. A running server takes a change of
+    the users (SIGHUP); the account it wants from the start. Raises BadLogin."""
+    system = [{"nkey": user.key} for user in _checked(users) if user.login == Role.SYSTEM]
+    account = [f"accounts {{ SYS {{ users: {json.dumps(system)} }} }}", "system_account: SYS"] if system else []
+    return [*authorization(users), *account]
+
+
+def _line(user: User) -> str:
+    may = rights(user.login)
+    permissions = {"publish": {"allow": may.publish}, "subscribe": {"allow": may.subscribe}}
+    return json.dumps({"nkey": user.key, "permissions": permissions})
+
+
+def _checked(users: Iterable[User]) -> list[User]:
+    """By login; two of one login or of one key are a mistake."""
+    found = sorted(users)
+    for user in found:
+        if not re.fullmatch(KEY_PATTERN, user.key):
+            raise BadLogin(f"{user.login}: {user.key!r} is not the public nkey of a user")
+    for what in ("login", "key"):
+        value, count = max(Counter(getattr(user, what) for user in found).items(), key=itemgetter(1), default=("", 0))
+        if count > 1:
+            raise BadLogin(f"{what} {value} occurs twice")
+    return found
