@@ -17,6 +17,8 @@ from agents.run_dir import BadRunDir, RunDir, default_run_dir
 from events import command_line, extras, log_lines
 from events.codec import RESERVED_NAMES
 from events.command_line import EXIT_CODES, Parser, UsageError, add, add_login, login_of, number, option, whole
+from events.keys import read_key
+from events.logins import agent_login
 from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
 
@@ -95,6 +97,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     run_dir = given.run_dir or default_run_dir(given.node)
     try:
         login = login_of(given)
+        if login.key and (name := read_key(login.key).login) != agent_login(given.node):
+            raise UsageError(f"--key: {login.key} is the key of {name}, not of node {given.node}")
         RunDir(run_dir)
     except UsageError as error:
         line.error(str(error))

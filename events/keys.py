@@ -6,6 +6,7 @@ is this login, so it is refused where others can, or where it is a link that som
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -54,7 +55,7 @@ def write_key(path: Path, key: Key) -> None:
     """Into a new file that its owner alone can read. Raises FileExistsError, OSError."""
     text = f"# unicrond key of {key.login}, public {key.user.key}. Keep it secret.\n{key.login}\n{key.seed}\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(descriptor)
@@ -66,7 +67,7 @@ def read_key(path: Path) -> Key:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise BadKey(f"{path}: cannot be read ({error.strerror}); give the file of a key itself, not a link") from None
-    with open(descriptor, "rb") as file:
+    with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise BadKey(f"{path}: is not a file; give the file of a key")
@@ -88,10 +89,8 @@ def kept_key(directory: Path, login: str) -> Key:
     """The key of `login` in a directory, made there where there is none. Raises BadKey, BadLogin, OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / f"{login}.key"
-    try:
+    with contextlib.suppress(FileExistsError):
         write_key(path, make_key(login))
-    except FileExistsError:
-        pass
     key = read_key(path)
     if key.login != login:
         raise BadKey(f"{path}: is the key of {key.login}, not of {login}")

@@ -4,9 +4,9 @@ Rules
 -----
 * One login for each agent and one for each other role; a login has one nkey (`keys.py`), and its inbox is its own, so
   that no answer to one is heard by another.
-* A subject says who wrote on it: the observations and beats of a node stand under its name, decisions and commands under
-  the coordinator's, requests under the API's. Each login may publish on its own subjects alone, so what stands on a
-  subject was written by that login; the body must name the same producer (`subjects.py`), or it is quarantined.
+* A subject says who wrote on it: the observations and beats of a node stand under its name, decisions and commands
+  under the coordinator's, requests under the API's. Each login may publish on its own subjects alone, so what stands on
+  a subject was written by that login; the body must name the same producer (`subjects.py`), or it is quarantined.
 * The server checks neither the reply subject of a request nor the subject to which a consumer delivers: it writes its
   answer there. So no login may have stored bytes of its own choice sent back as they are: an agent has no direct get
   of what it writes, and cannot make a consumer. What the server itself writes is JSON, which is no event: quarantined.

@@ -153,8 +153,8 @@ class NatsCommandFeed:
         self._tasks: frozenset[str] | None = None
 
     async def follow(self, tasks: Collection[str]) -> None:
-        """See CommandFeed. Makes the consumer where there is none yet, or waits for the coordinator to; and waits through
-        outages.
+        """See CommandFeed. Makes the consumer where there is none yet, or waits until the coordinator has; waits
+        through outages.
 
         Logs an error each time that NATS refuses the consumer.
         """

@@ -1,0 +1,527 @@
+"""Every login against everything that it must not do, on a real nats-server: refused, or quarantined with an alarm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+from msgspec import msgpack
+from nats.aio.client import Client
+
+from events.codec import encode
+from events.envelope import Entry, Envelope, Quarantined, Recorded
+from events.keys import kept_key
+from events.logins import READER_CONSUMERS, BadLogin, Role, User, authorization, rights, role_of
+from events.nats_commands import NatsCommandFeed, fit_command_consumer, is_fitted
+from events.nats_connection import Connection, Login, connect
+from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_reader import read_stream
+from events.nats_server import EmbeddedServer
+from events.nats_streams import ApiError, Denied, api, create_streams
+from events.nats_terms import Terms
+from events.subjects import BEAT_STREAM, EVENT_STREAM, entry, headers, subject
+from events.vocabulary import (
+    AnyEvent,
+    CoordinatorStarted,
+    Heartbeat,
+    NodeCordoned,
+    NodeIsolated,
+    NodeJoined,
+    NodeLeft,
+    StopWorker,
+    StoreAddress,
+)
+from unicrond.core.fold import fold
+from unicrond.core.state import ClusterState
+from unicrond.service.alarms import Alarms
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LOGINS = ("agent-n1", "agent-n2", "coordinator", "api", "reader", "operator")
+
+
+class Site(NamedTuple):
+    """A running server with a small log, and a client of each login. `refusals`: what the server said to each."""
+
+    server: EmbeddedServer
+    keys: dict[str, Path]
+    admin: Connection
+    clients: dict[str, Client]
+    refusals: dict[str, list[str]]
+
+    async def connect(self, login: str) -> Connection:
+        return await connect(self.server.url, name=login, login=Login(key=self.keys[login]), timeout_s=20)
+
+    async def last(self, stream: str) -> int:
+        return int((await api(self.admin, f"STREAM.INFO.{stream}", {}))["state"]["last_seq"])
+
+    async def since(self, stream: str, seq: int) -> list[Entry]:
+        found: list[Entry] = []
+        last = await self.last(stream)
+        if last > seq:
+            start = {"deliver_policy": "by_start_sequence", "opt_start_seq": seq + 1}
+            async with asyncio.timeout(20), aclosing(read_stream(self.admin, stream, start=start)) as messages:
+                async for each in messages:
+                    found.append(entry(each.seq, each.recorded_at_us, each.subject, each.body, each.message_id))
+                    if each.seq == last:
+                        break
+        return found
+
+    async def state(self) -> ClusterState:
+        state = ClusterState()
+        for each in await self.since(EVENT_STREAM, 0):
+            state = fold(state, each)
+        return state
+
+
+def said_by(producer: str, event: AnyEvent, number: int = 1, *, boot: int = 1, term: int = 0) -> Envelope:
+    return Envelope(producer=producer, boot=boot, number=number, term=term, observed_at_us=1, event=event)
+
+
+def joined(node: str) -> Envelope:
+    store = StoreAddress(host="127.0.0.1", port=1)
+    return said_by(
+        node, NodeJoined(node=node, address="127.0.0.1", slots=1, store=store, workers=(), version="1", agent_boot=1)
+    )
+
+
+def command(node: str, number: int = 7) -> Envelope:
+    stop = StopWorker(node=node, epoch=1, command_id=f"1.1.{node}.{number}", task="a", worker="a.1", reason="forged")
+    return said_by("coordinator", stop, 100 + number, term=1)
+
+
+CLAIM = said_by("coordinator", CoordinatorStarted(term=2, version="1", policy={}, severity={}), 1, boot=2, term=2)
+FIRST_CLAIM = said_by("coordinator", CoordinatorStarted(term=1, version="1", policy={}, severity={}), 1, term=1)
+DECISION = said_by("coordinator", NodeIsolated(node="n2", incident="", reason="forged", duration_us=1), 50, term=1)
+REQUEST = said_by("api", NodeCordoned(node="n2", drain=True, reason="forged"), 5)
+
+
+def beat(node: str, number: int = 9) -> Envelope:
+    event = Heartbeat(node=node, agent_boot=1, beat=number, workers=0, load_milli=0, memory_free_bytes=0)
+    return said_by(node, event, number)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    directory = tmp_path_factory.mktemp("keys")
+    users = [kept_key(directory / "keys", login).user for login in LOGINS]
+    keys = {login: directory / "keys" / f"{login}.key" for login in LOGINS}
+    server = EmbeddedServer(directory / "nats", users=users)
+    await server.start()
+    clients: dict[str, Client] = {}
+    refusals: dict[str, list[str]] = {login: [] for login in LOGINS}
+    admin = await connect(server.url, name="admin", login=Login(key=keys["operator"]), timeout_s=20)
+    made = Site(server, keys, admin, clients, refusals)
+    try:
+        await create_streams(admin)
+        for login in LOGINS:
+            clients[login] = client = Client()
+
+            async def on_error(error: Exception, told: list[str] = refusals[login]) -> None:
+                told.append(str(error))
+
+            await client.connect(server.url, error_cb=on_error, **Login(key=keys[login]).options())
+        for node in ("n1", "n2"):
+            await fit_command_consumer(admin, node, ())
+            await _write(made, f"agent-{node}", joined(node))
+        head = await made.connect("coordinator")
+        fence = await NatsEventLog(head).claim_term(FIRST_CLAIM)
+        await NatsEventLog(head).append([command("n1", 1)], fence=fence)
+        await head.close()
+        yield made
+    finally:
+        for client in clients.values():
+            await client.close()
+        await admin.close()
+        await server.kill()
+
+
+async def _write(site: Site, login: str, envelope: Envelope) -> None:
+    connection = await site.connect(login)
+    await NatsEventLog(connection).append([envelope])
+    await connection.close()
+
+
+# --- what the server refuses ----------------------------------------------------------------------
+
+
+class Try(NamedTuple):
+    """One attempt: to publish (`body`) or to listen (None). `own`: the logins whose right it is."""
+
+    subject: str
+    body: bytes | None
+    own: tuple[str, ...] = ()
+    reply: str = ""
+
+
+def _forged(envelope: Envelope, *own: str) -> Try:
+    return Try(subject(envelope), encode(envelope), own)
+
+
+def _api(verb: str, *own: str, body: Any = None) -> Try:
+    return Try(f"$JS.API.{verb}", json.dumps(body or {}).encode(), ("operator", *own))
+
+
+_WIDE = {"stream_name": EVENT_STREAM, "config": {"name": "agent-n2", "filter_subjects": ["unicron.v1.>"]}}
+TRIES = {
+    "observe as n2": _forged(said_by("n2", NodeLeft(node="n2", reason="forged"), 9), "agent-n2"),
+    "observe as n1": _forged(said_by("n1", NodeLeft(node="n1", reason="forged"), 9), "agent-n1"),
+    "beat as n2": _forged(beat("n2"), "agent-n2"),
+    "beat as the coordinator": _forged(beat("coordinator"), "coordinator"),
+    "command": _forged(command("n2"), "coordinator"),
+    "decide": _forged(DECISION, "coordinator"),
+    "claim a term": _forged(CLAIM, "coordinator"),
+    "request": _forged(REQUEST, "api"),
+    "answer for n2's logs": Try("unicron.v1.logged.n2.token", b"x", ("agent-n2",)),
+    "ask n2 for logs": Try("unicron.v1.logs.n2", b"x", ("api",)),
+    "say what is no subject of ours": Try("unicron.v2.obs.n1.NodeLeft", b"x"),
+    "answer the coordinator": Try("_INBOX_coordinator.x.1", b"x"),
+    "overwrite the cache": Try("$O.UNICRON_SNAPSHOTS.M.x", b"x", ("coordinator",)),
+    "acknowledge for n2": Try(f"$JS.ACK.{EVENT_STREAM}.agent-n2.1.1.1.1.1", b"+ACK", ("agent-n2", "operator")),
+    "ask the servers": Try("$SYS.REQ.SERVER.PING", b""),
+    **{
+        f"{verb} {stream}": _api(f"STREAM.{verb}.{stream}")
+        for verb in ("DELETE", "PURGE", "UPDATE", "MSG.DELETE", "SNAPSHOT", "RESTORE", "LEADER.STEPDOWN", "PEER.REMOVE")
+        for stream in (EVENT_STREAM, BEAT_STREAM)
+    },
+    "create a stream": _api("STREAM.CREATE.OTHER", body={"name": "OTHER", "subjects": ["unicron.v1.logs.*"]}),
+    "list streams": _api("STREAM.NAMES"),
+    "read any entry": _api(f"STREAM.MSG.GET.{EVENT_STREAM}", "coordinator", "reader", body={"seq": 1}),
+    "direct get": _api(f"DIRECT.GET.{EVENT_STREAM}", body={"seq": 1}),
+    "direct get of an own subject": _api(f"DIRECT.GET.{EVENT_STREAM}.unicron.v1.obs.n1.NodeJoined", "coordinator"),
+    "direct get of an own beat": _api(f"DIRECT.GET.{BEAT_STREAM}.unicron.v1.beat.n1", "coordinator"),
+    "make a consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}", body={"stream_name": EVENT_STREAM, "config": {}}),
+    "take n2's consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n2", "coordinator", body=_WIDE),
+    "widen n1's consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n1", "coordinator", body=_WIDE),
+    "filter in the subject": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n2.unicron.v1.term", "coordinator"),
+    "make a durable": _api(f"CONSUMER.DURABLE.CREATE.{EVENT_STREAM}.agent-n2"),
+    "delete n2's consumer": _api(f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n2", "coordinator"),
+    "pause n2's consumer": _api(f"CONSUMER.PAUSE.{EVENT_STREAM}.agent-n2"),
+    "look at n2's consumer": _api(f"CONSUMER.INFO.{EVENT_STREAM}.agent-n2", "coordinator", "agent-n2"),
+    "list consumers": _api(f"CONSUMER.NAMES.{EVENT_STREAM}", "coordinator"),
+    "take n2's commands": _api(f"CONSUMER.MSG.NEXT.{EVENT_STREAM}.agent-n2", "agent-n2"),
+    "take n1's commands": _api(f"CONSUMER.MSG.NEXT.{EVENT_STREAM}.agent-n1", "agent-n1"),
+    "hear n2's commands": Try("unicron.v1.command.n2.*", None, ("operator",)),
+    "hear decisions": Try("unicron.v1.decision.*.*", None, ("operator",)),
+    "hear n2's beats": Try("unicron.v1.beat.n2", None, ("operator", "agent-n2")),
+    "hear n2's requests for logs": Try("unicron.v1.logs.n2", None, ("operator", "agent-n2")),
+    "hear answers about logs": Try("unicron.v1.logged.*.*", None, ("operator", "api")),
+    "hear n2's inbox": Try("_INBOX_agent-n2.>", None, ("operator", "agent-n2")),
+    "hear the coordinator's inbox": Try("_INBOX_coordinator.>", None, ("operator", "coordinator")),
+    "hear everybody's inbox": Try("_INBOX.>", None, ("operator",)),
+    "hear requests to JetStream": Try("$JS.API.>", None, ("operator",)),
+    "hear all": Try(">", None, ("operator",)),
+}
+
+
+@pytest.mark.parametrize("name", TRIES)
+@pytest.mark.parametrize("login", LOGINS)
+async def test_the_server_refuses(site: Site, login: str, name: str) -> None:
+    tried = TRIES[name]
+    if login in tried.own:
+        pytest.skip("its right")
+    client, refusals = site.clients[login], site.refusals[login]
+    refusals.clear()
+    if tried.body is None:
+        heard = await client.subscribe(tried.subject)
+        await client.flush()
+        await heard.unsubscribe()
+    else:
+        await client.publish(tried.subject, tried.body, reply=f"_INBOX_{login}.answer")
+        await client.flush()
+    assert [said for said in refusals if "permissions violation" in said.lower() and tried.subject in said], refusals
+
+
+async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
+    """After all of the above: the three events that the fixture wrote, and two consumers as they were."""
+    kinds = [type(each.envelope.event).__name__ for each in await site.since(EVENT_STREAM, 0) if _is_event(each)]
+    assert sorted(kinds)[:4] == ["CoordinatorStarted", "NodeJoined", "NodeJoined", "StopWorker"]
+    for node in ("n1", "n2"):
+        assert await is_fitted(site.admin, node, ())
+    state = await site.state()
+    assert (state.term, state.nodes["n2"].isolated, state.nodes["n2"].cordoned) == (1, False, False)
+
+
+def _is_event(each: Entry) -> bool:
+    return isinstance(each, Recorded)
+
+
+# --- what it cannot refuse: it checks no reply subject, and no body --------------------------------
+
+Tried = Callable[[Site, Client], Awaitable[None]]
+VICTIMS = {
+    "a command to n2": subject(command("n2")),
+    "an observation of n2": "unicron.v1.obs.n2.NodeLeft",
+    "a decision": subject(DECISION),
+    "a request": subject(REQUEST),
+    "the term": subject(CLAIM),
+    "a beat of n2": "unicron.v1.beat.n2",
+}
+
+
+def _acknowledged_there(victim: str) -> Tried:
+    async def tried(_: Site, client: Client) -> None:
+        own = beat("n1", 77) if victim == "unicron.v1.beat.n2" else said_by("n1", NodeLeft(node="n1", reason=""), 77)
+        liar = msgpack.encode({"not": "an event"})
+        await client.publish(subject(own), liar, reply=victim)
+
+    return tried
+
+
+def _answered_there(victim: str) -> Tried:
+    async def tried(_: Site, client: Client) -> None:
+        await client.publish(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", b"", reply=victim)
+
+    return tried
+
+
+def _commanded_there(victim: str) -> Tried:
+    """n1's own commands, delivered on another's subject."""
+
+    async def tried(_: Site, client: Client) -> None:
+        ask = json.dumps({"batch": 1, "no_wait": True}).encode()
+        await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{EVENT_STREAM}.agent-n1", ask, reply=victim)
+
+    return tried
+
+
+def _body(envelope: Envelope, on: str) -> Tried:
+    async def tried(_: Site, client: Client) -> None:
+        await client.publish(on, encode(envelope), headers=headers(envelope))
+
+    return tried
+
+
+async def _own_reply(_: Site, client: Client) -> None:
+    """To oneself, with the victim's subject as the one to reply to; with allow_responses that would be a right."""
+    heard = await client.subscribe("unicron.v1.beat.n1")
+    await client.publish("unicron.v1.beat.n1", b"x", reply=VICTIMS["a command to n2"])
+    message = await heard.next_msg(timeout=5)
+    await client.publish(message.reply, encode(command("n2", 8)))
+    await client.flush()
+    await heard.unsubscribe()
+
+
+async def _squat(_: Site, client: Client) -> None:
+    """An event of one's own under the id that n2's next one might have."""
+    own = said_by("n1", NodeLeft(node="n1", reason="squatted"), 1000)
+    await client.publish(subject(own), encode(own), headers={"Nats-Msg-Id": "n2-1-2"})
+
+
+async def _half_a_batch(_: Site, client: Client) -> None:
+    """The first message on an own subject, the second, which commits, on another's."""
+    own, marks = said_by("n1", NodeLeft(node="n1", reason="batch"), 1001), {"Nats-Batch-Id": "b1"}
+    await client.publish(subject(own), encode(own), headers={**marks, "Nats-Batch-Sequence": "1"})
+    last = {**marks, "Nats-Batch-Sequence": "2", "Nats-Batch-Commit": "1"}
+    await client.publish(subject(command("n2", 9)), encode(command("n2", 9)), headers=last)
+
+
+SLY: dict[str, Tried] = {
+    **{f"acknowledged as {name}": _acknowledged_there(victim) for name, victim in VICTIMS.items()},
+    **{f"answered as {name}": _answered_there(victim) for name, victim in VICTIMS.items()},
+    **{f"delivered as {name}": _commanded_there(victim) for name, victim in VICTIMS.items()},
+    "n2's words on an own subject": _body(
+        said_by("n2", NodeLeft(node="n2", reason=""), 9), "unicron.v1.obs.n1.NodeLeft"
+    ),
+    "a command on an own subject": _body(command("n2", 10), "unicron.v1.obs.n1.StopWorker"),
+    "a request on an own subject": _body(REQUEST, "unicron.v1.obs.n1.NodeCordoned"),
+    "another type on an own subject": _body(said_by("n1", NodeLeft(node="n1", reason=""), 9), "unicron.v1.obs.n1.X"),
+    "n2's beat on an own subject": _body(beat("n2", 5), "unicron.v1.beat.n1"),
+    "a reply to oneself": _own_reply,
+    "a squatted message id": _squat,
+    "half a batch": _half_a_batch,
+}
+
+
+@pytest.mark.parametrize("name", SLY)
+async def test_what_a_node_gets_stored_is_quarantined_with_an_alarm(site: Site, name: str) -> None:
+    before = {stream: await site.last(stream) for stream in (EVENT_STREAM, BEAT_STREAM)}
+    state = await site.state()
+    await SLY[name](site, site.clients["agent-n1"])
+    await site.clients["agent-n1"].flush()
+    for stream, seq in before.items():
+        for each in await _settled(site, stream, seq):
+            assert isinstance(each, Quarantined), f"{each} of {stream} is taken for an event"
+            assert Alarms().quarantined(each, state)
+    after = await site.state()
+    assert (after.term, after.nodes, after.tasks, after.seen) == (state.term, state.nodes, state.tasks, state.seen)
+
+
+async def _settled(site: Site, stream: str, seq: int) -> list[Entry]:
+    """What the server has stored since; it answers another's request behind ours."""
+    await asyncio.sleep(0.05)
+    return await site.since(stream, seq)
+
+
+async def test_a_squatted_id_swallows_nothing(site: Site) -> None:
+    await _squat(site, site.clients["agent-n1"])
+    connection = await site.connect("agent-n2")
+    event = said_by("n2", NodeLeft(node="n2", reason="really"), 2)
+    (seq,) = await NatsEventLog(connection).append([event])
+    await connection.close()
+    (stored,) = [each for each in await site.since(EVENT_STREAM, seq - 1) if each.seq == seq]
+    assert isinstance(stored, Recorded)
+    assert stored.envelope == event
+
+
+@pytest.mark.parametrize("victim", ["unicron.v1.command.n2.StopWorker", "_INBOX_agent-n2.x", "unicron.v1.beat.n2"])
+async def test_a_reader_s_consumer_that_delivers_to_others(site: Site, victim: str) -> None:
+    """The server refuses what would come round, and what it delivers elsewhere belongs there nowhere."""
+    seqs = {stream: await site.last(stream) for stream in (EVENT_STREAM, BEAT_STREAM)}
+    client = site.clients["reader"]
+    await site.clients["agent-n1"].publish("unicron.v1.beat.n1", encode(beat("n1", 50)))
+    await site.clients["agent-n1"].flush()
+    own = 1
+    for stream in seqs:
+        config = {"name": "reader-0", "deliver_subject": victim, "ack_policy": "none", "deliver_policy": "last"}
+        body = json.dumps({"stream_name": stream, "config": {**config, "inactive_threshold": 10**9}}).encode()
+        await client.request(f"$JS.API.CONSUMER.CREATE.{stream}.reader-0", body, timeout=5)
+    await asyncio.sleep(0.1)
+    for stream in seqs:
+        await client.request(f"$JS.API.CONSUMER.DELETE.{stream}.reader-0", b"", timeout=5)
+    taken = [each for stream, seq in seqs.items() for each in await site.since(stream, seq) if _is_event(each)]
+    assert len(taken) == own, "n1's own beat"
+
+
+# --- what each may ------------------------------------------------------------------------------
+
+
+async def test_an_agent_does_its_work(site: Site) -> None:
+    connection = await site.connect("agent-n1")
+    terms: list[int] = []
+    try:
+        await NatsEventLog(connection).append([said_by("n1", NodeLeft(node="n1", reason=""), 2000)])
+        await NatsBeatLog(connection).publish(beat("n1", 51))
+        await Terms(connection, lambda event: terms.append(event.term)).ask()
+        await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+        feed = NatsCommandFeed(connection, "n1", makes_consumer=False)
+        await feed.follow(())
+        async with asyncio.timeout(20), aclosing(feed.read()) as commands:
+            async for taken in commands:
+                assert taken.envelope.event.command_id == "1.1.n1.1"  # type: ignore[union-attr]
+                break
+        with pytest.raises(Denied):
+            await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
+    finally:
+        await connection.close()
+    assert terms == [1]
+
+
+async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
+    connection = await site.connect("reader")
+    try:
+        log = NatsEventLog(connection)
+        last = await log.last_seq()
+        async with asyncio.timeout(20):
+            assert len([each async for each in log.read(until_seq=last)]) == last
+            assert await log.skips() == {}
+    finally:
+        await connection.close()
+
+
+async def test_an_agent_waits_for_its_consumer(site: Site) -> None:
+    connection = await site.connect("agent-n2")
+    try:
+        feed = NatsCommandFeed(connection, "n2", makes_consumer=False)
+        following = asyncio.create_task(feed.follow(["a"]))
+        await asyncio.sleep(0.2)
+        assert not following.done()
+        await fit_command_consumer(site.admin, "n2", ["a", "b"])
+        async with asyncio.timeout(20):
+            await following
+    finally:
+        await connection.close()
+
+
+async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
+    connection = await site.connect("coordinator")
+    try:
+        await create_streams(connection)  # they are there
+        with pytest.raises(Denied):
+            await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {"name": EVENT_STREAM})
+        with pytest.raises(ApiError):
+            await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.nobody", {})
+    finally:
+        await connection.close()
+
+
+async def test_users_come_and_go_without_a_restart(tmp_path: Path) -> None:
+    users = [kept_key(tmp_path, login).user for login in ("operator", "agent-n1", "agent-n2")]
+    server = EmbeddedServer(tmp_path / "nats", users=users[:2])
+    await server.start()
+    pid = server.pid
+    try:
+        said: list[str] = []
+        there = await connect(server.url, name="n1", login=Login(key=tmp_path / "agent-n1.key"), timeout_s=20)
+        await server.let_in([users[0], users[2]])
+        newcomer = await connect(server.url, name="n2", login=Login(key=tmp_path / "agent-n2.key"), timeout_s=20)
+        async with asyncio.timeout(20):
+            while there.is_up:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert newcomer.is_up
+        assert server.pid == pid
+        again = EmbeddedServer(server.directory, users=users)  # the next coordinator adopts it, and tells it its list
+        assert await again.start()
+        async with asyncio.timeout(20):
+            await there.session()
+        await there.close()
+        await newcomer.close()
+        assert not said
+    finally:
+        await server.kill()
+
+
+# --- the rights as data --------------------------------------------------------------------------
+
+
+def test_the_rights_name_no_subject_of_others() -> None:
+    for node in ("n1", "n-2"):
+        for allowed in (*rights(f"agent-{node}").publish, *rights(f"agent-{node}").subscribe):
+            assert node in allowed or allowed in (
+                f"$JS.API.STREAM.INFO.{EVENT_STREAM}",
+                f"$JS.API.DIRECT.GET.{EVENT_STREAM}.unicron.v1.term",
+                "unicron.v1.term",
+            )
+
+
+def test_a_reader_s_consumers_are_its_own() -> None:
+    named = [right for right in rights(Role.READER).publish if ".CONSUMER." in right]
+    assert len(named) == 4 * READER_CONSUMERS
+    assert all(right.rpartition(".")[2].startswith("reader-") for right in named)
+
+
+@pytest.mark.parametrize(
+    "login",
+    [
+        "agent",
+        "agent-",
+        "agent-api",
+        "agent-a.b",
+        "agent-*",
+        "agent->",
+        "node-n1",
+        "api-1",
+        "",
+        "reader-1",
+        "agent-a b",
+    ],
+)
+def test_what_is_no_login(login: str) -> None:
+    with pytest.raises(BadLogin):
+        role_of(login)
+
+
+def test_one_key_is_one_login() -> None:
+    key = kept_key
+    user = User("agent-n1", "U" + "A" * 55)
+    with pytest.raises(BadLogin, match="occurs twice"):
+        authorization([user, User("agent-n2", user.key)])
+    with pytest.raises(BadLogin, match="not the public nkey"):
+        authorization([User("agent-n1", 'U"}')])
+    assert key is not None
