@@ -35,7 +35,7 @@ API = "$JS.API"
 READER_CONSUMERS = 16
 #: Where the coordinator keeps its snapshots (an object store); a cache.
 CACHE_BUCKET = "UNICRON_SNAPSHOTS"
-#: A user's public nkey.
+#: A user's public nkey, as `events/vocabulary.py` has it.
 KEY_PATTERN = r"^U[A-Z2-7]{55}\Z"
 
 

@@ -37,12 +37,14 @@ from events.vocabulary import (
     MemoryService,
     NodeChecked,
     NodeCordoned,
+    NodeEnrolled,
     NodeIsolated,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeReadmitted,
     NodeReturned,
+    NodeRevoked,
     NodeUncordoned,
     Observation,
     PeersDecided,
@@ -93,8 +95,9 @@ _OfNode: TypeAlias = (
     | CommandApplied | CommandFailed
 )  # fmt: skip
 _Asked: TypeAlias = (
-    TaskSubmitted | ReshapeRequested | TaskCancelled | NodeCordoned | NodeUncordoned | InjectionRequested
-)
+    TaskSubmitted | ReshapeRequested | TaskCancelled | NodeCordoned | NodeUncordoned | NodeEnrolled | NodeRevoked
+    | InjectionRequested
+)  # fmt: skip
 _Remedy: TypeAlias = (
     NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded | IncidentEscalated | TransitionCompleted
 )
@@ -285,6 +288,10 @@ def _asked(event: _Asked) -> str:
             return f"node {event.node} {'drained' if event.drain else 'cordoned'}: {event.reason}"
         case NodeUncordoned():
             return f"node {event.node} uncordoned: {event.reason}"
+        case NodeEnrolled():
+            return f"node {event.node} enrolled with key {event.key[:12]}..."
+        case NodeRevoked():
+            return f"login of node {event.node} revoked: {event.reason}"
         case InjectionRequested():
             return f"fault ordered: {_fault(event.fault, event.node)}"
         case _:

@@ -47,6 +47,7 @@ TYPES: dict[int, tuple[str, ...]] = {
         "WorkerWaits",
     ),
     3: ("MembershipPart", "PeersDecided", "StartWorkers"),
+    4: ("NodeEnrolled", "NodeRevoked"),
 }
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {

@@ -31,6 +31,8 @@ Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
 #: One incarnation of a worker process: "<task>.<number>"; a number is never used twice in a task.
 WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9}\Z")]
 WorkerOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9})?\Z")]
+#: The public nkey of a user.
+PublicKey: TypeAlias = Annotated[str, Meta(pattern=r"^U[A-Z2-7]{55}\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=32768)]
 Micros: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -832,6 +834,26 @@ class NodeUncordoned(Request, frozen=True, kw_only=True):
     reason: Text
 
 
+class NodeEnrolled(Request, frozen=True, kw_only=True):
+    """The node's agent may log in with this key, and with no other (events/logins.py).
+
+    `expires_us`: if the node has not joined by then, the login ends; 0: never.
+
+    Bounds: `expires_us` < 2**62.
+    """
+
+    node: Name
+    key: PublicKey
+    expires_us: Micros
+
+
+class NodeRevoked(Request, frozen=True, kw_only=True):
+    """The node's login has ended; its workers have not."""
+
+    node: Name
+    reason: Text
+
+
 class Fault(Value, frozen=True, kw_only=True):
     """A fault that somebody ordered, for a worker or (`worker` "") for its node.
 
@@ -1214,7 +1236,7 @@ AnyObservation: TypeAlias = (
     | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
     | PeersRemembered | NodeChecked
     | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned
-    | NodeUncordoned
+    | NodeUncordoned | NodeEnrolled | NodeRevoked
     | InjectionRequested | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (

@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from events import command_line, extras, log_lines
-from events.command_line import EXIT_CODES, Parser, add_command, examples, option, repeated, switch, whole
+from events.command_line import (
+    EXIT_CODES,
+    Parser,
+    add_command,
+    examples,
+    existing_file,
+    number,
+    option,
+    repeated,
+    switch,
+    whole,
+)
 from unicrond import VERSION
 
 if TYPE_CHECKING:
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = f"""examples:
   unicrond run --config unicron.yaml          the coordinator on the head node
   unicrond run --nats nats://10.0.0.5:4222    with an existing NATS server or cluster
+  unicrond enroll gpu07                       the key with which a node's agent logs in
   unicrond archive --keep 30d                 the log's older part to files; see docs/operate/retention.md
   unicrond dev                                nats-server, coordinator and 4 agents on this machine
   unicrond demo                               the same, with two tasks, three faults and the story of their healing
@@ -66,6 +78,37 @@ def parser() -> Parser:
         option("--keep", "SPAN", "a span like 12h or 30d: younger entries stay in NATS", type=_span),
         switch("--json", "JSON instead of text"),
     )
+    configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
+    node = option("node", "NODE", "the node's name, as in unicron-agent --node")
+    add_command(
+        commands,
+        "enroll",
+        "make the key with which a node's agent logs in to NATS (docs/operate/logins.md)",
+        examples("unicrond enroll gpu07 --config /etc/unicron.yaml"),
+        node,
+        configured,
+        option("--out", "FILE", "where to write the key (NODE.key)", type=Path),
+        option(
+            "--unused-h", "HOURS", "an unused key ends then; 0: never (24)", type=number(0, 8784, "h"), default=24.0
+        ),
+    )
+    add_command(
+        commands,
+        "revoke",
+        "end a node's login to NATS at once",
+        examples("unicrond revoke gpu07 --config /etc/unicron.yaml"),
+        node,
+        configured,
+        option("--reason", "TEXT", "why, for the log", default="requested by an operator"),
+    )
+    add_command(
+        commands,
+        "nats-config",
+        "print who may log in to NATS servers of your own, and make the keys that are missing",
+        examples("unicrond nats-config --nodes nodes.txt --keys /etc/unicron/keys"),
+        option("--nodes", "FILE", "the names of the nodes, a line each", type=existing_file, required=True),
+        option("--keys", "DIR", "where the keys are, and are made (keys)", type=Path, default=Path("keys")),
+    )
     iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
     for name, text, port, more in (
         ("dev", "a small cluster on this machine; everything it starts ends with it", 7470, ()),
@@ -101,13 +144,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.command != "archive":
+    if arguments.command in ("run", "dev", "demo"):
         extras.require(f"unicrond {arguments.command}", "head" if arguments.command == "run" else "all")
     level = logging.DEBUG if getattr(arguments, "verbose", False) else logging.INFO
     log_lines.set_up(level, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("asyncio", "nats", "aiohttp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if arguments.command in ("run", "archive"):
+    if arguments.command == "nats-config":
+        from unicrond.logins_command import nats_config
+
+        return nats_config(arguments)
+    if arguments.command in ("run", "archive", "enroll", "revoke"):
         return _on_a_log(arguments)
     from unicrond.local import demo, dev
 
@@ -115,15 +162,19 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _on_a_log(arguments: argparse.Namespace) -> int:
-    """`run` and `archive`, which take a configuration."""
+    """The commands that take a configuration."""
     from msgspec.structs import replace
 
     from unicrond.intake.config import Config, ConfigError, load
 
     try:
         config = load(arguments.config) if arguments.config else Config()
-        if arguments.nats:
+        if getattr(arguments, "nats", None):
             config = replace(config, nats=replace(config.nats, url=arguments.nats))
+        if arguments.command in ("enroll", "revoke"):
+            from unicrond import logins_command
+
+            return getattr(logins_command, str(arguments.command))(arguments, config)
         return _archive(arguments, config) if arguments.command == "archive" else _serve(arguments, config)
     except ConfigError as error:
         return command_line.fail("unicrond", error, 2)

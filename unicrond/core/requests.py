@@ -11,10 +11,13 @@ Rules
 from __future__ import annotations
 
 from events import vocabulary as v
+from events.codec import RESERVED_NAMES
 from unicrond.core.reshaping import is_in_place, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.core.task_rules import spec_faults
 
+#: As many as the event stream has room for consumers, and more than a cluster has nodes.
+LOGINS_MAX = 65_536
 #: Faults of a node; the others are a worker's. `kill` is either.
 NODE_FAULTS = ("drop_network", "xid")
 
@@ -28,7 +31,19 @@ def request_problem(state: ClusterState, event: v.Request) -> str:
         return reshape_problem(state, task, event) if task and task.status is TaskStatus.ACTIVE else ""
     if isinstance(event, v.InjectionRequested):
         return fault_problem(event.fault)
+    if isinstance(event, v.NodeEnrolled):
+        return enrolment_problem(state, event)
     return ""
+
+
+def enrolment_problem(state: ClusterState, event: v.NodeEnrolled) -> str:
+    """What keeps the key from being the node's."""
+    if event.node in RESERVED_NAMES:
+        return f"node: {event.node} is not a name for nodes; use another"
+    if event.node not in state.logins and len(state.logins) >= LOGINS_MAX:
+        return f"node: {LOGINS_MAX} nodes are enrolled; revoke those that are gone"
+    owner = next((node for node, login in state.logins.items() if login.key == event.key), event.node)
+    return "" if owner == event.node else f"key: is the key of node {owner}; make another"
 
 
 def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) -> str:

@@ -331,6 +331,14 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fault: Fault
 
 
+class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else it ends then; 0: never."""
+
+    key: str
+    expires_us: int = 0
+    is_used: bool = False
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
 
@@ -339,6 +347,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
     `schema`: what the coordinator of the present term reads and writes (events/schemas.py).
     `check_limit_us`, `repair_limit_us`: how long its health checks and repairs may take; 0: it has none (isolation.py).
+    `logins`: of nodes that were enrolled, by name.
     """
 
     seq: int = always(0)
@@ -362,6 +371,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     schema: int = 1
     check_limit_us: int = 0
     repair_limit_us: int = 0
+    logins: dict[str, NodeLogin] = {}
     placed: ByNode | None = None
 
     @property

@@ -114,6 +114,15 @@ class Client:
         """The node may have workers again; {"node", "seq"}."""
         return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/uncordon", body={"reason": reason})
 
+    def enroll(self, node: str, key: str, unused_h: float) -> dict[str, Any]:
+        """The node's agent may log in with this public key; {"node", "seq"}."""
+        body = {"key": key, "unused_h": unused_h}
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/enroll", body=body)
+
+    def revoke(self, node: str, reason: str) -> dict[str, Any]:
+        """The node's agent may log in no more; {"node", "seq"}."""
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/revoke", body={"reason": reason})
+
     def inject(self, order: dict[str, Any]) -> dict[str, Any]:
         """Order a fault (unicrond.core.ordering.FaultOrder); {"node", "worker", "seq"}."""
         return self._object("POST", "/v1/faults", body=order)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from events.logins import Role
 from events.nats_connection import Login
 from events.nats_url import parse_urls
 from events.schemas import FIRST, SCHEMA
@@ -29,7 +30,10 @@ class ConfigError(ValueError):
 class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`url` empty: an embedded server on host:port, kept in <state_dir>/nats. Otherwise an existing one.
 
-    `password_file` holds the password alone. `replicas`: of the streams, for a cluster 3.
+    `password_file` holds the password alone. `replicas`: of the streams, for a cluster 3. `auth`: "keys": every login
+    has a key of its own, in the directory `keys` those of this machine; "migrate": the user with the password may still
+    do everything; "": keys where the embedded server is open to others ("migrate" where user and password are given),
+    else the login that is given, or none.
     """
 
     url: str = ""
@@ -41,6 +45,19 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nkey_seed: str = ""
     tls_ca: str = ""
     replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+    auth: Literal["", "keys", "migrate"] = ""
+    keys: str = ""
+
+    @property
+    def has_keys(self) -> bool:
+        """Each login has a key of its own."""
+        return bool(self.auth) or (not self.url and not is_loopback(self.host))
+
+    @property
+    def shared(self) -> Login | None:
+        """The login that may do everything beside the keys; None: there is none."""
+        migrates = self.auth == "migrate" or (not self.auth and bool(self.user))
+        return login(self) if migrates and not self.url else None
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +92,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The directory under which each task has its own."""
         return Path(self.checkpoint_dir or Path(self.state_dir) / "checkpoints").absolute()
 
+    @property
+    def keys(self) -> Path:
+        """The directory of the keys of this machine's logins, and of the list of the nodes' logins."""
+        return Path(self.nats.keys or Path(self.state_dir) / "keys")
+
 
 def load(path: Path) -> Config:
     """The configuration in `path`. Raises ConfigError."""
@@ -106,14 +128,12 @@ def check(config: Config, where: str) -> None:
                 f"{where}: severity.{kind}: {level} is impossible, a reattempt cannot restore what is lost; "
                 f"use {possible}"
             )
-    if (
-        not config.nats.url
-        and not is_loopback(config.nats.host)
-        and not (config.nats.user and config.nats.password_file)
-    ):
+    if bool(config.nats.user) != bool(config.nats.password_file):
+        raise ConfigError(f"{where}: nats.user: give nats.user and nats.password_file together")
+    if config.nats.auth == "migrate" and (config.nats.url or not config.nats.user):
         raise ConfigError(
-            f"{where}: nats.host: {config.nats.host} is open to others; set nats.user and nats.password_file, "
-            "or use 127.0.0.1"
+            f"{where}: nats.auth: migrate is for an embedded server that had one login for all; set nats.user and "
+            "nats.password_file, or use keys"
         )
     if config.nats.url:
         try:
@@ -128,8 +148,16 @@ def check(config: Config, where: str) -> None:
         raise ConfigError(f"{where}: api.token_file: {config.api.token_file} is not a file; create it or fix the path")
 
 
+def login_as(config: Config, role: Role) -> Login:
+    """How this machine logs in to NATS as `role`: with its key, or all as the same where there are none."""
+    if not config.nats.has_keys:
+        return login(config.nats)
+    path = config.keys / f"{role}.key"
+    return Login(key=path, tls_ca=Path(config.nats.tls_ca) if config.nats.tls_ca else None)
+
+
 def login(nats: NatsConfig) -> Login:
-    """How to log in to NATS."""
+    """How to log in to NATS without a key."""
     return Login(
         user=nats.user or None,
         password=read_secret(nats.password_file) if nats.password_file else None,

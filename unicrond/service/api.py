@@ -35,12 +35,24 @@ from msgspec.structs import replace
 from events.codec import API_PRODUCER, BadEvent
 from events.envelope import Envelope, Quarantined
 from events.log import EventLog
+from events.logins import BadLogin, agent_login
 from events.schemas import beyond_schema
-from events.vocabulary import AnyEvent, NodeCordoned, NodeUncordoned, TaskCancelled, TaskSubmitted, Text
+from events.vocabulary import (
+    AnyEvent,
+    NodeCordoned,
+    NodeEnrolled,
+    NodeRevoked,
+    NodeUncordoned,
+    PublicKey,
+    TaskCancelled,
+    TaskSubmitted,
+    Text,
+)
 from unicrond.core.costs import costs_at
 from unicrond.core.field_faults import faults
 from unicrond.core.ordering import FaultOrder, Refused, ordered
 from unicrond.core.planning.problem import ProblemError
+from unicrond.core.requests import enrolment_problem
 from unicrond.core.reshape_order import ReshapeOrder, asked_for
 from unicrond.core.state import Task, TaskStatus
 from unicrond.core.state_bytes import digest, to_json
@@ -105,6 +117,8 @@ class Api:
                 web.post("/v1/tasks/{task}/reshape", self.reshape),
                 web.post("/v1/nodes/{node}/cordon", self.cordon),
                 web.post("/v1/nodes/{node}/uncordon", self.uncordon),
+                web.post("/v1/nodes/{node}/enroll", self.enroll),
+                web.post("/v1/nodes/{node}/revoke", self.revoke),
                 web.post("/v1/faults", self.inject),
                 web.get("/v1/plan/table", self.plan_table),
                 web.post("/v1/plan/whatif", self.plan_whatif),
@@ -248,6 +262,32 @@ class Api:
         reason = (await _body(request, _Reason)).reason or _ASKED
         return await self._append(NodeUncordoned(node=node, reason=reason), {"node": node}, 202)
 
+    async def enroll(self, request: web.Request) -> web.Response:
+        """The node's agent may log in with this key; it need not have joined before."""
+        node = request.match_info["node"]
+        asked = await _body(request, _Enrolment)
+        expires_us = time.time_ns() // 1000 + int(asked.unused_h * 3600e6) if asked.unused_h else 0
+        try:
+            agent_login(node)
+        except BadLogin as error:
+            return _error(400, f"node: {error}")
+        event = NodeEnrolled(node=node, key=asked.key, expires_us=expires_us)
+        if why := enrolment_problem(self._coordinator.state, event):
+            return _error(400, why)
+        return await self._append(event, {"node": node}, 202)
+
+    async def revoke(self, request: web.Request) -> web.Response:
+        """The node's agent may log in no more."""
+        node = request.match_info["node"]
+        reason = (await _body(request, _Reason)).reason or _ASKED
+        if node not in self._coordinator.state.logins:
+            return _error(404, f"node: {node[:63]} is not enrolled")
+        return await self._append(NodeRevoked(node=node, reason=reason), {"node": node}, 202)
+
+    async def ask(self, event: AnyEvent) -> None:
+        """Append what a part of this process asks for, as people do."""
+        await self._append(event, {}, 202)
+
     async def inject(self, asked: web.Request) -> web.Response:
         """Order a fault; the answer names whom it was for."""
         order = await _body(asked, FaultOrder)
@@ -296,6 +336,13 @@ class Api:
         except BadEvent as error:
             return _error(400, error.reason)
         return _json({**about, "seq": seq}, status)
+
+
+class _Enrolment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`unused_h`: after so many hours without a join the login ends; 0: never."""
+
+    key: PublicKey
+    unused_h: Annotated[float, Meta(ge=0.0, le=8784.0)] = 24.0
 
 
 class _Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

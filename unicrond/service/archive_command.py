@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from events.archive import CannotTrim, archive, trim
 from events.log import LogError
+from events.logins import Role
 from events.nats_connection import connect
 from events.nats_server import EmbeddedServer
-from unicrond.intake.config import Config, login
+from unicrond.intake.config import Config, login_as
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -38,7 +39,9 @@ async def run(config: Config, keep_s: float | None) -> Done:
     """Archive, and trim what is older than `keep_s` (None: nothing). Raises LogError, OSError."""
     directory = archive_directory(config)
     url = config.nats.url or await _embedded_url(config)
-    connection = await connect(url, name="unicrond-archive", login=login(config.nats), timeout_s=CONNECT_TIMEOUT_S)
+    connection = await connect(
+        url, name="unicrond-archive", login=login_as(config, Role.OPERATOR), timeout_s=CONNECT_TIMEOUT_S
+    )
     try:
         held = await archive(connection, directory)
         done = Done(str(directory), held.last_seq, held.copied)
@@ -53,7 +56,7 @@ async def run(config: Config, keep_s: float | None) -> Done:
 
 
 async def _embedded_url(config: Config) -> str:
-    server = EmbeddedServer(Path(config.state_dir) / "nats", host=config.nats.host, login=login(config.nats))
+    server = EmbeddedServer(Path(config.state_dir) / "nats", host=config.nats.host, users=())
     if not await server.adopt():
         raise LogError(f"{server.directory}: no nats-server runs there; start unicrond, or give --nats URL")
     return server.url

@@ -7,6 +7,8 @@ Rules
 * An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
   its disk was full (log_keeper.py).
 * One coordinator at a time uses a `state_dir`.
+* Where logins have keys, what the coordinator decides and what people ask for go by two connections with different
+  rights, and streams are made and brought up to date as the operator, at the start alone.
 """
 
 from __future__ import annotations
@@ -17,30 +19,36 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from events.archived_log import ArchivedLog
+from events.keys import BadKey, kept_key, read_key
 from events.log import Fenced, LogError
-from events.nats_connection import Connection, connect
+from events.logins import Role, User
+from events.nats_connection import Connection, Denied, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer, ServerError
 from events.nats_streams import create_streams
 from events.nats_url import parse_urls
 from unicrond.core.skipping import SkipRefused
 from unicrond.display.tables import clean
-from unicrond.intake.config import Config, login, read_secret
+from unicrond.intake.config import Config, login, login_as, read_secret
 from unicrond.intake.timeouts import contradictions
 from unicrond.service.api import Api
 from unicrond.service.archive_command import archive_directory
+from unicrond.service.clock import CLOCK
+from unicrond.service.consumers import Consumers
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.log_keeper import LogKeeper
 from unicrond.service.log_reading import LogReader
 from unicrond.service.nats_snapshots import NatsSnapshotStore
+from unicrond.service.node_logins import NodeLogins, migration_line, remembered
 from unicrond.service.snapshots import Snapshots
 from unicrond.service.stream_probe import StreamProbe
 
@@ -64,22 +72,65 @@ async def serve(config: Config, skip: Sequence[int] = ()) -> None:
 
 
 async def _serve(config: Config, skip: Sequence[int], stop: asyncio.Queue[signal.Signals]) -> None:
-    server = None if config.nats.url else await _embedded(config)
+    roles = _roles(config)
+    server = None if config.nats.url else await _embedded(config, roles)
     url = server.url if server else config.nats.url
-    try:
-        connection = await connect(
-            parse_urls(url), name="unicrond", login=login(config.nats), timeout_s=CONNECT_TIMEOUT_S
-        )
-    except LogError as error:
-        raise Fatal(f"nats.url: no NATS at {url}: {error}; check that it runs and that the login is right") from None
     ended_by = None
     try:
-        await create_streams(connection, replicas=config.nats.replicas)
-        ended_by = await _serve_until_stopped(config, connection, server, stop, skip)
+        if config.nats.has_keys and (config.keys / f"{Role.OPERATOR}.key").exists():
+            async with _connected(url, login_as(config, Role.OPERATOR), "unicrond-start") as operator:
+                await create_streams(operator, replicas=config.nats.replicas)
+        async with AsyncExitStack() as connections:
+            connection = asking = await connections.enter_async_context(
+                _connected(url, login_as(config, Role.COORDINATOR), "unicrond")
+            )
+            if config.nats.has_keys:
+                asking = await connections.enter_async_context(
+                    _connected(url, login_as(config, Role.API), "unicrond-api")
+                )
+            await create_streams(connection, replicas=config.nats.replicas)
+            ended_by = await _serve_until_stopped(config, Links(connection, asking, server, roles), stop, skip)
+    except Denied as error:
+        raise Fatal(f"nats: {error}; give the server the rights that `unicrond nats-config` prints") from None
     finally:
-        await connection.close()
         if server is not None and ended_by is not signal.SIGTERM:
             await server.stop()
+
+
+class Links(NamedTuple):
+    """`asking`: the connection of the API's login. `server`: None where it is not ours. `roles`: the logins with keys
+    that are no agents'."""
+
+    connection: Connection
+    asking: Connection
+    server: EmbeddedServer | None
+    roles: list[User]
+
+
+@asynccontextmanager
+async def _connected(url: str, login: Login, name: str) -> AsyncIterator[Connection]:
+    """Raises Fatal."""
+    try:
+        connection = await connect(parse_urls(url), name=name, login=login, timeout_s=CONNECT_TIMEOUT_S)
+    except LogError as error:
+        raise Fatal(f"nats.url: no NATS at {url}: {error}; check that it runs and that the login is right") from None
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+def _roles(config: Config) -> list[User]:
+    """The logins of this machine, which get keys where the server is ours. Raises Fatal."""
+    if not config.nats.has_keys:
+        return []
+    needed = (Role.COORDINATOR, Role.API)
+    try:
+        if config.nats.url:
+            return [read_key(config.keys / f"{role}.key").user for role in needed]
+        return [kept_key(config.keys, role).user for role in (*needed, Role.OPERATOR, Role.READER)]
+    except (BadKey, OSError) as error:
+        raise Fatal(f"nats.keys: {error}; `unicrond nats-config` makes keys") from None
 
 
 @contextmanager
@@ -100,12 +151,19 @@ def _sole_user(state_dir: Path) -> Iterator[None]:
         yield
 
 
-async def _embedded(config: Config) -> EmbeddedServer:
+def _nodes_path(config: Config) -> Path:
+    return config.keys / "nodes"
+
+
+async def _embedded(config: Config, roles: list[User]) -> EmbeddedServer:
+    has_keys = config.nats.has_keys
+    shared = config.nats.shared if has_keys else login(config.nats)
     server = EmbeddedServer(
         Path(config.state_dir) / "nats",
         host=config.nats.host,
         port=config.nats.port,
-        login=login(config.nats) if config.nats.user else None,
+        login=shared if config.nats.user else None,
+        users=[*roles, *remembered(_nodes_path(config))] if has_keys else None,
     )
     try:
         adopted = await server.start()
@@ -119,11 +177,11 @@ async def _embedded(config: Config) -> EmbeddedServer:
 
 async def _serve_until_stopped(
     config: Config,
-    connection: Connection,
-    server: EmbeddedServer | None,
+    links: Links,
     stop: asyncio.Queue[signal.Signals],
     skip: Sequence[int],
 ) -> signal.Signals:
+    connection, server = links.connection, links.server
     stream = NatsEventLog(connection)
     event_log = ArchivedLog(stream, archive_directory(config))
     snapshots = Snapshots(NatsSnapshotStore(connection, replicas=config.nats.replicas))
@@ -138,6 +196,7 @@ async def _serve_until_stopped(
         skip=skip,
         schema=config.write_schema,
         readmission=config.readmission,
+        requests=NatsEventLog(links.asking),
     )
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
         log.warning("%s", warning)
@@ -146,7 +205,7 @@ async def _serve_until_stopped(
     token = read_secret(config.api.token_file) if config.api.token_file else ""
     probe = StreamProbe(connection, lambda: coordinator.state.seq)
     keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
-    api = Api(config, coordinator, event_log, LogReader(connection), token, lambda: keeper.trouble)
+    api = Api(config, coordinator, event_log, LogReader(links.asking), token, lambda: keeper.trouble)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -162,6 +221,15 @@ async def _serve_until_stopped(
         ]
         if server is not None:
             work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
+        if config.nats.has_keys:
+            consumers = Consumers(connection, lambda: coordinator.state)
+            coordinator.prepare = consumers.before
+            logins = NodeLogins(
+                links.roles, server, _nodes_path(config), lambda: coordinator.state, api.ask, CLOCK.wall_us
+            )
+            coordinator.more_alarms = partial(_alarms, config, coordinator, logins)
+            work.append(asyncio.create_task(_once_live(coordinator, consumers.run), name="consumers"))
+            work.append(asyncio.create_task(_once_live(coordinator, logins.run), name="logins"))
         stopped = asyncio.create_task(stop.get(), name="stop")
         done, _ = await asyncio.wait([*work, stopped], return_when=asyncio.FIRST_COMPLETED)
         for task in [*work, stopped]:
@@ -175,6 +243,16 @@ async def _serve_until_stopped(
     finally:
         with suppress(asyncio.TimeoutError):
             await runner.cleanup()
+
+
+async def _once_live(coordinator: Coordinator, run: Callable[[], Awaitable[None]]) -> None:
+    await coordinator.live.wait()
+    await run()
+
+
+def _alarms(config: Config, coordinator: Coordinator, logins: NodeLogins) -> list[str]:
+    found = [f"the list of logins: {logins.trouble}"] if logins.trouble else []
+    return [*found, migration_line(coordinator.state)] if config.nats.shared else found
 
 
 async def _keep_running(server: EmbeddedServer) -> None:

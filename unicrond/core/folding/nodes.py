@@ -9,7 +9,7 @@ from events.envelope import Envelope
 from events.schemas import LEAD_TELLS, TOLD_ONCE, spoken_schema
 from unicrond.core import isolation
 from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
-from unicrond.core.folding import commands, incidents, injections, kept_states, strikes
+from unicrond.core.folding import commands, incidents, injections, kept_states, logins, strikes
 from unicrond.core.incident_life import Befalls, moved
 from unicrond.core.ordered_map import put_all
 from unicrond.core.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
@@ -49,7 +49,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
     state = kept_states.forget_kept(with_node(state, node), event.node)  # what it still holds it tells next
     if old is not None and old.agent_boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
-    state = _reconcile_workers(state, event, envelope)
+    state = logins.used(_reconcile_workers(state, event, envelope), event.node)
     if old is not None and any(old.schema >= since > node.schema for since in (TOLD_ONCE, LEAD_TELLS)):
         state = commands.unheard(state, event.node)  # its new agent does not read what this one was told
     return state

@@ -1,0 +1,89 @@
+"""`unicrond enroll`, `revoke` and `nats-config`: keys for logins, and who may log in."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from events import command_line
+from events.command_line import UsageError
+from events.keys import BadKey, kept_key, make_key, write_key
+from events.logins import BadLogin, Role, User, agent_login, whole_configuration
+from unicrond.ctl.client import ApiError, Client
+from unicrond.intake.config import Config, is_loopback, read_secret
+
+#: Logins beside the agents', for a NATS server of one's own.
+_ROLES = (Role.COORDINATOR, Role.API, Role.READER, Role.OPERATOR, Role.SYSTEM)
+
+
+def enroll(arguments: argparse.Namespace, config: Config) -> int:
+    """Make the key of a node and tell the coordinator; the exit code."""
+    node = arguments.node
+    path: Path = arguments.out or Path(f"{node}.key")
+    try:
+        key = make_key(agent_login(node))
+    except BadLogin as error:
+        raise UsageError(str(error)) from None
+    try:
+        write_key(path, key)
+    except FileExistsError:
+        return command_line.fail("unicrond enroll", f"{path} is there already; remove it, or give another --out", 2)
+    except OSError as error:
+        return command_line.fail("unicrond enroll", f"cannot write {path}: {error.strerror}; give another --out")
+    try:
+        client(config).enroll(node, key.user.key, arguments.unused_h)
+    except ApiError as error:
+        path.unlink()  # nobody lets it in
+        return command_line.fail("unicrond enroll", error)
+    print(f"{path} is the key of {node}. Copy it to the node, and nowhere else:")
+    print(f"  scp -p {path} {node}:/etc/unicron.key && rm {path}")
+    print("Then start the agent with it, with its own --slots and --address:")
+    print(f"  unicron-agent --nats nats://HEAD:{config.nats.port} --key /etc/unicron.key --node {node} --slots 8")
+    if arguments.unused_h:
+        print(f"Unused, the key ends in {arguments.unused_h:g} hours.")
+    if config.nats.url:
+        print(
+            f"Your NATS servers must know it: add {node} to the list of `unicrond nats-config`, public key {key.user.key}"
+        )
+    return 0
+
+
+def revoke(arguments: argparse.Namespace, config: Config) -> int:
+    """End a node's login; the exit code."""
+    try:
+        client(config).revoke(arguments.node, arguments.reason)
+    except ApiError as error:
+        return command_line.fail("unicrond revoke", error)
+    print(f"{arguments.node} may log in no more; its workers run on until their lease ends")
+    return 0
+
+
+def nats_config(arguments: argparse.Namespace) -> int:
+    """Print who may log in to NATS servers of one's own; keys that are missing are made. The exit code."""
+    names = [line.strip() for line in arguments.nodes.read_text().splitlines()]
+    try:
+        logins = [*_ROLES, *(agent_login(name) for name in names if name and not name.startswith("#"))]
+        lines = whole_configuration([_user(arguments.keys, login) for login in logins])
+    except (BadLogin, BadKey) as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        return command_line.fail("unicrond nats-config", f"cannot use {error.filename}: {error.strerror}")
+    print("\n".join(lines))
+    return 0
+
+
+def _user(directory: Path, login: str) -> User:
+    """Of a key that is in the directory, or was, before it was moved to where it is used."""
+    public = directory / f"{login}.pub"
+    if public.exists():
+        return User(login, public.read_text().strip())
+    user = kept_key(directory, login).user
+    public.write_text(f"{user.key}\n")
+    return user
+
+
+def client(config: Config) -> Client:
+    """Of the coordinator with this configuration, on this machine."""
+    host = config.api.host if is_loopback(config.api.host) else "127.0.0.1"
+    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    return Client(f"http://{host}:{config.api.port}", token)

@@ -1,0 +1,142 @@
+"""The coordinator prepares what each node reads: one consumer for each agent, with the tasks that it follows.
+
+Rules
+-----
+* An agent with a key may neither make its consumer nor change it (events/logins.py). It waits until the consumer is
+  there before it joins, and until a task is in its filter before it acknowledges the command that starts the task's
+  first worker on its node. So a node is never planned for that cannot be commanded, and misses nothing.
+* A task comes into a node's filter before the command that brings it there is appended (`before`). What is written
+  behind the command is then matched, however soon it comes; what came before it concerns no worker of the node.
+* A task leaves a filter when it has ended, and not when its workers left the node: to hear of a task too long costs a
+  few messages, too short a worker.
+* The server forgets consumers (a restored backup, a `nats consumer rm`) and others change them (an agent of before, with
+  the shared login). So all are compared at the start of a term, when a node is enrolled, and every LOOK_EVERY_S.
+* A consumer that NATS refuses keeps nobody from deciding: it is said, and tried again; its agent waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from events.log import LogError
+from events.nats_commands import command_consumer_config, filters
+from events.nats_connection import Connection
+from events.nats_streams import api
+from events.subjects import EVENT_STREAM, agent_consumer, told_subjects
+from events.vocabulary import AnyEvent, StartWorker, StartWorkers
+from unicrond.core.state import ClusterState, TaskStatus
+
+log = logging.getLogger("unicrond")
+
+LOOK_EVERY_S = 5.0
+#: Requests under way at a time.
+_AT_ONCE = 32
+
+
+class Consumers:
+    """`state`: the coordinator's, as folded. `before` and `look` may run side by side."""
+
+    def __init__(self, connection: Connection, state: Callable[[], ClusterState]) -> None:
+        self._connection = connection
+        self._state = state
+        self._follows: dict[str, frozenset[str]] = {}
+        self._busy = asyncio.Lock()
+        self._refused: set[str] = set()
+        self._has_looked = False
+
+    async def before(self, events: Iterable[AnyEvent]) -> None:
+        """What these events need is there when this returns, or it was said why not. Waits through outages."""
+        try:
+            if not self._has_looked:
+                await self.look()
+            await self._prepare(events)
+        except LogError as error:
+            log.error("cannot prepare the agents' consumers: %s", error)
+
+    async def _prepare(self, events: Iterable[AnyEvent]) -> None:
+        new: dict[str, set[str]] = {}
+        for event in events:
+            if isinstance(event, StartWorker | StartWorkers):
+                task = event.spec.name
+                if task not in self._follows.get(event.node, frozenset()):
+                    new.setdefault(event.node, set()).add(task)
+        if new:
+            async with self._busy:
+                await self._fit({node: self._kept(node) | tasks for node, tasks in new.items()})
+
+    async def look(self) -> None:
+        """Compare all consumers with the state, and fit those that lack something."""
+        async with self._busy:
+            there = await self._there()
+            wanted = following(self._state())
+            lacking = {}
+            for node, tasks in wanted.items():
+                follows = self._kept(node) | tasks
+                if set(told_subjects(node, follows)) <= set(there.get(node, ())):
+                    self._follows[node] = follows
+                else:
+                    lacking[node] = follows
+            await self._fit(lacking)
+            self._has_looked = True
+
+    async def run(self) -> None:
+        """Look now and then, and whenever somebody is enrolled; until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except LogError as error:
+                log.error("cannot compare the agents' consumers: %s", error)
+            enrolled = self._state().logins
+            for _ in range(int(LOOK_EVERY_S / 0.25)):
+                await asyncio.sleep(0.25)
+                if self._state().logins is not enrolled:
+                    break
+
+    def _kept(self, node: str) -> frozenset[str]:
+        """Of what it follows, the tasks that go on."""
+        tasks = self._state().tasks
+        known = self._follows.get(node, frozenset())
+        return frozenset(name for name in known if name not in tasks or tasks[name].status is TaskStatus.ACTIVE)
+
+    async def _there(self) -> dict[str, list[str]]:
+        """The filters of all consumers for agents, by node."""
+        found: dict[str, list[str]] = {}
+        offset = 0
+        while True:
+            page = await api(self._connection, f"CONSUMER.LIST.{EVENT_STREAM}", {"offset": offset})
+            consumers = page.get("consumers") or []
+            for each in consumers:
+                found[each["name"]] = filters(each["config"])
+            offset += len(consumers)
+            if not consumers or offset >= int(page.get("total", 0)):
+                prefix = agent_consumer("")
+                return {name.removeprefix(prefix): its for name, its in found.items() if name.startswith(prefix)}
+
+    async def _fit(self, wanted: Mapping[str, frozenset[str]]) -> None:
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def fit(node: str, tasks: frozenset[str]) -> None:
+            request = {"stream_name": EVENT_STREAM, "config": command_consumer_config(node, tasks)}
+            async with room:
+                try:
+                    await api(self._connection, f"CONSUMER.CREATE.{EVENT_STREAM}.{agent_consumer(node)}", request)
+                except LogError as error:
+                    if node not in self._refused:
+                        self._refused.add(node)
+                        log.error("NODE %s CANNOT BE COMMANDED: NATS refuses its consumer (%s)", node, error)
+                    return
+            self._refused.discard(node)
+            self._follows[node] = tasks
+
+        await asyncio.gather(*(fit(node, tasks) for node, tasks in wanted.items()))
+
+
+def following(state: ClusterState) -> dict[str, frozenset[str]]:
+    """Each node that is enrolled or has joined, and the tasks that have workers there and go on."""
+    follows: dict[str, set[str]] = {node: set() for node in (*state.logins, *state.nodes)}
+    for task in state.active:
+        for worker in task.workers.values():
+            follows.setdefault(worker.node, set()).add(task.name)
+    return {node: frozenset(tasks) for node, tasks in follows.items()}

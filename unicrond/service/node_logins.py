@@ -1,0 +1,132 @@
+"""Who may log in to the embedded NATS server, kept as the folded log says.
+
+Rules
+-----
+* People enrol and revoke nodes by requests that stand in the log; the state lists the nodes' keys. This tells the
+  server, at once and without a restart, and keeps the list in a file beside the server's store: a server that starts
+  before the log is folded lets in who was let in before.
+* A login that was never used ends after its time: this asks for it, by a request like a person's.
+* On a NATS server of one's own the list is the operator's (`unicrond nats-config`); here nothing is told to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from events.logins import BadLogin, User, agent_login
+from events.nats_server import ServerError
+from events.vocabulary import NodeRevoked
+from unicrond.core.state import ClusterState, NodeLogin, NodeStatus
+
+log = logging.getLogger("unicrond")
+
+LOOK_EVERY_S = 0.25
+
+
+class Server(Protocol):
+    """An embedded server."""
+
+    async def let_in(self, users: Sequence[User]) -> None:
+        """See EmbeddedServer."""
+        ...
+
+
+class NodeLogins:
+    """`roles`: the logins that are no agents'. `server`: None where it is not ours. `ask`: append a request."""
+
+    def __init__(
+        self,
+        roles: Sequence[User],
+        server: Server | None,
+        path: Path,
+        state: Callable[[], ClusterState],
+        ask: Callable[[NodeRevoked], Awaitable[None]],
+        now_us: Callable[[], int],
+    ) -> None:
+        self._roles = tuple(roles)
+        self._server = server
+        self._path = path
+        self._state = state
+        self._ask = ask
+        self._now_us = now_us
+        #: Why the server's list is not the log's; "" where it is.
+        self.trouble = ""
+
+    async def run(self) -> None:
+        """Until cancelled. To be started once the log is folded."""
+        told: Mapping[str, NodeLogin] | None = None
+        while True:
+            logins = self._state().logins
+            if logins is not told and await self._tell(logins):
+                told = logins
+            for node in expired(logins, self._now_us()):
+                log.warning("the key of node %s was not used in time: it ends", node)
+                await self._ask(NodeRevoked(node=node, reason="the key was not used in time"))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _tell(self, logins: Mapping[str, NodeLogin]) -> bool:
+        users = [User(agent_login(node), login.key) for node, login in logins.items()]
+        try:
+            await asyncio.to_thread(remember, self._path, users)
+            if self._server is not None:
+                await self._server.let_in([*self._roles, *users])
+        except (ServerError, OSError) as error:
+            if self.trouble != str(error):
+                log.error("the NATS server has not taken the list of logins: %s", error)
+            self.trouble = str(error)
+            return False
+        self.trouble = ""
+        return True
+
+
+def expired(logins: Mapping[str, NodeLogin], now_us: int) -> list[str]:
+    """The nodes whose keys were not used in time."""
+    return [
+        node for node, login in logins.items() if login.expires_us and not login.is_used and login.expires_us <= now_us
+    ]
+
+
+def without_key(state: ClusterState) -> list[str]:
+    """Nodes of the cluster that are not enrolled."""
+    return [name for name, node in state.nodes.items() if node.status is NodeStatus.UP and name not in state.logins]
+
+
+def migration_line(state: ClusterState) -> str:
+    """What stands in the way of `auth: keys`."""
+    missing = without_key(state)
+    if not missing:
+        return "NATS still accepts the shared login, and every node has a key: set nats.auth to keys"
+    names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
+    return f"NATS accepts the shared login, which may do everything: {len(missing)} nodes have no key ({names}); enroll them"
+
+
+def remember(path: Path, users: Sequence[User]) -> None:
+    """Keep the list for the next start. OSError."""
+    new = path.with_suffix(".new")
+    text = "".join(f"{user.login} {user.key}\n" for user in users)
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def remembered(path: Path) -> list[User]:
+    """The agents' logins of the last time; without those that cannot be read."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        login, _, key = line.partition(" ")
+        try:
+            found.append(User(agent_login(login.removeprefix(agent_login("x")[:-1])), key))
+        except BadLogin:
+            log.warning("%s: ignoring %r", path, line)
+    return found
