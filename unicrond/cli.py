@@ -88,9 +88,7 @@ def parser() -> Parser:
         node,
         configured,
         option("--out", "FILE", "where to write the key (NODE.key)", type=Path),
-        option(
-            "--unused-h", "HOURS", "an unused key ends then; 0: never (24)", type=number(0, 8784, "h"), default=24.0
-        ),
+        option("--unused-h", "HOURS", "an unused key ends; 0: never (24)", type=number(0, 8784, "h"), default=24.0),
     )
     add_command(
         commands,

@@ -43,7 +43,8 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
         print(f"Unused, the key ends in {arguments.unused_h:g} hours.")
     if config.nats.url:
         print(
-            f"Your NATS servers must know it: add {node} to the list of `unicrond nats-config`, public key {key.user.key}"
+            f"Your NATS servers must let it in: {key.user.key} as {key.login}, with the rights that "
+            "`unicrond nats-config` prints"
         )
     return 0
 

@@ -332,7 +332,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else it ends then; 0: never."""
+    """With which key a node's agent logs in. `is_used`: it has joined since. `expires_us`: else this ends; 0: never."""
 
     key: str
     expires_us: int = 0

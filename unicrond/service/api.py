@@ -26,10 +26,11 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 from msgspec.structs import replace
 
 from events.codec import API_PRODUCER, BadEvent

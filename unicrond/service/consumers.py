@@ -9,8 +9,8 @@ Rules
   behind the command is then matched, however soon it comes; what came before it concerns no worker of the node.
 * A task leaves a filter when it has ended, and not when its workers left the node: to hear of a task too long costs a
   few messages, too short a worker.
-* The server forgets consumers (a restored backup, a `nats consumer rm`) and others change them (an agent of before, with
-  the shared login). So all are compared at the start of a term, when a node is enrolled, and every LOOK_EVERY_S.
+* The server forgets consumers (a restored backup, a `nats consumer rm`) and others change them (an agent of before,
+  with the shared login). So all are compared at the start of a term, when a node is enrolled, and every LOOK_EVERY_S.
 * A consumer that NATS refuses keeps nobody from deciding: it is said, and tried again; its agent waits.
 """
 

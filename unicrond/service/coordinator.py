@@ -94,8 +94,8 @@ class Coordinator:
     ) -> None:
         """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim.
         `schema`: the newest that is written (events/schemas.py). `skip`: entries of the log to pass over from now on
-        (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`. `requests`: the log under the login that may write what
-        people ask for, where that is another."""
+        (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`. `requests`: the
+        log under the login that may write what people ask for, where that is another."""
         self.state = ClusterState()
         self._clock = clock
         self._watch = Watch(beat_log, heartbeat_s, clock)
