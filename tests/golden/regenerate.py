@@ -24,7 +24,14 @@ from tests.strategies import EVENT_TYPES
 
 GOLDEN_PATH = Path(__file__).with_name("events.json")
 #: Values that a field needs beyond its type.
-FIXED: dict[str, Any] = {"node": "node-1", "task": "gpt", "worker": "gpt.3", "signal": None, "term": 2}
+FIXED: dict[str, Any] = {
+    "node": "node-1",
+    "task": "gpt",
+    "worker": "gpt.3",
+    "signal": None,
+    "term": 2,
+    "key": "U" + "A" * 55,
+}
 
 
 def example(kind: type[Event]) -> Envelope:

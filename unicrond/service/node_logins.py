@@ -102,7 +102,10 @@ def migration_line(state: ClusterState) -> str:
     if not missing:
         return "NATS still accepts the shared login, and every node has a key: set nats.auth to keys"
     names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
-    return f"NATS accepts the shared login, which may do everything: enroll {len(missing)} nodes that have no key ({names})"
+    return (
+        f"NATS accepts the shared login, which may do everything: enroll the {len(missing)} nodes that have no key "
+        f"({names})"
+    )
 
 
 def remember(path: Path, users: Sequence[User]) -> None:
