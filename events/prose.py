@@ -8,9 +8,9 @@ from events.seats import workers_in
 from events.vocabulary import (
     AcceleratorReported,
     AnyCommand,
-    AnyDecision,
     AnyEvent,
     AnyObservation,
+    AnyRequest,
     CheckNode,
     CheckpointSaved,
     Command,
@@ -94,10 +94,6 @@ _OfNode: TypeAlias = (
     NodeJoined | NodeLeft | Heartbeat | AcceleratorReported | NodeChecked | StateKept | PeersRemembered
     | CommandApplied | CommandFailed
 )  # fmt: skip
-_Asked: TypeAlias = (
-    TaskSubmitted | ReshapeRequested | TaskCancelled | NodeCordoned | NodeUncordoned | NodeEnrolled | NodeRevoked
-    | InjectionRequested
-)  # fmt: skip
 _Remedy: TypeAlias = (
     NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded | IncidentEscalated | TransitionCompleted
 )
@@ -113,7 +109,7 @@ def summary(event: AnyEvent) -> str:
         case Observation():
             return _observed(event)
         case Decision():
-            return _decided(event)
+            return _remedy(event) if isinstance(event, _Remedy) else _course(event)
         case Command():
             return _commanded(event)
         case _:
@@ -269,7 +265,7 @@ def _of_node(event: _OfNode) -> str:
             assert_never(event)
 
 
-def _asked(event: _Asked) -> str:
+def _asked(event: AnyRequest) -> str:
     match event:
         case TaskSubmitted():
             spec = event.spec
@@ -296,10 +292,6 @@ def _asked(event: _Asked) -> str:
             return f"fault ordered: {_fault(event.fault, event.node)}"
         case _:
             assert_never(event)
-
-
-def _decided(event: AnyDecision) -> str:
-    return _remedy(event) if isinstance(event, _Remedy) else _course(event)
 
 
 def _remedy(event: _Remedy) -> str:

@@ -1227,6 +1227,10 @@ class CheckNode(Command, frozen=True, kw_only=True):
     reason: Text
 
 
+AnyRequest: TypeAlias = (
+    TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | NodeEnrolled | NodeRevoked
+    | InjectionRequested
+)  # fmt: skip
 AnyObservation: TypeAlias = (
     NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
@@ -1235,9 +1239,7 @@ AnyObservation: TypeAlias = (
     | DegradationObserved | StragglerObserved | StragglerRecovered
     | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
     | PeersRemembered | NodeChecked
-    | CommandApplied | CommandFailed | TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned
-    | NodeUncordoned | NodeEnrolled | NodeRevoked
-    | InjectionRequested | Heartbeat
+    | CommandApplied | CommandFailed | AnyRequest | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (
     CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from events import command_line, extras, log_lines
 from events.command_line import (
     EXIT_CODES,
+    Commands,
     Parser,
     add_command,
     examples,
@@ -78,6 +79,30 @@ def parser() -> Parser:
         option("--keep", "SPAN", "a span like 12h or 30d: younger entries stay in NATS", type=_span),
         switch("--json", "JSON instead of text"),
     )
+    _add_login_commands(commands)
+    iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
+    for name, text, port, more in (
+        ("dev", "a small cluster on this machine; everything it starts ends with it", 7470, ()),
+        ("demo", "train, break and heal on this machine; exit code 0 if all healed; nothing stays", 0, (iterations,)),
+    ):
+        add_command(
+            commands,
+            name,
+            text,
+            examples(f"unicrond {name} --nodes 4 --dir /tmp/unicron-{name}"),
+            option("--nodes", "N", "agents to start (default 4)", type=whole(1, 64), default=4),
+            option("--slots", "N", "workers per node (default 1)", type=whole(1, 64), default=1),
+            option("--dir", "DIR", "state, logs, checkpoints (default: a new one)", type=Path),
+            switch("--keep", "keep the new directory"),
+            injection,
+            option("--api-port", "PORT", "of the HTTP API; 0: any", type=whole(0, 65535), default=port),
+            *more,
+        )
+    return root
+
+
+def _add_login_commands(commands: Commands) -> None:
+    """Keys for logins, and who may log in."""
     configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
     node = option("node", "NODE", "the node's name, as in unicron-agent --node")
     add_command(
@@ -107,25 +132,6 @@ def parser() -> Parser:
         option("--nodes", "FILE", "the names of the nodes, a line each", type=existing_file, required=True),
         option("--keys", "DIR", "where the keys are, and are made (keys)", type=Path, default=Path("keys")),
     )
-    iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
-    for name, text, port, more in (
-        ("dev", "a small cluster on this machine; everything it starts ends with it", 7470, ()),
-        ("demo", "train, break and heal on this machine; exit code 0 if all healed; nothing stays", 0, (iterations,)),
-    ):
-        add_command(
-            commands,
-            name,
-            text,
-            examples(f"unicrond {name} --nodes 4 --dir /tmp/unicron-{name}"),
-            option("--nodes", "N", "agents to start (default 4)", type=whole(1, 64), default=4),
-            option("--slots", "N", "workers per node (default 1)", type=whole(1, 64), default=1),
-            option("--dir", "DIR", "state, logs, checkpoints (default: a new one)", type=Path),
-            switch("--keep", "keep the new directory"),
-            injection,
-            option("--api-port", "PORT", "of the HTTP API; 0: any", type=whole(0, 65535), default=port),
-            *more,
-        )
-    return root
 
 
 def _span(text: str) -> float:

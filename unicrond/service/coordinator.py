@@ -65,6 +65,7 @@ from unicrond.service.log_keeper import kept_back_lines
 from unicrond.service.repairs import Outcome, Repairs
 from unicrond.service.repairs import command as repair_command
 from unicrond.service.snapshots import Mark, Snapshots, mark_of
+from unicrond.service.surroundings import Surroundings
 from unicrond.service.watch import Watch
 
 log = logging.getLogger("unicrond")
@@ -90,12 +91,10 @@ class Coordinator:
         skip: Sequence[int] = (),
         readmission: Readmission = _READMISSION,
         repair: Callable[[Repair], Awaitable[Outcome]] | None = None,
-        requests: EventLog | None = None,
     ) -> None:
         """`severity`: what the configuration sets beside severity.py's table. `process`: HOST:PID, for the claim.
         `schema`: the newest that is written (events/schemas.py). `skip`: entries of the log to pass over from now on
-        (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`. `requests`: the
-        log under the login that may write what people ask for, where that is another."""
+        (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`."""
         self.state = ClusterState()
         self._clock = clock
         self._watch = Watch(beat_log, heartbeat_s, clock)
@@ -103,11 +102,7 @@ class Coordinator:
         self.live = asyncio.Event()
         self.alarms = Alarms()
         self._event_log = event_log
-        self._requests = requests or event_log
-        #: Told of what is about to be appended; it is appended once this returns (consumers.py).
-        self.prepare: Callable[[Sequence[AnyEvent]], Awaitable[None]] | None = None
-        #: What others of this process want people to look at.
-        self.more_alarms: Callable[[], list[str]] = list
+        self.around = Surroundings(requests=event_log)
         self._policy = policy
         self._heartbeat_s = heartbeat_s
         self._inbox: asyncio.Queue[Entry | None] = asyncio.Queue(maxsize=_INBOX)
@@ -201,7 +196,7 @@ class Coordinator:
 
     def standing_alarms(self) -> list[str]:
         """What a person has to look at now, a line each."""
-        return self.alarms.standing(self._clock.wall_us()) + kept_back_lines(self.kept_back()) + self.more_alarms()
+        return self.alarms.standing(self._clock.wall_us()) + kept_back_lines(self.kept_back()) + self.around.alarms()
 
     def kept_back(self) -> dict[str, KeptBack]:
         """Per node that is heard, what it cannot append."""
@@ -213,7 +208,7 @@ class Coordinator:
 
     async def submit(self, envelope: Envelope) -> int:
         """Append an observation that a person made (API); its sequence number."""
-        (seq,) = await self._requests.append([envelope])
+        (seq,) = await self.around.requests.append([envelope])
         self._delivered()
         return seq
 
@@ -385,8 +380,7 @@ class Coordinator:
         self._breaker.about_to_append(told)
         wrapped = [[self._wrap(event, self._fence.term) for event in batch] for batch in batches(told)]
         require_sound(self.state, [envelope for batch in wrapped for envelope in batch])
-        if self.prepare is not None:
-            await self.prepare(told)
+        await self.around.prepare(told)
         for batch in wrapped:
             seqs = await self._event_log.append(batch, fence=self._fence)
             self._delivered()

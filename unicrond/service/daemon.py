@@ -196,8 +196,8 @@ async def _serve_until_stopped(
         skip=skip,
         schema=config.write_schema,
         readmission=config.readmission,
-        requests=NatsEventLog(links.asking),
     )
+    coordinator.around.requests = NatsEventLog(links.asking)
     for warning in contradictions(config.policy, config.heartbeat_s, {}):
         log.warning("%s", warning)
     if config.injection:
@@ -221,15 +221,7 @@ async def _serve_until_stopped(
         ]
         if server is not None:
             work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
-        if config.nats.has_keys:
-            consumers = Consumers(connection, lambda: coordinator.state)
-            coordinator.prepare = consumers.before
-            logins = NodeLogins(
-                links.roles, server, _nodes_path(config), lambda: coordinator.state, api.ask, CLOCK.wall_us
-            )
-            coordinator.more_alarms = partial(_alarms, config, coordinator, logins)
-            work.append(asyncio.create_task(_once_live(coordinator, consumers.run), name="consumers"))
-            work.append(asyncio.create_task(_once_live(coordinator, logins.run), name="logins"))
+        work += _keep_logins(config, links, coordinator, api)
         stopped = asyncio.create_task(stop.get(), name="stop")
         done, _ = await asyncio.wait([*work, stopped], return_when=asyncio.FIRST_COMPLETED)
         for task in [*work, stopped]:
@@ -243,6 +235,22 @@ async def _serve_until_stopped(
     finally:
         with suppress(asyncio.TimeoutError):
             await runner.cleanup()
+
+
+def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
+    """What follows from the log for logins with keys: who is let in, and what each agent may read."""
+    if not config.nats.has_keys:
+        return []
+    consumers = Consumers(links.connection, lambda: coordinator.state)
+    coordinator.around.prepare = consumers.before
+    logins = NodeLogins(
+        links.roles, links.server, _nodes_path(config), lambda: coordinator.state, api.ask, CLOCK.wall_us
+    )
+    coordinator.around.alarms = partial(_alarms, config, coordinator, logins)
+    return [
+        asyncio.create_task(_once_live(coordinator, consumers.run), name="consumers"),
+        asyncio.create_task(_once_live(coordinator, logins.run), name="logins"),
+    ]
 
 
 async def _once_live(coordinator: Coordinator, run: Callable[[], Awaitable[None]]) -> None:
