@@ -98,7 +98,7 @@ def command(node: str, number: int = 7) -> Envelope:
 
 CLAIM = said_by("coordinator", CoordinatorStarted(term=2, version="1", policy={}, severity={}), 1, boot=2, term=2)
 FIRST_CLAIM = said_by("coordinator", CoordinatorStarted(term=1, version="1", policy={}, severity={}), 1, term=1)
-DECISION = said_by("coordinator", NodeIsolated(node="n2", incident="", reason="forged", duration_us=1), 50, term=1)
+DECISION = said_by("coordinator", NodeIsolated(node="n2", until_us=None, reason="forged"), 50, term=1)
 REQUEST = said_by("api", NodeCordoned(node="n2", drain=True, reason="forged"), 5)
 
 

@@ -19,8 +19,12 @@ import pytest
 
 from events.codec import encode
 from events.envelope import Envelope
+from events.log import LogUnavailable
+from events.nats_commands import NatsCommandFeed
+from events.nats_connection import Login, connect
 from events.subjects import subject
 from events.vocabulary import CoordinatorStarted
+from unicrond.intake.config import load
 from unicrond.local.dev import free_port
 
 UNICROND = str(Path(sys.executable).parent / "unicrond")
@@ -113,7 +117,7 @@ def test_a_bad_configuration_is_one_line_and_exit_code_2(tmp_path: Path, extra: 
     assert said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("section", ["api: {host: 0.0.0.0}", "nats: {host: 0.0.0.0}"])
+@pytest.mark.parametrize("section", ["api: {host: 0.0.0.0}"])
 def test_it_binds_to_others_only_with_credentials(tmp_path: Path, section: str) -> None:
     path = tmp_path / "open.yaml"
     path.write_text(section + "\n")
@@ -127,6 +131,35 @@ def test_it_binds_to_others_only_with_credentials(tmp_path: Path, section: str) 
     )
     assert done.returncode == 2
     assert "is open to others" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
+    """Enrolled: its login works, and its consumer is there. Revoked: its connection ends. The next daemon knows it."""
+    path = config(tmp_path)
+    path.write_text(path.read_text().replace("nats: {", "nats: {auth: keys, "))
+    key = tmp_path / "n1.key"
+
+    async def unicrond(*words: str) -> None:
+        process = await asyncio.create_subprocess_exec(UNICROND, *words, "--config", str(path))
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+    async with daemon(path) as (process, _):
+        await unicrond("enroll", "n1", "--out", str(key))
+        nats_url = f"nats://127.0.0.1:{load(path).nats.port}"
+        connection = await connect(nats_url, name="n1", login=Login(key=key), timeout_s=20)
+        async with asyncio.timeout(20):
+            await NatsCommandFeed(connection, "n1", makes_consumer=False).follow(())
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+    async with daemon(path):
+        async with asyncio.timeout(20):
+            await connection.session()
+            await unicrond("revoke", "n1")
+            while connection.is_up:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await connection.close()
+        with pytest.raises(LogUnavailable, match="Authorization"):
+            await connect(nats_url, name="n1", login=Login(key=key), timeout_s=1)
 
 
 @pytest.mark.parametrize("arguments", [[], ["walk"], ["dev", "--nodes", "many"], ["run", "--confg", "x"]])

@@ -1,0 +1,206 @@
+"""Who may log in: by requests in the log, as configured, and what the coordinator prepares for agents with keys."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.envelope import Envelope, Recorded
+from events.keys import BadKey, kept_key, make_key, read_key, write_key
+from events.logins import BadLogin, Role, User
+from events.nats_commands import filters
+from events.nats_connection import Connection
+from events.nats_streams import api
+from events.subjects import EVENT_STREAM, told_subjects
+from tests.unicrond.cluster import Cluster
+from unicrond.cli import main
+from unicrond.core.fold import fold
+from unicrond.core.state import ClusterState, NodeLogin, TaskStatus
+from unicrond.intake.config import Config, ConfigError, NatsConfig, check, login_as
+from unicrond.service.consumers import Consumers, following
+from unicrond.service.node_logins import expired, migration_line, remember, remembered
+
+SPEC = v.TaskSpec(name="a")
+KEY, OTHER = (make_key("agent-n1").user.key for _ in range(2))
+
+
+class Log:
+    """Folds what is asked for, and what a node says."""
+
+    def __init__(self) -> None:
+        self.state = ClusterState()
+
+    def say(self, event: v.AnyEvent, producer: str = "api") -> ClusterState:
+        seq = self.state.seq + 1
+        envelope = Envelope(producer=producer, boot=1, number=seq, observed_at_us=seq, event=event)
+        self.state = fold(self.state, Recorded(seq, seq, envelope))
+        return self.state
+
+
+def enrolled(node: str = "n1", key: str = KEY, expires_us: int = 0) -> v.NodeEnrolled:
+    return v.NodeEnrolled(node=node, key=key, expires_us=expires_us)
+
+
+def joined(node: str) -> v.NodeJoined:
+    store = v.StoreAddress(host="127.0.0.1", port=1)
+    return v.NodeJoined(node=node, address="127.0.0.1", slots=1, store=store, workers=(), version="1", agent_boot=1)
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+def test_a_node_is_enrolled_joins_and_is_revoked() -> None:
+    log = Log()
+    assert log.say(enrolled(expires_us=7)).logins == {"n1": NodeLogin(key=KEY, expires_us=7)}
+    assert log.say(joined("n1"), "n1").logins["n1"].is_used
+    assert log.say(enrolled(key=OTHER)).logins == {"n1": NodeLogin(key=OTHER)}, "another key is not used yet"
+    assert log.say(v.NodeRevoked(node="n1", reason="gone")).logins == {}
+    assert log.say(v.NodeRevoked(node="n1", reason="again")).quarantined == 0
+
+
+@pytest.mark.parametrize(
+    ("event", "why"), [(enrolled("n2"), "is the key of node n1"), (enrolled("coordinator", OTHER), "not a name")]
+)
+def test_what_is_refused(event: v.NodeEnrolled, why: str) -> None:
+    log = Log()
+    before = log.say(enrolled()).logins
+    after = log.say(event)
+    assert after.logins == before
+    assert why in after.refused[-1].reason
+
+
+def test_a_key_that_is_not_used_in_time_ends() -> None:
+    logins = {
+        "in-time": NodeLogin(key=KEY, expires_us=100),
+        "late": NodeLogin(key=KEY, expires_us=50),
+        "used": NodeLogin(key=KEY, expires_us=50, is_used=True),
+        "ever": NodeLogin(key=KEY),
+    }
+    assert expired(logins, 60) == ["late"]
+
+
+def test_the_alarm_of_a_migration_names_who_has_no_key() -> None:
+    log = Log()
+    log.say(joined("n1"), "n1")
+    assert "1 nodes that have no key (n1)" in migration_line(log.state)
+    log.say(enrolled())
+    assert "set nats.auth to keys" in migration_line(log.state)
+
+
+def test_the_list_is_kept_for_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+    assert remembered(path) == []
+    users = [User("agent-n1", KEY), User("agent-n2", OTHER)]
+    remember(path, users)
+    assert remembered(path) == users
+
+
+# --- keys in files --------------------------------------------------------------------------------
+
+
+def test_a_key_is_its_owner_s_alone(tmp_path: Path) -> None:
+    path = tmp_path / "n1.key"
+    key = make_key("agent-n1")
+    write_key(path, key)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_key(path) == key
+    with pytest.raises(FileExistsError):
+        write_key(path, key)
+    path.chmod(0o640)
+    with pytest.raises(BadKey, match="others can read"):
+        read_key(path)
+
+
+def test_a_link_or_something_else_is_no_key(tmp_path: Path) -> None:
+    write_key(tmp_path / "n1.key", make_key("agent-n1"))
+    (tmp_path / "link").symlink_to(tmp_path / "n1.key")
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    (tmp_path / "text").write_text("agent-n1\nSUABC\n")
+    (tmp_path / "text").chmod(0o600)
+    for name in ("link", "fifo", "text", "missing"):
+        with pytest.raises(BadKey):
+            read_key(tmp_path / name)
+    with pytest.raises(BadLogin):
+        make_key("agent-coordinator")
+
+
+# --- the configuration ----------------------------------------------------------------------------
+
+
+def given(**nats: object) -> Config:
+    return Config(nats=NatsConfig(**nats))  # type: ignore[arg-type]
+
+
+def test_which_way_is_used(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    shared = {"user": "u", "password_file": str(password)}
+    wide = {"host": "0.0.0.0"}
+    assert not given().nats.has_keys
+    assert not given(**shared).nats.has_keys, "on loopback as ever"
+    assert given(**wide).nats.has_keys and given(**wide).nats.shared is None
+    migrating = given(**wide, **shared).nats
+    assert migrating.has_keys and migrating.shared is not None and migrating.shared.password == "secret"
+    assert given(**wide, **shared, auth="keys").nats.shared is None
+    assert not given(url="nats://a:1", **shared).nats.has_keys
+    assert login_as(given(url="nats://a:1", auth="keys", keys="/k"), Role.API).key == Path("/k/api.key")
+
+
+@pytest.mark.parametrize("nats", [{"auth": "migrate"}, {"user": "u"}, {"url": "nats://a:1", "auth": "migrate"}])
+def test_what_cannot_be_configured(nats: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"nats\.(auth|user)"):
+        check(given(**nats), "file")
+
+
+def test_the_configuration_of_servers_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes, keys = tmp_path / "nodes.txt", tmp_path / "keys"
+    nodes.write_text("# ours\ngpu1\n\ngpu2\n")
+    arguments = ["nats-config", "--nodes", str(nodes), "--keys", str(keys)]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "unicron.v1.obs.gpu2.*" in told and "system_account: SYS" in told and "\nSU" not in told
+    (keys / "agent-gpu1.key").unlink()  # it is where it is used
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == told
+    assert kept_key(keys, "coordinator").user.key in told
+    nodes.write_text("no node\n")
+    assert main(arguments) == 2
+
+
+# --- consumers ------------------------------------------------------------------------------------
+
+
+async def follows(connection: Connection, node: str) -> list[str]:
+    info = await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-{node}", {})
+    return sorted(filters(info["config"]))
+
+
+async def test_consumers_are_there_before_they_are_needed(nats_connection: Connection) -> None:
+    log = Log()
+    log.say(enrolled())
+    consumers = Consumers(nats_connection, lambda: log.state)
+    await consumers.look()
+    assert await follows(nats_connection, "n1") == told_subjects("n1", ())
+    start = v.StartWorkers(node="n1", epoch=1, command_id="1.1.n1.1", spec=SPEC, starts=())
+    await consumers.before([start])
+    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a"]))
+    await consumers.before([replace(start, spec=replace(SPEC, name="b"))])
+    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b"]))
+    await api(nats_connection, f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n1", {})
+    await consumers.look()
+    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b"]))
+
+
+def test_what_a_node_follows() -> None:
+    cluster = Cluster(1)
+    for name in ("n1", "n2"):
+        cluster.add_host(name)
+    cluster.submit("a", min_workers=2, max_workers=2)
+    cluster.run()
+    assert following(cluster.state) == {"n1": frozenset({"a"}), "n2": frozenset({"a"})}
+    tasks = {name: replace(task, status=TaskStatus.COMPLETED) for name, task in cluster.state.tasks.items()}
+    assert set(following(replace(cluster.state, tasks=tasks)).values()) == {frozenset()}
