@@ -16,7 +16,7 @@ from events.nats_commands import filters
 from events.nats_connection import Connection
 from events.nats_streams import api
 from events.subjects import EVENT_STREAM, told_subjects
-from tests.unicrond.cluster import Cluster
+from tests.unicrond.cluster import MiniCluster
 from unicrond.cli import main
 from unicrond.core.fold import fold
 from unicrond.core.state import ClusterState, NodeLogin, TaskStatus
@@ -196,7 +196,7 @@ async def test_consumers_are_there_before_they_are_needed(nats_connection: Conne
 
 
 def test_what_a_node_follows() -> None:
-    cluster = Cluster(1)
+    cluster = MiniCluster(1)
     for name in ("n1", "n2"):
         cluster.add_host(name)
     cluster.submit("a", min_workers=2, max_workers=2)
