@@ -233,9 +233,9 @@ class Session:
             inquiry.answered(message)
 
     def denied(self, subject: str) -> None:
-        """The server refused what was published on `subject`."""
+        """The server refused what was published on `subject`; nats-py tells it in small letters."""
         for inquiry in self._waiting.values():
-            if inquiry.subject == subject:
+            if inquiry.subject.lower() == subject:
                 inquiry.denied()
 
     def _on_lost(self, _: object) -> None:
@@ -407,7 +407,7 @@ class Connection:
         """Whatever nats-py reports. Must not raise: that would kill the reader."""
         said = _said(error)
         if self._session is not None and (denied := _DENIED.search(said)):
-            self._session.denied(denied[1])
+            self._session.denied(denied[1].lower())
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
         if not self._has_reason:
             self._reason, self._has_reason = said, True

@@ -17,7 +17,6 @@ from nats.aio.client import Client
 from events.codec import encode
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.keys import kept_key
-from events.logins import READER_CONSUMERS, BadLogin, Role, User, authorization, rights, role_of
 from events.nats_commands import NatsCommandFeed, fit_command_consumer, is_fitted
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
@@ -220,12 +219,11 @@ TRIES = {
 }
 
 
-@pytest.mark.parametrize("name", TRIES)
-@pytest.mark.parametrize("login", LOGINS)
+@pytest.mark.parametrize(
+    ("login", "name"), [(login, name) for login in LOGINS for name, tried in TRIES.items() if login not in tried.own]
+)
 async def test_the_server_refuses(site: Site, login: str, name: str) -> None:
     tried = TRIES[name]
-    if login in tried.own:
-        pytest.skip("its right")
     client, refusals = site.clients[login], site.refusals[login]
     refusals.clear()
     if tried.body is None:
@@ -235,13 +233,15 @@ async def test_the_server_refuses(site: Site, login: str, name: str) -> None:
     else:
         await client.publish(tried.subject, tried.body, reply=f"_INBOX_{login}.answer")
         await client.flush()
-    assert [said for said in refusals if "permissions violation" in said.lower() and tried.subject in said], refusals
+    assert [said for said in refusals if "permissions violation" in said.lower() and tried.subject.lower() in said], (
+        refusals
+    )
 
 
 async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
-    """After all of the above: the three events that the fixture wrote, and two consumers as they were."""
+    """After all of the above: the events that the fixture wrote, and two consumers as they were."""
     kinds = [type(each.envelope.event).__name__ for each in await site.since(EVENT_STREAM, 0) if _is_event(each)]
-    assert sorted(kinds)[:4] == ["CoordinatorStarted", "NodeJoined", "NodeJoined", "StopWorker"]
+    assert sorted(kinds) == ["CoordinatorStarted", "NodeJoined", "NodeJoined", "StopWorker"]
     for node in ("n1", "n2"):
         assert await is_fitted(site.admin, node, ())
     state = await site.state()
@@ -250,6 +250,92 @@ async def test_nothing_of_it_stands_in_the_log(site: Site) -> None:
 
 def _is_event(each: Entry) -> bool:
     return isinstance(each, Recorded)
+
+
+# --- what each may ------------------------------------------------------------------------------
+
+
+async def test_an_agent_does_its_work(site: Site) -> None:
+    connection = await site.connect("agent-n1")
+    terms: list[int] = []
+    try:
+        await NatsEventLog(connection).append([said_by("n1", NodeLeft(node="n1", reason=""), 2000)])
+        await NatsBeatLog(connection).publish(beat("n1", 51))
+        await Terms(connection, lambda event: terms.append(event.term)).ask()
+        await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+        feed = NatsCommandFeed(connection, "n1", makes_consumer=False)
+        await feed.follow(())
+        async with asyncio.timeout(20), aclosing(feed.read()) as commands:
+            async for taken in commands:
+                assert taken.envelope.event.command_id == "1.1.n1.1"  # type: ignore[union-attr]
+                break
+        with pytest.raises(Denied):
+            await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
+    finally:
+        await connection.close()
+    assert terms == [1]
+
+
+async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
+    connection = await site.connect("reader")
+    try:
+        log = NatsEventLog(connection)
+        last = await log.last_seq()
+        async with asyncio.timeout(20):
+            assert len([each async for each in log.read(until_seq=last)]) == last
+            assert await log.skips() == {}
+    finally:
+        await connection.close()
+
+
+async def test_an_agent_waits_for_its_consumer(site: Site) -> None:
+    connection = await site.connect("agent-n2")
+    try:
+        feed = NatsCommandFeed(connection, "n2", makes_consumer=False)
+        following = asyncio.create_task(feed.follow(["a"]))
+        await asyncio.sleep(0.2)
+        assert not following.done()
+        await fit_command_consumer(site.admin, "n2", ["a", "b"])
+        async with asyncio.timeout(20):
+            await following
+    finally:
+        await connection.close()
+
+
+async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
+    connection = await site.connect("coordinator")
+    try:
+        await create_streams(connection)  # they are there
+        with pytest.raises(Denied):
+            await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {"name": EVENT_STREAM})
+        with pytest.raises(ApiError):
+            await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.nobody", {})
+    finally:
+        await connection.close()
+
+
+async def test_users_come_and_go_without_a_restart(tmp_path: Path) -> None:
+    users = [kept_key(tmp_path, login).user for login in ("operator", "agent-n1", "agent-n2")]
+    server = EmbeddedServer(tmp_path / "nats", users=users[:2])
+    await server.start()
+    pid = server.pid
+    try:
+        there = await connect(server.url, name="n1", login=Login(key=tmp_path / "agent-n1.key"), timeout_s=20)
+        await server.let_in([users[0], users[2]])
+        newcomer = await connect(server.url, name="n2", login=Login(key=tmp_path / "agent-n2.key"), timeout_s=20)
+        async with asyncio.timeout(20):
+            while there.is_up:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert newcomer.is_up
+        assert server.pid == pid
+        again = EmbeddedServer(server.directory, users=users)  # the next coordinator adopts it, and tells it its list
+        assert await again.start()
+        async with asyncio.timeout(20):
+            await there.session()
+        await there.close()
+        await newcomer.close()
+    finally:
+        await server.kill()
 
 
 # --- what it cannot refuse: it checks no reply subject, and no body --------------------------------
@@ -388,137 +474,3 @@ async def test_a_reader_s_consumer_that_delivers_to_others(site: Site, victim: s
         await client.request(f"$JS.API.CONSUMER.DELETE.{stream}.reader-0", b"", timeout=5)
     taken = [each for stream, seq in seqs.items() for each in await site.since(stream, seq) if _is_event(each)]
     assert len(taken) == own, "n1's own beat"
-
-
-# --- what each may ------------------------------------------------------------------------------
-
-
-async def test_an_agent_does_its_work(site: Site) -> None:
-    connection = await site.connect("agent-n1")
-    terms: list[int] = []
-    try:
-        await NatsEventLog(connection).append([said_by("n1", NodeLeft(node="n1", reason=""), 2000)])
-        await NatsBeatLog(connection).publish(beat("n1", 51))
-        await Terms(connection, lambda event: terms.append(event.term)).ask()
-        await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
-        feed = NatsCommandFeed(connection, "n1", makes_consumer=False)
-        await feed.follow(())
-        async with asyncio.timeout(20), aclosing(feed.read()) as commands:
-            async for taken in commands:
-                assert taken.envelope.event.command_id == "1.1.n1.1"  # type: ignore[union-attr]
-                break
-        with pytest.raises(Denied):
-            await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
-    finally:
-        await connection.close()
-    assert terms == [1]
-
-
-async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
-    connection = await site.connect("reader")
-    try:
-        log = NatsEventLog(connection)
-        last = await log.last_seq()
-        async with asyncio.timeout(20):
-            assert len([each async for each in log.read(until_seq=last)]) == last
-            assert await log.skips() == {}
-    finally:
-        await connection.close()
-
-
-async def test_an_agent_waits_for_its_consumer(site: Site) -> None:
-    connection = await site.connect("agent-n2")
-    try:
-        feed = NatsCommandFeed(connection, "n2", makes_consumer=False)
-        following = asyncio.create_task(feed.follow(["a"]))
-        await asyncio.sleep(0.2)
-        assert not following.done()
-        await fit_command_consumer(site.admin, "n2", ["a", "b"])
-        async with asyncio.timeout(20):
-            await following
-    finally:
-        await connection.close()
-
-
-async def test_a_coordinator_may_not_change_a_stream(site: Site) -> None:
-    connection = await site.connect("coordinator")
-    try:
-        await create_streams(connection)  # they are there
-        with pytest.raises(Denied):
-            await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {"name": EVENT_STREAM})
-        with pytest.raises(ApiError):
-            await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.nobody", {})
-    finally:
-        await connection.close()
-
-
-async def test_users_come_and_go_without_a_restart(tmp_path: Path) -> None:
-    users = [kept_key(tmp_path, login).user for login in ("operator", "agent-n1", "agent-n2")]
-    server = EmbeddedServer(tmp_path / "nats", users=users[:2])
-    await server.start()
-    pid = server.pid
-    try:
-        there = await connect(server.url, name="n1", login=Login(key=tmp_path / "agent-n1.key"), timeout_s=20)
-        await server.let_in([users[0], users[2]])
-        newcomer = await connect(server.url, name="n2", login=Login(key=tmp_path / "agent-n2.key"), timeout_s=20)
-        async with asyncio.timeout(20):
-            while there.is_up:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        assert newcomer.is_up
-        assert server.pid == pid
-        again = EmbeddedServer(server.directory, users=users)  # the next coordinator adopts it, and tells it its list
-        assert await again.start()
-        async with asyncio.timeout(20):
-            await there.session()
-        await there.close()
-        await newcomer.close()
-    finally:
-        await server.kill()
-
-
-# --- the rights as data --------------------------------------------------------------------------
-
-
-def test_the_rights_name_no_subject_of_others() -> None:
-    for node in ("n1", "n-2"):
-        for allowed in (*rights(f"agent-{node}").publish, *rights(f"agent-{node}").subscribe):
-            assert node in allowed or allowed in (
-                f"$JS.API.STREAM.INFO.{EVENT_STREAM}",
-                f"$JS.API.DIRECT.GET.{EVENT_STREAM}.unicron.v1.term",
-                "unicron.v1.term",
-            )
-
-
-def test_a_reader_s_consumers_are_its_own() -> None:
-    named = [right for right in rights(Role.READER).publish if ".CONSUMER." in right]
-    assert len(named) == 4 * READER_CONSUMERS
-    assert all(right.rpartition(".")[2].startswith("reader-") for right in named)
-
-
-@pytest.mark.parametrize(
-    "login",
-    [
-        "agent",
-        "agent-",
-        "agent-api",
-        "agent-a.b",
-        "agent-*",
-        "agent->",
-        "node-n1",
-        "api-1",
-        "",
-        "reader-1",
-        "agent-a b",
-    ],
-)
-def test_what_is_no_login(login: str) -> None:
-    with pytest.raises(BadLogin):
-        role_of(login)
-
-
-def test_one_key_is_one_login() -> None:
-    user = User("agent-n1", "U" + "A" * 55)
-    with pytest.raises(BadLogin, match="occurs twice"):
-        authorization([user, User("agent-n2", user.key)])
-    with pytest.raises(BadLogin, match="not the public nkey"):
-        authorization([User("agent-n1", 'U"}')])

@@ -24,6 +24,7 @@ from unicrond.core.state import ClusterState
 log = logging.getLogger("unicrond")
 
 STANDS_US = 3600 * 1_000_000
+_BEATS = f"{PREFIX}.beat."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class Alarms:
 
 def written_by(subject: str) -> tuple[str, str]:
     """The only producer on this subject, and the type of event; two empty texts where there is none."""
+    if subject.startswith(_BEATS):
+        return subject.removeprefix(_BEATS), "Heartbeat"
     tokens = subject.removeprefix(f"{PREFIX}.").split(".")
     if subject == TERM_SUBJECT:
         return OWN_NAME, "CoordinatorStarted"

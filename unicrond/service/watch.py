@@ -6,10 +6,10 @@ What follows is judged by liveness.py, which is pure: the watch lends it its ear
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
-from events.envelope import Envelope, Recorded
+from events.envelope import Envelope, Quarantined, Recorded
 from events.log import BeatLog
 from events.vocabulary import AnyEvent, Heartbeat, NodeJoined, NodeLost
 from unicrond.core.liveness import JUDGEMENTS, OWN_BEATS, OWN_NAME, Liveness, Said
@@ -20,7 +20,15 @@ from unicrond.service.clock import Clock
 class Watch:
     """Of one coordinator."""
 
-    def __init__(self, beat_log: BeatLog, heartbeat_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        beat_log: BeatLog,
+        heartbeat_s: float,
+        clock: Clock,
+        on_quarantined: Callable[[Quarantined], object] = lambda _: None,
+    ) -> None:
+        """`on_quarantined`: told of messages among the beats that are none."""
+        self._on_quarantined = on_quarantined
         self.liveness = Liveness(int(heartbeat_s * 1e6), clock.monotonic_us())
         self._beat_log = beat_log
         self._heartbeat_s = heartbeat_s
@@ -51,7 +59,9 @@ class Watch:
         """Hear all beats, while this runs."""
         async with aclosing(self._beat_log.subscribe()) as entries:
             async for entry in entries:
-                if isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
+                if isinstance(entry, Quarantined):
+                    self._on_quarantined(entry)
+                elif isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat):
                     self.liveness.heard(
                         entry.envelope.event, entry.seq, entry.recorded_at_us, self._clock.monotonic_us()
                     )

@@ -1,0 +1,53 @@
+"""The rights of each login, as data."""
+
+from __future__ import annotations
+
+import pytest
+
+from events.logins import READER_CONSUMERS, BadLogin, Role, User, authorization, rights, role_of
+from events.subjects import EVENT_STREAM
+
+
+def test_the_rights_name_no_subject_of_others() -> None:
+    for node in ("n1", "n-2"):
+        for allowed in (*rights(f"agent-{node}").publish, *rights(f"agent-{node}").subscribe):
+            assert node in allowed or allowed in (
+                f"$JS.API.STREAM.INFO.{EVENT_STREAM}",
+                f"$JS.API.DIRECT.GET.{EVENT_STREAM}.unicron.v1.term",
+                "unicron.v1.term",
+            )
+
+
+def test_a_reader_s_consumers_are_its_own() -> None:
+    named = [right for right in rights(Role.READER).publish if ".CONSUMER." in right]
+    assert len(named) == 4 * READER_CONSUMERS
+    assert all(right.rpartition(".")[2].startswith("reader-") for right in named)
+
+
+@pytest.mark.parametrize(
+    "login",
+    [
+        "agent",
+        "agent-",
+        "agent-api",
+        "agent-a.b",
+        "agent-*",
+        "agent->",
+        "node-n1",
+        "api-1",
+        "",
+        "reader-1",
+        "agent-a b",
+    ],
+)
+def test_what_is_no_login(login: str) -> None:
+    with pytest.raises(BadLogin):
+        role_of(login)
+
+
+def test_one_key_is_one_login() -> None:
+    user = User("agent-n1", "U" + "A" * 55)
+    with pytest.raises(BadLogin, match="occurs twice"):
+        authorization([user, User("agent-n2", user.key)])
+    with pytest.raises(BadLogin, match="not the public nkey"):
+        authorization([User("agent-n1", 'U"}')])
