@@ -147,6 +147,7 @@ def _coordinator(inbox: str) -> Rights:
             TERM_SUBJECT,
             f"{PREFIX}.beat.{COORDINATOR}",
             f"{API}.INFO",
+            f"{API}.STREAM.NAMES",
             *(f"{API}.STREAM.{verb}.{name}" for verb in ("CREATE", "INFO", "MSG.GET") for name in streams),
             *(f"{API}.DIRECT.GET.{name}.>" for name in streams),
             *(f"{API}.CONSUMER.{verb}.{EVENT_STREAM}" for verb in ("LIST", "NAMES")),

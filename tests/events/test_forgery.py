@@ -190,7 +190,7 @@ TRIES = {
         for stream in (EVENT_STREAM, BEAT_STREAM)
     },
     "create a stream": _api("STREAM.CREATE.OTHER", body={"name": "OTHER", "subjects": ["unicron.v1.logs.*"]}),
-    "list streams": _api("STREAM.NAMES"),
+    "list streams": _api("STREAM.NAMES", "coordinator"),
     "read any entry": _api(f"STREAM.MSG.GET.{EVENT_STREAM}", "coordinator", "reader", body={"seq": 1}),
     "direct get": _api(f"DIRECT.GET.{EVENT_STREAM}", body={"seq": 1}),
     "direct get of an own subject": _api(f"DIRECT.GET.{EVENT_STREAM}.unicron.v1.obs.n1.NodeJoined", "coordinator"),
