@@ -18,22 +18,27 @@ _ROLES = (Role.COORDINATOR, Role.API, Role.READER, Role.OPERATOR, Role.SYSTEM)
 
 def enroll(arguments: argparse.Namespace, config: Config) -> int:
     """Make the key of a node and tell the coordinator; the exit code."""
-    node = arguments.node
-    path: Path = arguments.out or Path(f"{node}.key")
+    node, path = arguments.node, arguments.out or Path(f"{arguments.node}.key")
     try:
-        key = make_key(agent_login(node))
-    except BadLogin as error:
+        login = agent_login(node)
+        if config.nats.url:  # where nats-config has it, or will
+            path = config.keys / f"{login}.key"
+            user = _user(config.keys, login)
+        else:
+            key = make_key(login)
+            write_key(path, key)
+            user = key.user
+    except (BadLogin, BadKey) as error:
         raise UsageError(str(error)) from None
-    try:
-        write_key(path, key)
     except FileExistsError:
         return command_line.fail("unicrond enroll", f"{path} is there already; remove it, or give another --out", 2)
     except OSError as error:
         return command_line.fail("unicrond enroll", f"cannot write {path}: {error.strerror}; give another --out")
     try:
-        client(config).enroll(node, key.user.key, arguments.unused_h)
+        client(config).enroll(node, user.key, arguments.unused_h)
     except ApiError as error:
-        path.unlink()  # nobody lets it in
+        if not config.nats.url:
+            path.unlink()  # nobody lets it in
         return command_line.fail("unicrond enroll", error)
     print(f"{path} is the key of {node}. Copy it to the node, and nowhere else:")
     print(f"  scp -p {path} {node}:/etc/unicron.key && rm {path}")
@@ -43,7 +48,7 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
         print(f"Unused, the key ends in {arguments.unused_h:g} hours.")
     if config.nats.url:
         print(
-            f"Your NATS servers must let it in: {key.user.key} as {key.login}, with the rights that "
+            f"Your NATS servers must let it in: {user.key} as {user.login}, with the rights that "
             "`unicrond nats-config` prints"
         )
     return 0

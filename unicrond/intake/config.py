@@ -128,7 +128,7 @@ def check(config: Config, where: str) -> None:
                 f"{where}: severity.{kind}: {level} is impossible, a reattempt cannot restore what is lost; "
                 f"use {possible}"
             )
-    if bool(config.nats.user) != bool(config.nats.password_file):
+    if not config.nats.url and bool(config.nats.user) != bool(config.nats.password_file):
         raise ConfigError(f"{where}: nats.user: give nats.user and nats.password_file together")
     if config.nats.auth == "migrate" and (config.nats.url or not config.nats.user):
         raise ConfigError(

@@ -11,6 +11,8 @@ Rules
   few messages, too short a worker.
 * The server forgets consumers (a restored backup, a `nats consumer rm`) and others change them (an agent of before,
   with the shared login). So all are compared at the start of a term, when a node is enrolled, and every LOOK_EVERY_S.
+* A node that is not enrolled has an agent with the shared login, which makes and fits its own; both at once would undo
+  each other's work.
 * A consumer that NATS refuses keeps nobody from deciding: it is said, and tried again; its agent waits.
 """
 
@@ -60,7 +62,7 @@ class Consumers:
         for event in events:
             if isinstance(event, StartWorker | StartWorkers):
                 task = event.spec.name
-                if task not in self._follows.get(event.node, frozenset()):
+                if event.node in self._state().logins and task not in self._follows.get(event.node, frozenset()):
                     new.setdefault(event.node, set()).add(task)
         if new:
             async with self._busy:
@@ -134,9 +136,10 @@ class Consumers:
 
 
 def following(state: ClusterState) -> dict[str, frozenset[str]]:
-    """Each node that is enrolled or has joined, and the tasks that have workers there and go on."""
-    follows: dict[str, set[str]] = {node: set() for node in (*state.logins, *state.nodes)}
+    """Each node that is enrolled, and the tasks that have workers there and go on."""
+    follows: dict[str, set[str]] = {node: set() for node in state.logins}
     for task in state.active:
         for worker in task.workers.values():
-            follows.setdefault(worker.node, set()).add(task.name)
+            if worker.node in follows:
+                follows[worker.node].add(task.name)
     return {node: frozenset(tasks) for node, tasks in follows.items()}
