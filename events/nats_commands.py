@@ -129,7 +129,7 @@ async def is_fitted(connection: Connection, node: str, tasks: Collection[str]) -
 
 def filters(config: dict[str, Any]) -> list[str]:
     """The subjects that a consumer gives."""
-    return config.get("filter_subjects") or [config.get("filter_subject", "")]
+    return list(config.get("filter_subjects") or [config.get("filter_subject", "")])
 
 
 class NatsCommandFeed:

@@ -178,7 +178,8 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
         if arguments.command in ("enroll", "revoke"):
             from unicrond import logins_command
 
-            return getattr(logins_command, str(arguments.command))(arguments, config)
+            command = logins_command.enroll if arguments.command == "enroll" else logins_command.revoke
+            return command(arguments, config)
         return _archive(arguments, config) if arguments.command == "archive" else _serve(arguments, config)
     except ConfigError as error:
         return command_line.fail("unicrond", error, 2)
