@@ -86,11 +86,11 @@ class Consumers:
     async def run(self) -> None:
         """Look now and then, and whenever somebody is enrolled; until cancelled."""
         while True:
+            enrolled = self._state().logins
             try:
                 await self.look()
             except LogError as error:
                 log.error("cannot compare the agents' consumers: %s", error)
-            enrolled = self._state().logins
             for _ in range(int(LOOK_EVERY_S / 0.25)):
                 await asyncio.sleep(0.25)
                 if self._state().logins is not enrolled:
