@@ -55,6 +55,9 @@ OPERATOR = "operator"
 #: No node may have one of these names: what it said would be taken for theirs, and theirs for a repetition.
 RESERVED_NAMES = (API_PRODUCER, COORDINATOR, OPERATOR)
 
+#: Why JSON is refused: NATS checks no reply subject, so a request can have its answer stored anywhere (logins.py).
+_NATS_SAYS = "JSON, not an event: most likely an answer of NATS to a request that had it sent to this subject"
+
 _Rule: TypeAlias = Callable[[Envelope, Any], None]
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
@@ -114,7 +117,7 @@ def _decode_other(body: bytes, error: Exception) -> tuple[Envelope, tuple[str, .
             raise BadEvent(_one_line(too_old)) from None
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as worse:
             error = worse
-    raise BadEvent(_one_line(error)) from None
+    raise BadEvent(_NATS_SAYS if body.startswith(b"{") else _one_line(error)) from None
 
 
 def _raised(body: bytes) -> tuple[bytes, tuple[str, ...]] | None:

@@ -35,6 +35,7 @@ API = "$JS.API"
 READER_CONSUMERS = 16
 #: Where the coordinator keeps its snapshots (an object store); a cache.
 CACHE_BUCKET = "UNICRON_SNAPSHOTS"
+_CACHE = f"OBJ_{CACHE_BUCKET}"
 #: A user's public nkey, as `events/vocabulary.py` has it.
 KEY_PATTERN = r"^U[A-Z2-7]{55}\Z"
 
@@ -139,7 +140,6 @@ def _agent(node: str, inbox: str) -> Rights:
 
 def _coordinator(inbox: str) -> Rights:
     streams = (EVENT_STREAM, BEAT_STREAM)
-    cache = f"OBJ_{CACHE_BUCKET}"
     return Rights(
         (
             f"{PREFIX}.decision.*.*",
@@ -152,13 +152,10 @@ def _coordinator(inbox: str) -> Rights:
             *(f"{API}.DIRECT.GET.{name}.>" for name in streams),
             *(f"{API}.CONSUMER.{verb}.{EVENT_STREAM}" for verb in ("LIST", "NAMES")),
             *(f"{API}.CONSUMER.{verb}.{name}.>" for verb in ("CREATE", "INFO", "DELETE") for name in streams),
-            *(f"$JS.FC.{name}.>" for name in (*streams, cache)),
+            *(f"$JS.FC.{name}.>" for name in streams),
             f"$O.{CACHE_BUCKET}.>",
-            *(f"{API}.STREAM.{verb}.{cache}" for verb in ("CREATE", "INFO", "PURGE", "MSG.GET")),
-            f"{API}.DIRECT.GET.{cache}.>",
-            *(f"{API}.CONSUMER.{verb}.{cache}" for verb in ("CREATE", "DELETE")),
-            *(f"{API}.CONSUMER.{verb}.{cache}.>" for verb in ("CREATE", "INFO", "DELETE")),
-            f"$JS.ACK.{cache}.>",
+            *(f"{API}.STREAM.{verb}.{_CACHE}" for verb in ("CREATE", "PURGE")),
+            *_reading_the_cache(),
         ),
         (inbox,),
     )
@@ -175,6 +172,18 @@ def _reader(login: str) -> tuple[str, ...]:
             for consumer in consumer_names(login)
         ),
         *(f"$JS.FC.{name}.{consumer}.>" for name in streams for consumer in consumer_names(login)),
+        *_reading_the_cache(),
+    )
+
+
+def _reading_the_cache() -> tuple[str, ...]:
+    return (
+        *(f"{API}.STREAM.{verb}.{_CACHE}" for verb in ("INFO", "MSG.GET")),
+        f"{API}.DIRECT.GET.{_CACHE}.>",
+        *(f"{API}.CONSUMER.{verb}.{_CACHE}" for verb in ("CREATE", "DELETE")),
+        *(f"{API}.CONSUMER.{verb}.{_CACHE}.>" for verb in ("CREATE", "INFO", "DELETE")),
+        f"$JS.ACK.{_CACHE}.>",
+        f"$JS.FC.{_CACHE}.>",
     )
 
 

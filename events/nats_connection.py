@@ -22,25 +22,22 @@ import itertools
 import logging
 import random
 import re
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from events.keys import BadKey, read_key
+from events.keys import BadKey
 from events.log import LogError, LogUnavailable
-from events.logins import consumer_names, inbox_prefix
 from events.nats_inquiry import Denied as Denied
 from events.nats_inquiry import Inquiry
 from events.nats_inquiry import NoAnswer as NoAnswer
 from events.nats_inquiry import Unanswered as Unanswered
+from events.nats_login import Login as Login
+from events.nats_login import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +49,10 @@ LOUD_AFTER_S = 10.0
 CLOSE_S = 1.0
 #: How a server says that a login may not publish there.
 _DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
+
+
+class Refused(LogUnavailable):
+    """The server does not let this login in; the text says why, and the fix."""
 
 
 class Patience:
@@ -85,41 +86,6 @@ class Patience:
         self._since = time.monotonic()
         self._delay_s = RETRY_DELAY_S
         self._was_loud = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Login:
-    """How to log in; all empty for an open server on loopback.
-
-    `key` is the path of a key of ours (keys.py): the login has the rights of its role, and no others (logins.py).
-    `creds` and `nkey_seed` are paths of files. `tls_ca` is the path of a CA certificate and turns TLS on.
-    """
-
-    user: str | None = None
-    password: str | None = None
-    key: Path | None = None
-    creds: Path | None = None
-    nkey_seed: Path | None = None
-    tls_ca: Path | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for nats.connect. Raises BadKey."""
-        key = read_key(self.key) if self.key else None
-        given: dict[str, Any] = {
-            "nkeys_seed_str": key.seed if key else None,
-            "inbox_prefix": inbox_prefix(key.login) if key else None,
-            "user": self.user,
-            "password": self.password,
-            "user_credentials": str(self.creds) if self.creds else None,
-            "nkeys_seed": str(self.nkey_seed) if self.nkey_seed else None,
-            "tls": ssl.create_default_context(cafile=str(self.tls_ca)) if self.tls_ca else None,
-        }
-        return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def consumer_names(self) -> tuple[str, ...]:
-        """The names that its consumers may have; empty: any. Raises BadKey."""
-        return consumer_names(read_key(self.key).login) if self.key else ()
 
 
 #: Takes subject, reply subject, body and headers (with their first line) of one message, as they came.
@@ -272,6 +238,7 @@ class Connection:
         self._subscriptions: dict[str, Handler] = {}
         self._reason = "no answer yet"
         self._has_reason = False
+        self._is_refused = False
         self._told_reason = ""
         self._keeper: asyncio.Task[None] | None = None
 
@@ -343,7 +310,7 @@ class Connection:
         self._announce()
 
     async def start(self, timeout_s: float | None) -> None:
-        """Begin to keep a session; LogUnavailable if there is none within `timeout_s` (None: wait without end)."""
+        """Begin to keep a session; LogUnavailable (Refused) if there is none within `timeout_s` (None: no limit)."""
         self._keeper = asyncio.create_task(self._keep(), name="nats-connection")
         try:
             async with asyncio.timeout(timeout_s):
@@ -351,6 +318,8 @@ class Connection:
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
+                if self._is_refused:
+                    raise Refused(f"{self._reason} ({self.urls})") from None
                 raise LogUnavailable(
                     f"cannot reach NATS at {self.urls}: {self._reason}; is the server running?"
                 ) from None
@@ -406,15 +375,17 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Whatever nats-py reports. Must not raise: that would kill the reader."""
         said = _said(error)
+        refused = str(error) if isinstance(error, BadKey) else refusal(said, self._login)
         if self._session is not None and (denied := _DENIED.search(said)):
             self._session.denied(denied[1].lower())
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
         if not self._has_reason:
-            self._reason, self._has_reason = said, True
+            self._reason, self._has_reason, self._is_refused = refused or said, True, bool(refused)
         # _keep reports an outage. The rest (permissions!) is reported here, but not the same every second.
         if not isinstance(error, OSError | nats.errors.UnexpectedEOF | TimeoutError | nats.errors.NoServersError):
-            logger.log(logging.DEBUG if said == self._told_reason else logging.WARNING, "NATS says: %s", said)
-            self._told_reason = said
+            line = refused or f"NATS says: {said}"
+            logger.log(logging.DEBUG if line == self._told_reason else logging.WARNING, "%s", line)
+            self._told_reason = line
 
     def _announce(self) -> None:
         self._changed.set()

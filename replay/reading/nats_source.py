@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from events.archived_log import ArchivedLog
 from events.envelope import Entry, Recorded
 from events.log import EventLog, LogError, LogUnavailable
+from events.logins import Role
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog, decoded
 from events.nats_reader import Stored, read_stream
@@ -196,3 +198,9 @@ async def embedded_url(state_dir: Path) -> str:
     if not await server.adopt():
         raise LogUnavailable(f"{server.directory}: no nats-server runs there; start unicrond, or give --nats URL")
     return server.url
+
+
+def embedded_login(state_dir: Path, given: Login) -> Login:
+    """How to log in there: as given; where nothing is, with the reader's key, if the coordinator made one."""
+    key = state_dir / "keys" / f"{Role.READER}.key"
+    return Login(key=key, tls_ca=given.tls_ca) if replace(given, tls_ca=None) == Login() and key.exists() else given

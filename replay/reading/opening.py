@@ -29,11 +29,14 @@ async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
             raise UsageError("--archive: is the older part of a log on NATS; with --file leave it out")
         yield file_source(options.file)
         return
-    from replay.reading.nats_source import embedded_url, open_nats  # the NATS client takes 100 ms to import
+    from replay.reading.nats_source import embedded_login, embedded_url, open_nats  # the NATS client takes 100 ms
 
-    urls = options.nats if options.nats is not None else [await embedded_url(options.state_dir)]
-    archive = _archive(options)
-    async with open_nats(urls, login_of(options), archive=archive) as source:
+    archive, login = _archive(options), login_of(options)
+    if options.nats is None:
+        urls, login = [await embedded_url(options.state_dir)], embedded_login(options.state_dir, login)
+    else:
+        urls = options.nats
+    async with open_nats(urls, login, archive=archive) as source:
         yield source
 
 

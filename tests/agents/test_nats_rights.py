@@ -1,61 +1,62 @@
-"""An agent with the narrow rights of docs/operate/install.md does all that it has to, and no more."""
+"""An agent with a key does all that it has to."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from agents.log_identity import log_identity
 from agents.namesakes import Namesakes, NamesakeWatch
 from events.envelope import Recorded
+from events.keys import kept_key
 from events.log import LogUnavailable
-from events.logs_request import logs_subject
-from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Connection, Login, Unanswered, connect
+from events.logins import Role
+from events.logs_request import ANSWERS, answer_subject, logs_subject
+from events.nats_commands import NatsCommandFeed, fit_command_consumer
+from events.nats_connection import Connection, Denied, Login, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
-from events.nats_streams import create_streams
+from events.nats_streams import api, create_streams
 from events.nats_terms import Terms
+from events.subjects import EVENT_STREAM
 from events.vocabulary import CoordinatorStarted
 from tests.contracts.logs import beat, command, envelope_of, fact, started
 
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "operate" / "install.md"
 _NODE = "gpu07"
+_LOGINS = (Role.OPERATOR, Role.COORDINATOR, Role.API, f"agent-{_NODE}")
 
 
-class _Server(EmbeddedServer):
-    """One with the document's user and one who may do everything."""
+class Links(NamedTuple):
+    """A connection of each login."""
 
-    def _write_config(self) -> None:
-        super()._write_config()
-        (users,) = re.findall(r"^```\n(\{ user: .*?)^```$", _DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
-        narrow = users.replace("$GPU07", "narrow")
-        with self._config_path.open("a") as file:
-            file.write(f"authorization {{ users: [ {{ user: head, password: head }}\n{narrow} ] }}\n")
+    operator: Connection
+    head: Connection
+    api: Connection
+    agent: Connection
 
 
 @pytest.fixture
-async def connections(tmp_path: Path) -> AsyncIterator[tuple[Connection, Connection]]:
-    """The head's and the agent's."""
-    server = _Server(tmp_path / "nats")
+async def links(tmp_path: Path) -> AsyncIterator[Links]:
+    server = EmbeddedServer(tmp_path / "nats", users=[kept_key(tmp_path, login).user for login in _LOGINS])
     await server.start()
-    head = await connect(server.url, name="head", login=Login(user="head", password="head"), timeout_s=10)
-    agent = await connect(server.url, name="agent", login=Login(user=_NODE, password="narrow"), timeout_s=10)
-    try:
-        await create_streams(head)
-        yield head, agent
-    finally:
-        await agent.close()
-        await head.close()
-        await server.kill()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.kill)
+        opened = []
+        for login in _LOGINS:
+            key = Login(key=tmp_path / f"{login}.key")
+            opened.append(await connect(server.url, name=login, login=key, timeout_s=10))
+            stack.push_async_callback(opened[-1].close)
+        await create_streams(opened[0])
+        yield Links(*opened)
 
 
-async def test_an_agent_works_with_the_rights_of_the_document(connections: tuple[Connection, Connection]) -> None:
-    head, agent = connections
+async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
+    head, agent = links.head, links.agent
     log = NatsEventLog(head)
     async with asyncio.timeout(20):
         fence = await log.claim_term(started(1))
@@ -85,30 +86,43 @@ async def test_an_agent_works_with_the_rights_of_the_document(connections: tuple
         await watch.alone(can_beat)
 
         assert await NatsEventLog(agent).append([fact(1, _NODE)])
-        feed = NatsCommandFeed(agent, _NODE)
+        feed = NatsCommandFeed(agent, _NODE, makes_consumer=False)
+        await fit_command_consumer(head, _NODE, ["big"])
         await feed.follow(["big"])
         await log.append([command(1, _NODE)], fence=fence)
         async for recorded in feed.read():
             assert isinstance(recorded, Recorded)
             break
-        await feed.follow(["small"])
+        following = asyncio.create_task(feed.follow(["small"]))
+        await asyncio.sleep(0.2)
+        assert not following.done(), "the coordinator has not prepared it yet"
+        await fit_command_consumer(head, _NODE, ["small"])
+        await following
 
         async def serve(message: object) -> None:
             await message.respond(b"a log")  # type: ignore[attr-defined]  # a nats Msg
 
         await agent.subscribe(logs_subject(_NODE), serve)
         await (await agent.session()).client.flush()
-        assert (await head.request(logs_subject(_NODE), b"")).data == b"a log"
+        answers: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def answered(message: object) -> None:
+            answers.put_nowait(message.data)  # type: ignore[attr-defined]  # a nats Msg
+
+        await links.api.subscribe(ANSWERS, answered)
+        await (await links.api.session()).publish(logs_subject(_NODE), b"", reply=answer_subject(_NODE, "1"))
+        assert await answers.get() == b"a log"
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
 
 
-async def test_it_cannot_write_as_another_nor_command(connections: tuple[Connection, Connection]) -> None:
-    _, agent = connections
-    other = NatsEventLog(agent, give_up_s=0.5)
+async def test_what_it_may_not_is_refused_at_once(links: Links) -> None:
+    """All that it may not: tests/events/test_forgery.py."""
+    for denied in (f"STREAM.MSG.GET.{EVENT_STREAM}", f"STREAM.DELETE.{EVENT_STREAM}"):
+        with pytest.raises(Denied):
+            await api(links.agent, denied, {"seq": 1})
+    other = NatsEventLog(links.agent, give_up_s=0.5)
     for envelope in (fact(1, "n2"), command(1, _NODE)):
         with pytest.raises(LogUnavailable):
             await other.append([envelope])
-    with pytest.raises(Unanswered):
-        await agent.request("$JS.API.STREAM.DELETE.UNICRON_EVENTS", b"", timeout_s=0.3)

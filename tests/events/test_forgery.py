@@ -17,13 +17,12 @@ from nats.aio.client import Client
 from events.codec import encode
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.keys import kept_key
-from events.nats_commands import NatsCommandFeed, fit_command_consumer, is_fitted
+from events.nats_commands import fit_command_consumer, is_fitted
 from events.nats_connection import Connection, Login, connect
-from events.nats_log import NatsBeatLog, NatsEventLog
+from events.nats_log import NatsEventLog
 from events.nats_reader import read_stream
 from events.nats_server import EmbeddedServer
 from events.nats_streams import ApiError, Denied, api, create_streams
-from events.nats_terms import Terms
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry, headers, subject
 from events.vocabulary import (
     AnyEvent,
@@ -255,27 +254,6 @@ def _is_event(each: Entry) -> bool:
 # --- what each may ------------------------------------------------------------------------------
 
 
-async def test_an_agent_does_its_work(site: Site) -> None:
-    connection = await site.connect("agent-n1")
-    terms: list[int] = []
-    try:
-        await NatsEventLog(connection).append([said_by("n1", NodeLeft(node="n1", reason=""), 2000)])
-        await NatsBeatLog(connection).publish(beat("n1", 51))
-        await Terms(connection, lambda event: terms.append(event.term)).ask()
-        await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
-        feed = NatsCommandFeed(connection, "n1", makes_consumer=False)
-        await feed.follow(())
-        async with asyncio.timeout(20), aclosing(feed.read()) as commands:
-            async for taken in commands:
-                assert taken.envelope.event.command_id == "1.1.n1.1"  # type: ignore[union-attr]
-                break
-        with pytest.raises(Denied):
-            await api(connection, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
-    finally:
-        await connection.close()
-    assert terms == [1]
-
-
 async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
     connection = await site.connect("reader")
     try:
@@ -284,20 +262,6 @@ async def test_a_reader_reads_all_and_changes_nothing(site: Site) -> None:
         async with asyncio.timeout(20):
             assert len([each async for each in log.read(until_seq=last)]) == last
             assert await log.skips() == {}
-    finally:
-        await connection.close()
-
-
-async def test_an_agent_waits_for_its_consumer(site: Site) -> None:
-    connection = await site.connect("agent-n2")
-    try:
-        feed = NatsCommandFeed(connection, "n2", makes_consumer=False)
-        following = asyncio.create_task(feed.follow(["a"]))
-        await asyncio.sleep(0.2)
-        assert not following.done()
-        await fit_command_consumer(site.admin, "n2", ["a", "b"])
-        async with asyncio.timeout(20):
-            await following
     finally:
         await connection.close()
 

@@ -30,6 +30,8 @@ import uvloop
 import yaml
 
 from agents.trainer import corpus
+from events.keys import kept_key
+from events.logins import agent_login
 from tests.integration.disobedient_gpt import order
 from tests.integration.tcp_proxy import Proxy, proxy_to
 from unicrond.core.state import ClusterState
@@ -164,14 +166,13 @@ class Hosts:
         self.directory = directory
         self._api = f"http://127.0.0.1:{net.api_port}"
         self._session: aiohttp.ClientSession
-        password = directory / "password"
-        password.write_text("secret")
+        self._keys = directory / "keys"
         config = {
             "state_dir": str(directory / "state"),
             "checkpoint_dir": str(directory / "checkpoints"),
             "heartbeat_s": HEARTBEAT_S,
             "injection": True,
-            "nats": {"host": net.head, "port": net.nats_port, "user": "unicron", "password_file": str(password)},
+            "nats": {"host": net.head, "port": net.nats_port, "auth": "keys"},
             "api": {"port": net.api_port},
         }
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))
@@ -188,7 +189,7 @@ class Hosts:
                 node,
                 [
                     *(*net.prefix(node), str(scripts / "unicron-agent")),
-                    *("--nats", net.nats_url(node), "--user", "unicron", "--password-file", str(password)),
+                    *("--nats", net.nats_url(node), "--key", str(self._keys / f"{agent_login(node)}.key")),
                     *("--node", node, "--slots", "1", "--address", net.address(node)),
                     *("--run-dir", str(directory / node), "--heartbeat-s", str(HEARTBEAT_S)),
                 ],
@@ -202,6 +203,10 @@ class Hosts:
         self._session = aiohttp.ClientSession()
         await self.coordinator.start()
         await self.until(lambda s: s.term > 0)
+        for node in self.agents:
+            key = kept_key(self._keys, agent_login(node)).user.key
+            async with self._session.post(f"{self._api}/v1/nodes/{node}/enroll", json={"key": key}) as response:
+                assert response.status == 202, await response.text()
         await asyncio.gather(*(agent.start() for agent in self.agents.values()))
         return self
 

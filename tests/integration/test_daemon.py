@@ -7,10 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import nats
@@ -19,45 +15,9 @@ import pytest
 
 from events.codec import encode
 from events.envelope import Envelope
-from events.log import LogUnavailable
-from events.nats_commands import NatsCommandFeed
-from events.nats_connection import Login, connect
 from events.subjects import subject
 from events.vocabulary import CoordinatorStarted
-from unicrond.intake.config import load
-from unicrond.local.dev import free_port
-
-UNICROND = str(Path(sys.executable).parent / "unicrond")
-
-
-def config(directory: Path, extra: str = "") -> Path:
-    path = directory / "unicron.yaml"
-    path.write_text(
-        f"state_dir: {directory / 'state'}\nnats: {{port: {free_port()}}}\napi: {{port: {free_port()}}}\n{extra}"
-    )
-    return path
-
-
-@asynccontextmanager
-async def daemon(path: Path, *options: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    process = await asyncio.create_subprocess_exec(
-        UNICROND, "run", "--config", str(path), *options, stderr=asyncio.subprocess.PIPE
-    )
-    assert process.stderr is not None
-    url = ""
-    try:
-        async with asyncio.timeout(30):
-            async for line in process.stderr:
-                if b"API at " in line:
-                    url = line.decode().split("API at ")[1].strip()
-                if b"live at" in line:
-                    break
-        assert url, "the daemon ended before it served"
-        yield process, url
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-        await asyncio.wait_for(process.communicate(), 30)
+from tests.integration.head import UNICROND, config, ctl, daemon, get
 
 
 def nats_pid(directory: Path) -> int | None:
@@ -67,11 +27,6 @@ def nats_pid(directory: Path) -> int | None:
 
 def loaded_libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
-
-
-def get(url: str) -> dict[str, object]:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        return json.loads(answer.read())
 
 
 async def test_it_serves_without_torch_and_ends_without_a_trace(tmp_path: Path) -> None:
@@ -133,35 +88,6 @@ def test_it_binds_to_others_only_with_credentials(tmp_path: Path, section: str) 
     assert "is open to others" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
-    """Enrolled: its login works, and its consumer is there. Revoked: its connection ends. The next daemon knows it."""
-    path = config(tmp_path)
-    path.write_text(path.read_text().replace("nats: {", "nats: {auth: keys, "))
-    key = tmp_path / "n1.key"
-
-    async def unicrond(*words: str) -> None:
-        process = await asyncio.create_subprocess_exec(UNICROND, *words, "--config", str(path))
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-
-    async with daemon(path) as (process, _):
-        await unicrond("enroll", "n1", "--out", str(key))
-        nats_url = f"nats://127.0.0.1:{load(path).nats.port}"
-        connection = await connect(nats_url, name="n1", login=Login(key=key), timeout_s=20)
-        async with asyncio.timeout(20):
-            await NatsCommandFeed(connection, "n1", makes_consumer=False).follow(())
-            process.send_signal(signal.SIGTERM)
-            await process.wait()
-    async with daemon(path):
-        async with asyncio.timeout(20):
-            await connection.session()
-            await unicrond("revoke", "n1")
-            while connection.is_up:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        await connection.close()
-        with pytest.raises(LogUnavailable, match="Authorization"):
-            await connect(nats_url, name="n1", login=Login(key=key), timeout_s=1)
-
-
 @pytest.mark.parametrize("arguments", [[], ["walk"], ["dev", "--nodes", "many"], ["run", "--confg", "x"]])
 def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
     done = subprocess.run([UNICROND, *arguments], capture_output=True, text=True, timeout=30, check=False)
@@ -175,16 +101,6 @@ def test_a_bad_nats_address_is_refused_at_once() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "unicrond: without --config: nats.url: 'garbage' is not a NATS URL; write nats://HOST:PORT\n"
-
-
-def ctl(url: str, *arguments: str) -> str:
-    return subprocess.run(
-        [str(Path(UNICROND).with_name("unicronctl")), "--url", url, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
 
 
 def replayed_digest(directory: Path, seq: int) -> str:

@@ -86,7 +86,7 @@ def test_a_key_that_is_not_used_in_time_ends() -> None:
 def test_the_alarm_of_a_migration_names_who_has_no_key() -> None:
     log = Log()
     log.say(joined("n1"), "n1")
-    assert "1 nodes that have no key (n1)" in migration_line(log.state)
+    assert "enroll the 1 node without a key (n1)" in migration_line(log.state)
     log.say(enrolled())
     assert "set nats.auth to keys" in migration_line(log.state)
 

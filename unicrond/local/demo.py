@@ -189,7 +189,7 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
     print(f"starting nats-server, coordinator and {arguments.nodes} agents; their files are in {directory}", flush=True)
     try:
         async with small_cluster(
-            directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.api_port
+            directory, nodes=arguments.nodes, slots=arguments.slots, api_port=arguments.api_port, keys=True
         ) as cluster:
             story = Story(cluster, directory, arguments.iterations)
             stop = asyncio.Event()
@@ -214,8 +214,8 @@ async def replay(cluster: DevCluster, seq: int) -> str:
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).parent / "unicron-replay"),
         "digest",
-        "--nats",
-        cluster.nats_url,
+        "--state-dir",
+        str(cluster.state_dir),
         "--at",
         str(seq),
         "--json",

@@ -6,6 +6,7 @@ Rules
   `unicron-agent`. Whatever dies is started again, after a delay that doubles while it keeps dying;
   systemd does the same on a real cluster. (The coordinator keeps the nats-server, agents keep workers.)
 * Everything ends with the supervisor: in good order on Ctrl-C, by signal should it be killed itself.
+* With keys, each agent has one of its own, as on a real cluster: made and enrolled here, before the agents start.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any
 import psutil
 import yaml
 
+from events.keys import kept_key
+from events.logins import agent_login
 from unicrond.core.state import ClusterState
 from unicrond.ctl.client import ApiError, Client, follow
 
@@ -122,29 +125,33 @@ class DevCluster:
         api_port: int,
         heartbeat_s: float = 0.5,
         settings: dict[str, Any] | None = None,
+        *,
+        keys: bool = False,
     ) -> None:
-        """`settings`: further fields of the coordinator's configuration."""
+        """`settings`: further fields of the coordinator's configuration. `keys`: every login has one."""
         self.directory = directory
         self.api_port = api_port or free_port()
         self.nats_port = free_port()
         self.url = f"http://127.0.0.1:{self.api_port}"
         self.nats_url = f"nats://127.0.0.1:{self.nats_port}"
         self.node_names = [f"node{number}" for number in range(1, nodes + 1)]
+        self.state_dir = directory / "state"
+        self._keys = directory / "keys" if keys else None
         env = {"UNICRON_HANG_FLOOR_S": HANG_FLOOR_S} | os.environ | {"PYTHONUNBUFFERED": "1"}
         config = {
-            "state_dir": str(directory / "state"),
+            "state_dir": str(self.state_dir),
             "checkpoint_dir": str(directory / "checkpoints"),
             "heartbeat_s": heartbeat_s,
-            "nats": {"port": self.nats_port},
+            "nats": {"port": self.nats_port} | ({"auth": "keys"} if keys else {}),
             "api": {"port": self.api_port},
             **(settings or {}),
         }
-        config_path = directory / "unicron.yaml"
-        config_path.write_text(yaml.safe_dump(config))
+        self.config_path = directory / "unicron.yaml"
+        self.config_path.write_text(yaml.safe_dump(config))
         scripts = Path(sys.executable).parent
         self.coordinator = Part(
             "coordinator",
-            [str(scripts / "unicrond"), "run", "--config", str(config_path)],
+            [str(scripts / "unicrond"), "run", "--config", str(self.config_path)],
             directory / "coordinator.log",
             env,
         )
@@ -155,6 +162,7 @@ class DevCluster:
                     *(str(scripts / "unicron-agent"), "--nats", self.nats_url, "--node", name, "--slots", str(slots)),
                     *("--run-dir", str(directory / "run" / name), "--heartbeat-s", str(heartbeat_s)),
                     *(("--accelerators", "fake") if config.get("injection") else ()),
+                    *(("--key", str(self._keys / f"{agent_login(name)}.key")) if self._keys else ()),
                 ],
                 directory / f"{name}.log",
                 env,
@@ -167,6 +175,8 @@ class DevCluster:
         """Start everything; returns when the coordinator is live and every node has joined."""
         await self.coordinator.start()
         await self._until_live()
+        if self._keys:
+            await self._enroll(self._keys)
         await asyncio.gather(*(agent.start() for agent in self.agents.values()))
 
     async def stop(self) -> None:
@@ -209,6 +219,13 @@ class DevCluster:
         """Start the node's agent again."""
         await self.agents[node].start()
 
+    async def _enroll(self, keys: Path) -> None:
+        logins = (await self.state())[0].logins
+        for node in self.node_names:
+            key = kept_key(keys, agent_login(node)).user.key
+            if node not in logins or logins[node].key != key:
+                await asyncio.to_thread(self.client.enroll, node, key, 0)
+
     async def _until_live(self, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -225,7 +242,7 @@ class DevCluster:
     def _end_leftovers(self) -> None:
         """Nothing of ours may stay: fork servers of killed agents, a nats-server of a killed coordinator."""
         leftovers = [process for node in self.node_names for process in self.processes_of(node)]
-        nats_config = str(self.directory.resolve() / "state" / "nats" / "nats-server.conf")
+        nats_config = str(self.state_dir.resolve() / "nats" / "nats-server.conf")
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.name() == "nats-server" and nats_config in process.cmdline():
@@ -245,9 +262,10 @@ async def small_cluster(
     api_port: int = 0,
     heartbeat_s: float = 0.5,
     settings: dict[str, Any] | None = None,
+    keys: bool = False,
 ) -> AsyncIterator[DevCluster]:
     """A DevCluster that has started and will have ended."""
-    cluster = DevCluster(directory, nodes, slots, api_port, heartbeat_s, settings)
+    cluster = DevCluster(directory, nodes, slots, api_port, heartbeat_s, settings, keys=keys)
     try:
         await cluster.start()
         yield cluster
@@ -339,8 +357,10 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
         slots=arguments.slots,
         api_port=arguments.api_port,
         settings={"injection": arguments.allow_injection},
+        keys=True,
     ) as cluster:
         print(f"API {cluster.url}   NATS {cluster.nats_url}   files {directory}")
         print(f"submit a task:  UNICRON_URL={cluster.url} unicronctl submit examples/big.yaml   (Ctrl-C ends all)")
+        print(f"read its log:   unicron-replay timeline --state-dir {cluster.state_dir}")
         await watch(cluster.state, stop, follow(cluster.client))
     return 0

@@ -97,7 +97,7 @@ class Coordinator:
         (events/skips.py). `repair`: how nodes are repaired, where not by the command of `readmission`."""
         self.state = ClusterState()
         self._clock = clock
-        self._watch = Watch(beat_log, heartbeat_s, clock, lambda entry: self.alarms.quarantined(entry, self.state))
+        self._watch = Watch(beat_log, heartbeat_s, clock, self._tell_quarantined)
         self.liveness = self._watch.liveness
         self.live = asyncio.Event()
         self.alarms = Alarms()

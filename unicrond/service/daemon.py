@@ -21,7 +21,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from events.archived_log import ArchivedLog
 from events.keys import BadKey, kept_key, read_key
 from events.log import Fenced, LogError
 from events.logins import Role, User
-from events.nats_connection import Connection, Denied, Login, connect
+from events.nats_connection import Connection, Denied, Login, Refused, connect
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer, ServerError
 from events.nats_streams import create_streams
@@ -48,7 +47,7 @@ from unicrond.service.coordinator import Coordinator
 from unicrond.service.log_keeper import LogKeeper
 from unicrond.service.log_reading import LogReader
 from unicrond.service.nats_snapshots import NatsSnapshotStore
-from unicrond.service.node_logins import NodeLogins, migration_line, remembered
+from unicrond.service.node_logins import NodeLogins, remembered
 from unicrond.service.snapshots import Snapshots
 from unicrond.service.stream_probe import StreamProbe
 
@@ -112,6 +111,8 @@ async def _connected(url: str, login: Login, name: str) -> AsyncIterator[Connect
     """Raises Fatal."""
     try:
         connection = await connect(parse_urls(url), name=name, login=login, timeout_s=CONNECT_TIMEOUT_S)
+    except Refused as error:
+        raise Fatal(str(error)) from None
     except LogError as error:
         raise Fatal(f"nats.url: no NATS at {url}: {error}; check that it runs and that the login is right") from None
     try:
@@ -244,9 +245,15 @@ def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Ap
     consumers = Consumers(links.connection, lambda: coordinator.state)
     coordinator.around.prepare = consumers.before
     logins = NodeLogins(
-        links.roles, links.server, _nodes_path(config), lambda: coordinator.state, api.ask, CLOCK.wall_us
+        links.roles,
+        links.server,
+        _nodes_path(config),
+        lambda: coordinator.state,
+        api.ask,
+        CLOCK.wall_us,
+        has_shared=config.nats.shared is not None,
     )
-    coordinator.around.alarms = partial(_alarms, config, coordinator, logins)
+    coordinator.around.alarms = logins.alarms
     return [
         asyncio.create_task(_once_live(coordinator, consumers.run), name="consumers"),
         asyncio.create_task(_once_live(coordinator, logins.run), name="logins"),
@@ -256,11 +263,6 @@ def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Ap
 async def _once_live(coordinator: Coordinator, run: Callable[[], Awaitable[None]]) -> None:
     await coordinator.live.wait()
     await run()
-
-
-def _alarms(config: Config, coordinator: Coordinator, logins: NodeLogins) -> list[str]:
-    found = [f"the list of logins: {logins.trouble}"] if logins.trouble else []
-    return [*found, migration_line(coordinator.state)] if config.nats.shared else found
 
 
 async def _keep_running(server: EmbeddedServer) -> None:

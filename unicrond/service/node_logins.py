@@ -37,7 +37,10 @@ class Server(Protocol):
 
 
 class NodeLogins:
-    """`roles`: the logins that are no agents'. `server`: None where it is not ours. `ask`: append a request."""
+    """`roles`: the logins that are no agents'. `server`: None where it is not ours. `ask`: append a request.
+
+    `has_shared`: NATS accepts the login of before too, which may do everything.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,8 @@ class NodeLogins:
         state: Callable[[], ClusterState],
         ask: Callable[[NodeRevoked], Awaitable[None]],
         now_us: Callable[[], int],
+        *,
+        has_shared: bool = False,
     ) -> None:
         self._roles = tuple(roles)
         self._server = server
@@ -54,6 +59,8 @@ class NodeLogins:
         self._state = state
         self._ask = ask
         self._now_us = now_us
+        self._has_shared = has_shared
+        self._said: list[str] = []
         #: Why the server's list is not the log's; "" where it is.
         self.trouble = ""
 
@@ -67,7 +74,21 @@ class NodeLogins:
             for node in expired(logins, self._now_us()):
                 log.warning("the key of node %s was not used in time: it ends", node)
                 await self._ask(NodeRevoked(node=node, reason="the key was not used in time"))
+            self._say()
             await asyncio.sleep(LOOK_EVERY_S)
+
+    def alarms(self) -> list[str]:
+        """What a person has to do about logins, a line each."""
+        lines = [f"NATS does not know the newest logins: {self.trouble}"] if self.trouble else []
+        return [*lines, migration_line(self._state())] if self._has_shared else lines
+
+    def _say(self) -> None:
+        """Log what is new among them."""
+        alarms = self.alarms()
+        for line in alarms:
+            if line not in self._said:
+                log.error("ALARM: %s", line)
+        self._said = alarms
 
     async def _tell(self, logins: Mapping[str, NodeLogin]) -> bool:
         users = [User(agent_login(node), login.key) for node, login in logins.items()]
@@ -76,8 +97,6 @@ class NodeLogins:
             if self._server is not None:
                 await self._server.let_in([*self._roles, *users])
         except (ServerError, OSError) as error:
-            if self.trouble != str(error):
-                log.error("the NATS server has not taken the list of logins: %s", error)
             self.trouble = str(error)
             return False
         self.trouble = ""
@@ -100,12 +119,10 @@ def migration_line(state: ClusterState) -> str:
     """What stands in the way of `auth: keys`."""
     missing = without_key(state)
     if not missing:
-        return "NATS still accepts the shared login, and every node has a key: set nats.auth to keys"
+        return "NATS accepts the shared login, though every node has a key: set nats.auth to keys"
     names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])
-    return (
-        f"NATS accepts the shared login, which may do everything: enroll the {len(missing)} nodes that have no key "
-        f"({names})"
-    )
+    nodes = "1 node" if len(missing) == 1 else f"{len(missing)} nodes"
+    return f"NATS accepts the shared login, which may do everything: enroll the {nodes} without a key ({names})"
 
 
 def remember(path: Path, users: Sequence[User]) -> None:

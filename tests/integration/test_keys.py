@@ -1,0 +1,184 @@
+"""Logins with keys on a running head: nodes come and go, others are kept out, and a cluster moves to keys."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nats.aio.client import Client
+
+from events.envelope import Envelope
+from events.log import LogUnavailable
+from events.nats_commands import NatsCommandFeed
+from events.nats_connection import Connection, Login, Refused, connect
+from events.nats_log import NatsEventLog
+from events.subjects import EVENT_STREAM
+from events.vocabulary import NodeJoined, StoreAddress
+from tests.integration.head import UNICROND, config, ctl, daemon, get
+from unicrond.core.state import NodeStatus, TaskStatus
+from unicrond.intake.config import load
+from unicrond.local.dev import DevCluster, small_cluster
+
+JOB = {
+    "name": "a",
+    "max_workers": 1,
+    "model": {"layers": 1, "hidden": 32, "heads": 2, "seq": 32, "vocab": 256},
+    "global_batch": 4,
+    "iterations": 5,
+    "checkpoint": {"interval": 0},
+}
+
+
+JOINED = Envelope(
+    producer="n1",
+    boot=1,
+    number=1,
+    observed_at_us=1,
+    event=NodeJoined(
+        node="n1",
+        address="127.0.0.1",
+        slots=1,
+        store=StoreAddress(host="127.0.0.1", port=1),
+        workers=(),
+        version="1",
+        agent_boot=1,
+    ),
+)
+
+
+def with_nats(path: Path, more: str) -> Path:
+    """The configuration with more fields of `nats`."""
+    path.write_text(path.read_text().replace("nats: {", f"nats: {{{more}, "))
+    return path
+
+
+async def unicrond(path: Path, *words: str) -> None:
+    process = await asyncio.create_subprocess_exec(UNICROND, *words, "--config", str(path))
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+async def logged_in(path: Path, login: Login) -> Connection:
+    return await connect(f"nats://127.0.0.1:{load(path).nats.port}", name="test", login=login, timeout_s=5)
+
+
+async def alarm(url: str, text: str) -> str:
+    """The first alarm with this text."""
+    async with asyncio.timeout(20):
+        while True:
+            health = await asyncio.to_thread(get, f"{url}/healthz")
+            for line in health["alarms"]:  # type: ignore[attr-defined]
+                if text in line:
+                    return str(line)
+            await asyncio.sleep(0.05)
+
+
+async def end_of(connection: Connection) -> None:
+    async with asyncio.timeout(20):
+        while connection.is_up:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
+    """Enrolled: its login works, and its consumer is there. Revoked: its connection ends. The next daemon knows it."""
+    path, key = with_nats(config(tmp_path), "auth: keys"), tmp_path / "n1.key"
+    async with daemon(path) as (process, url):
+        await unicrond(path, "enroll", "n1", "--out", str(key))
+        connection = await logged_in(path, Login(key=key))
+        async with asyncio.timeout(20):
+            await NatsCommandFeed(connection, "n1", makes_consumer=False).follow(())
+        sly = Client()
+        await sly.connect(f"nats://127.0.0.1:{load(path).nats.port}", **Login(key=key).options())
+        await sly.publish(f"$JS.API.STREAM.INFO.{EVENT_STREAM}", b"", reply="unicron.v1.command.n2.StopWorker")
+        await sly.flush()
+        assert "(StopWorker): JSON, not an event" in await alarm(url, "the coordinator: ")
+        await sly.close()
+        unused = tmp_path / "n2.key"
+        await unicrond(path, "enroll", "n2", "--out", str(unused), "--unused-h", "0.0001")
+        async with asyncio.timeout(20):
+            while "n2" in (await asyncio.to_thread(get, f"{url}/v1/state"))["state"]["logins"]:  # type: ignore[index]
+                await asyncio.sleep(0.05)
+        with pytest.raises(Refused, match="not used in time"):
+            await logged_in(path, Login(key=unused))
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+    async with daemon(path):
+        async with asyncio.timeout(20):
+            await connection.session()
+        await unicrond(path, "revoke", "n1")
+        await end_of(connection)
+        await connection.close()
+        with pytest.raises(Refused, match=r"NATS refuses the key of node n1 .* on the head: unicrond enroll n1"):
+            await logged_in(path, Login(key=key))
+
+
+async def test_a_wide_server_lets_keys_in_alone(tmp_path: Path) -> None:
+    path = with_nats(config(tmp_path), "host: 0.0.0.0")
+    async with daemon(path) as (_, url):
+        with pytest.raises(Refused, match="NATS wants a login and got none"):
+            await logged_in(path, Login())
+        with pytest.raises(Refused, match="NATS refuses user unicron"):
+            await logged_in(path, Login(user="unicron", password="guess"))
+        connection = await logged_in(path, Login(key=tmp_path / "state" / "keys" / "reader.key"))
+        assert await NatsEventLog(connection).last_seq() > 0
+        await connection.close()
+        assert "ALARM" not in await asyncio.to_thread(ctl, url, "status")
+
+
+async def test_from_the_shared_password_to_keys(tmp_path: Path) -> None:
+    """Old agents work on, an alarm says which nodes have no key, and then the password counts no more."""
+    password, key = tmp_path / "password", tmp_path / "n1.key"
+    password.write_text("secret\n")
+    path = with_nats(config(tmp_path, "heartbeat_s: 60\n"), f"user: unicron, password_file: {password}")
+    shared = Login(user="unicron", password="secret")
+    async with daemon(path) as (process, _):  # on loopback: as ever
+        old = await logged_in(path, shared)
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+    with_nats(path, "auth: migrate")
+    async with daemon(path) as (process, url):
+        async with asyncio.timeout(20):
+            await NatsEventLog(old).append([JOINED])
+            await NatsCommandFeed(old, "n1").follow(["a"])
+        assert "the 1 node without a key (n1)" in await alarm(url, "NATS accepts the shared login")
+        await unicrond(path, "enroll", "n1", "--out", str(key))
+        assert "set nats.auth to keys" in await alarm(url, "every node has a key")
+        new = await logged_in(path, Login(key=key))
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+    path.write_text(path.read_text().replace(f"user: unicron, password_file: {password}, ", ""))
+    path.write_text(path.read_text().replace("auth: migrate", "auth: keys"))
+    async with daemon(path) as (_, url):
+        await end_of(old)
+        assert new.is_up, "its login is the same"
+        assert "ALARM" not in await asyncio.to_thread(ctl, url, "status")
+        with pytest.raises(LogUnavailable, match="refuses user unicron"):
+            await logged_in(path, shared)
+    await old.close()
+    await new.close()
+
+
+async def until_node(dev: DevCluster, status: NodeStatus) -> None:
+    async with asyncio.timeout(60):
+        while (await dev.state())[0].nodes["node1"].status is not status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(120)
+async def test_an_agent_with_its_key_trains_until_it_is_revoked(tmp_path: Path) -> None:
+    async with small_cluster(tmp_path, nodes=1, keys=True) as dev:
+        await dev.submit({**JOB, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
+        async with asyncio.timeout(90):
+            while (await dev.state())[0].tasks["a"].status is not TaskStatus.COMPLETED:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert "iteration" in await asyncio.to_thread(ctl, dev.url, "logs", "a")
+        command = [str(Path(sys.executable).with_name("unicron-replay")), "verify", "--state-dir", str(dev.state_dir)]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        await unicrond(dev.config_path, "revoke", "node1")
+        await until_node(dev, NodeStatus.LOST)
+        said = dev.agents["node1"].output.read_text()
+        assert said.count("NATS refuses the key of node node1") == 1, said
