@@ -12,7 +12,6 @@ import pytest
 from nats.aio.client import Client
 
 from events.envelope import Envelope
-from events.log import LogUnavailable
 from events.nats_commands import NatsCommandFeed
 from events.nats_connection import Connection, Login, Refused, connect
 from events.nats_log import NatsEventLog
@@ -62,7 +61,7 @@ async def unicrond(path: Path, *words: str) -> None:
 
 
 async def logged_in(path: Path, login: Login) -> Connection:
-    return await connect(f"nats://127.0.0.1:{load(path).nats.port}", name="test", login=login, timeout_s=5)
+    return await connect(f"nats://127.0.0.1:{load(path).nats.port}", name="test", login=login, timeout_s=1)
 
 
 async def alarm(url: str, text: str) -> str:
@@ -82,6 +81,18 @@ async def end_of(connection: Connection) -> None:
             await asyncio.sleep(0.02)
 
 
+async def refused(path: Path, login: Login) -> str:
+    """How NATS refuses it, at once or soon."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                connection = await logged_in(path, login)
+            except Refused as error:
+                return str(error)
+            await end_of(connection)
+            await connection.close()
+
+
 async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
     """Enrolled: its login works, and its consumer is there. Revoked: its connection ends. The next daemon knows it."""
     path, key = with_nats(config(tmp_path), "auth: keys"), tmp_path / "n1.key"
@@ -98,11 +109,7 @@ async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
         await sly.close()
         unused = tmp_path / "n2.key"
         await unicrond(path, "enroll", "n2", "--out", str(unused), "--unused-h", "0.0001")
-        async with asyncio.timeout(20):
-            while "n2" in (await asyncio.to_thread(get, f"{url}/v1/state"))["state"]["logins"]:  # type: ignore[index]
-                await asyncio.sleep(0.05)
-        with pytest.raises(Refused, match="not used in time"):
-            await logged_in(path, Login(key=unused))
+        assert "not used in time" in await refused(path, Login(key=unused))
         process.send_signal(signal.SIGTERM)
         await process.wait()
     async with daemon(path):
@@ -111,17 +118,14 @@ async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
         await unicrond(path, "revoke", "n1")
         await end_of(connection)
         await connection.close()
-        with pytest.raises(Refused, match=r"NATS refuses the key of node n1 .* on the head: unicrond enroll n1"):
-            await logged_in(path, Login(key=key))
+        assert "unicrond enroll n1" in await refused(path, Login(key=key))
 
 
 async def test_a_wide_server_lets_keys_in_alone(tmp_path: Path) -> None:
     path = with_nats(config(tmp_path), "host: 0.0.0.0")
     async with daemon(path) as (_, url):
-        with pytest.raises(Refused, match="NATS wants a login and got none"):
-            await logged_in(path, Login())
-        with pytest.raises(Refused, match="NATS refuses user unicron"):
-            await logged_in(path, Login(user="unicron", password="guess"))
+        assert "NATS wants a login and got none" in await refused(path, Login())
+        assert "NATS refuses user unicron" in await refused(path, Login(user="unicron", password="guess"))
         connection = await logged_in(path, Login(key=tmp_path / "state" / "keys" / "reader.key"))
         assert await NatsEventLog(connection).last_seq() > 0
         await connection.close()
@@ -132,7 +136,7 @@ async def test_from_the_shared_password_to_keys(tmp_path: Path) -> None:
     """Old agents work on, an alarm says which nodes have no key, and then the password counts no more."""
     password, key = tmp_path / "password", tmp_path / "n1.key"
     password.write_text("secret\n")
-    path = with_nats(config(tmp_path, "heartbeat_s: 60\n"), f"user: unicron, password_file: {password}")
+    path = with_nats(config(tmp_path, "heartbeat_s: 4\n"), f"user: unicron, password_file: {password}")
     shared = Login(user="unicron", password="secret")
     async with daemon(path) as (process, _):  # on loopback: as ever
         old = await logged_in(path, shared)
@@ -155,8 +159,7 @@ async def test_from_the_shared_password_to_keys(tmp_path: Path) -> None:
         await end_of(old)
         assert new.is_up, "its login is the same"
         assert "ALARM" not in await asyncio.to_thread(ctl, url, "status")
-        with pytest.raises(LogUnavailable, match="refuses user unicron"):
-            await logged_in(path, shared)
+        assert "NATS refuses user unicron" in await refused(path, shared)
     await old.close()
     await new.close()
 
