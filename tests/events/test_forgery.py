@@ -41,6 +41,7 @@ from unicrond.service.alarms import Alarms
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "operate" / "logins.md"
 LOGINS = ("agent-n1", "agent-n2", "coordinator", "api", "reader", "operator")
 
 
@@ -166,39 +167,42 @@ def _api(verb: str, *own: str, body: Any = None) -> Try:
     return Try(f"$JS.API.{verb}", json.dumps(body or {}).encode(), ("operator", *own))
 
 
+_VERBS = ("DELETE", "PURGE", "UPDATE", "MSG.DELETE", "SNAPSHOT", "RESTORE", "LEADER.STEPDOWN", "PEER.REMOVE")
 _WIDE = {"stream_name": EVENT_STREAM, "config": {"name": "agent-n2", "filter_subjects": ["unicron.v1.>"]}}
 TRIES = {
-    "observe as n2": _forged(said_by("n2", NodeLeft(node="n2", reason="forged"), 9), "agent-n2"),
-    "observe as n1": _forged(said_by("n1", NodeLeft(node="n1", reason="forged"), 9), "agent-n1"),
-    "beat as n2": _forged(beat("n2"), "agent-n2"),
-    "beat as the coordinator": _forged(beat("coordinator"), "coordinator"),
-    "command": _forged(command("n2"), "coordinator"),
-    "decide": _forged(DECISION, "coordinator"),
+    "publish an observation of n2": _forged(said_by("n2", NodeLeft(node="n2", reason="forged"), 9), "agent-n2"),
+    "publish an observation of n1": _forged(said_by("n1", NodeLeft(node="n1", reason="forged"), 9), "agent-n1"),
+    "publish a beat of n2": _forged(beat("n2"), "agent-n2"),
+    "publish a beat of the coordinator": _forged(beat("coordinator"), "coordinator"),
+    "publish a command": _forged(command("n2"), "coordinator"),
+    "publish a decision": _forged(DECISION, "coordinator"),
     "claim a term": _forged(CLAIM, "coordinator"),
-    "request": _forged(REQUEST, "api"),
-    "answer for n2's logs": Try("unicron.v1.logged.n2.token", b"x", ("agent-n2",)),
+    "publish a request (submit, cordon, enroll, ...)": _forged(REQUEST, "api"),
+    "answer a request for n2's logs": Try("unicron.v1.logged.n2.token", b"x", ("agent-n2",)),
     "ask n2 for logs": Try("unicron.v1.logs.n2", b"x", ("api",)),
-    "say what is no subject of ours": Try("unicron.v2.obs.n1.NodeLeft", b"x"),
-    "answer the coordinator": Try("_INBOX_coordinator.x.1", b"x"),
-    "overwrite the cache": Try("$O.UNICRON_SNAPSHOTS.M.x", b"x", ("coordinator",)),
-    "acknowledge for n2": Try(f"$JS.ACK.{EVENT_STREAM}.agent-n2.1.1.1.1.1", b"+ACK", ("agent-n2", "operator")),
-    "ask the servers": Try("$SYS.REQ.SERVER.PING", b""),
+    "publish on other subjects": Try("unicron.v2.obs.n1.NodeLeft", b"x"),
+    "publish into the coordinator's inbox": Try("_INBOX_coordinator.x.1", b"x"),
+    "overwrite the coordinator's cache": Try("$O.UNICRON_SNAPSHOTS.M.x", b"x", ("coordinator",)),
+    "acknowledge n2's commands": Try(f"$JS.ACK.{EVENT_STREAM}.agent-n2.1.1.1.1.1", b"+ACK", ("agent-n2", "operator")),
+    "ask NATS's system account": Try("$SYS.REQ.SERVER.PING", b""),
     **{
-        f"{verb} {stream}": _api(f"STREAM.{verb}.{stream}")
-        for verb in ("DELETE", "PURGE", "UPDATE", "MSG.DELETE", "SNAPSHOT", "RESTORE", "LEADER.STEPDOWN", "PEER.REMOVE")
-        for stream in (EVENT_STREAM, BEAT_STREAM)
+        f"{verb} {stream}": _api(f"STREAM.{verb}.{stream}") for verb in _VERBS for stream in (EVENT_STREAM, BEAT_STREAM)
     },
     "create a stream": _api("STREAM.CREATE.OTHER", body={"name": "OTHER", "subjects": ["unicron.v1.logs.*"]}),
     "list streams": _api("STREAM.NAMES", "coordinator"),
     "read any entry": _api(f"STREAM.MSG.GET.{EVENT_STREAM}", "coordinator", "reader", body={"seq": 1}),
-    "direct get": _api(f"DIRECT.GET.{EVENT_STREAM}", body={"seq": 1}),
-    "direct get of an own subject": _api(f"DIRECT.GET.{EVENT_STREAM}.unicron.v1.obs.n1.NodeJoined", "coordinator"),
-    "direct get of an own beat": _api(f"DIRECT.GET.{BEAT_STREAM}.unicron.v1.beat.n1", "coordinator"),
+    "read any entry by a direct get": _api(f"DIRECT.GET.{EVENT_STREAM}", body={"seq": 1}),
+    "read n1's observations by a direct get": _api(
+        f"DIRECT.GET.{EVENT_STREAM}.unicron.v1.obs.n1.NodeJoined", "coordinator"
+    ),
+    "read n1's beats by a direct get": _api(f"DIRECT.GET.{BEAT_STREAM}.unicron.v1.beat.n1", "coordinator"),
     "make a consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}", body={"stream_name": EVENT_STREAM, "config": {}}),
-    "take n2's consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n2", "coordinator", body=_WIDE),
-    "widen n1's consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n1", "coordinator", body=_WIDE),
-    "filter in the subject": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n2.unicron.v1.term", "coordinator"),
-    "make a durable": _api(f"CONSUMER.DURABLE.CREATE.{EVENT_STREAM}.agent-n2"),
+    "change n2's consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n2", "coordinator", body=_WIDE),
+    "change n1's consumer": _api(f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n1", "coordinator", body=_WIDE),
+    "change n2's consumer, with the filter in the subject": _api(
+        f"CONSUMER.CREATE.{EVENT_STREAM}.agent-n2.unicron.v1.term", "coordinator"
+    ),
+    "make a durable consumer in the old way": _api(f"CONSUMER.DURABLE.CREATE.{EVENT_STREAM}.agent-n2"),
     "delete n2's consumer": _api(f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n2", "coordinator"),
     "pause n2's consumer": _api(f"CONSUMER.PAUSE.{EVENT_STREAM}.agent-n2"),
     "look at n2's consumer": _api(f"CONSUMER.INFO.{EVENT_STREAM}.agent-n2", "coordinator", "agent-n2"),
@@ -212,10 +216,32 @@ TRIES = {
     "hear answers about logs": Try("unicron.v1.logged.*.*", None, ("operator", "api")),
     "hear n2's inbox": Try("_INBOX_agent-n2.>", None, ("operator", "agent-n2")),
     "hear the coordinator's inbox": Try("_INBOX_coordinator.>", None, ("operator", "coordinator")),
-    "hear everybody's inbox": Try("_INBOX.>", None, ("operator",)),
+    "hear other inboxes": Try("_INBOX.>", None, ("operator",)),
     "hear requests to JetStream": Try("$JS.API.>", None, ("operator",)),
     "hear all": Try(">", None, ("operator",)),
 }
+
+
+_QUARANTINED = "quarantined, with an ALARM"
+_OF_STREAMS = "delete, purge, change, copy, restore or move a stream; delete an entry"
+
+
+async def test_the_document_has_a_line_for_each_attempt() -> None:
+    """docs/operate/logins.md: what an agent (of n1) and the other roles may, and what becomes of a node's tricks."""
+    expected = []
+    for name, tried in TRIES.items():
+        cells = ["may" if login in tried.own else "refused" for login in LOGINS if login != "agent-n2"]
+        line = f"| {_OF_STREAMS if name.startswith(_VERBS) else name} | {' | '.join(cells)} |"
+        if line not in expected:
+            expected.append(line)
+    for name in SLY:
+        row = name.partition(" the subject of ")[0] + " another's subject" if " the subject of " in name else name
+        line = f"| {row} | {'not stored' if name in NOT_STORED else _QUARANTINED} |"
+        if line not in expected:
+            expected.append(line)
+    lines = DOCUMENT.read_text().splitlines()
+    ends = tuple(f"| {end} |" for end in ("refused", "may", "not stored", _QUARANTINED))
+    assert [line for line in lines if line.endswith(ends)] == expected
 
 
 @pytest.mark.parametrize(
@@ -372,21 +398,58 @@ async def _half_a_batch(_: Site, client: Client) -> None:
     await client.publish(subject(command("n2", 9)), encode(command("n2", 9)), headers=last)
 
 
-LEFT_2 = said_by("n2", NodeLeft(node="n2", reason=""), 9)
+def _with(**marks: str) -> Tried:
+    """A body that is n2's on an own subject, with headers that ask more of the server than to store it."""
+
+    async def tried(_: Site, client: Client) -> None:
+        asked = {f"Nats-{name.replace('_', '-')}": value for name, value in marks.items()}
+        await client.publish("unicron.v1.obs.n1.StopWorker", encode(command("n2", 12)), headers=asked)
+
+    return tried
+
+
+async def _next_elsewhere(_: Site, client: Client) -> None:
+    """An acknowledgement that asks for the next command, to be delivered on another's subject."""
+    own = f"$JS.ACK.{EVENT_STREAM}.agent-n1.1.4.1.1.0"
+    await client.publish(own, b"+NXT 1", reply=VICTIMS["a command to n2"])
+
+
+#: What the server does not store at all.
+NOT_STORED = (
+    "end an atomic batch on another's subject",
+    "replace the log by a rollup",
+    "publish a message that expires",
+    "schedule a message on n2's subject",
+    "have a trace sent to n2's subject",
+    "acknowledge, and have the next command delivered to n2",
+)
 SLY: dict[str, Tried] = {
-    **{f"acknowledged as {name}": _acknowledged_there(victim) for name, victim in VICTIMS.items()},
-    **{f"answered as {name}": _answered_there(victim) for name, victim in VICTIMS.items()},
-    **{f"delivered as {name}": _commanded_there(victim) for name, victim in VICTIMS.items()},
-    "n2's words on an own subject": _body(
+    **{
+        f"have NATS acknowledge on the subject of {name}": _acknowledged_there(victim)
+        for name, victim in VICTIMS.items()
+    },
+    **{f"have NATS answer on the subject of {name}": _answered_there(victim) for name, victim in VICTIMS.items()},
+    **{
+        f"have n1's commands delivered on the subject of {name}": _commanded_there(victim)
+        for name, victim in VICTIMS.items()
+    },
+    "publish n2's words on n1's subject": _body(
         said_by("n2", NodeLeft(node="n2", reason=""), 9), "unicron.v1.obs.n1.NodeLeft"
     ),
-    "a command on an own subject": _body(command("n2", 10), "unicron.v1.obs.n1.StopWorker"),
-    "a request on an own subject": _body(REQUEST, "unicron.v1.obs.n1.NodeCordoned"),
-    "another type on an own subject": _body(said_by("n1", NodeLeft(node="n1", reason=""), 9), "unicron.v1.obs.n1.X"),
-    "n2's beat on an own subject": _body(beat("n2", 5), "unicron.v1.beat.n1"),
-    "a reply to oneself": _own_reply,
-    "a squatted message id": _squat,
-    "half a batch": _half_a_batch,
+    "publish a command on n1's subject": _body(command("n2", 10), "unicron.v1.obs.n1.StopWorker"),
+    "publish a request on n1's subject": _body(REQUEST, "unicron.v1.obs.n1.NodeCordoned"),
+    "publish another type than the subject says": _body(
+        said_by("n1", NodeLeft(node="n1", reason=""), 9), "unicron.v1.obs.n1.X"
+    ),
+    "publish n2's beat on n1's subject": _body(beat("n2", 5), "unicron.v1.beat.n1"),
+    "send itself a message with n2's subject for the reply": _own_reply,
+    "publish under the message id of n2's next event": _squat,
+    "end an atomic batch on another's subject": _half_a_batch,
+    "replace the log by a rollup": _with(Rollup="all"),
+    "publish a message that expires": _with(TTL="1s"),
+    "schedule a message on n2's subject": _with(Schedule="@every 1s", Schedule_Target=VICTIMS["a command to n2"]),
+    "have a trace sent to n2's subject": _with(Trace_Dest=VICTIMS["a command to n2"]),
+    "acknowledge, and have the next command delivered to n2": _next_elsewhere,
 }
 
 
@@ -399,6 +462,7 @@ async def test_what_a_node_gets_stored_is_quarantined_with_an_alarm(site: Site, 
         await site.clients["agent-n1"].flush()  # the first ping may overtake what was published just before
     for stream, seq in before.items():
         for each in await _settled(site, stream, seq):
+            assert name not in NOT_STORED
             assert isinstance(each, Quarantined), f"{each} of {stream} is taken for an event"
             assert Alarms().quarantined(each, state)
     after = await site.state()
