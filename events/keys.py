@@ -2,12 +2,19 @@
 
 The file holds the login's name and the seed, a line each; lines that begin with # are for people. Whoever can read it
 is this login, so it is refused where others can, or where it is a link that somebody else may have set.
+
+A credentials file of NATS (a JWT with its seed, where servers are in operator mode) is a key as well, where its user
+has the name of a login.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import errno
+import json
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -17,7 +24,8 @@ import nkeys
 
 from events.logins import BadLogin, User, role_of
 
-_MOST_BYTES = 4096
+_MOST_BYTES = 64 * 1024
+_CREDENTIALS = re.compile(r"-BEGIN NATS USER JWT-+\s+(\S+)\s+-+END.*-BEGIN USER NKEY SEED-+\s+(\S+)\s+-+END", re.DOTALL)
 
 
 class BadKey(ValueError):
@@ -25,10 +33,13 @@ class BadKey(ValueError):
 
 
 class Key(NamedTuple):
-    """A login with its secret."""
+    """A login with its secret. `has_jwt`: NATS wants the whole file that it was read from. `ends_s`: when its JWT
+    expires, in seconds since 1970; None: never."""
 
     login: str
     seed: str
+    has_jwt: bool = False
+    ends_s: int | None = None
 
     @property
     def user(self) -> User:
@@ -66,7 +77,10 @@ def read_key(path: Path) -> Key:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise BadKey(f"{path}: cannot be read ({error.strerror}); give the file of a key itself, not a link") from None
+        why = {errno.ELOOP: "is a link; give the file itself", errno.ENOENT: "is not there"}.get(
+            error.errno or 0, f"cannot be read ({error.strerror}); it must belong to the user who runs this"
+        )
+        raise BadKey(f"{path}: {why}") from None
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -74,15 +88,37 @@ def read_key(path: Path) -> Key:
         if found.st_mode & 0o077:
             raise BadKey(f"{path}: others can read this key; chmod 600 {path}, and enroll the node again")
         text = file.read(_MOST_BYTES).decode("ascii", "replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     try:
-        login, seed = lines
-        role_of(login)
-        public_key(seed)
-    except (BadLogin, ValueError) as error:
-        why = error if isinstance(error, BadLogin) else "a login and its seed are expected, a line each"
-        raise BadKey(f"{path}: is not a key of unicrond: {why}") from None
+        found = _CREDENTIALS.search(text)
+        return _of_credentials(*found.groups()) if found else _of_lines(text)
+    except BadLogin as error:
+        raise BadKey(f"{path}: is not a key of unicrond: {error}") from None
+    except ValueError as error:
+        raise BadKey(f"{path}: is not a key of unicrond; {error}") from None
+
+
+def _of_lines(text: str) -> Key:
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if len(lines) != 2:
+        raise ValueError("a login and its seed are expected, a line each")
+    login, seed = lines
+    role_of(login)
+    public_key(seed)
     return Key(login, seed)
+
+
+def _of_credentials(jwt: str, seed: str) -> Key:
+    """What the JWT says is believed here alone: the server checks it."""
+    try:
+        payload = jwt.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        login, owner, ends_s = str(claims["name"]), claims["sub"], int(claims.get("exp", 0)) or None
+    except (IndexError, KeyError, TypeError, ValueError):
+        raise ValueError("its JWT cannot be read") from None
+    role_of(login)
+    if public_key(seed) != owner:
+        raise ValueError("its seed is not that of its JWT")
+    return Key(login, seed, has_jwt=True, ends_s=ends_s)
 
 
 def kept_key(directory: Path, login: str) -> Key:

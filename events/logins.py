@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -208,6 +209,17 @@ def whole_configuration(users: Sequence[User]) -> list[str]:
     system = [{"nkey": user.key} for user in _checked(users) if user.login == Role.SYSTEM]
     account = [f"accounts {{ SYS {{ users: {json.dumps(system)} }} }}", "system_account: SYS"] if system else []
     return [*authorization(users), *account]
+
+
+def nsc_commands(logins: Iterable[str]) -> list[str]:
+    """For servers in operator mode: a command of NATS's tool nsc for each login, which makes its user. The system
+    account has users of its own there. Raises BadLogin."""
+    may = {login: rights(login) for login in logins if role_of(login)[0] is not Role.SYSTEM}
+    return [
+        shlex.join([*f"nsc add user --name {login} --allow-pub".split(), ",".join(it.publish)])
+        + f" --allow-sub {shlex.quote(','.join(it.subscribe))}"
+        for login, it in may.items()
+    ]
 
 
 def _line(user: User) -> str:

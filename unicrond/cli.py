@@ -131,6 +131,7 @@ def _add_login_commands(commands: Commands) -> None:
         examples("unicrond nats-config --nodes nodes.txt --keys /etc/unicron/keys"),
         option("--nodes", "FILE", "the names of the nodes, a line each", type=existing_file, required=True),
         option("--keys", "DIR", "where the keys are, and are made (keys)", type=Path, default=Path("keys")),
+        switch("--nsc", "for operator mode: commands of nsc that make the users"),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from events import command_line
 from events.command_line import UsageError
 from events.keys import BadKey, kept_key, make_key, write_key
-from events.logins import BadLogin, Role, User, agent_login, whole_configuration
+from events.logins import BadLogin, Role, User, agent_login, nsc_commands, whole_configuration
 from unicrond.ctl.client import ApiError, Client
 from unicrond.intake.config import Config, is_loopback, read_secret
 
@@ -42,8 +42,9 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
         return command_line.fail("unicrond enroll", error)
     print(f"{path} is the key of {node}. Copy it to the node, and nowhere else:")
     print(f"  scp -p {path} {node}:/etc/unicron.key && rm {path}")
-    print("Then start the agent with it, with its own --slots and --address:")
-    print(f"  unicron-agent --nats nats://HEAD:{config.nats.port} --key /etc/unicron.key --node {node} --slots 8")
+    print("The agent's user must own it there. Start the agent with it and with the node's --slots and --address:")
+    url = config.nats.url or f"nats://HEAD:{config.nats.port}"
+    print(f"  unicron-agent --nats {url} --key /etc/unicron.key --node {node} --slots 8")
     if arguments.unused_h:
         print(f"Unused, the key ends in {arguments.unused_h:g} hours.")
     if config.nats.url:
@@ -60,16 +61,20 @@ def revoke(arguments: argparse.Namespace, config: Config) -> int:
         client(config).revoke(arguments.node, arguments.reason)
     except ApiError as error:
         return command_line.fail("unicrond revoke", error)
-    print(f"{arguments.node} may log in no more; its workers run on until their lease ends")
+    print(f"{arguments.node} can no longer log in. What runs there stays until you stop its agent.")
     return 0
 
 
 def nats_config(arguments: argparse.Namespace) -> int:
-    """Print who may log in to NATS servers of one's own; keys that are missing are made. The exit code."""
+    """Print who may log in to NATS servers of one's own; keys that are missing are made (not for nsc, which makes
+    them). The exit code."""
     names = [line.strip() for line in arguments.nodes.read_text().splitlines()]
     try:
         logins = [*_ROLES, *(agent_login(name) for name in names if name and not name.startswith("#"))]
-        lines = whole_configuration([_user(arguments.keys, login) for login in logins])
+        if arguments.nsc:
+            lines = nsc_commands(logins)
+        else:
+            lines = whole_configuration([_user(arguments.keys, login) for login in logins])
     except (BadLogin, BadKey) as error:
         raise UsageError(str(error)) from None
     except OSError as error:

@@ -15,10 +15,11 @@ import pytest
 
 from events import vocabulary as v
 from events.envelope import Recorded
+from events.keys import make_key
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.state_bytes import digest, from_json
-from unicrond.intake.config import Config
+from unicrond.intake.config import Config, NatsConfig
 
 
 @asynccontextmanager
@@ -104,6 +105,31 @@ async def test_without_the_token_only_health_is_told(tmp_path: Path) -> None:
             assert response.status == 200
         async with http.get("/v1/state", headers={"Authorization": "Bearer s3cret"}) as response:
             assert response.status == 200
+
+
+async def test_nodes_are_enrolled_and_revoked(tmp_path: Path) -> None:
+    key = make_key("agent-new").user.key
+    config = Config(nats=NatsConfig(auth="keys"))
+    async with api(tmp_path, config=config) as (served, http):
+        for node, body, words in (
+            ("new", {"key": "UABC"}, ["key"]),
+            ("coordinator", {"key": key}, ["node", "coordinator"]),
+            ("new", {"key": key, "unused_h": -1}, ["unused_h"]),
+        ):
+            async with http.post(f"/v1/nodes/{node}/enroll", json=body) as response:
+                await refused(response, 400, *words)
+        async with http.post("/v1/nodes/new/enroll", json={"key": key}) as response:
+            assert response.status == 202
+        await served.until(v.NodeEnrolled)
+        async with http.post("/v1/nodes/n1/enroll", json={"key": key}) as response:
+            await refused(response, 400, "key", "is the key of node new")
+        async with http.post("/v1/nodes/new/revoke", json={}) as response:
+            assert response.status == 202
+        await served.until(v.NodeRevoked)
+        async with http.post("/v1/nodes/new/revoke", json={}) as response:
+            await refused(response, 404, "node", "not enrolled")
+    async with api(tmp_path) as (_, http), http.post("/v1/nodes/new/enroll", json={"key": key}) as response:
+        await refused(response, 400, "nats.auth", "uses no keys")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7470", "10.0.0.7", "127.0.0.1.evil.example"])

@@ -167,6 +167,9 @@ def test_the_configuration_of_servers_of_ones_own(tmp_path: Path, capsys: pytest
     assert main(arguments) == 0
     assert capsys.readouterr().out == told
     assert kept_key(keys, "coordinator").user.key in told
+    assert main([*arguments[:3], "--nsc"]) == 0
+    commands = capsys.readouterr().out.splitlines()
+    assert len(commands) == 6 and commands[-1].startswith("nsc add user --name agent-gpu2 --allow-pub 'unicron.v1.obs.")
     nodes.write_text("no node\n")
     assert main(arguments) == 2
 

@@ -267,6 +267,8 @@ class Api:
         """The node's agent may log in with this key; it need not have joined before."""
         node = request.match_info["node"]
         asked = await _body(request, _Enrolment)
+        if not self._config.nats.has_keys:
+            return _error(400, "nats.auth: this coordinator uses no keys; set it to keys (docs/operate/logins.md)")
         expires_us = time.time_ns() // 1000 + int(asked.unused_h * 3600e6) if asked.unused_h else 0
         try:
             agent_login(node)

@@ -1,0 +1,145 @@
+"""Servers in operator mode: credentials files (JWT) with the rights of `unicrond nats-config --nsc` do as keys."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nkeys
+import pytest
+
+from events.keys import BadKey, read_key
+from events.log import LogUnavailable
+from events.logins import nsc_commands
+from events.nats_commands import NatsCommandFeed, fit_command_consumer
+from events.nats_connection import Connection, Denied, Login, Refused, connect
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import api, create_streams
+from events.subjects import EVENT_STREAM
+from tests.contracts.logs import command, fact, started
+
+CREDENTIALS = """-----BEGIN NATS USER JWT-----
+{jwt}
+------END NATS USER JWT------
+
+************************* IMPORTANT *************************
+-----BEGIN USER NKEY SEED-----
+{seed}
+------END USER NKEY SEED------
+"""
+
+
+class Owner(NamedTuple):
+    """One that signs: its seed and its public key."""
+
+    seed: bytes
+    name: str
+
+
+def owner(prefix: int) -> Owner:
+    seed = nkeys.encode_seed(os.urandom(32), prefix)
+    return Owner(seed, nkeys.from_seed(bytearray(seed)).public_key.decode())
+
+
+def signed(by: Owner, subject: str, name: str, about: dict[str, Any], **claims: Any) -> str:
+    claims |= {"jti": name, "iat": 1, "iss": by.name, "sub": subject, "name": name, "nats": about | {"version": 2}}
+    parts = [
+        base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=")
+        for part in ({"typ": "JWT", "alg": "ed25519-nkey"}, claims)
+    ]
+    signature = nkeys.from_seed(bytearray(by.seed)).sign(b".".join(parts))
+    return b".".join([*parts, base64.urlsafe_b64encode(signature).rstrip(b"=")]).decode()
+
+
+class Server(EmbeddedServer):
+    """In operator mode, with one account for the log."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / "nats")
+        self._keys = directory
+        self._operator, self._system = owner(nkeys.PREFIX_BYTE_OPERATOR), owner(nkeys.PREFIX_BYTE_ACCOUNT)
+        self._account = owner(nkeys.PREFIX_BYTE_ACCOUNT)
+
+    def _config(self) -> str:
+        free = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1) | {
+            "wildcards": True
+        }
+        log = free | dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
+        accounts = {
+            each.name: signed(self._operator, each.name, name, {"type": "account", "limits": limits})
+            for each, name, limits in ((self._system, "SYS", free), (self._account, "LOG", log))
+        }
+        operator = signed(self._operator, self._operator.name, "O", {"type": "operator"})
+        lines = [f"operator: {operator}", f"system_account: {self._system.name}", "resolver: MEMORY"]
+        return super()._config() + "\n".join([*lines, f"resolver_preload: {json.dumps(accounts)}"]) + "\n"
+
+    def credentials(self, login: str, **claims: Any) -> Path:
+        """As nsc makes them from the command that `unicrond nats-config --nsc` prints."""
+        words = shlex.split(nsc_commands([login])[0])
+        assert words[:5] == ["nsc", "add", "user", "--name", login]
+        given = {words[at]: {"allow": words[at + 1].split(",")} for at in (5, 7)}
+        user = owner(nkeys.PREFIX_BYTE_USER)
+        about = {"type": "user", "pub": given["--allow-pub"], "sub": given["--allow-sub"], "subs": -1, "data": -1}
+        path = self._keys / f"{login}.creds"
+        jwt = signed(self._account, user.name, login, about | {"payload": -1}, **claims)
+        path.write_text(CREDENTIALS.format(jwt=jwt, seed=user.seed.decode()))
+        path.chmod(0o600)
+        return path
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    made = Server(tmp_path)
+    await made.start()
+    yield made
+    await made.kill()
+
+
+async def test_credentials_do_as_keys(server: Server) -> None:
+    async with AsyncExitStack() as stack:
+
+        async def log_in(login: str) -> Connection:
+            key = Login(key=server.credentials(login))
+            connection = await connect(server.url, name=login, login=key, timeout_s=10)
+            stack.push_async_callback(connection.close)
+            return connection
+
+        await create_streams(await log_in("operator"))
+        head, agent = await log_in("coordinator"), await log_in("agent-n1")
+        log = NatsEventLog(head)
+        fence = await log.claim_term(started(1))
+        assert await NatsEventLog(agent).append([fact(1, "n1")])
+        await fit_command_consumer(head, "n1", ["a"])
+        feed = NatsCommandFeed(agent, "n1", makes_consumer=False)
+        await feed.follow(["a"])
+        await log.append([command(1, "n1")], fence=fence)
+        assert (await anext(feed.read())).envelope.producer == "coordinator"
+        with pytest.raises(LogUnavailable):
+            await NatsEventLog(agent, give_up_s=0.5).append([fact(1, "n2")])
+        with pytest.raises(Denied):
+            await api(agent, f"STREAM.MSG.GET.{EVENT_STREAM}", {"seq": 1})
+
+
+async def test_expired_credentials_are_one_clear_line(server: Server) -> None:
+    path = server.credentials("agent-n1", exp=int(time.time()) - 10)
+    with pytest.raises(Refused, match=r"^NATS refuses the credentials of agent-n1 .*: they have expired; get new ones"):
+        await connect(server.url, name="n1", login=Login(key=path), timeout_s=1)
+
+
+def test_credentials_of_another_user_or_name_are_no_key(tmp_path: Path) -> None:
+    account, user, other = (owner(nkeys.PREFIX_BYTE_USER) for _ in range(3))
+    for name, seed, why in (("somebody", user.seed, "is not a login"), ("agent-n1", other.seed, "not that of its JWT")):
+        path = tmp_path / f"{name}.creds"
+        jwt = signed(account, user.name, name, {"type": "user"})
+        path.write_text(CREDENTIALS.format(jwt=jwt, seed=seed.decode()))
+        path.chmod(0o600)
+        with pytest.raises(BadKey, match=why):
+            read_key(path)
