@@ -23,7 +23,7 @@ from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
 
 _EXAMPLE = f"""example:
-  unicron-agent --nats nats://head:4222 --user unicron --password-file /etc/unicron.password \\
+  unicron-agent --nats nats://head:4222 --key /etc/unicron.key \\
       --node gpu07 --slots 8 --address 10.0.0.7
 
 SIGTERM ends the agent alone: workers go on and are adopted by the next agent of the same run directory (under

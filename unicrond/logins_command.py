@@ -61,7 +61,10 @@ def revoke(arguments: argparse.Namespace, config: Config) -> int:
         client(config).revoke(arguments.node, arguments.reason)
     except ApiError as error:
         return command_line.fail("unicrond revoke", error)
-    print(f"{arguments.node} can no longer log in. What runs there stays until you stop its agent.")
+    if config.nats.url:
+        print(f"{arguments.node} is revoked. Your NATS servers let it in until you take its user away there.")
+    else:
+        print(f"{arguments.node} can no longer log in. What runs there stays until you stop its agent.")
     return 0
 
 
