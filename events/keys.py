@@ -64,7 +64,13 @@ def public_key(seed: str) -> str:
 
 def write_key(path: Path, key: Key) -> None:
     """Into a new file that its owner alone can read. Raises FileExistsError, OSError."""
-    text = f"# unicrond key of {key.login}, public {key.user.key}. Keep it secret.\n{key.login}\n{key.seed}\n"
+    write_private(
+        path, f"# unicrond key of {key.login}, public {key.user.key}. Keep it secret.\n{key.login}\n{key.seed}\n"
+    )
+
+
+def write_private(path: Path, text: str) -> None:
+    """Into a new file that its owner alone can read. Raises FileExistsError, OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
@@ -89,8 +95,8 @@ def read_key(path: Path) -> Key:
             raise BadKey(f"{path}: others can read this key; chmod 600 {path}, and enroll the node again")
         text = file.read(_MOST_BYTES).decode("ascii", "replace")
     try:
-        found = _CREDENTIALS.search(text)
-        return _of_credentials(*found.groups()) if found else _of_lines(text)
+        parts = _CREDENTIALS.search(text)
+        return _of_credentials(*parts.groups()) if parts else _of_lines(text)
     except BadLogin as error:
         raise BadKey(f"{path}: is not a key of unicrond: {error}") from None
     except ValueError as error:

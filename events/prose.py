@@ -123,7 +123,7 @@ def _observed(event: AnyObservation) -> str:
         return _of_training(event)
     if isinstance(event, _OfNode):
         return _of_node(event)
-    return _asked(event)
+    return f"{_asked(event)}{f' (asked by {event.by})' if event.by else ''}"
 
 
 def _of_worker(event: _OfWorker) -> str:

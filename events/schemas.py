@@ -66,6 +66,12 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "TaskAssignment": ("nodes", "replica_workers"),
     },
     4: {
+        "InjectionRequested": ("by",),
+        "NodeCordoned": ("by",),
+        "NodeUncordoned": ("by",),
+        "ReshapeRequested": ("by",),
+        "TaskCancelled": ("by",),
+        "TaskSubmitted": ("by",),
         "ToldOnce": ("lead_tells",),
         "WorkerRegrouped": ("others_dealt",),
     },
@@ -82,6 +88,8 @@ VALUES: dict[int, dict[str, dict[str, str]]] = {
 TOLD_ONCE = 3
 #: From here on the lead's word that a group has met stands for all members that keep their state.
 LEAD_TELLS = 4
+#: From here on a request says whose token came with it.
+NAMES_WHO_ASKS = 4
 
 E = TypeVar("E", bound=Event)
 V = TypeVar("V", bound=msgspec.Struct)

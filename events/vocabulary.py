@@ -28,6 +28,7 @@ from events.fields import always
 #: trailing newline pass.)
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z"
 Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+NameOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?\Z")]
 #: One incarnation of a worker process: "<task>.<number>"; a number is never used twice in a task.
 WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9}\Z")]
 WorkerOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9})?\Z")]
@@ -185,9 +186,12 @@ class StragglerSeen(PlacedObservation, frozen=True, kw_only=True):
 
 
 class Request(Observation, frozen=True, kw_only=True):
-    """What a person asks for; its producer is the API, whatever node it names."""
+    """What a person asks for; its producer is the API, whatever node it names. `by`: the name of the token that came
+    with it; "" where the API wants none."""
 
     is_request: ClassVar[bool] = True
+
+    by: NameOrNone = ""
 
 
 class Decision(Event, frozen=True, kw_only=True):

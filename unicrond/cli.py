@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from events.command_line import (
     switch,
     whole,
 )
+from events.vocabulary import NAME_PATTERN
 from unicrond import VERSION
 
 if TYPE_CHECKING:
@@ -133,6 +135,28 @@ def _add_login_commands(commands: Commands) -> None:
         option("--keys", "DIR", "where the keys are, and are made (keys)", type=Path, default=Path("keys")),
         switch("--nsc", "for operator mode: commands of nsc that make the users"),
     )
+    add_command(
+        commands,
+        "token",
+        "make a token of the HTTP API (docs/operate/logins.md)",
+        examples("unicrond token ci --scopes read,submit --config /etc/unicron.yaml"),
+        option("name", "NAME", "whose it is; it stands in each request's event", type=_name),
+        option("--scopes", "A,B,...", "of read, submit, operate, metrics", type=_scopes, required=True),
+        configured,
+        option("--out", "FILE", "where to write the token (NAME.token)", type=Path),
+    )
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(NAME_PATTERN, text):
+        raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
+    return text
+
+
+def _scopes(text: str) -> frozenset[str]:
+    from unicrond.intake.tokens import scopes_of
+
+    return scopes_of(text)
 
 
 def _span(text: str) -> float:
@@ -159,7 +183,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from unicrond.logins_command import nats_config
 
         return nats_config(arguments)
-    if arguments.command in ("run", "archive", "enroll", "revoke"):
+    if arguments.command in ("run", "archive", "enroll", "revoke", "token"):
         return _on_a_log(arguments)
     from unicrond.local import demo, dev
 
@@ -176,10 +200,10 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
         config = load(arguments.config) if arguments.config else Config()
         if getattr(arguments, "nats", None):
             config = replace(config, nats=replace(config.nats, url=arguments.nats))
-        if arguments.command in ("enroll", "revoke"):
+        if arguments.command in ("enroll", "revoke", "token"):
             from unicrond import logins_command
 
-            command = logins_command.enroll if arguments.command == "enroll" else logins_command.revoke
+            command: Callable[[argparse.Namespace, Config], int] = getattr(logins_command, arguments.command)
             return command(arguments, config)
         return _archive(arguments, config) if arguments.command == "archive" else _serve(arguments, config)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`unicrond enroll`, `revoke` and `nats-config`: keys for logins, and who may log in."""
+"""`unicrond enroll`, `revoke` and `nats-config`: keys for logins to NATS; `token`: of the API."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 from events import command_line
 from events.command_line import UsageError
-from events.keys import BadKey, kept_key, make_key, write_key
+from events.keys import BadKey, kept_key, make_key, write_key, write_private
 from events.logins import BadLogin, Role, User, agent_login, nsc_commands, whole_configuration
+from unicrond.ctl.asking import token_in
 from unicrond.ctl.client import ApiError, Client
 from unicrond.intake.config import Config, is_loopback, read_secret
+from unicrond.intake.tokens import BadTokens, line_of, make_token, read_tokens
 
 #: Logins beside the agents', for a NATS server of one's own.
 _ROLES = (Role.COORDINATOR, Role.API, Role.READER, Role.OPERATOR, Role.SYSTEM)
@@ -97,7 +99,32 @@ def _user(directory: Path, login: str) -> User:
 
 
 def client(config: Config) -> Client:
-    """Of the coordinator with this configuration, on this machine."""
+    """Of the coordinator with this configuration, on this machine. Raises UsageError."""
     host = config.api.host if is_loopback(config.api.host) else "127.0.0.1"
-    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    token = read_secret(config.api.token_file) if config.api.token_file else token_in(None)
     return Client(f"http://{host}:{config.api.port}", token)
+
+
+def token(arguments: argparse.Namespace, config: Config) -> int:
+    """Make a token of the API, and list its hash where the configuration names a list; the exit code."""
+    path = arguments.out or Path(f"{arguments.name}.token")
+    listed = Path(config.api.tokens_file) if config.api.tokens_file else None
+    made = make_token()
+    try:
+        line = line_of(arguments.name, arguments.scopes, made)
+        if listed is not None:
+            text = listed.read_text(encoding="ascii")
+            text += f"{'' if text.endswith(chr(10)) or not text else chr(10)}{line}{chr(10)}"
+            read_tokens(text)
+        write_private(path, f"{made}\n")
+        if listed is not None:
+            listed.write_text(text, encoding="ascii")
+    except BadTokens as error:
+        return command_line.fail("unicrond token", f"{listed}: {error}", 2)
+    except FileExistsError:
+        return command_line.fail("unicrond token", f"{path} is there already; remove it, or give another --out", 2)
+    except OSError as error:
+        return command_line.fail("unicrond token", f"cannot use {error.filename}: {error.strerror}")
+    print(f"{path} is the token of {arguments.name}: UNICRON_TOKEN_FILE={path} unicronctl status")
+    print(f"{listed} lists it; the coordinator takes it at once." if listed else f"Add to api.tokens_file:\n{line}")
+    return 0

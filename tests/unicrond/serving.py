@@ -18,6 +18,7 @@ from tests.unicrond.cluster import MiniCluster
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState
 from unicrond.intake.config import Config
+from unicrond.service.access import Access
 from unicrond.service.api import Api
 from unicrond.service.coordinator import Coordinator
 
@@ -64,7 +65,7 @@ class Served:
         self.files = Files(logs)
         self.port = 0
         self._schema = schema
-        self._token = token
+        self._access = Access(token, Path(config.api.tokens_file) if config and config.api.tokens_file else None)
         self._config = config or Config()
         self._beats = MemoryBeatLog()
 
@@ -77,7 +78,7 @@ class Served:
         self.coordinator = Audible(self.log, self._beats, Policy(), heartbeat_s=60, schema=self._schema)
         self._task = asyncio.create_task(self.coordinator.run())
         await asyncio.wait_for(self.coordinator.live.wait(), 10)
-        api = Api(self._config, self.coordinator, self.log, self.files, self._token)  # type: ignore[arg-type]
+        api = Api(self._config, self.coordinator, self.log, self.files, self._access)  # type: ignore[arg-type]
         self._runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)

@@ -21,22 +21,27 @@ def client_of(options: argparse.Namespace) -> Client:
     if url is None:
         url, source = os.environ.get("UNICRON_URL") or DEFAULT_URL, "UNICRON_URL"
     try:
-        return Client(url, _token(options.token_file))
+        return Client(url, token_in(options.token_file))
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from None
 
 
-def _token(path: Path | None) -> str:
+def token_in(path: Path | None) -> str:
+    """The token in the file, else in that of UNICRON_TOKEN_FILE; "" without either. Raises UsageError."""
+    source = "--token-file"
     if path is None:
-        return ""
+        named = os.environ.get("UNICRON_TOKEN_FILE")
+        if not named:
+            return ""
+        path, source = Path(named), "UNICRON_TOKEN_FILE"
     try:
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise UsageError(f"--token-file: {path}: {error.strerror}; give the file with the token") from None
+        raise UsageError(f"{source}: {path}: {error.strerror}; give the file with the token") from None
     except UnicodeDecodeError:
         token = ""
     if not token or not token.isprintable():
-        raise UsageError(f"--token-file: {path}: is not one line of plain text; give the API's token file")
+        raise UsageError(f"{source}: {path}: is not one line of plain text; give the file with the token")
     return token
 
 

@@ -42,6 +42,7 @@ examples:
   {PROG} --url http://head:7470 --token-file token tasks --json
 
 The coordinator is at --url, else $UNICRON_URL, else http://127.0.0.1:7470.
+The token is in the file --token-file, else in $UNICRON_TOKEN_FILE.
 {EXIT_CODES}
 """
 

@@ -19,6 +19,7 @@ from unicrond.core.policy import Policy
 from unicrond.core.severity import IMPOSSIBLE
 from unicrond.intake.readmission import Readmission
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
+from unicrond.intake.tokens import BadTokens, read_tokens
 
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -61,11 +62,13 @@ class NatsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP API. `token_file` holds the bearer token that every request but /healthz must carry."""
+    """The HTTP API. `token_file` holds a bearer token that may do everything; `tokens_file` lists named tokens with
+    their scopes and hashes (tokens.py). With either of them every request but /healthz must carry a token."""
 
     host: str = "127.0.0.1"
     port: PortNumber = 7470
     token_file: str = ""
+    tokens_file: str = ""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,11 +118,7 @@ def load(path: Path) -> Config:
 
 def check(config: Config, where: str) -> None:
     """What concerns several fields. Raises ConfigError."""
-    if not is_loopback(config.api.host) and not config.api.token_file:
-        raise ConfigError(
-            f"{where}: api.host: {config.api.host} is open to others, and a task can run any code; "
-            "set api.token_file, or use 127.0.0.1"
-        )
+    _check_api(config.api, where)
     for kind, level in config.severity.items():
         impossible = [severity.value for severity in IMPOSSIBLE.get(kind, ())]
         if level in impossible:
@@ -144,8 +143,23 @@ def check(config: Config, where: str) -> None:
         path = getattr(config.nats, field)
         if path and not Path(path).is_file():
             raise ConfigError(f"{where}: nats.{field}: {path} is not a file; create it or fix the path")
-    if config.api.token_file and not Path(config.api.token_file).is_file():
-        raise ConfigError(f"{where}: api.token_file: {config.api.token_file} is not a file; create it or fix the path")
+
+
+def _check_api(api: ApiConfig, where: str) -> None:
+    if not is_loopback(api.host) and not (api.token_file or api.tokens_file):
+        raise ConfigError(
+            f"{where}: api.host: {api.host} is open to others, and a task can run any code; "
+            "set api.tokens_file, or use 127.0.0.1"
+        )
+    for field in ("token_file", "tokens_file"):
+        path = getattr(api, field)
+        if path and not Path(path).is_file():
+            raise ConfigError(f"{where}: api.{field}: {path} is not a file; create it or fix the path")
+    if api.tokens_file:
+        try:
+            read_tokens(Path(api.tokens_file).read_text(encoding="ascii"))
+        except (BadTokens, OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: api.tokens_file: {api.tokens_file}: {error}") from None
 
 
 def login_as(config: Config, role: Role) -> Login:

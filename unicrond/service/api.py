@@ -22,10 +22,10 @@ the digest is that of the state with them.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -37,9 +37,9 @@ from events.codec import API_PRODUCER, BadEvent
 from events.envelope import Envelope, Quarantined
 from events.log import EventLog
 from events.logins import BadLogin, agent_login
-from events.schemas import beyond_schema
+from events.schemas import NAMES_WHO_ASKS, beyond_schema
 from events.vocabulary import (
-    AnyEvent,
+    AnyRequest,
     NodeCordoned,
     NodeEnrolled,
     NodeRevoked,
@@ -64,6 +64,7 @@ from unicrond.display.event_lines import entry_json
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import understood
 from unicrond.intake.timeouts import contradictions
+from unicrond.service.access import Access, NoAccess
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.discretion import discreet_entry, discreet_state
 from unicrond.service.log_reading import LogReader, LogsUnavailable
@@ -77,6 +78,8 @@ _OF_THE_STATE = ("/v1/state", "/v1/plan/", "/v1/logs/")
 _DIGITS_MAX = 15
 #: Nesting of a request's JSON; the deepest of ours is four.
 _DEPTH_MAX = 32
+#: The name of the token that came with the request in hand.
+_who: ContextVar[str] = ContextVar("who", default="")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -89,15 +92,16 @@ class Api:
         coordinator: Coordinator,
         event_log: EventLog,
         logs: LogReader,
-        token: str = "",
+        access: Access | None = None,
         trouble: Callable[[], str] = str,
     ) -> None:
-        """`trouble`: why the log takes nothing at this moment; empty where it does."""
+        """`access`: who may ask; None: everybody. `trouble`: why the log takes nothing at this moment; empty where it
+        does."""
         self._config = config
         self._coordinator = coordinator
         self._event_log = event_log
         self._logs = logs
-        self._token = token
+        self._access = access or Access()
         self._trouble = trouble
         self._number = 0
         self._metrics = exposition(
@@ -132,15 +136,17 @@ class Api:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         # A page in somebody's browser can reach loopback; it cannot name us as its Host.
         host = request.host.rsplit(":", 1)[0].strip("[]")
-        if not self._token and not is_loopback(host):
-            return _error(403, f"host: {host} is not loopback; call 127.0.0.1, or set api.token_file")
+        if self._access.is_open and not is_loopback(host):
+            return _error(403, f"host: {host} is not loopback; call 127.0.0.1, or set api.tokens_file")
         # It could send us a form, though; browsers say where such a thing comes from.
         if request.method == "POST" and "Origin" in request.headers:
             return _error(403, "origin: web pages may not control a cluster; use unicronctl")
-        if self._token and request.path != "/healthz":
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-                return _error(401, "token: missing or wrong; give --token-file")
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        try:
+            who = self._access.grant(request.method, request.path, given, request.remote or "?", time.monotonic())
+        except NoAccess as error:
+            return _error(error.status, str(error))
+        _who.set(who.name)
         asks_the_state = request.method == "POST" or request.path.startswith(_OF_THE_STATE)
         if asks_the_state and not self._coordinator.live.is_set():
             return _error(503, "coordinator: still reading its log; try again in a moment")
@@ -164,7 +170,7 @@ class Api:
         if coordinator.fault:
             status, trouble = "stopped deciding", coordinator.fault
         seq = coordinator.state.seq
-        alarms = coordinator.standing_alarms()
+        alarms = coordinator.standing_alarms() + self._access.alarms()
         told = {"status": status, "trouble": trouble, "alarms": alarms, "term": coordinator.state.term, "seq": seq}
         told["kept_back"] = self._kept_back()
         return _json(told)
@@ -248,7 +254,8 @@ class Api:
         """Another tp, pp, or number of workers for a running task. 400 says which field is wrong."""
         task = self._task(request)
         event = asked_for(self._coordinator.state, task, await _body(request, ReshapeOrder))
-        return await self._append(event, {name: getattr(event, name) for name in event.__struct_fields__}, 202)
+        about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "by"}
+        return await self._append(event, about, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:
         """No new workers for a node; with drain, those that it has move away at an iteration boundary."""
@@ -287,7 +294,7 @@ class Api:
             return _error(404, f"node: {node[:63]} is not enrolled")
         return await self._append(NodeRevoked(node=node, reason=reason), {"node": node}, 202)
 
-    async def ask(self, event: AnyEvent) -> None:
+    async def ask(self, event: AnyRequest) -> None:
         """Append what a part of this process asks for, as people do."""
         await self._append(event, {}, 202)
 
@@ -322,8 +329,10 @@ class Api:
             return _error(503, str(error))
         return _json(piece)
 
-    async def _append(self, event: AnyEvent, about: dict[str, object], status: int) -> web.Response:
+    async def _append(self, event: AnyRequest, about: dict[str, object], status: int) -> web.Response:
         schema = self._coordinator.state.schema
+        if schema >= NAMES_WHO_ASKS:
+            event = replace(event, by=_who.get())
         if beyond := beyond_schema(event, schema):
             return _error(400, f"{beyond[0]}: this coordinator writes schema {schema}, which lacks it (write_schema)")
         self._number += 1

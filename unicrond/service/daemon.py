@@ -39,6 +39,7 @@ from unicrond.core.skipping import SkipRefused
 from unicrond.display.tables import clean
 from unicrond.intake.config import Config, login, login_as, read_secret
 from unicrond.intake.timeouts import contradictions
+from unicrond.service.access import Access
 from unicrond.service.api import Api
 from unicrond.service.archive_command import archive_directory
 from unicrond.service.clock import CLOCK
@@ -204,9 +205,10 @@ async def _serve_until_stopped(
     if config.injection:
         log.warning("injection is on: anyone with access to the API may order faults")
     token = read_secret(config.api.token_file) if config.api.token_file else ""
+    access = Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)
     probe = StreamProbe(connection, lambda: coordinator.state.seq)
     keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
-    api = Api(config, coordinator, event_log, LogReader(links.asking), token, lambda: keeper.trouble)
+    api = Api(config, coordinator, event_log, LogReader(links.asking), access, lambda: keeper.trouble)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
