@@ -71,6 +71,7 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "NodeUncordoned": ("by",),
         "ReshapeRequested": ("by",),
         "TaskCancelled": ("by",),
+        "TaskSpec": ("secrets",),
         "TaskSubmitted": ("by",),
         "ToldOnce": ("lead_tells",),
         "WorkerRegrouped": ("others_dealt",),

@@ -265,7 +265,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
 
     `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
     `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how
-    long a worker may take from its start until it is ready; None: as the cluster's policy says.
+    long a worker may take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment
+    variables whose values are on the node, each "file:PATH" or "env:NAME" of the agent's.
 
     Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `global_batch`, `micro_batch` < 2**31, >= 1;
     `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63.
@@ -294,6 +295,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     #: "exact": gradients are summed as integers, so that no bit depends on the replicas or their number.
     accumulation: Literal["float", "exact"] = always("float")
     start_timeout_s: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
+    secrets: dict[str, Text] = {}
 
     @property
     def replica_workers(self) -> int:

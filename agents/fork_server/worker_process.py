@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from agents.fork_server.task_secrets import NoSecret, read_secrets
 from agents.prctl import die_with_parent
 from agents.protocol.messages import Launch
 
@@ -57,13 +58,17 @@ def become_worker(
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot]
             # Numbered as NVML does: the accelerator that is watched for the slot is the one it computes on.
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        secrets = read_secrets(launch.spec.secrets)
         os.environ.update(launch.spec.env)
+        os.environ.update(secrets)
         if launch.spec.cwd:
             os.chdir(launch.spec.cwd)
         run(launch)
         code = 0
     except SystemExit as end:
         code = _exit_code(end.code)
+    except NoSecret as error:
+        print(error, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):

@@ -78,6 +78,22 @@ def test_a_worker_is_born_clean(fork_server: ForkServers, agent: Agents, run_dir
     assert tale["sigterm"] and tale["sigchld"]
 
 
+def test_secrets_are_read_where_the_worker_runs(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server()
+    side = agent()
+    (run_dir / "secret").write_text("s3cret\n")
+    born(side, spawn(run_dir, "a.1", "describe", secrets={"COLOUR": f"file:{run_dir / 'secret'}"}))
+    assert os.WEXITSTATUS(side.next(Exited).status) == 0
+    assert json.loads(log_of(run_dir, "a.1").read_text())["env"]["COLOUR"] == "s3cret"
+    for worker, source, why in (
+        ("a.2", "file:/nowhere", "/nowhere: No such file or directory; each node of the task needs it"),
+        ("a.3", "env:NO_SUCH", "the agent has no variable NO_SUCH; set it in the agent's environment"),
+    ):
+        born(side, spawn(run_dir, worker, "describe", secrets={"COLOUR": source}))
+        assert os.WEXITSTATUS(side.next(Exited).status) == 1
+        assert log_of(run_dir, worker).read_text() == f"secret COLOUR: {why}\n"
+
+
 def test_an_exit_is_repeated_to_new_agents_until_it_is_acknowledged(
     fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:

@@ -173,7 +173,9 @@ async def until_node(dev: DevCluster, status: NodeStatus) -> None:
 @pytest.mark.timeout(120)
 async def test_an_agent_with_its_key_trains_until_it_is_revoked(tmp_path: Path) -> None:
     async with small_cluster(tmp_path, nodes=1, keys=True) as dev:
-        await dev.submit({**JOB, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}})
+        (tmp_path / "secret").write_text("s3cret\n")
+        secrets = {"HF_TOKEN": f"file:{tmp_path / 'secret'}"}
+        await dev.submit({**JOB, "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}, "secrets": secrets})
         async with asyncio.timeout(90):
             while (await dev.state())[0].tasks["a"].status is not TaskStatus.COMPLETED:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)

@@ -85,6 +85,20 @@ async def test_a_bad_task_is_refused_by_field(tmp_path: Path, body: str, words: 
         await refused(response, 400, *words)
 
 
+async def test_what_looks_like_a_secret_is_warned_of(tmp_path: Path) -> None:
+    env = {"HF_TOKEN": "hf_abc", "COLOUR": "red"}
+    secrets = {"WANDB_API_KEY": "file:/etc/secrets/wandb"}
+    async with api(tmp_path) as (served, http):
+        async with http.post("/v1/tasks", json={"name": "new", "env": env, "secrets": secrets}) as response:
+            answer = await response.text()
+            (warning,) = json.loads(answer)["warnings"]
+        assert "hf_abc" not in answer and warning.startswith("env.HF_TOKEN looks like a secret")
+        await served.until(v.TaskSubmitted)
+        async with http.get("/v1/state") as response:
+            spec = (await response.json())["state"]["tasks"]["new"]["spec"]
+    assert spec["env"]["HF_TOKEN"] == "(hidden)" and spec["secrets"] == secrets
+
+
 async def test_a_reason_must_be_text_and_not_too_long(tmp_path: Path) -> None:
     async with api(tmp_path) as (_, http):
         for body, word in (({"reason": 5}, "reason"), ({"reason": "x" * 2000}, "1024"), ({"why": ""}, "why")):

@@ -27,6 +27,9 @@ SPEC_BYTES_MAX = 64 * 1024
 SHORT_NAME = 12
 #: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
 WAF_MAX = 2**62
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Where a secret is: a file of the node, or a variable of its agent.
+_SOURCE = re.compile(r"file:/[^\0]+|env:[A-Za-z_][A-Za-z0-9_]*")
 PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
 
 
@@ -39,6 +42,7 @@ def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[Fault]:
     yield from _worth(spec)
     yield from _schedule(spec)
     yield from _program(spec)
+    yield from _secrets(spec)
     size_bytes = len(msgspec.msgpack.encode(spec))
     if size_bytes > SPEC_BYTES_MAX:
         yield Fault((), f"the task is {size_bytes} bytes long, more than {SPEC_BYTES_MAX}; shorten args, env or tables")
@@ -163,7 +167,22 @@ def _program(spec: TaskSpec) -> Iterator[Fault]:
     if spec.entry == BUILT_IN and spec.args:
         yield Fault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
     for name, text in spec.env.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not _VARIABLE.fullmatch(name):
             yield Fault(("env", name), "is not a variable's name; use letters, digits and _")
         elif "\0" in text:
             yield Fault(("env", name), "holds a NUL character; remove it")
+
+
+def _secrets(spec: TaskSpec) -> Iterator[Fault]:
+    for name, source in spec.secrets.items():
+        place: Place = ("secrets", name)
+        if not _VARIABLE.fullmatch(name):
+            yield Fault(place, "is not a variable's name; use letters, digits and _")
+        elif name.startswith(("LD_", "UNICRON_")):
+            yield Fault(place, "is a variable that may not be set by a task; use another name")
+        elif name in spec.env:
+            yield Fault(place, "stands in env too; remove it there")
+        elif not _SOURCE.fullmatch(source):
+            yield Fault(
+                place, "the value itself would stand in the log; give file:/PATH or env:NAME, which the node has"
+            )

@@ -66,7 +66,7 @@ from unicrond.intake.task_file import understood
 from unicrond.intake.timeouts import contradictions
 from unicrond.service.access import Access, NoAccess
 from unicrond.service.coordinator import Coordinator
-from unicrond.service.discretion import discreet_entry, discreet_state
+from unicrond.service.discretion import discreet_entry, discreet_state, warnings_of
 from unicrond.service.log_reading import LogReader, LogsUnavailable
 from unicrond.service.metrics import exposition
 
@@ -241,7 +241,7 @@ class Api:
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
-        warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env)
+        warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
         return await self._append(TaskSubmitted(spec=spec), {"task": spec.name, "warnings": warnings}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:

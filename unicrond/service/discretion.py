@@ -1,11 +1,13 @@
 """What does not leave by the HTTP API: the tokens of nodes' memory services, and secrets in tasks' environments.
 
-Both stand in the log, which agents need whole. What is hidden keeps its place and its type. Pure.
+Both stand in the log, which agents need whole; a task that names where its nodes have a secret (`TaskSpec.secrets`)
+keeps it out. What is hidden keeps its place and its type. Pure.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "(hidden)"
@@ -46,6 +48,22 @@ def _hide_token(service: dict[str, Any] | None) -> None:
 
 def _hide_environment(env: Any) -> None:
     if isinstance(env, dict):
-        for name, value in env.items():
-            if isinstance(value, str) and (_SECRET_NAME.search(name) or _SECRET_ADDRESS.search(value)):
-                env[name] = HIDDEN
+        for name in _secrets_in(env):
+            env[name] = HIDDEN
+
+
+def _secrets_in(env: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in env.items()
+        if isinstance(value, str) and (_SECRET_NAME.search(name) or _SECRET_ADDRESS.search(value))
+    ]
+
+
+def warnings_of(env: Mapping[str, str]) -> list[str]:
+    """What to say to a person who submits a task with such an environment."""
+    return [
+        f"env.{name} looks like a secret, and stays in the log for whoever reads it; "
+        f"use secrets: {{{name}: file:/PATH}}, with the file on each node"
+        for name in _secrets_in(env)
+    ]

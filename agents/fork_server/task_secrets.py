@@ -1,0 +1,39 @@
+"""Secrets of a task: the log names where a node has them; the worker's own process reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+SECRET_BYTES_MAX = 64 * 1024
+
+
+class NoSecret(Exception):
+    """The node does not have it; the text says which and why."""
+
+
+def read_secrets(sources: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The values, by the name of their variable. `sources`: "file:PATH" or "env:NAME". Raises NoSecret.
+
+    A file's last line end is not part of the value.
+    """
+    return {name: _value(name, source, environ) for name, source in sources.items()}
+
+
+def _value(name: str, source: str, environ: Mapping[str, str]) -> str:
+    kind, _, where = source.partition(":")
+    if kind == "env":
+        if where not in environ:
+            raise NoSecret(f"secret {name}: the agent has no variable {where}; set it in the agent's environment")
+        return environ[where]
+    try:
+        with Path(where).open("rb") as file:
+            value = file.read(SECRET_BYTES_MAX + 1)
+        text = value.decode().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not text"
+        raise NoSecret(f"secret {name}: {where}: {why}; each node of the task needs it") from None
+    if len(value) > SECRET_BYTES_MAX or "\0" in text:
+        raise NoSecret(f"secret {name}: {where}: no variable can hold it; give a shorter text")
+    return text
