@@ -204,11 +204,9 @@ async def _serve_until_stopped(
         log.warning("%s", warning)
     if config.injection:
         log.warning("injection is on: anyone with access to the API may order faults")
-    token = read_secret(config.api.token_file) if config.api.token_file else ""
-    access = Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)
     probe = StreamProbe(connection, lambda: coordinator.state.seq)
     keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
-    api = Api(config, coordinator, event_log, LogReader(links.asking), access, lambda: keeper.trouble)
+    api = Api(config, coordinator, event_log, LogReader(links.asking), _access(config), lambda: keeper.trouble)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -238,6 +236,12 @@ async def _serve_until_stopped(
     finally:
         with suppress(asyncio.TimeoutError):
             await runner.cleanup()
+
+
+def _access(config: Config) -> Access:
+    """Who may use the API."""
+    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)
 
 
 def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
