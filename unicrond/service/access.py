@@ -98,7 +98,7 @@ class Access:
             its.said_s, its.unsaid = now_s, 0
         if its.count > FAILURES_MAX:
             return NoAccess(f"token: too many wrong ones from {address}; wait {WINDOW_S:g} s", 429)
-        return NoAccess("token: missing or wrong; give --token-file", 401)
+        return NoAccess("token: missing or wrong; give --token-file, or set UNICRON_TOKEN_FILE", 401)
 
     def _look(self) -> None:
         """Read the list again if its file is another than before."""

@@ -8,13 +8,16 @@
     POST /v1/tasks/NAME/reshape            {"tp", "pp", "min_workers", "max_workers", "reason"}
     POST /v1/nodes/NAME/cordon             {"drain", "reason"}
     POST /v1/nodes/NAME/uncordon           {"reason"}
+    POST /v1/nodes/NAME/enroll             {"key", "unused_h"}
+    POST /v1/nodes/NAME/revoke             {"reason"}
     POST /v1/faults                        see ordering.py; 409 unless the configuration allows it
     GET  /v1/plan/table                    what would be planned after each event that may come next
     POST /v1/plan/whatif                   what would be planned if; changes nothing
     GET  /v1/logs/TASK?rank=R&tail_bytes=N&offset=O
     GET  /metrics                          Prometheus
 
-What people ask for becomes an observation in the log; nothing is changed from here in any other way.
+What people ask for becomes an observation in the log; nothing is changed from here in any other way. Who may ask what:
+`access.py`.
 JSON knows no NaN, which a loss may be: null stands in its place. Tokens and passwords are hidden (discretion.py);
 the digest is that of the state with them.
 """

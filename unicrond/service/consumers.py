@@ -33,6 +33,8 @@ from unicrond.core.state import ClusterState, TaskStatus
 log = logging.getLogger("unicrond")
 
 LOOK_EVERY_S = 5.0
+#: A large cluster's consumers are compared less often: each takes some of the server's time and ours.
+LOOK_PER_NODE_S = 0.01
 #: Requests under way at a time.
 _AT_ONCE = 32
 
@@ -91,7 +93,7 @@ class Consumers:
                 await self.look()
             except LogError as error:
                 log.error("cannot compare the agents' consumers: %s", error)
-            for _ in range(int(LOOK_EVERY_S / 0.25)):
+            for _ in range(int(max(LOOK_EVERY_S, LOOK_PER_NODE_S * len(enrolled)) / 0.25)):
                 await asyncio.sleep(0.25)
                 if self._state().logins is not enrolled:
                     break

@@ -67,13 +67,16 @@ class NodeLogins:
     async def run(self) -> None:
         """Until cancelled. To be started once the log is folded."""
         told: Mapping[str, NodeLogin] | None = None
+        ended: list[NodeLogin] = []
         while True:
             logins = self._state().logins
             if logins is not told and await self._tell(logins):
                 told = logins
             for node in expired(logins, self._now_us()):
-                log.warning("the key of node %s was not used in time: it ends", node)
-                await self._ask(NodeRevoked(node=node, reason="the key was not used in time"))
+                if logins[node] not in ended:  # else it is asked for
+                    ended.append(logins[node])
+                    log.warning("the key of node %s was not used in time: it ends", node)
+                    await self._ask(NodeRevoked(node=node, reason="the key was not used in time"))
             self._say()
             await asyncio.sleep(LOOK_EVERY_S)
 
