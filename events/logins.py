@@ -196,11 +196,11 @@ def authorization(users: Iterable[User], shared: tuple[str, str] | None = None) 
 
     `shared`: user and password of a login with every right, while a cluster is moved to keys.
     """
-    lines = ["authorization {", "  users: ["]
-    if shared:
-        lines.append(f"    {json.dumps({'user': shared[0], 'password': shared[1]})}")
+    lines = [f"    {json.dumps({'user': shared[0], 'password': shared[1]})}"] if shared else []
     lines += [f"    {_line(user)}" for user in _checked(users) if user.login != Role.SYSTEM]
-    return [*lines, "  ]", "}"]
+    if not lines:
+        raise BadLogin("a server without users would let everybody in; give one")
+    return ["authorization {", "  users: [", *lines, "  ]", "}"]
 
 
 def whole_configuration(users: Sequence[User]) -> list[str]:

@@ -302,8 +302,9 @@ class Connection:
         """Close for good; what waits for a session gets LogUnavailable."""
         self._closed = True
         if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+            while not self._keeper.done():  # nats-py swallows a cancellation now and then
+                self._keeper.cancel()
+                await asyncio.wait([self._keeper], timeout=RETRY_DELAY_S)
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -45,6 +45,11 @@ def test_what_is_no_login(login: str) -> None:
         role_of(login)
 
 
+def test_a_list_of_nobody_is_refused() -> None:
+    with pytest.raises(BadLogin, match="would let everybody in"):
+        authorization([])
+
+
 def test_one_key_is_one_login() -> None:
     user = User("agent-n1", "U" + "A" * 55)
     with pytest.raises(BadLogin, match="occurs twice"):
