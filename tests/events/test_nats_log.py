@@ -21,7 +21,7 @@ from events import nats_log
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
 from events.nats_commands import NatsCommandFeed, fit_command_consumer
-from events.nats_connection import Connection, Login, Patience, connect
+from events.nats_connection import Connection, Login, Patience, Refused, connect
 from events.nats_inquiry import came, listened
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
@@ -447,8 +447,12 @@ async def test_a_wrong_password_is_named(tmp_path_factory: pytest.TempPathFactor
     server = EmbeddedServer(tmp_path_factory.mktemp("nats"), login=login)
     await server.start()
     try:
-        with pytest.raises(LogUnavailable, match="uthorization"):
-            await connect(server.url, name="test", timeout_s=0.5)
+        for given, why in (
+            (Login(), "NATS wants a login and got none"),
+            (Login(user="unicron", password="other"), "NATS refuses user unicron: the name or the password is wrong"),
+        ):
+            with pytest.raises(Refused, match=why):
+                await connect(server.url, name="test", login=given, timeout_s=0.5)
         connection = await connect(server.url, name="test", login=login, timeout_s=10)
         await create_streams(connection)
         await connection.close()
