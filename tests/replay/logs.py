@@ -236,6 +236,8 @@ def _by_people(scene: _Scene) -> None:
     cluster.cordon("n3", drain=True)
     cluster.run()
     cluster.uncordon("n3")
+    cluster.append(v.NodeEnrolled(node="n4", key="U" + "A" * 55, expires_us=0), "api", term)
+    cluster.append(v.NodeRevoked(node="n4", reason="by hand"), "api", term)
     cluster.run()
     asked = v.ReshapeRequested(task="big", tp=1, pp=1, min_workers=1, max_workers=2, reason="by hand")
     cluster.append(asked, "api", term)
