@@ -143,7 +143,7 @@ def main() -> None:
             if iteration > launch.spec.iterations:
                 HANDLERS[Assemble] = plainly
                 orders.obeyed("part", iteration)
-                for descriptor in driver.group._sockets:
+                for descriptor in driver.group._formed.sockets:
                     reset(descriptor)
             return plainly(driver, effect)
 
@@ -155,7 +155,7 @@ def main() -> None:
         if words and words[0] in LINKS and len(step._hook._driver.reduction._under_way) == 1:
             waiting.clear()
             orders.obeyed(words[0], step.iteration)
-            for descriptor in step._hook._driver.group._sockets:
+            for descriptor in step._hook._driver.group._formed.sockets:
                 LINKS[words[0]](descriptor)
 
     pretrain_gpt.forward_backward = forward_backward
