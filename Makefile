@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Systems to be compared with have an environment of their own.
 PEERS := .venv-peers
+# The oldest Megatron-core that is supported, ahead of the installed one.
+OLDER_CORE := 0.15.3
 PEERS_STAMP := $(PEERS)/.installed
 
-.PHONY: install test demo man matrix upgrade gpu-acceptance chaos endurance fuzz mutants evaluation bench soak bench-recovery stragglers resolve lint clean help
+.PHONY: install test browser demo man matrix upgrade slurm containers gpu-acceptance chaos endurance fuzz mutants evaluation bench soak drill takeover bench-recovery stragglers resolve megatron-lm older-core lint clean help
 
 help:
 	@echo "make demo     train, break, heal, tell the story (under 3 minutes)"
@@ -20,12 +22,19 @@ help:
 	@echo "make evaluation  run every study of docs/results/evaluation.md again (UNICRON_TRACE_FILE: the real trace)"
 	@echo "make upgrade  rolling upgrades in mid-training, from an old version and to a newer one, in every order"
 	@echo "make matrix   a fault at every point of an iteration, every row of the error table, links cut (many minutes)"
+	@echo "make megatron-lm  Megatron-LM, unmodified, in every layout, beside itself under torchrun (docs/use/megatron-lm.md)"
+	@echo "make older-core  training, regrouping, reshaping and sharding with Megatron-core $(OLDER_CORE)"
 	@echo "make gpu-acceptance  the CUDA, NCCL and NVML paths on this machine's GPUs, two or more (docs/use/gpu.md)"
 	@echo "make bench    benchmarks (docs/results/benchmarks.md)"
 	@echo "make soak     2,000 agents against a real coordinator and nats-server for an hour, with faults (SOAK: other options)"
+	@echo "make drill    three hosts (network namespaces), deploy/nats: a head, NATS servers and a node die (docs/operate/heads.md)"
+	@echo "make takeover  how soon a second head decides, with 4 and with 2,000 nodes (about 20 minutes)"
+	@echo "make slurm    deploy/slurm on a real Slurm of four nodes on this machine (needs slurmctld, slurmd, munge)"
+	@echo "make containers  head and agents as process 1 of real containers, as deploy/kubernetes has them (root; runc, debootstrap, bindfs)"
 	@echo "make stragglers  how soon slow replicas are told of, and who is told of in an hour without any (about 100 minutes)"
 	@echo "make bench-recovery  a SIGKILL under unicrond, torchrun and torchft, side by side (about an hour)"
 	@echo "make resolve  does pip find a set of versions for the base install and for each extra? (asks the package index)"
+	@echo "make browser  the web page in a real browser (Debian's chromium): its tests, three real nodes, 1,000 nodes and 100,000 events; pictures in build/pictures"
 	@echo "make man      manual pages of the four commands, in build/man"
 	@echo "make lint     ruff, mypy, import-linter"
 
@@ -48,19 +57,39 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What starts clusters and measures time runs alone; all else, the simulation in its virtual time too, by two
-# processes at once.
-ALONE := tests/integration
+# What starts clusters and measures time runs alone; all else, workers without a cluster and the simulation in its
+# virtual time too, by two processes at once.
+RIGS := $(addprefix tests/integration/test_,$(addsuffix .py,finishing kill_matrix plain_megatron recipes regroup reshape sharded_optimizer state_sources))
+ALONE := $(filter-out $(RIGS),$(wildcard tests/integration/test_*.py))
 test: lint
 	$(BIN)/pytest -n 2 --dist loadscope $(ALONE:%=--ignore=%)
 	$(BIN)/pytest $(ALONE)
+
+browser: $(STAMP)
+	@command -v "$${UNICRON_CHROMIUM:-chromium}" || { echo "make browser needs chromium: apt-get install chromium"; exit 1; }
+	mkdir -p build/pictures
+	UNICRON_PICTURES=$(CURDIR)/build/pictures $(BIN)/pytest -m "matrix or not matrix" tests/browser
+	$(BIN)/python -m tests.browser.bench --pictures build/pictures
 
 matrix: $(STAMP)
 	$(BIN)/pytest -m matrix tests/integration --ignore tests/integration/test_live_faults.py --ignore tests/integration/test_upgrade.py
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_live_faults.py
 
+megatron-lm: $(STAMP)
+	MEGATRON_LM_MUST=1 $(BIN)/pytest -m "megatron_lm or not megatron_lm" tests/megatron_lm
+
+older-core: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target .megatron-core-$(OLDER_CORE) megatron-core==$(OLDER_CORE)
+	PYTHONPATH=.megatron-core-$(OLDER_CORE) $(BIN)/pytest -n 2 --dist loadscope $(RIGS) tests/trainer
+
 upgrade: $(STAMP)
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_upgrade.py
+
+slurm: $(STAMP)
+	$(BIN)/pytest -m slurm tests/slurm
+
+containers: $(STAMP)
+	$(BIN)/python -m tests.containers.run
 
 gpu-acceptance: $(STAMP)
 	$(BIN)/python -m tests.gpu.acceptance
@@ -86,6 +115,14 @@ bench: $(STAMP)
 SOAK = --agents 2000 --minutes 60 --faults-per-hour 60
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak.run $(SOAK) --out soak.json
+
+DRILL = build/drill
+drill: $(STAMP)
+	rm -rf $(DRILL)
+	unshare -rnm $(BIN)/python -m tests.integration.drill $(DRILL)
+
+takeover: $(STAMP)
+	$(BIN)/python -m tests.benchmarks.takeover --out takeover.jsonl
 
 stragglers: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.stragglers --rounds 3 --calm-s 3600 --out stragglers.jsonl

@@ -43,6 +43,7 @@ _CAUSES: dict[ExitCause, tuple[ErrorKind, str]] = {
         "the kernel's OOM killer: give the task a smaller micro_batch, or the node fewer slots or more memory",
     ),
     "maybe_oom_killed": ("process_exit", "from outside unicron, or by the OOM killer: see dmesg"),
+    "unknown": ("process_exit", "with its fork server or its container; what ended them is unknown here"),
 }
 
 
@@ -57,7 +58,7 @@ class Exit(NamedTuple):
     def of(cls, status: int, oom: OomKill = "no") -> Exit:
         """From the 16-bit status of wait(2), and what is known of the OOM killer (fork_server.py)."""
         if not os.WIFSIGNALED(status):
-            return cls(os.WEXITSTATUS(status), None, "exited")
+            return cls(os.WEXITSTATUS(status), None, "oom_killed" if oom == "yes" else "exited")
         cause: ExitCause = "core_dumped" if os.WCOREDUMP(status) else "signalled"
         if oom != "no":
             cause = "oom_killed" if oom == "yes" else "maybe_oom_killed"
@@ -67,10 +68,15 @@ class Exit(NamedTuple):
 def classify(end: Exit, *, ready: bool, member: bool = False) -> tuple[ErrorKind, str]:
     """The kind of error and one plain sentence. `ready`: the worker had built its model; `member`: it trained."""
     if end.signal is not None:
-        kind, hint = _CAUSES.get(end.cause) or _SIGNALS.get(end.signal, ("process_exit", "see signal(7)"))
+        kind, hint = _SIGNALS.get(end.signal, ("process_exit", "see signal(7)"))
+        if end.signal == signal.SIGKILL:
+            kind, hint = _CAUSES.get(end.cause, (kind, hint))
         dump = " with a core dump" if end.cause == "core_dumped" else ""
-        joint = " " if hint.startswith("from outside") else "; "
+        joint = " " if hint.startswith(("from outside", "with its")) else "; "
         text = f"killed by {_name(end.signal)}{dump}{joint}{hint}"
+    elif end.cause == "oom_killed":
+        kind, hint = _CAUSES[end.cause]
+        text = f"exit code {end.exit_code}: a process of it was killed by {hint}"
     elif end.exit_code == 0 and member:
         return "left_early", f"exit code 0 in mid-training: {LEFT_EARLY}"
     else:

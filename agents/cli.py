@@ -4,37 +4,79 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import re
+import signal
 import sys
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from agents import preflight, probe
 from agents.accelerators.driver import Choice, NoDriver
-from agents.daemon import Options, installed_version, run_agent
-from agents.run_dir import BadRunDir, RunDir, default_run_dir
-from events import command_line, extras, log_lines
+from agents.cgroup_place import NoCgroup
+from agents.daemon import Options, installed_version, node_findings, run_agent
+from agents.fork_server.limits import beyond
+from agents.fork_server.limits import parse as limit
+from agents.kubernetes.node_object import CordonMeans
+from agents.kubernetes.place import ACCOUNT, NodeObject, in_cluster_url
+from agents.namesakes import EXIT_SUPERSEDED
+from agents.places import default_run_dir
+from agents.prctl import CAP_SYS_RESOURCE, capabilities
+from agents.protocol import container
+from agents.protocol.gpus import visible_gpus
+from agents.protocol.identity import Identity
+from agents.run_dir import BadRunDir, RunDir
+from agents.users import BadUser, identities
+from events import command_line, extras, log_lines, variables
 from events.codec import RESERVED_NAMES
-from events.command_line import EXIT_CODES, Parser, UsageError, add, add_login, login_of, number, option, whole
+from events.command_line import (
+    EXIT_CODES,
+    Flag,
+    Parser,
+    SettableParser,
+    UsageError,
+    add,
+    add_login,
+    login_of,
+    number,
+    option,
+    repeated,
+    switch,
+    whole,
+)
 from events.keys import read_key
 from events.logins import agent_login
 from events.nats_url import parse_urls
+from events.pid_one import Keeper
 from events.vocabulary import NAME_PATTERN
+
+#: Of one node.
+SLOTS_MAX = 1024
+
+#: --supervise: so many within that time, then the container is to be made anew.
+_RESTARTS, _RESTARTS_WITHIN_S = 10, 600.0
+#: Exit codes after which it does not start the agent again: ended as asked, bad usage, a newer agent works.
+_NOT_AGAIN = (0, 2, EXIT_SUPERSEDED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 _EXAMPLE = f"""example:
   unicron-agent --nats nats://head:4222 --key /etc/unicron.key \\
       --node gpu07 --slots 8 --address 10.0.0.7
+  The same line with --check looks at the node before it joins.
+  unicron-agent --probe ready --node gpu07     exit code 0 once it has joined; for Kubernetes and scripts
 
-SIGTERM ends the agent alone: workers go on and are adopted by the next agent of the same run directory (under
-systemd, set KillMode=process). SIGINT ends the workers too, and the node leaves the cluster.
+SIGTERM drains the node: its workers leave at the end of an iteration, then the node leaves the cluster, all within
+--grace-s. With --hand-over SIGTERM ends the agent alone: workers go on and are adopted by the next agent of the same
+run directory (under systemd, set KillMode=process). SIGINT ends the workers at once, and the node leaves.
 
-{EXIT_CODES}, 4 a newer agent of this name works"""
+{EXIT_CODES}, 143 ended by SIGTERM, 4 a newer agent of this name works, 5 the node was forgotten"""
 
 
 def parser() -> Parser:
     """All flags of `unicron-agent`."""
-    found = Parser(
+    found = SettableParser(
         prog="unicron-agent",
         description="The agent of one node: starts, watches and adopts the training processes of a unicron cluster.",
         epilog=_EXAMPLE,
@@ -43,13 +85,49 @@ def parser() -> Parser:
     add(
         found,
         option("--nats", "URL[,URL]", "NATS server or cluster", type=parse_urls, required=True),
-        option("--node", "NAME", "this node's name, unique in the cluster", type=_node, required=True),
-        option("--slots", "N", "workers at a time, one per GPU", type=whole(1, 1024), required=True),
+        option("--node", "NAME", "this node's name, unique in the cluster; dots become -", type=_node, required=True),
+        option(
+            "--slots",
+            "N|auto",
+            "workers at a time, one per GPU; auto: as many as visible GPUs, or without any as CPUs that may be used",
+            type=_slots,
+            required=True,
+        ),
         option("--address", "IP", "where other nodes reach this one (%(default)s)", type=_address, default="127.0.0.1"),
         option("--run-dir", "DIR", "sockets, logs, memory ($XDG_RUNTIME_DIR/unicron/NAME)", type=Path),
         option(
             "--heartbeat-s", "S", "time between heartbeats (%(default)s)", type=number(0.05, 60, "seconds"), default=1.0
         ),
+        *_ends(),
+        option(
+            "--memory-gib",
+            "GIB",
+            "memory for training states, kept and copied between nodes; 0: none (a quarter of the host's, or of the "
+            "container's limit)",
+            type=_gib,
+        ),
+        *_logs(),
+        option(
+            "--accelerators",
+            None,
+            "source of the GPUs' health: nvml, fake (only ordered XIDs), none (auto: nvml where it works)",
+            choices=get_args(Choice),
+            default="auto",
+        ),
+        switch("--states-in-clear", "exchange training states between nodes in clear; the same on all nodes"),
+        *_separation(),
+        *_kubernetes(),
+        *_looking(),
+        # For tests and experiments: another --preload, --worker or --store for the fork server.
+        option("--fork-server", "FLAG=VALUE", SUPPRESS, action="append", default=[]),
+    )
+    add_login(found)
+    return found
+
+
+def _ends() -> tuple[Flag, ...]:
+    """Flags: what becomes of workers when the agent ends."""
+    return (
         option(
             "--lease-s",
             "S",
@@ -58,16 +136,32 @@ def parser() -> Parser:
             default=60.0,
         ),
         option(
-            "--memory-gib",
-            "GIB",
-            "memory for training states, kept and copied between nodes; 0: none (a quarter of the host's)",
-            type=_gib,
+            "--grace-s",
+            "S",
+            "SIGTERM: from the signal to the end, at most; less than the one who sends it waits (%(default)s)",
+            type=number(1, 86_400, "seconds"),
+            default=25.0,
         ),
+        switch("--hand-over", "SIGTERM: leave the workers to the next agent here, for at most --lease-s"),
+    )
+
+
+def _logs() -> tuple[Flag, ...]:
+    """Flags: what becomes of workers' output."""
+    return (
         option(
             "--logs-dir",
             "DIR",
             "directory of workers' logs; on a disk, they survive a reboot (RUN_DIR/logs)",
             type=Path,
+        ),
+        option(
+            "--worker-output",
+            "WHERE",
+            "stdout: workers' output on this agent's standard output too, each line behind the worker's name; the log "
+            "files stay (%(default)s)",
+            choices=("files", "stdout"),
+            default="files",
         ),
         option("--logs-days", "DAYS", "how long to keep logs of workers that have ended (14)", type=_days),
         option(
@@ -76,30 +170,97 @@ def parser() -> Parser:
             "limit of all workers' logs; the oldest of ended workers go (4, or a tenth of a smaller volume)",
             type=_gib,
         ),
-        option(
-            "--accelerators",
-            None,
-            "source of the GPUs' health: nvml, fake (only ordered XIDs), none (auto: nvml where it works)",
-            choices=get_args(Choice),
-            default="auto",
-        ),
-        # For tests and experiments: another --preload, --worker or --store for the fork server.
-        option("--fork-server", "FLAG=VALUE", SUPPRESS, action="append", default=[]),
     )
-    add_login(found)
-    return found
+
+
+def _looking() -> tuple[Flag, ...]:
+    """Flags: what is looked at instead of starting an agent."""
+    return (
+        option(
+            "--probe",
+            "KIND",
+            "ask the running agent of --node or --run-dir, and end: live (it answers) or ready (joined, fork server "
+            "serves, NATS lets it in); exit code 0 or 1",
+            choices=probe.KINDS,
+        ),
+        switch(
+            "--supervise",
+            "in a container: be its first process, start the agent again where it dies (workers live on), reap, pass "
+            "signals on",
+        ),
+        switch("--new-log", "begin on whatever log is there; else an agent with workers waits for a person"),
+        switch("--check", "look at this node and at NATS, tell what is likely to go wrong, and join nothing"),
+    )
+
+
+def _kubernetes() -> tuple[Flag, ...]:
+    """Flags: the machine's Node object of Kubernetes."""
+    return (
+        option(
+            "--kubernetes-node",
+            "NAME",
+            "this machine's Node object: cordon, drain taints and NotReady become this cluster's cordon and drain, an "
+            "isolation becomes a taint and a condition (docs/operate/kubernetes.md)",
+        ),
+        option(
+            "--kubernetes-cordon",
+            "WHAT",
+            "what `kubectl cordon` and `kubectl drain` of the machine mean here: cordon or drain (%(default)s)",
+            choices=get_args(CordonMeans),
+            default="cordon",
+        ),
+        option("--kubernetes-url", "URL", "the API server (that of the pod's cluster)"),
+        option(
+            "--kubernetes-account",
+            "DIR",
+            "directory with the service account's token and ca.crt (%(default)s)",
+            type=Path,
+            default=ACCOUNT,
+        ),
+    )
+
+
+def _separation() -> tuple[Flag, ...]:
+    """Flags: the users that tasks run as, and the bounds of their workers."""
+    return (
+        option(
+            "--run-as",
+            "USER[,USER]",
+            "users that tasks may run as, the first where a task names none (this agent's own user)",
+            type=_names,
+            default=(),
+        ),
+        repeated("--limit", "NAME=VALUE", "of each worker under --run-as: nofile=65536, memory.max=64G", type=limit),
+        option("--cgroup", "DIR", "cgroup (v2) for the workers' own under --run-as (the agent's)", type=Path),
+        option(
+            "--pass-env",
+            "NAME[,NAME]",
+            "variables of the agent that tasks may see under --run-as, beside PATH, LC_*, CUDA_*, NCCL_* and the like",
+            type=_names,
+            default=(),
+        ),
+    )
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of a command line; one line on stderr and exit code 2 where it is not valid."""
     line = parser()
     given = line.parse_args(argv)
+    try:
+        variables.check(line.prog, variables.known(line), os.environ)
+    except variables.BadVariable as error:
+        line.error(str(error))
     run_dir = given.run_dir or default_run_dir(given.node)
     try:
         login = login_of(given)
         if login.key and (name := read_key(login.key).login) != agent_login(given.node):
             raise UsageError(f"--key: {login.key} is the key of {name}, not of node {given.node}")
         RunDir(run_dir)
+        users = _users(given)
+        if given.kubernetes_node and not (given.kubernetes_url or in_cluster_url()):
+            raise UsageError(
+                "--kubernetes-node: KUBERNETES_SERVICE_HOST is not set, as it is in a pod; give --kubernetes-url"
+            )
     except UsageError as error:
         line.error(str(error))
     except BadRunDir as error:
@@ -112,14 +273,67 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         run_dir=run_dir,
         heartbeat_s=given.heartbeat_s,
         lease_s=given.lease_s,
+        grace_s=given.grace_s,
+        hand_over=given.hand_over,
         login=login,
         memory_bytes=given.memory_gib,
         logs_dir=given.logs_dir,
+        shows_output=given.worker_output == "stdout",
         logs_max_age_s=given.logs_days,
         logs_max_bytes=given.logs_gib,
         accelerators=given.accelerators,
+        states_in_clear=given.states_in_clear,
+        users=users,
+        limits=tuple(given.limit),
+        cgroup=given.cgroup,
+        pass_env=given.pass_env,
+        only_checks=given.check,
+        supervise=given.supervise,
+        new_log=given.new_log,
+        kubernetes=_node_object(given),
         fork_server_arguments=tuple(given.fork_server),
     )
+
+
+def _node_object(given: Namespace) -> NodeObject | None:
+    if not given.kubernetes_node:
+        return None
+    return NodeObject(
+        url=(given.kubernetes_url or in_cluster_url()).rstrip("/"),
+        name=given.kubernetes_node,
+        account=given.kubernetes_account,
+        cordon_means=given.kubernetes_cordon,
+    )
+
+
+def _check(options: Options) -> int:
+    """The preflight; the exit code."""
+    import asyncio
+
+    for noisy in ("events", "asyncio"):  # what NATS says is among the findings
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    found = [
+        *node_findings(options),
+        *asyncio.run(preflight.nats_findings(options.nats, options.login, installed_version())),
+    ]
+    for finding in found:
+        print(finding)
+    print(f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"Nothing found: {options.node} may join.")
+    return 1 if found else 0
+
+
+def _users(given: Namespace) -> tuple[Identity, ...]:
+    """Raises UsageError where the node cannot do what the flags ask for."""
+    alone = [name for name in ("limit", "cgroup", "pass_env") if getattr(given, name)]
+    if alone and not given.run_as:
+        raise UsageError(f"--{alone[0].replace('_', '-')}: is for tasks that run as users of their own; give --run-as")
+    for each in given.limit:
+        if each.resource >= 0 and beyond(each) and CAP_SYS_RESOURCE not in capabilities():
+            raise UsageError(f"--limit: {each} is more than the agent itself has; raise that (Limit... in its unit)")
+    try:
+        return identities(given.run_as)
+    except BadUser as error:
+        raise UsageError(f"--run-as: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,27 +341,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command_line.run("unicron-agent", lambda: _run(argv))
 
 
+def _supervise(argv: Sequence[str]) -> int:
+    """Keep an agent, a process of its own; the exit code of the last."""
+    # -P: a directory named `agents` where this was started is another's
+    command = [sys.executable, "-P", "-m", "agents.cli", *(word for word in argv if word != "--supervise")]
+    own = variables.prefix("unicron-agent") + "SUPERVISE"
+    environ = {name: value for name, value in os.environ.items() if name != own}
+    start = partial(os.posix_spawn, sys.executable, command, environ)
+    return Keeper(start, restarts=_RESTARTS, within_s=_RESTARTS_WITHIN_S, last=_NOT_AGAIN).run()
+
+
 def _run(argv: Sequence[str] | None) -> int:
+    if probe.is_asked(sys.argv[1:] if argv is None else argv):
+        return probe.main(argv)
     options = parse(argv)
     extras.require("unicron-agent", "node")
+    if options.only_checks:
+        return _check(options)
+    if options.supervise:
+        return _supervise(sys.argv[1:] if argv is None else argv)
     import uvloop
+
+    from events.certificates import BadCertificate
 
     log_lines.set_up(logging.INFO, f"%(asctime)s %(levelname)s {options.node} %(message)s", sys.stderr)
     try:
         return uvloop.run(run_agent(options))
     except BadRunDir as error:
         raise UsageError(f"--{error}") from None
+    except BadCertificate as error:
+        raise UsageError(f"--key: {error}") from None
     except NoDriver as error:
         raise UsageError(f"--accelerators: {error}") from None
+    except NoCgroup as error:
+        raise UsageError(f"--cgroup: {error}") from None
 
 
 def _node(text: str) -> str:
+    """The name that the cluster knows the node by: names of machines have dots, which separate NATS's subjects."""
+    text = text.replace(".", "-")
     if not re.fullmatch(NAME_PATTERN, text):
-        raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63, no dots")
+        raise ValueError(f"{text!r} is not a valid name; use letters, digits, - and _, at most 63")
     if text in RESERVED_NAMES:
         taken = " and ".join((", ".join(RESERVED_NAMES[:-1]), RESERVED_NAMES[-1]))
         raise ValueError(f"{text!r} cannot be a node's name ({taken} are taken); give the node another name")
     return text
+
+
+def _slots(text: str) -> int:
+    if text == "auto":
+        return min(SLOTS_MAX, len(visible_gpus()) or container.cpus())
+    try:
+        return whole(1, SLOTS_MAX)(text)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is neither auto nor a whole number of 1 to {SLOTS_MAX}") from None
 
 
 def _address(text: str) -> str:
@@ -158,6 +405,13 @@ def _address(text: str) -> str:
     if address.is_unspecified or address.is_multicast:
         raise ValueError(f"nothing can connect to {text}; give the address that other nodes use")
     return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError(f"{text!r} has an empty name; give NAME or NAME,NAME")
+    return names
 
 
 def _days(text: str) -> float:

@@ -13,7 +13,7 @@ import msgspec
 
 from agents.protocol.messages import Committed
 from agents.protocol.sampling import DIGEST_MODULUS
-from events.vocabulary import Name, StepCommitted, WorkerId
+from events.vocabulary import Checksums, Name, StepCommitted, WorkerId
 
 #: (generation, iteration) of a commit: grows with every commit of a task, also after a return to a checkpoint.
 Position: TypeAlias = tuple[int, int]
@@ -32,10 +32,17 @@ class CommitSum(msgspec.Struct, frozen=True, kw_only=True):
     duration_us: int
     micro_batches_by_rank: tuple[int, ...]
     redone: int
+    checksums: Checksums | None = None
 
     def event(self, node: Name, task: Name) -> StepCommitted:
         """The observation that stands for the whole sum."""
         return StepCommitted(node=node, task=task, **msgspec.structs.asdict(self))
+
+
+def _checksums(commit: Committed) -> Checksums | None:
+    if not commit.checksum and not commit.sums:
+        return None
+    return Checksums(after=commit.checked, parameters=commit.checksum, sums=commit.sums)
 
 
 def position(commit: Committed) -> Position:
@@ -72,6 +79,7 @@ def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> Commit
             duration_us=commit.duration_us,
             micro_batches_by_rank=commit.micro_batches_by_rank,
             redone=commit.redone,
+            checksums=_checksums(commit),
         )
     return CommitSum(
         worker=worker,
@@ -86,4 +94,5 @@ def add(before: CommitSum | None, worker: WorkerId, commit: Committed) -> Commit
             a + b for a, b in zip(before.micro_batches_by_rank, commit.micro_batches_by_rank, strict=True)
         ),
         redone=before.redone + commit.redone,
+        checksums=_checksums(commit) or before.checksums,
     )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from agents.memory_regions import MemoryRegions, NoRegion
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory
 from agents.protocol.memory_exchange import NoAnswer
+from agents.protocol.messages import Passes
 from events.vocabulary import MemoryService, Name
+
+if TYPE_CHECKING:
+    from agents.passes import Credentials  # needs an extra
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +23,19 @@ logger = logging.getLogger(__name__)
 class Copies:
     """`copy` may be called as often as states come; what came while a copy was under way is copied next."""
 
-    def __init__(self, node: Name, regions: MemoryRegions) -> None:
+    def __init__(self, node: Name, regions: MemoryRegions, credentials: Credentials | None = None) -> None:
+        """`credentials`: of this node; None: copies travel in clear."""
         self._node = node
         self._regions = regions
-        self._wanted: dict[tuple[Name, int], tuple[MemoryService, ...]] = {}
+        self._credentials = credentials
+        self._wanted: dict[tuple[Name, int], tuple[tuple[MemoryService, ...], str]] = {}
         self._tasks: dict[tuple[Name, int], asyncio.Task[None]] = {}
 
-    def copy(self, task: Name, shard: int, peers: tuple[MemoryService, ...]) -> None:
-        """Have the first of `peers` that takes it keep the newest state of the shard."""
+    def copy(self, task: Name, shard: int, peers: tuple[MemoryService, ...], warrant: str = "") -> None:
+        """Have the first of `peers` that takes it keep the newest state of the shard. `warrant`: of the task's
+        membership, with this node's place; not needed in clear."""
         key = (task, shard)
-        self._wanted[key] = peers
+        self._wanted[key] = peers, warrant
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._run(key), name=f"copy {task}/{shard}")
 
@@ -40,16 +49,16 @@ class Copies:
     async def _run(self, key: tuple[Name, int]) -> None:
         try:
             while key in self._wanted:
-                peers = self._wanted.pop(key)
+                peers, warrant = self._wanted.pop(key)
                 try:
                     memory = self._regions.open(*key)
                 except NoRegion:
                     return  # the task has ended meanwhile
-                await asyncio.to_thread(self._push, key, memory, peers)
+                await asyncio.to_thread(self._push, key, memory, peers, warrant)
         finally:
             del self._tasks[key]
 
-    def _push(self, key: tuple[Name, int], memory: Memory, peers: tuple[MemoryService, ...]) -> None:
+    def _push(self, key: tuple[Name, int], memory: Memory, peers: tuple[MemoryService, ...], warrant: str) -> None:
         try:
             newest = memory.newest()
             if newest is None:
@@ -57,12 +66,18 @@ class Copies:
             with memory.reading(newest.iteration) as found:
                 if found is None:
                     return  # a newer one is being written; it is reported when it is sealed
+                passes = self._passes(peers, key[0], warrant)
                 for peer in peers:
                     try:
-                        memory_exchange.push(peer, key[0], key[1], self._node, *found)
+                        memory_exchange.push(peer, key[0], key[1], self._node, *found, passes)
                         return
                     except NoAnswer as error:
                         what = f"{key[0]}/{key[1]} after iteration {newest.iteration}"
                         logger.warning("no copy of %s on %s: %s", what, peer.node, error)
         finally:
             memory.close()
+
+    def _passes(self, peers: tuple[MemoryService, ...], task: Name, warrant: str) -> Passes | None:
+        if self._credentials is None:
+            return None
+        return self._credentials.passes(tuple(peer.node for peer in peers), task, warrant, datetime.now(UTC))

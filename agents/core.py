@@ -7,15 +7,16 @@ Commands
   again gets the same answer again and nothing else happens.
 * The highest (term, epoch) seen is the fence. A command below it is refused as stale; it never acts.
 * A start that has grown old (the node was away, and its commands waited for it) is refused as stale, too.
+* So is a command for an agent of another run directory: that agent may have obeyed, and its workers are gone. A command
+  for a newer agent than this one is left to that one, and this one ends (namesakes.py).
 * A command that this version cannot read (a younger coordinator wrote it for a younger agent) is answered: it failed.
 * StartWorker: a worker id is spawned at most once, ever. A start waits, bounded, while a slot is about to
   become free or the fork server is being started; with neither in sight it fails at once.
   Applied = the process exists.
 * StopWorker: Quit, after `grace_s` SIGTERM, after `kill_after_s` SIGKILL; no Quit for a worker that has not
   connected yet and never was a member; with `kill` SIGKILL at once. Applied = the process is gone.
-* InjectFault (ordered_faults.py): never by an old command, nor by one to an agent whose memory is lost: it may have
-  obeyed. What ends this agent is answered before it happens, or it would happen to the next agent again; all else once
-  it is done.
+* InjectFault (ordered_faults.py): never by an old command. What ends this agent is answered before it happens, or it
+  would happen to the next agent again; all else once it is done.
 * CheckNode: one check at a time, and none by an old command; its outcome is NodeChecked, then the command is applied.
   One that the agent's end cuts off is not reported: the coordinator hears of the next agent, and asks again.
 * StartWorkers is as many StartWorker; each of them is answered.
@@ -47,15 +48,20 @@ Workers
 The life of an agent
 * adopting -> up: with the log in reach, the fork server's inventory and the Hellos of the workers in it (bounded)
   the node joins. Exits that happened while there was no agent come first.
-* Another log than the one remembered is another cluster: nothing that is remembered holds there (terms and worker
-  ids begin anew), and the workers of the old one are ended and not spoken of.
+* Another log than the one remembered (known_log.py) is another cluster: nothing that is remembered holds there (terms
+  and worker ids begin anew), and the workers of the old one are ended and not spoken of. The shell hands in only one
+  that may be taken (log_guard.py).
 * The node joins again whenever its store's address changes (another fork server).
 * Leave: no new starts, all workers are stopped, NodeLeft, Finish (the shell then retires the fork server).
+* Drain: no new starts, NodeLeaving; the coordinator moves the workers away as it does for `unicronctl drain`. When the
+  last is gone: NodeLeft, Finish. What still runs after `limit_s` gets SIGTERM, and SIGKILL after `kill_after_s`.
   HandOver: sums are closed, nothing else.
 
 States in memory
 * A capture that a worker tells of is copied to the first of its membership's peers; the next one while the
   copy is under way waits (copies.py). What the node's memory holds is reported at most once in `held_interval_s`.
+* All nodes of a task capture at once, and tell of it one after the other: the log takes entry by entry, and a fault
+  would wait behind a thousand of them.
 * DropState, and the log's end: the fork server gives the memory up.
 
 What does not live here: clocks, sockets, the outbox and its numbering, the wording of exit statuses (classify.py).
@@ -67,6 +73,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from agents.agent_config import Config
 from agents.handling import commits, exits, fork_server, joining, kept_states, orders, reports, starting, stopping
 from agents.handling.turn import Turn, newest_of
 from agents.protocol.messages import ExitedAck
@@ -77,13 +84,14 @@ from agents.state import (
     Appended,
     Checked,
     Commanded,
-    Config,
+    Drain,
     ForkServerDied,
     ForkServerSaid,
     HandOver,
     Input,
     Leave,
     LogSeen,
+    MachineSaw,
     NodeFaultInjected,
     Remembered,
     Stalled,
@@ -125,14 +133,16 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:  # noqa: C
             fork_server.fork_server_said(turn, said, log_tail, mark)
         case Stalled():
             reports.stalled(turn, given)
-        case ForkServerDied():
-            fork_server.fork_server_died(turn)
+        case ForkServerDied(cause=cause):
+            fork_server.fork_server_died(turn, cause)
         case AcceleratorSaw():
             reports.accelerator_saw(turn, given)
         case TimerFired():
             _timer_fired(turn, given)
-        case LogSeen(identity=identity):
-            joining.log_seen(turn, identity)
+        case LogSeen():
+            joining.log_seen(turn, given)
+        case MachineSaw():
+            joining.machine_saw(turn, given)
         case StateHeld(held=held):
             kept_states.held(turn, held)
         case Appended(event=event):
@@ -143,6 +153,8 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:  # noqa: C
             orders.unreadable(turn, given)
         case Checked():
             orders.checked(turn, given)
+        case Drain(reason=reason, limit_s=limit_s):
+            joining.drain(turn, reason, limit_s)
         case Leave(reason=reason):
             joining.leave(turn, reason)
         case HandOver():
@@ -152,7 +164,7 @@ def handle(state: State, given: Input) -> tuple[State, list[Action]]:  # noqa: C
     return turn.state, turn.actions
 
 
-def _timer_fired(turn: Turn, fired: TimerFired) -> None:
+def _timer_fired(turn: Turn, fired: TimerFired) -> None:  # noqa: C901  # one case for each kind of timer
     match fired.name:
         case "adopt":
             turn.state = replace(turn.state, unheard=frozenset())
@@ -175,6 +187,8 @@ def _timer_fired(turn: Turn, fired: TimerFired) -> None:
                 kept_states.tell_held(turn, untold)
         case "busy":
             reports.tell_busy(turn, fired.key)
+        case "drain":
+            joining.end_drain(turn)
         case "wait":
             for waiting in turn.memory.waiting:
                 if waiting.command.worker == fired.key:

@@ -5,6 +5,8 @@ Rules
 * A fork server that serves the run directory is adopted; one is started only where none answers.
 * Nothing is sent before the inventory of the present connection has come: what the core asked for on an older
   connection is settled by that inventory, and would be done twice otherwise.
+* A fork server that separates users where the agent does not, or the other way round, ends as soon as it has no
+  workers: until then no worker is started.
 * When the connection ends, the process's pidfd says whether the process has: the core hears of its death at once
   (its workers died with it), before the next one has loaded torch; alive means connect again.
 """
@@ -21,13 +23,14 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agents.fork_server.server import EXIT_OCCUPIED, READY
 from agents.protocol.framing import BadFrame, Unframer, frame
 from agents.protocol.messages import FromForkServer, Inventory, Retire, ToForkServer
 from agents.rotated_log import MAX_BYTES, tail
 from agents.run_dir import RunDir
+from events.schemas import FIRST
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,9 @@ class ForkServerFailed(RuntimeError):
 
 
 class ForkLink:
-    """`on_message` and `on_death` are called in the loop. `arguments`: further flags of agents.fork_server.server."""
+    """`on_message` and `on_death` are called in the loop. `arguments`: further flags of agents.fork_server.server.
+    `environment`: what the fork server, and so every worker, sees of this process's. `separates`: it is to run workers
+    as other users."""
 
     def __init__(
         self,
@@ -57,18 +62,32 @@ class ForkLink:
         arguments: Sequence[str],
         on_message: Callable[[FromForkServer], None],
         on_death: Callable[[], None],
+        environment: Mapping[str, str] = os.environ,
+        separates: bool = False,
     ) -> None:
         self._run_dir = run_dir
+        self._environment = environment
+        self._separates = separates
+        self._is_unfit = False
+        #: What the fork server reads of the log's vocabulary.
+        self.schema = FIRST
         self._arguments = list(arguments)
         self._on_message = on_message
         self._on_death = on_death
         self._writer: asyncio.StreamWriter | None = None
         self._is_usable = False
+        #: Why there is no fork server, in one line; "" where one serves or starts.
+        self.trouble = ""
         self._pidfd = -1
         #: The process that is connected to, or was last.
         self.pid = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._is_retiring = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether a fork server takes orders."""
+        return self._is_usable
 
     def send(self, message: ToForkServer) -> None:
         """Send on the present connection; without one it is lost, and the next inventory settles it."""
@@ -79,6 +98,11 @@ class ForkLink:
         """SIGKILL for the fork server: its workers and the store die with it."""
         if self._pidfd >= 0:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def renew(self) -> None:
+        """There are no workers: a fork server that does not fit makes room for another."""
+        if self._is_unfit:
+            self.send(Retire())
 
     def retire(self) -> None:
         """Have the fork server kill its workers and end; `run` returns once it has."""
@@ -92,11 +116,12 @@ class ForkLink:
             try:
                 reader = await self._connect()
             except (OSError, ForkServerFailed) as error:
+                self.trouble = f"no fork server: {' '.join(str(error).split())}"
                 logger.error("no fork server: %s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, _PAUSE_MAX_S)
                 continue
-            pause_s = _PAUSE_MIN_S
+            pause_s, self.trouble = _PAUSE_MIN_S, ""
             try:
                 why = await self._read(reader)
             finally:
@@ -181,7 +206,7 @@ class ForkLink:
                 stderr=log,
                 start_new_session=True,  # it outlives us, and no terminal's Ctrl-C is for it
                 pass_fds=(said_fd,),
-                env=dict.fromkeys(_ONE_THREAD, "1") | _NO_CUDA | dict(os.environ),
+                env=dict.fromkeys(_ONE_THREAD, "1") | _NO_CUDA | dict(self._environment),
             )
 
     def _reap(self) -> None:
@@ -198,7 +223,9 @@ class ForkLink:
                 for message in incoming.feed(data):
                     if isinstance(message, Inventory):
                         self._is_usable = True
-                        if self._is_retiring:
+                        self.schema = message.schema
+                        self._compare(message)
+                        if self._is_retiring or (self._is_unfit and not message.workers):
                             self.send(Retire())
                     self._on_message(message)
         except BadFrame as error:
@@ -206,6 +233,17 @@ class ForkLink:
         except OSError as error:
             return error.strerror or type(error).__name__
         return "end of stream"
+
+    def _compare(self, inventory: Inventory) -> None:
+        self._is_unfit = inventory.separates != self._separates
+        if self._is_unfit:
+            logger.warning(
+                "the fork server %s run workers as other users, unlike this agent's (--run-as): %s",
+                "can" if inventory.separates else "cannot",
+                "another starts when its workers have ended, and no worker before"
+                if inventory.workers
+                else "replacing it",
+            )
 
     def _disconnect(self) -> None:
         self._is_usable = False

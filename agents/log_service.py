@@ -1,27 +1,94 @@
-"""Answers requests for the logs of this node's workers (events/logs_request.py)."""
+"""Answers requests about this node's workers: logs, stacks, marks, flight recorders (events/logs_request.py).
+
+What looks like a secret is blotted out; values of a task's secrets do not come into a log at all
+(fork_server/masked_log.py). A piece is read with what stands around it, so that nothing shows where two pieces meet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from agents.log_layout import worker_log
+from agents.protocol.flight import Flight
+from agents.protocol.marks import Mark, now_us
+from agents.stacks import NoStacks, stacks
 from events.logs_request import (
     MAX_LOG_BYTES,
     BadLogsMessage,
     LogsReply,
     LogsRequest,
+    WorkerMark,
     decode_request,
     encode,
+    encode_flight,
+    encode_marks,
 )
+from events.masking import LOOKS, REACH_BYTES
 from events.vocabulary import Name, WorkerId
 
+#: Of one node, in one reply.
+_MARKS_MAX = 256
+_NUMBER_MAX = 2**53 - 1
 
-def answer(node: Name, logs: Path, body: bytes) -> bytes:
-    """The reply to a request, whatever its bytes are. Reads at most MAX_LOG_BYTES of one file."""
+
+def _no_marks(_: Name) -> Mapping[WorkerId, Mark]:
+    return {}
+
+
+async def _no_flight(_: WorkerId) -> Flight:
+    return Flight(trouble="no flight recorder is asked here")
+
+
+async def answer(
+    node: Name,
+    logs: Path,
+    pid_of: Callable[[WorkerId], int],
+    body: bytes,
+    marks_of: Callable[[Name], Mapping[WorkerId, Mark]] = _no_marks,
+    flight_of: Callable[[WorkerId], Awaitable[Flight]] = _no_flight,
+) -> bytes:
+    """The reply to a request, whatever its bytes are. Reads at most MAX_LOG_BYTES of one file. `pid_of`: of a worker's
+    process, 0 where none runs. `marks_of`: of a task's workers that run here. `flight_of`: what a worker's flight
+    recorder holds."""
     try:
-        return encode(_read(node, logs, decode_request(body)))
+        request = decode_request(body)
     except BadLogsMessage as error:
         return encode(LogsReply(node=node, error=f"bad request: {error}"[:1024]))
+    if request.marks:
+        return encode(LogsReply(node=node, data=encode_marks(_told(marks_of(request.task), now_us()))))
+    if request.flight:
+        flight = await flight_of(request.worker or "")
+        why = f"node {node}: {flight.trouble}"[:1024] if flight.trouble else ""
+        return encode(LogsReply(node=node, worker=request.worker, data=encode_flight(flight.collectives), error=why))
+    return encode(await _stacks(node, pid_of, request) if request.stacks else _read(node, logs, request))
+
+
+def _told(found: Mapping[WorkerId, Mark], at_us: int) -> list[WorkerMark]:
+    """A worker may write anything into its mark: each number is cut to its bounds."""
+    return [
+        WorkerMark(
+            worker=worker,
+            phase=mark.phase,
+            generation=min(mark.generation, _NUMBER_MAX),
+            iteration=min(mark.iteration, _NUMBER_MAX),
+            micro_batch=min(mark.micro_batch, _NUMBER_MAX),
+            entered=min(mark.entered, _NUMBER_MAX),
+            waiting=mark.waiting,
+            still_us=max(0, at_us - mark.changed_us),
+        )
+        for worker, mark in list(found.items())[:_MARKS_MAX]
+    ]
+
+
+async def _stacks(node: Name, pid_of: Callable[[WorkerId], int], request: LogsRequest) -> LogsReply:
+    pid = pid_of(request.worker) if request.worker is not None else 0
+    if not pid:
+        return LogsReply(node=node, worker=request.worker, error=f"worker {request.worker} does not run on node {node}")
+    try:
+        return LogsReply(node=node, worker=request.worker, data=await stacks(pid))
+    except NoStacks as error:
+        return LogsReply(node=node, worker=request.worker, error=f"node {node}: {error}"[:1024])
 
 
 def _read(node: Name, logs: Path, request: LogsRequest) -> LogsReply:
@@ -34,8 +101,10 @@ def _read(node: Name, logs: Path, request: LogsRequest) -> LogsReply:
             start = max(0, size_bytes - request.tail_bytes) if request.offset is None else request.offset
             if start > size_bytes:
                 start = 0
-            file.seek(start)
-            data = file.read(MAX_LOG_BYTES)
+            before = min(start, REACH_BYTES)
+            file.seek(start - before)
+            read = file.read(before + MAX_LOG_BYTES + REACH_BYTES)
+            data = LOOKS.blotted(read)[before : before + MAX_LOG_BYTES]
     except OSError as error:
         return LogsReply(node=node, worker=worker, error=f"no log of {worker} on node {node}: {error.strerror}")
     return LogsReply(node=node, worker=worker, data=data, next_offset=start + len(data))

@@ -4,8 +4,9 @@ A thread for each connection, so that no transfer holds up the agent; the bytes 
 shared memory. One request each, no wait without a bound. A copy is believed when its digest is right, and is sealed
 only then.
 
-A requester that has not named the token yet is a stranger. Strangers take no other's place: at most `CONNECTIONS_MAX`
-requests are served at a time, and of `STRANGERS_MAX` strangers the oldest has to leave for the next.
+A requester that has not named the token yet, or shown its pass, is a stranger. Strangers take no other's place: at most
+`CONNECTIONS_MAX` requests are served at a time, `PEER_MAX` of one peer, and of `STRANGERS_MAX` strangers the oldest has
+to leave for the next. A stranger has `REQUEST_TIMEOUT_S` for its handshake, and as long for its request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -27,6 +30,7 @@ from agents.protocol.memory_exchange import (
     SILENCE_TIMEOUT_S,
     Accepted,
     Ask,
+    BadPass,
     Fetch,
     Fetched,
     HeadOf,
@@ -38,16 +42,21 @@ from agents.protocol.memory_exchange import (
     Request,
     Stored,
     hear,
-    read_into,
+    received,
     say,
     send,
 )
 from agents.state import Held
 
+if TYPE_CHECKING:
+    from agents.passes import Credentials  # needs an extra
+
 logger = logging.getLogger(__name__)
 
-CONNECTIONS_MAX = 16
+CONNECTIONS_MAX = 32
 STRANGERS_MAX = 64
+#: So many requests of one node (in clear: one address) are served at a time: its workers ask all at once.
+PEER_MAX = 16
 #: A requester says at once what it wants: its request is one small frame.
 REQUEST_TIMEOUT_S = 2.0
 #: For a place among the served. The requester waits longer for its answer.
@@ -59,14 +68,30 @@ class _Refusal(Exception):
     """What is said instead of an answer."""
 
 
-class MemoryServer:
-    """Serves `regions` from `start` on. `on_copy` is called in the event loop when a copy is sealed."""
+class _Peer(NamedTuple):
+    """Who asks: a node, in clear an address. `generation`: of which it is a member; None in clear: it is not known."""
 
-    def __init__(self, regions: MemoryRegions, token: str, on_copy: Callable[[Held], None]) -> None:
+    name: str
+    generation: int | None = None
+
+
+class MemoryServer:
+    """Serves `regions` from `start` on. `on_copy` is called in the event loop when a copy is sealed. `credentials`:
+    of this node, for TLS and passes; None: in clear, with the token."""
+
+    def __init__(
+        self,
+        regions: MemoryRegions,
+        token: str,
+        on_copy: Callable[[Held], None],
+        credentials: Credentials | None = None,
+    ) -> None:
         self._regions = regions
         self._token = token
         self._on_copy = on_copy
-        self._free = threading.Semaphore(CONNECTIONS_MAX)
+        self._credentials = credentials
+        self._context = credentials.context() if credentials else None
+        self._places = Places(CONNECTIONS_MAX, PEER_MAX)
         self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
@@ -102,8 +127,7 @@ class MemoryServer:
             self._listener = None
         with self._lock:
             for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _break_off(connection)
 
     # --- the threads -----------------------------------------------------------------------------
 
@@ -125,20 +149,19 @@ class MemoryServer:
             if len(self._strangers) >= STRANGERS_MAX:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
+                _break_off(oldest)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
+            connection.settimeout(REQUEST_TIMEOUT_S)
+            connection = self._in_tls(connection)
             with connection:
-                connection.settimeout(REQUEST_TIMEOUT_S)
                 request = hear(connection, _requests)
                 connection.settimeout(SILENCE_TIMEOUT_S)
                 try:
-                    if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-                        raise _Refusal("the token is not this node's")
+                    peer = self._admitted(connection, request)
                     self._no_stranger(connection)
-                    self._answer_in_turn(connection, request)
+                    self._answer_in_turn(connection, request, peer)
                 except _Refusal as refusal:
                     say(connection, Refused(reason=str(refusal)[:1024]))
         except (NoAnswer, OSError) as error:
@@ -150,21 +173,63 @@ class MemoryServer:
             with self._lock:
                 self._connections.discard(connection)
 
+    def _in_tls(self, plain: socket.socket) -> socket.socket:
+        """The connection in TLS, where this node has a certificate, in the place of the plain one. Raises OSError."""
+        if self._context is None:
+            return plain
+        with self._lock:
+            self._strangers.pop(plain, None)
+            self._connections.discard(plain)
+            try:
+                connection = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+            except OSError:
+                plain.close()
+                raise
+            self._connections.add(connection)
+            self._strangers[connection] = None
+        try:
+            connection.do_handshake()
+        except OSError:
+            self._no_stranger(connection)
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+            raise
+        return connection
+
+    def _admitted(self, connection: socket.socket, request: Request) -> _Peer:
+        """Who asks. Raises _Refusal."""
+        if self._credentials is None:
+            if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+                raise _Refusal("the token is not this node's")
+            return _Peer(str(connection.getpeername()[0]))
+        try:
+            node, generation = self._credentials.admit(request.token, request.task)
+        except BadPass as error:
+            raise _Refusal(str(error)) from None
+        if isinstance(request, Push):
+            if request.origin != node:
+                raise _Refusal(f"node {node} brings a state of node {request.origin}")
+            if request.head.generation > generation:
+                raise _Refusal(f"generation {request.head.generation} is later than its warrant's, {generation}")
+        return _Peer(node, generation)
+
     def _no_stranger(self, connection: socket.socket) -> None:
         with self._lock:
             self._strangers.pop(connection, None)
 
-    def _answer_in_turn(self, connection: socket.socket, request: Request) -> None:
-        if not self._free.acquire(timeout=TURN_TIMEOUT_S):
-            raise _Refusal(f"already serving {CONNECTIONS_MAX} other requests")
+    def _answer_in_turn(self, connection: socket.socket, request: Request, peer: _Peer) -> None:
+        if not self._places.take(peer.name, TURN_TIMEOUT_S):
+            raise _Refusal(f"already serving {CONNECTIONS_MAX} other requests, or {PEER_MAX} of {peer.name}")
         try:
-            self._answer(connection, request)
+            self._answer(connection, request, peer)
         finally:
-            self._free.release()
+            self._places.leave(peer.name)
 
-    def _answer(self, connection: socket.socket, request: Request) -> None:
+    def _answer(self, connection: socket.socket, request: Request, peer: _Peer) -> None:
         opened = self._opened(request)
         try:
+            _require_current(peer, opened)
             match request:
                 case Ask():
                     say(connection, Holds(shards=tuple(_told(shard, memory) for shard, memory in opened.items())))
@@ -217,8 +282,8 @@ class MemoryServer:
             raise _Refusal("another request is writing or reading the memory")
         try:
             say(connection, Accepted())
-            read_into(connection, draft.view)
-            draft.seal(head.iteration, head.generation, head.digest, head.layout)
+            found = received(connection, draft.view)
+            draft.seal(head.iteration, head.generation, head.digest, head.layout, found)
         except ValueError as error:
             raise _Refusal(str(error)) from None
         finally:
@@ -237,6 +302,50 @@ class MemoryServer:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._on_copy, held)
+
+
+class Places:
+    """So many at a time, and so many of one peer."""
+
+    def __init__(self, most: int, most_of_one: int) -> None:
+        self._most = most
+        self._most_of_one = most_of_one
+        self._taken: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    def take(self, peer: str, timeout_s: float) -> bool:
+        """Whether a place was free in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_free(peer), timeout_s):
+                return False
+            self._taken[peer] += 1
+            return True
+
+    def leave(self, peer: str) -> None:
+        """Give a place back."""
+        with self._changed:
+            self._taken[peer] -= 1
+            self._taken += Counter()  # without those that have none
+            self._changed.notify_all()
+
+    def _is_free(self, peer: str) -> bool:
+        return self._taken.total() < self._most and self._taken[peer] < self._most_of_one
+
+
+def _require_current(peer: _Peer, opened: Mapping[int, Memory]) -> None:
+    """A node that has left the task gets nothing of what was trained without it, and brings nothing. Raises
+    _Refusal."""
+    if peer.generation is None:
+        return
+    newest = max((head.generation for memory in opened.values() for head in memory.heads()), default=0)
+    if newest > peer.generation:
+        raise _Refusal(f"node {peer.name} has a warrant of generation {peer.generation}, here is one of {newest}")
+
+
+def _break_off(connection: socket.socket) -> None:
+    """Whatever its thread does with it. Not TLS's own end, which is for that thread alone."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _told(shard: int, memory: Memory) -> HeldShard:

@@ -5,6 +5,7 @@ Rules
 * Of two agents the one with the higher boot number started later, and is obeyed: the log ignores the other's
   observations already (fold.py). An agent that hears a beat of a higher boot under its own name ends, for good: a
   supervisor that started it again would only have it take the name back (EXIT_SUPERSEDED).
+* So does one that reads a command for a higher boot, or hears a join: it leaves the command where it is (shell.py).
 * Its workers are no longer the log's, so they end with it; unless the newer one works in the same run directory, and
   adopts them.
 * Commands of a name go to the agent that asks first. So a newcomer beats, but does not join, while an older one is
@@ -24,7 +25,7 @@ from collections.abc import Callable
 
 from events.codec import BadEvent, read
 from events.nats_connection import Connection, Denied, Unanswered
-from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX
+from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, joins_subject
 from events.vocabulary import Heartbeat, Name, NodeJoined
 
 logger = logging.getLogger(__name__)
@@ -83,19 +84,22 @@ async def until_alone(known: Namesakes, can_beat: asyncio.Event, now_s: Callable
 
 
 class NamesakeWatch:
-    """Listens and looks for others; `on_newer(boot)` and `on_outrun(boot)` are called in the loop, once."""
+    """Listens and looks for others; `on_newer(boot)` and `on_outrun(boot)` are called in the loop, once. `look`: there
+    is a reason to look at once."""
 
     def __init__(
         self,
         connection: Connection,
         node: Name,
         known: Namesakes,
+        look: asyncio.Event,
         on_newer: Callable[[int], None],
         on_outrun: Callable[[int], None],
     ) -> None:
         self._connection = connection
         self._node = node
         self._known = known
+        self._look_at_once = look
         self._on_newer = on_newer
         self._on_outrun = on_outrun
         self._looked = asyncio.Event()
@@ -110,7 +114,14 @@ class NamesakeWatch:
             if self._known.newer:
                 self._on_newer(self._known.newer)
 
+        async def on_join(message: object) -> None:
+            boot = _boot_in(message.data)  # type: ignore[attr-defined]  # a nats Msg
+            self._known.stands_in_the_log(boot, time.monotonic())
+            if self._known.outrun:
+                self._look_at_once.set()
+
         await self._connection.subscribe(f"{PREFIX}.beat.{self._node}", on_beat)
+        await self._connection.subscribe(joins_subject(self._node), on_join)
         while True:
             session = await self._connection.session()
             if not await self._look() and not self._looked.is_set():
@@ -121,11 +132,13 @@ class NamesakeWatch:
                     self._on_outrun(self._known.outrun)
                     return
             self._looked.set()
+            reasons = [asyncio.create_task(one.wait()) for one in (session.lost, self._look_at_once)]
             try:
-                async with asyncio.timeout(_LOOK_EVERY_S):
-                    await session.lost.wait()
-            except TimeoutError:
-                continue
+                await asyncio.wait(reasons, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for reason in reasons:
+                    reason.cancel()
+            self._look_at_once.clear()
 
     async def alone(self, can_beat: asyncio.Event) -> None:
         """Until no older agent is heard; that one ends once it hears our beats (`can_beat`). Bounded."""
@@ -141,7 +154,7 @@ class NamesakeWatch:
         """Whether this login may: one with a key reads nothing that it could have written (events/logins.py)."""
         for stream, subject in (
             (BEAT_STREAM, f"{PREFIX}.beat.{self._node}"),
-            (EVENT_STREAM, f"{PREFIX}.obs.{self._node}.{NodeJoined.__name__}"),
+            (EVENT_STREAM, joins_subject(self._node)),
         ):
             try:
                 last = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", None, _ANSWER_S)

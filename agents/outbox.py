@@ -68,6 +68,9 @@ class Outbox:
         self.lost = 0
         #: What the coordinator reads (events/schemas.py); what it does not know at all is not sent.
         self.schema = FIRST
+        #: The last entry that the log has acknowledged; `on_backward` is called where one comes that is not behind it.
+        self.acked_seq = 0
+        self.on_backward: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
         """Observations that the log has not acknowledged yet."""
@@ -107,9 +110,10 @@ class Outbox:
             await self._filled.wait()
             item = self._items[0]
             self._under_way = 1
+            seqs: list[int] = []
             try:
                 if (told := self._told(item.envelope)) is not None:
-                    await log.append([told])
+                    seqs = await log.append([told])
             except LogError as error:
                 logger.error("the log accepts nothing (%s); keeping %d observations to try again", error, len(self))
                 await asyncio.sleep(_PAUSE_S * self._drawn.uniform(1, 2))
@@ -117,11 +121,23 @@ class Outbox:
             finally:
                 self._under_way = 0
             self._items.popleft()
+            if seqs and seqs[-1] <= self.acked_seq:
+                self.on_backward()
+            self.acked_seq = max([self.acked_seq, *seqs])
             if item.on_durable is not None:
                 item.on_durable()
             if not self._items:
                 self._filled.clear()
                 self._empty.set()
+
+    def forget(self) -> None:
+        """The log that all this was for is gone. Not while `run` runs."""
+        if self._items:
+            logger.warning("%d observations were for the log before: they are dropped", len(self))
+        self._items.clear()
+        self._filled.clear()
+        self._empty.set()
+        self.acked_seq = 0
 
     def _told(self, envelope: Envelope) -> Envelope | None:
         """In the form that the coordinator can read."""

@@ -14,7 +14,7 @@ class RotatedLog:
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, keep: int = KEEP) -> None:
         """Open for appending; the directory is made. Raises OSError where that fails."""
-        self._path = path
+        self.path = path
         self._max_bytes = max_bytes
         self._keep = keep
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class RotatedLog:
             self._fd = -1
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _rotate(self) -> None:
         try:
@@ -59,7 +59,7 @@ class RotatedLog:
         self._size_bytes = 0
 
     def _part(self, number: int) -> Path:
-        return self._path if number == 0 else self._path.with_name(f"{self._path.name}.{number}")
+        return self.path if number == 0 else self.path.with_name(f"{self.path.name}.{number}")
 
 
 def tail(path: Path, size_bytes: int) -> bytes:

@@ -3,9 +3,11 @@
     <run_dir>/agent.lock     held by the living agent: two agents on one node would fight
     <run_dir>/agent.boot     the boot number that was used last
     <run_dir>/agent.memory   what an agent tells the next one (see agents/state.py: Remembered)
+    <run_dir>/agent.kills    how often the OOM killer had been at work (kill_counts.py)
     <run_dir>/agent.exchange where states are taken and given, and the token for it
     <run_dir>/agent.sock     workers connect here
     <run_dir>/fork.sock      the fork server serves the agent here
+    <run_dir>/probe.sock     the agent answers `--probe` here
     <run_dir>/marks/<worker>         the worker's phase mark (see agents/protocol/marks.py)
     <run_dir>/fork_server.log
     <run_dir>/logs/<task>/<worker>.log, .log.1, ...    (log_pruning.py; may lie elsewhere, on a disk)
@@ -24,6 +26,8 @@ from pathlib import Path
 
 import msgspec
 
+from agents.kill_counts import KillCounts
+from agents.places import PROBE_SOCKET
 from agents.state import Remembered
 
 #: sockaddr_un.sun_path holds 108 bytes with the closing NUL (unix(7)).
@@ -39,13 +43,6 @@ logger = logging.getLogger(__name__)
 
 class BadRunDir(ValueError):
     """The run directory cannot be used; the text says why and what to do."""
-
-
-def default_run_dir(node: str) -> Path:
-    """$XDG_RUNTIME_DIR/unicron/<node>, or /tmp/unicron-<uid>/<node> where there is none."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) / "unicron" if runtime else Path(f"/tmp/unicron-{os.getuid()}")
-    return base / node
 
 
 class RunDir:
@@ -65,12 +62,14 @@ class RunDir:
             )
         self.agent_socket = self.path / "agent.sock"
         self.fork_socket = self.path / "fork.sock"
+        self.probe_socket = self.path / PROBE_SOCKET
         self.fork_server_log = self.path / "fork_server.log"
         self.logs = self.path / "logs" if logs is None else logs.absolute()
         self.marks = self.path / "marks"
         self._memory = self.path / "agent.memory"
         self._boot = self.path / "agent.boot"
         self._exchange = self.path / "agent.exchange"
+        self._kills = self.path / "agent.kills"
         self._lock_fd = -1
         #: The boot number before the one that was given out, 0 = none that is known.
         self.previous_boot = 0
@@ -170,6 +169,17 @@ class RunDir:
     def remember_exchange(self, port: int, token: str) -> None:
         """Others know both by the log: the next agent is to be found under them as well."""
         _replace(self._exchange, f"{port} {token}".encode("ascii"), durable=False)
+
+    def remember_kills(self, counts: KillCounts) -> None:
+        """Write down the counts of now, for an agent that finds workers gone."""
+        _replace(self._kills, msgspec.msgpack.encode(counts), durable=False)
+
+    def recall_kills(self) -> KillCounts:
+        """What was written down last; nothing known where there is none."""
+        try:
+            return msgspec.msgpack.decode(self._kills.read_bytes(), type=KillCounts)
+        except (OSError, msgspec.MsgspecError):
+            return KillCounts()
 
     def remember(self, memory: Remembered) -> None:
         """Write down what the next agent must know. It outlives the process, not the machine: no worker does."""

@@ -18,6 +18,8 @@ from contextlib import aclosing
 from typing import Any, assert_never
 
 from agents import core
+from agents.agent_config import Config
+from agents.known_log import difference
 from agents.outbox import Outbox
 from agents.protocol.marks import Mark
 from agents.protocol.messages import Exited, FromForkServer, Hello, Inventory, ToForkServer, ToWorker
@@ -27,14 +29,15 @@ from agents.state import (
     Appended,
     ArmTimer,
     Commanded,
-    Config,
     CopyState,
     Disconnect,
     Finish,
+    ForgetLog,
     ForkServerSaid,
     Held,
     InjectIntoNode,
     Input,
+    LogSeen,
     Remembered,
     RunCheck,
     Stalled,
@@ -63,6 +66,10 @@ class Shell(ABC):
         self.closed = False
         self.has_inventory = asyncio.Event()
         self.has_joined = asyncio.Event()
+        #: A later agent of this node's name is commanded: nothing more is taken from the feed.
+        self.is_outlived = False
+        #: The last entry of its feed that was handled.
+        self.read_seq = 0
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._beat = 0
 
@@ -109,6 +116,10 @@ class Shell(ABC):
         """The node has left."""
 
     @abstractmethod
+    def outlived(self, boot: int) -> None:
+        """A command has come for a later agent of this node's name. That one is to take it."""
+
+    @abstractmethod
     def held_states(self) -> Iterable[Held]:
         """What the node's memory holds when a fork server greets."""
 
@@ -143,7 +154,7 @@ class Shell(ABC):
                 return
             self.do(action)
 
-    def do(self, action: Action) -> None:
+    def do(self, action: Action) -> None:  # noqa: C901  # one case for each kind of action
         """Do what the core asks for."""
         match action:
             case Append(event=event, caused_by=caused_by, confirm=confirm):
@@ -168,6 +179,10 @@ class Shell(ABC):
                 self.check(action)
             case Disconnect(worker=worker, why=why):
                 self.disconnect(worker, why)
+            case ForgetLog():
+                self.outbox.forget()
+                self.read_seq = 0
+                self.has_joined.clear()
             case Finish():
                 self.finish()
             case _ as never:
@@ -208,9 +223,12 @@ class Shell(ABC):
             for held in list(self.held_states()):
                 self.feed(StateHeld(held=held))
 
-    def tasks_here(self) -> frozenset[str]:
-        """The tasks that have a worker here, or will."""
+    def tasks_here(self, seen: LogSeen | None = None) -> frozenset[str]:
+        """The tasks that have a worker here, or will. `seen`: the log that answers now; what another log started is
+        nothing to it, and ends as soon as the core has seen it."""
         memory = self.state.memory
+        if seen is not None and difference(memory, seen):
+            return frozenset()
         here = frozenset(worker.task for worker in memory.workers.values() if not worker.foreign)
         return here | {waiting.command.spec.name for waiting in memory.waiting}
 
@@ -231,17 +249,23 @@ class Shell(ABC):
                     await feed.follow(tasks)
                     followed = tasks
                 self.take(recorded)
-                if self.closed:
+                if self.closed or self.is_outlived:
                     return  # what it has not finished comes again, to the next agent
+                self.read_seq = recorded.seq
 
     def take(self, recorded: Recorded) -> None:
         """An entry of the node's feed."""
-        envelope, event = recorded.envelope, recorded.envelope.event
+        envelope, event, warrant = recorded.envelope, recorded.envelope.event, recorded.warrant
         if isinstance(event, Command):
+            if event.agent_boot > self.state.config.agent_boot:
+                self.is_outlived = True
+                self.outlived(event.agent_boot)
+                return
             age_s = max(0.0, (self.now_us() - recorded.recorded_at_us) / 1e6)
-            self.feed(Commanded(command=event, term=envelope.term, cause=envelope.event_id, age_s=age_s))
+            cause = envelope.event_id
+            self.feed(Commanded(command=event, term=envelope.term, cause=cause, age_s=age_s, warrant=warrant))
         elif isinstance(event, TOLD):
-            self.feed(Told(event=event, term=envelope.term))
+            self.feed(Told(event=event, term=envelope.term, warrant=warrant))
 
     # --- reports now and then --------------------------------------------------------------------
 
@@ -250,7 +274,14 @@ class Shell(ABC):
         self._beat += 1
         config = self.state.config
         workers = len(self.state.memory.workers)
-        beat = Heartbeat(node=config.node, agent_boot=config.agent_boot, beat=self._beat, workers=workers, **load)
+        beat = Heartbeat(
+            node=config.node,
+            agent_boot=config.agent_boot,
+            beat=self._beat,
+            workers=workers,
+            read_seq=self.read_seq,
+            **load,
+        )
         return Envelope(
             producer=config.node,
             boot=config.agent_boot,

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from agents.agent_config import Config
 from agents.commit_sums import CommitSum, Position
 from agents.protocol.marks import Mark
 from agents.protocol.messages import (
@@ -23,10 +24,12 @@ from agents.protocol.messages import (
 )
 from events.seats import Telling
 from events.vocabulary import (
-    Command,
+    AnyCommand,
     Decision,
     ErrorKind,
+    ExitCause,
     Fault,
+    MachineHold,
     MemoryService,
     Name,
     Observation,
@@ -39,36 +42,6 @@ from events.vocabulary import (
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Immutable; written with field names, those at their defaults left out: an older agent may read it again."""
 
-
-class Config(_Part, frozen=True, kw_only=True):
-    """An agent's settings at its start. Times in seconds."""
-
-    node: Name
-    address: str
-    slots: int
-    version: str
-    agent_boot: int
-    agent_socket: str
-    logs: str
-    #: From Quit to SIGTERM, and from SIGTERM to SIGKILL.
-    grace_s: float = 5.0
-    kill_after_s: float = 2.0
-    #: How long a start waits for a slot whose worker is about to end, or for the fork server.
-    slot_wait_s: float = 20.0
-    fork_server_wait_s: float = 60.0
-    #: An older start is not carried out: the coordinator has long since planned without this node.
-    start_max_age_s: float = 60.0
-    #: How long a new agent waits for the Hellos of the workers that it adopts.
-    hello_wait_s: float = 2.0
-    #: At most one StepCommitted of a task in this time.
-    commit_interval_s: float = 1.0
-    #: At most one StateKept of a shard in this time: memory is written to much more often.
-    held_interval_s: float = 10.0
-    #: Where this node's agent takes and gives states; None: nowhere.
-    memory: MemoryService | None = None
-
-
-# --- memory --------------------------------------------------------------------------------------
 
 StopStage: TypeAlias = Literal["no", "quit", "term", "kill"]
 
@@ -141,8 +114,10 @@ class Remembered(_Part, frozen=True, kw_only=True):
 
     #: The boot of the first agent of this run directory; the acts of earlier agents are unknown here.
     since_boot: int = 0
-    #: The log that all this is about (log_identity.py); "": not known.
+    #: The log that all this is about: its birth, its end when it was last asked, when a person took it (known_log.py).
     log: str = ""
+    log_seq: int = 0
+    log_taken_us: int = 0
     #: The highest (term, epoch) that a command came with.
     fence: tuple[int, int] = (0, 0)
     workers: dict[WorkerId, Worker] = {}
@@ -166,9 +141,6 @@ MAX_GONE = 256
 MAX_TASKS = 64
 
 
-# --- state ---------------------------------------------------------------------------------------
-
-
 class Link(_Part, frozen=True, kw_only=True):
     """What is known of a worker only as long as this agent lives."""
 
@@ -187,12 +159,15 @@ class State(_Part, frozen=True, kw_only=True):
     config: Config
     memory: Remembered = Remembered()
     #: adopting: the inventory is not known, or Hellos are still awaited; nothing was appended for the node yet.
-    phase: Literal["adopting", "up", "leaving", "left"] = "adopting"
+    #: draining: the coordinator moves its workers away, and when the last is gone the node leaves.
+    phase: Literal["adopting", "up", "draining", "leaving", "left"] = "adopting"
     log_seen: bool = False
     #: The port of the node's rendezvous store; 0: no fork server runs now.
     store_port: int = 0
     #: The port that the newest NodeJoined told.
     joined_port: int = 0
+    #: The fork server can run workers as other users.
+    separates: bool = False
     links: dict[WorkerId, Link] = {}
     #: Adopted workers that have not said Hello yet.
     unheard: frozenset[WorkerId] = frozenset()
@@ -211,29 +186,35 @@ class State(_Part, frozen=True, kw_only=True):
     #: By "task/shard": what the node's memory holds and is not told yet, while the timer of the last telling runs.
     untold: dict[str, Held | None] = {}
     leave_reason: str = ""
+    #: Who has told it to leave: the coordinator, for good, or since the node was forgotten while it was away.
+    ends: Literal["", "for good", "forgotten"] = ""
+    #: How long the drain may take that was asked for before or after the node had joined; None: none was.
+    drain_s: float | None = None
+    #: What the machine's keeper wants of it; None: nothing was heard yet.
+    machine: MachineSaw | None = None
     #: Commands whose fault the shell is about to let happen.
     injecting: dict[str, Order] = {}
     #: The command whose health check the shell runs.
     checking: Order | None = None
 
 
-# --- inputs --------------------------------------------------------------------------------------
-
-
 class Commanded(_Part, frozen=True, kw_only=True):
-    """A command of the log. `cause`: its event id. `age_s`: since the log received it."""
+    """A command of the log. `cause`: its event id. `age_s`: since the log received it. `warrant`: beside it."""
 
-    command: Command
+    command: AnyCommand
     term: int
     cause: str
     age_s: float = 0.0
+    warrant: str = ""
 
 
 class Told(_Part, frozen=True, kw_only=True):
-    """A membership, a part of one, or peers, read in the log: of a task that this node follows (events/log.py)."""
+    """A membership, a part of one, or peers, read in the log: of a task that this node follows (events/log.py).
+    `warrant`: beside it."""
 
     event: Decision
     term: int
+    warrant: str = ""
 
 
 class WorkerConnected(_Part, frozen=True, kw_only=True):
@@ -275,10 +256,12 @@ class Stalled(_Part, frozen=True, kw_only=True):
 
 
 class ForkServerDied(_Part, frozen=True, kw_only=True):
-    """Its process is known to have ended; the kernel has ended its workers with it."""
+    """Its process is known to have ended; the kernel has ended its workers with it. `cause`: what ended it."""
+
+    cause: ExitCause = "signalled"
 
 
-TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy"]
+TimerName: TypeAlias = Literal["adopt", "commits", "stop", "wait", "held", "busy", "drain"]
 
 
 class TimerFired(_Part, frozen=True, kw_only=True):
@@ -303,12 +286,24 @@ class AcceleratorSaw(_Part, frozen=True, kw_only=True):
     xid: int
     message: str
     needs: RepairNeed = ""
+    foretells: bool = False
+
+
+class MachineSaw(_Part, frozen=True, kw_only=True):
+    """The keeper of the machine wants this of it now (agents/kubernetes/)."""
+
+    hold: MachineHold
+    reason: str
 
 
 class LogSeen(_Part, frozen=True, kw_only=True):
-    """The log can be reached; `identity` "" where it cannot be told which one it is."""
+    """The log can be reached. `identity`: its stream's birth, "" where it cannot be told which one it is. `last_seq`:
+    its end. `term`: its newest, 0: not known. `taken_us`: when a person last took a log by name, as it says."""
 
     identity: str
+    last_seq: int = 0
+    term: int = 0
+    taken_us: int = 0
 
 
 class Appended(_Part, frozen=True, kw_only=True):
@@ -341,6 +336,13 @@ class Checked(_Part, frozen=True, kw_only=True):
     detail: str
 
 
+class Drain(_Part, frozen=True, kw_only=True):
+    """The node is to leave as soon as the coordinator has moved its workers away, and within `limit_s` anyhow."""
+
+    reason: str
+    limit_s: float
+
+
 class Leave(_Part, frozen=True, kw_only=True):
     """Stop everything: the node is to leave the cluster."""
 
@@ -353,12 +355,9 @@ class HandOver(_Part, frozen=True, kw_only=True):
 
 Input: TypeAlias = (
     Commanded | Told | WorkerConnected | WorkerSaid | WorkerDisconnected | ForkServerSaid | ForkServerDied | Stalled
-    | AcceleratorSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked | Unreadable | Leave
-    | HandOver
+    | AcceleratorSaw | MachineSaw | TimerFired | LogSeen | Appended | StateHeld | NodeFaultInjected | Checked
+    | Unreadable | Drain | Leave | HandOver
 )  # fmt: skip
-
-
-# --- actions -------------------------------------------------------------------------------------
 
 
 class Append(_Part, frozen=True, kw_only=True):
@@ -421,10 +420,15 @@ class CopyState(_Part, frozen=True, kw_only=True):
     peers: tuple[MemoryService, ...]
 
 
+class ForgetLog(_Part, frozen=True, kw_only=True):
+    """What was read of the log before, and what is still to be told to it, is void."""
+
+
 class Finish(_Part, frozen=True, kw_only=True):
     """The node has left: send what the outbox holds, retire the fork server, end the agent."""
 
 
 Action: TypeAlias = (
-    Append | TellWorker | TellForkServer | ArmTimer | CopyState | InjectIntoNode | RunCheck | Disconnect | Finish
+    Append | TellWorker | TellForkServer | ArmTimer | CopyState | InjectIntoNode | RunCheck | Disconnect | ForgetLog
+    | Finish
 )  # fmt: skip

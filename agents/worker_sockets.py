@@ -1,5 +1,8 @@
 """Where workers talk to the agent: one Unix socket, one connection per worker, the newest one counts.
 
+The fork server makes a worker's connection and says whose it is: a worker cannot speak in another one's name. (Workers
+of an older fork server connect themselves, as this user.)
+
 The socket's file may be unlinked (by a cleaner of temporary files). Connected workers do not notice; a worker
 that starts later would find no agent, and end after the lease. So the file is looked at, and bound again.
 """
@@ -15,7 +18,7 @@ from pathlib import Path
 
 from agents.bound_path import BoundPath
 from agents.protocol.framing import BadFrame, Unframer, frame
-from agents.protocol.messages import FromWorker, Hello, ToWorker
+from agents.protocol.messages import Connected, FromWorker, Hello, ToWorker
 from agents.protocol.peer_uid import peer_uid
 from events.vocabulary import WorkerId
 
@@ -43,6 +46,8 @@ class WorkerSockets:
         self._on_message = on_message
         self._on_disconnected = on_disconnected
         self._writers: dict[WorkerId, asyncio.StreamWriter] = {}
+        #: As the fork server has made them; a worker has one at a time.
+        self._made: dict[WorkerId, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._bound: BoundPath | None = None
@@ -125,13 +130,17 @@ class WorkerSockets:
                 await writer.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        incoming: Unframer[FromWorker] = Unframer(FromWorker)
+        incoming: Unframer[FromWorker | Connected] = Unframer(FromWorker | Connected)
         worker = ""
+        whose: Connected | None = None
         why = "end of stream"
         try:
             while data := await reader.read(65536):
                 for message in incoming.feed(data):
-                    if isinstance(message, Hello) and not worker:
+                    if isinstance(message, Connected):
+                        whose = self._given(message, whose, worker, writer)
+                    elif isinstance(message, Hello) and not worker:
+                        _require_owner(whose, message)
                         worker = message.worker
                         self._greet(message, writer)
                     elif not worker or isinstance(message, Hello):
@@ -146,10 +155,22 @@ class WorkerSockets:
         except OSError as error:
             why = error.strerror or type(error).__name__
         finally:
+            if whose and self._made.get(whose.worker) is writer:
+                del self._made[whose.worker]
             if worker and self._writers.get(worker) is writer:
                 del self._writers[worker]
                 logger.info("%s has disconnected (%s)", worker, why)
                 self._on_disconnected(worker)
+
+    def _given(self, said: Connected, before: Connected | None, worker: str, writer: asyncio.StreamWriter) -> Connected:
+        """The fork server gives this connection to a worker: what that had before, it has given up."""
+        if worker or before is not None:
+            raise BadFrame("Connected: only the fork server says it, first of all")
+        older = self._made.pop(said.worker, None)
+        if older is not None:
+            older.close()
+        self._made[said.worker] = writer
+        return said
 
     def _greet(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
         older = self._writers.get(hello.worker)
@@ -157,3 +178,8 @@ class WorkerSockets:
         if older is not None:
             older.close()
         self._on_connected(hello)
+
+
+def _require_owner(whose: Connected | None, hello: Hello) -> None:
+    if whose and (whose.worker, whose.task, whose.pid) != (hello.worker, hello.task, hello.pid):
+        raise BadFrame(f"says it is {hello.worker} of process {hello.pid}, and was given to {whose.worker}")

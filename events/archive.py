@@ -11,6 +11,8 @@ Rules
   limit nothing can go that was not copied.
 * The newest CoordinatorStarted stays: it is the token that fences appends. If it is too old, a coordinator must
   start first.
+* The heartbeats that prove a node's loss or return go into the archive before it (`beat_evidence.py`). Their stream
+  forgets after BEAT_MAX_AGE_S, so an archive that is to hold them all is brought up to date more often than that.
 * A limit that a crash left behind is marked in the stream's metadata, and taken away by the next start of a
   coordinator or of an archive.
 """
@@ -18,19 +20,24 @@ Rules
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from events.archived_log import archived_batches, newest_archived, require_same
-from events.envelope import Entry
+from events.beat_evidence import Verdict, Verdicts, evidence, heartbeat_us_of, spans
+from events.envelope import Entry, Recorded
 from events.file_log import SegmentWriter
 from events.log import LogDamaged, LogError
 from events.nats_connection import Connection
 from events.nats_log import NatsEventLog
+from events.nats_reader import read_stream
 from events.nats_streams import NANOS, NO_MESSAGE_FOUND, TRIMMING, ApiError, api, end_trim
-from events.subjects import EVENT_STREAM, TERM_SUBJECT
+from events.subjects import BEAT_STREAM, EVENT_STREAM, TERM_SUBJECT
+from events.subjects import entry as message
+from events.vocabulary import CoordinatorStarted
 
 BATCH = 1000
 KEEP_LEAST_S = 3600.0
@@ -38,14 +45,19 @@ _WAIT_S = 30.0
 
 
 class Archived(NamedTuple):
-    """What the archive holds now: entries 1 to `last_seq`, of which `copied` are new."""
+    """What the archive holds now: entries 1 to `last_seq`, of which `copied` are new; `beats`: kept with those."""
 
     last_seq: int
     copied: int
+    beats: int = 0
 
 
 class CannotTrim(LogError):
     """Nothing was removed; the message says why and what to do."""
+
+
+class TermTooOld(CannotTrim):
+    """The newest term began before what is to stay: a coordinator must begin another one first."""
 
 
 async def archive(connection: Connection, directory: Path) -> Archived:
@@ -59,17 +71,21 @@ async def archive(connection: Connection, directory: Path) -> Archived:
             await require_same(log, newest, directory)
         begin = newest.seq if newest is not None else 0
         last = await log.last_seq()
+        kept = 0
+        verdicts = Verdicts(await _heartbeat_us(log))
         waiting: list[Entry] = []
         async with aclosing(log.read(begin, until_seq=last)) as entries:
             async for entry in entries:
                 waiting.append(entry)
                 if len(waiting) == BATCH or entry.seq == last:
-                    writer.write(waiting, sync=False)
+                    beats = await _evidence(connection, verdicts.among(waiting))
+                    writer.write(waiting, sync=False, beats=beats)
+                    kept += len(beats)
                     waiting = []
     finally:
         writer.close()
     _read_back(directory, begin, last)
-    return Archived(last, last - begin)
+    return Archived(last, last - begin, kept)
 
 
 async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_least_s: float = KEEP_LEAST_S) -> int:
@@ -89,7 +105,7 @@ async def trim(connection: Connection, directory: Path, keep_s: float, *, keep_l
         return 0
     term_seq = await _term_seq(connection)
     if term_seq <= cut:
-        raise CannotTrim(
+        raise TermTooOld(
             f"the coordinator's term began with entry {term_seq}, and must stay; restart the coordinator, or keep more"
         )
     await _set_limit(connection, info, int(keep_s * NANOS))
@@ -112,6 +128,39 @@ async def take_limit_away(connection: Connection) -> dict[str, Any]:
         await end_trim(connection, EVENT_STREAM, info["config"])
         info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
     return info
+
+
+async def _heartbeat_us(log: NatsEventLog) -> int:
+    """Of the newest term; one in between, where reading begins before it, says its own."""
+    newest = await log.newest_term()
+    started = newest.envelope.event if isinstance(newest, Recorded) else None
+    return heartbeat_us_of(started) if isinstance(started, CoordinatorStarted) else 1_000_000
+
+
+async def _evidence(connection: Connection, verdicts: list[Verdict]) -> list[Recorded]:
+    """The heartbeats to keep for these verdicts, as far as the stream still has them."""
+    said: list[Recorded] = []
+    for from_us, to_us in spans(verdicts):
+        said += [beat async for beat in _beats(connection, from_us, to_us)]
+    return evidence(verdicts, said)
+
+
+async def _beats(connection: Connection, from_us: int, to_us: int) -> AsyncGenerator[Recorded, None]:
+    """What stands in the heartbeat stream of that time."""
+    state = (await api(connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
+    if not state["messages"] or datetime.fromisoformat(state["last_ts"]).timestamp() * 1e6 < from_us:
+        return
+    begin = datetime.fromtimestamp((from_us - 1000) / 1e6, UTC).isoformat()
+    start = {"deliver_policy": "by_start_time", "opt_start_time": begin}
+    async with aclosing(read_stream(connection, BEAT_STREAM, start=start)) as messages:
+        async for stored in messages:
+            if stored.recorded_at_us > to_us:
+                return
+            beat = message(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
+            if isinstance(beat, Recorded) and stored.recorded_at_us >= from_us:
+                yield beat
+            if stored.seq >= state["last_seq"]:
+                return
 
 
 async def _set_limit(connection: Connection, info: dict[str, Any], age_ns: int) -> None:

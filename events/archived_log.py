@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from events.envelope import Entry, Envelope
+from events.envelope import Entry, Envelope, Recorded
 from events.log import EventLog, Fence, LogDamaged
 from events.segments import TornTail, read_segment, segment_paths
 from events.skips import skips_in_files
@@ -88,6 +88,19 @@ def archived_batches(directory: Path, after_seq: int = 0) -> Iterator[list[Entry
                     seq = entry.seq
                 if batch.entries:
                     yield batch.entries
+        except TornTail:
+            if number + 1 < len(segments):
+                raise
+
+
+def archived_beats(directory: Path) -> Iterator[list[Recorded]]:
+    """The heartbeats that the archive keeps as evidence (`beat_evidence.py`), in pieces. LogDamaged."""
+    segments = segment_paths(directory) if directory.is_dir() else []
+    for number, segment in enumerate(segments):
+        try:
+            for batch in read_segment(segment):
+                if batch.beats:
+                    yield list(batch.beats)
         except TornTail:
             if number + 1 < len(segments):
                 raise

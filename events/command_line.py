@@ -5,6 +5,7 @@ Rules
 * Bad usage is one line on stderr that names the flag and the fix, and exit code 2.
 * `--help` of each command ends with examples; `--version` and `--print-completion` belong to a program's root.
 * A type of an argument raises ValueError, and its message is what people read.
+* Flags of the daemons come from the environment too (variables.py).
 * An epilog may be a function: what needs another package, such as a list of policies, is loaded when it is shown.
 """
 
@@ -14,20 +15,26 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
+from events import variables
 from events.guess import guess
 
 if TYPE_CHECKING:
     from events.nats_connection import Login
+    from events.point import BeforeEnd, Point
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted"
 #: The most that still fits what JSON and the log hold.
 MOST = 10**15 - 1
 #: How a shell completes the name of a file, in shtab's words.
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+
+_SPAN = re.compile(r"-[0-9.]+(ms|s|m|h|d)")
+#: Stands before a span that is not a flag; no point begins with it.
+_NO_FLAG = "@"
 
 Epilog: TypeAlias = str | Callable[[], str] | None
 
@@ -38,6 +45,9 @@ class UsageError(Exception):
 
 class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, examples as they were written, and the flags that every program has."""
+
+    #: Flags may come from the environment (SettableParser).
+    variables = False
 
     def __init__(self, *, version: str = "", **more: Any) -> None:
         """`version`: only for the root of a program."""
@@ -61,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
     def commands(self, dest: str = "command") -> Commands:
         """The commands of this one, to which `add_command` adds."""
-        return self.add_subparsers(dest=dest, required=True, metavar="COMMAND", parser_class=Parser)
+        return self.add_subparsers(dest=dest, required=True, metavar="COMMAND", parser_class=type(self))
 
     def error(self, message: str) -> NoReturn:
         """argparse calls this for everything that it does not accept."""
@@ -73,6 +83,21 @@ class Parser(argparse.ArgumentParser):
             return self._registry_get("type", action.type, action.type)(arg_string)
         except ValueError as error:
             raise argparse.ArgumentError(action, str(error)) from None
+
+
+class SettableParser(Parser):
+    """Of a program whose flags may come from the environment (variables.py), and of its commands."""
+
+    variables = True
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse calls this for the root, then for the command that is given."""
+        if self.variables:
+            try:
+                variables.take(self, os.environ)
+            except variables.BadVariable as error:
+                self.error(str(error))
+        return super().parse_known_args(args, namespace)
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -111,6 +136,11 @@ def repeated(name: str, metavar: str, what: str, **more: Any) -> Flag:
     return option(name, metavar, f"{what}; repeatable", action="append", default=[], **more)
 
 
+def point(name: str, what: str) -> Flag:
+    """A point of the log."""
+    return option(name, "SEQ|TIME", what, type=point_argument)
+
+
 def add(place: Place, *flags: Flag) -> None:
     """Give the flags to a parser, or to a group of one; shells complete the name of a file."""
     for names, given in flags:
@@ -137,6 +167,8 @@ def add_login(parser: Parser) -> None:
         option("--creds", "FILE", "a NATS credentials file", type=existing_file),
         option("--nkey-seed", "FILE", "an nkey seed file", type=existing_file),
         option("--tls-ca", "FILE", "CA certificate of the server; switches TLS on", type=existing_file),
+        option("--tls-cert", "FILE", "this client's certificate, if the server wants one", type=existing_file),
+        option("--tls-key", "FILE", "its private key (default: in the same file)", type=existing_file),
     )
 
 
@@ -156,6 +188,8 @@ def login_of(options: argparse.Namespace) -> Login:
         raise UsageError("--nkey-seed: give either --creds or --nkey-seed, not both")
     if bool(options.user) != bool(options.password_file):
         raise UsageError("--user: give --user and --password-file together")
+    if options.tls_key and not options.tls_cert:
+        raise UsageError("--tls-key: give --tls-cert too")
     password = options.password_file.read_text().strip() if options.password_file else None
     return Login(
         user=options.user,
@@ -164,6 +198,8 @@ def login_of(options: argparse.Namespace) -> Login:
         creds=options.creds,
         nkey_seed=options.nkey_seed,
         tls_ca=options.tls_ca,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
     )
 
 
@@ -198,6 +234,27 @@ def fail(program: str, error: object, code: int = 1) -> int:
 
 
 # --- types of arguments --------------------------------------------------------------------------
+
+
+def with_spans_marked(arguments: Sequence[str]) -> list[str]:
+    """`-10m` as `@-10m`, which argparse would take for a flag."""
+    return [_NO_FLAG + argument if _SPAN.fullmatch(argument) else argument for argument in arguments]
+
+
+def point_argument(text: str) -> Point | BeforeEnd:
+    """See point.HOW."""
+    from events.point import parse_point
+
+    return parse_point(text.removeprefix(_NO_FLAG))
+
+
+def event_type(text: str) -> str:
+    """An event type."""
+    from events.selection import TYPE_NAMES
+
+    if text not in TYPE_NAMES:
+        raise ValueError(f"no event type {text!r}; {guess(text, TYPE_NAMES)}")
+    return text
 
 
 def whole(least: int = 0, most: int = MOST) -> Callable[[str], int]:

@@ -44,13 +44,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Recorded(msgspec.Struct, frozen=True):
     """An envelope as the log holds it. `recorded_at_us`: the log's receive time.
 
-    `body`: its bytes, where they say more than this version knows (`tolerance.py`); else b"".
+    `body`: its bytes, where they say more than this version knows (`tolerance.py`); else b"". `warrant`: what stands
+    beside a membership for the nodes that read it (`warrants.py`).
     """
 
     seq: int
     recorded_at_us: int
     envelope: Envelope
     body: bytes = b""
+    warrant: str = ""
 
 
 class Quarantined(msgspec.Struct, frozen=True):

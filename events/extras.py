@@ -6,10 +6,12 @@ from importlib.util import find_spec
 
 #: The modules of each extra. The base install has `unicronctl` and what reads logs.
 MODULES: dict[str, tuple[str, ...]] = {
-    "head": ("uvloop", "prometheus_client", "numpy", "numba"),
-    "node": ("uvloop", "numpy", "torch", "megatron.core"),
+    "head": ("uvloop", "prometheus_client", "cryptography", "numpy", "numba"),
+    "node": ("uvloop", "cryptography", "numpy", "torch", "megatron.core"),
     "all": ("psutil",),
     "plot": ("matplotlib",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "stacks": (),  # py-spy, a program
     "gpu": ("pynvml",),
 }
 #: What an extra includes.

@@ -18,10 +18,18 @@ import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from events.envelope import Entry
+from events.envelope import Entry, Recorded
 from events.log import LocalLog, LogDamaged, LogError, LogUnavailable
 from events.memory_log import wall_clock_us
-from events.segments import batch_frame, cut_torn_tail, read_segment, segment_name, segment_paths, segment_start
+from events.segments import (
+    batch_frame,
+    beats_frame,
+    cut_torn_tail,
+    read_segment,
+    segment_name,
+    segment_paths,
+    segment_start,
+)
 from events.skips import skips_in_files
 
 logger = logging.getLogger(__name__)
@@ -29,6 +37,10 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 * 1024 * 1024
 #: Its holder writes to the directory.
 LOCK = "lock"
+
+
+class LogBusy(LogError):
+    """Another process, or another object of this one, writes to the directory."""
 
 
 class SegmentWriter:
@@ -43,7 +55,7 @@ class SegmentWriter:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise LogError(f"{directory}: another process (or object) writes to this log; close it first") from None
+            raise LogBusy(f"{directory}: another process (or object) writes to this log; close it first") from None
         self._file: int | None = None
         self._size_bytes = 0
         self.segments = segment_paths(directory)
@@ -61,9 +73,12 @@ class SegmentWriter:
         if self.segments:
             self._open(self.segments[-1])
 
-    def write(self, entries: Sequence[Entry], *, sync: bool = True) -> None:
-        """One batch, atomically; durable if `sync`. LogUnavailable: nothing was written."""
-        frame = batch_frame(entries)
+    def write(self, entries: Sequence[Entry], *, sync: bool = True, beats: Sequence[Recorded] = ()) -> None:
+        """One batch, atomically; durable if `sync`. LogUnavailable: nothing was written.
+
+        `beats`: heartbeats that go with it, before it.
+        """
+        frame = (beats_frame(beats) if beats else b"") + batch_frame(entries)
         if self._file is None or self._size_bytes + len(frame) > self._segment_bytes:
             self._begin(entries[0].seq)
         assert self._file is not None, "begun"

@@ -1,7 +1,9 @@
 """Keys: the nkey of one login, in a file that is its owner's alone.
 
-The file holds the login's name and the seed, a line each; lines that begin with # are for people. Whoever can read it
-is this login, so it is refused where others can, or where it is a link that somebody else may have set.
+The file holds the login's name and the seed, a line each; lines that begin with # are for people. After them, where
+the cluster speaks TLS, stand in PEM a certificate of the login with its private key, and last the cluster's CA; before
+these the word `states`, where NATS servers are not of that CA. Whoever can read it is this login, so it is refused
+where others can, or where it is a link that somebody else may have set.
 
 A credentials file of NATS (a JWT with its seed, where servers are in operator mode) is a key as well, where its user
 has the name of a login.
@@ -25,6 +27,8 @@ import nkeys
 from events.logins import BadLogin, User, role_of
 
 _MOST_BYTES = 64 * 1024
+_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+_STATES = "states"
 _CREDENTIALS = re.compile(r"-BEGIN NATS USER JWT-+\s+(\S+)\s+-+END.*-BEGIN USER NKEY SEED-+\s+(\S+)\s+-+END", re.DOTALL)
 
 
@@ -34,12 +38,30 @@ class BadKey(ValueError):
 
 class Key(NamedTuple):
     """A login with its secret. `has_jwt`: NATS wants the whole file that it was read from. `ends_s`: when its JWT
-    expires, in seconds since 1970; None: never."""
+    expires, in seconds since 1970; None: never. `pem`: certificates, as they stand in the file. `is_for_states`: these
+    are for the exchange of states alone."""
 
     login: str
     seed: str
     has_jwt: bool = False
     ends_s: int | None = None
+    pem: str = ""
+    is_for_states: bool = False
+
+    @property
+    def nats_ca(self) -> str:
+        """The CA of NATS servers, in PEM; "" where the key carries none."""
+        return "" if self.is_for_states else self.ca
+
+    @property
+    def ca(self) -> str:
+        """The cluster's CA, in PEM; "" where the key carries none."""
+        return f"{_CERTIFICATE}{self.pem.rpartition(_CERTIFICATE)[2]}" if _CERTIFICATE in self.pem else ""
+
+    @property
+    def has_certificate(self) -> bool:
+        """It carries a certificate of the login, with its private key."""
+        return "PRIVATE KEY-" in self.pem
 
     @property
     def user(self) -> User:
@@ -64,9 +86,17 @@ def public_key(seed: str) -> str:
 
 def write_key(path: Path, key: Key) -> None:
     """Into a new file that its owner alone can read. Raises FileExistsError, OSError."""
-    write_private(
-        path, f"# unicrond key of {key.login}, public {key.user.key}. Keep it secret.\n{key.login}\n{key.seed}\n"
-    )
+    about = f"# unicrond key of {key.login}, public {key.user.key}. Keep it secret."
+    states = f"{_STATES}\n" if key.is_for_states else ""
+    write_private(path, f"{about}\n{key.login}\n{key.seed}\n{states}{key.pem}")
+
+
+def rewrite_key(path: Path, key: Key) -> None:
+    """In the place of the one that is there, whole or not at all. Raises OSError."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    write_key(new, key)
+    new.replace(path)
 
 
 def write_private(path: Path, text: str) -> None:
@@ -104,13 +134,15 @@ def read_key(path: Path) -> Key:
 
 
 def _of_lines(text: str) -> Key:
+    text, begin, pem = text.partition(_CERTIFICATE)
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    if len(lines) != 2:
+    is_for_states = lines[2:] == [_STATES]
+    if len(lines) != 2 + is_for_states:
         raise ValueError("a login and its seed are expected, a line each")
-    login, seed = lines
+    login, seed = lines[:2]
     role_of(login)
     public_key(seed)
-    return Key(login, seed)
+    return Key(login, seed, pem=f"{begin}{pem}", is_for_states=is_for_states)
 
 
 def _of_credentials(jwt: str, seed: str) -> Key:

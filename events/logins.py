@@ -12,7 +12,8 @@ Rules
   of what it writes, and cannot make a consumer. What the server itself writes is JSON, which is no event: quarantined.
 * For the same reason no login has `allow_responses`: a client that may publish where it listens can send itself a
   message with any reply subject, and may then write there. Agents answer on a subject of their own (`logs_request.py`).
-* Only the operator may delete, purge or change the streams of the log. The coordinator's own cache is its own.
+* Only the operator may delete, purge or change the streams of the log. The coordinator's own cache is its own, and so
+  is the heads' lease.
 * A reader's consumers have names from a fixed list: else it could change those of the agents.
 """
 
@@ -27,16 +28,30 @@ from enum import StrEnum
 from operator import itemgetter
 from typing import NamedTuple
 
-from events.codec import COORDINATOR, RESERVED_NAMES
-from events.subjects import BEAT_STREAM, EVENT_STREAM, PREFIX, TERM_SUBJECT, agent_consumer
+from events.codec import RESERVED_NAMES
+from events.subjects import (
+    BEAT_STREAM,
+    EVENT_STREAM,
+    OWN_BEATS_SUBJECT,
+    PREFIX,
+    TERM_SUBJECT,
+    agent_consumer,
+    joins_subject,
+    standing_subjects,
+)
 from events.vocabulary import NAME_PATTERN
 
 API = "$JS.API"
+#: Here a server tells a login which rights it has.
+USER_INFO = "$SYS.REQ.USER.INFO"
 #: How many consumers one reader may have at a time.
 READER_CONSUMERS = 16
 #: Where the coordinator keeps its snapshots (an object store); a cache.
 CACHE_BUCKET = "UNICRON_SNAPSHOTS"
 _CACHE = f"OBJ_{CACHE_BUCKET}"
+#: Which head leads (lease.py).
+HEADS_BUCKET = "UNICRON_HEADS"
+_HEADS = f"KV_{HEADS_BUCKET}"
 #: A user's public nkey, as `events/vocabulary.py` has it.
 KEY_PATTERN = r"^U[A-Z2-7]{55}\Z"
 
@@ -117,7 +132,7 @@ def rights(login: str) -> Rights:
         case Role.READER:
             return Rights(_reader(login), (inbox,))
         case Role.OPERATOR:
-            return Rights((f"{API}.>", "$JS.ACK.>", "$JS.FC.>"), (">",))
+            return Rights((f"{API}.>", "$JS.ACK.>", "$JS.FC.>", "$JS.SNAPSHOT.>"), (">",))
         case Role.SYSTEM:
             return Rights((">",), (">",))
 
@@ -132,10 +147,18 @@ def _agent(node: str, inbox: str) -> Rights:
             f"{API}.STREAM.INFO.{EVENT_STREAM}",
             f"{API}.CONSUMER.INFO.{consumer}",
             f"{API}.CONSUMER.MSG.NEXT.{consumer}",
-            f"{API}.DIRECT.GET.{EVENT_STREAM}.{TERM_SUBJECT}",  # only what the coordinator writes
+            # Only what the coordinator writes.
+            *(f"{API}.DIRECT.GET.{EVENT_STREAM}.{subject}" for subject in (TERM_SUBJECT, *standing_subjects(node))),
             f"$JS.ACK.{consumer}.>",
         ),
-        (inbox, f"{PREFIX}.logs.{node}", f"{PREFIX}.beat.{node}", TERM_SUBJECT),
+        (
+            inbox,
+            f"{PREFIX}.logs.{node}",
+            f"{PREFIX}.beat.{node}",
+            joins_subject(node),
+            TERM_SUBJECT,
+            *standing_subjects(node),
+        ),
     )
 
 
@@ -146,7 +169,7 @@ def _coordinator(inbox: str) -> Rights:
             f"{PREFIX}.decision.*.*",
             f"{PREFIX}.command.*.*",
             TERM_SUBJECT,
-            f"{PREFIX}.beat.{COORDINATOR}",
+            OWN_BEATS_SUBJECT,
             f"{API}.INFO",
             f"{API}.STREAM.NAMES",
             *(f"{API}.STREAM.{verb}.{name}" for verb in ("CREATE", "INFO", "MSG.GET") for name in streams),
@@ -157,8 +180,11 @@ def _coordinator(inbox: str) -> Rights:
             f"$O.{CACHE_BUCKET}.>",
             *(f"{API}.STREAM.{verb}.{_CACHE}" for verb in ("CREATE", "PURGE")),
             *_reading_the_cache(),
+            f"$KV.{HEADS_BUCKET}.>",
+            *(f"{API}.STREAM.{verb}.{_HEADS}" for verb in ("CREATE", "INFO", "MSG.GET")),
+            USER_INFO,
         ),
-        (inbox,),
+        (inbox, f"$KV.{HEADS_BUCKET}.leader", OWN_BEATS_SUBJECT),
     )
 
 

@@ -1,4 +1,5 @@
-"""Reading a worker's log from afar: one request and one reply over NATS, outside of the event stream.
+"""Reading a worker's log, the stacks of its threads or the marks of a task's workers from afar: one request and one
+reply over NATS, outside of the event stream.
 
     unicron.v1.logs.<node>             served by the node's agent
     unicron.v1.logged.<node>.<token>   its answer, where no other node may write (logins.py)
@@ -9,13 +10,15 @@ request can name a path outside of the node's log directory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from events.collectives import Collective
 from events.subjects import PREFIX
-from events.vocabulary import Count, Name, Text, WorkerId
+from events.vocabulary import Count, Name, Phase, Text, WorkerId
 
 #: What one reply carries at most.
 MAX_LOG_BYTES = 64 * 1024
@@ -27,17 +30,22 @@ class BadLogsMessage(ValueError):
     """Not a valid request or reply; the text names the field."""
 
 
-class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The end of a log, or what follows `offset`.
 
     `worker` None: the task's newest worker on the node. `offset`: a byte of the present part of the log;
-    one beyond its end (the log was rotated since) means its beginning.
+    one beyond its end (the log was rotated since) means its beginning. `stacks`: what the worker's threads are doing,
+    in place of its log. `marks`: where each worker of the task is on the node, in place of a log. `flight`: the
+    collectives that the worker's flight recorder holds. An agent that does not know a field says so.
     """
 
     task: Name
     worker: WorkerId | None = None
     tail_bytes: Annotated[int, Meta(ge=1, le=MAX_LOG_BYTES)] = 8192
     offset: Count | None = None
+    stacks: bool = False
+    marks: bool = False
+    flight: bool = False
 
 
 class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +56,49 @@ class LogsReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data: Annotated[bytes, Meta(max_length=MAX_LOG_BYTES)] = b""
     next_offset: Count = 0
     error: Text = ""
+
+
+class WorkerMark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a worker is, by its own phase mark, which its agent reads without its help (agents/protocol/marks.py).
+
+    `entered`: the collectives across replicas that it has entered in `generation`; `waiting`: it has not left the last
+    of them. `still_us`: for how long the mark has not changed.
+    """
+
+    worker: WorkerId
+    phase: Phase
+    generation: Count
+    iteration: Count
+    micro_batch: Count
+    entered: Count
+    waiting: bool
+    still_us: Count
+
+
+def encode_flight(collectives: Sequence[Collective]) -> bytes:
+    """For LogsReply.data."""
+    return msgspec.msgpack.encode(collectives)
+
+
+def decode_flight(data: bytes) -> list[Collective]:
+    """Raises BadLogsMessage."""
+    try:
+        return msgspec.msgpack.decode(data, type=list[Collective], strict=True)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadLogsMessage(" ".join(str(error).split())) from None
+
+
+def encode_marks(marks: Sequence[WorkerMark]) -> bytes:
+    """For LogsReply.data."""
+    return msgspec.msgpack.encode(marks)
+
+
+def decode_marks(data: bytes) -> list[WorkerMark]:
+    """Raises BadLogsMessage."""
+    try:
+        return msgspec.msgpack.decode(data, type=list[WorkerMark], strict=True)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadLogsMessage(" ".join(str(error).split())) from None
 
 
 def logs_subject(node: Name) -> str:

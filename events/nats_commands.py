@@ -2,6 +2,10 @@
 
 Rules
 -----
+* The server remembers it in memory: on disk each command would cost it two more fsyncs, and a membership that a hundred
+  nodes read two hundred, before the last of them has it (`docs/results/scale.md`). A server that is started anew has
+  forgotten all consumers; each is made again behind what its agent has handled (`Heartbeat.read_seq`), or where that is
+  not known, for all that the log holds: handlers know what they have done.
 * One command at a time (`max_ack_pending` 1): order holds even when one is delivered again.
 * What is told once of the tasks that the node follows comes by the same consumer: `follow` changes its filter. While an
   entry is not acknowledged the server looks at nothing behind it, so what matches the new filter there still comes. An
@@ -30,6 +34,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import nats.errors
+from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from events.envelope import Quarantined, Recorded
@@ -38,7 +43,7 @@ from events.nats_connection import Connection, Denied, Patience, Session, Unansw
 from events.nats_inquiry import listened
 from events.nats_reader import SILENCE_S, stored_message
 from events.nats_streams import NANOS, ApiError, api
-from events.subjects import EVENT_STREAM, agent_consumer, entry, told_subjects
+from events.subjects import EVENT_STREAM, WARRANT_HEADER, agent_consumer, entry, told_subjects
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +54,27 @@ PULL_EXPIRES_S = 30
 CONSUMER_NOT_FOUND = 10014
 
 
-def command_consumer_config(node: str, tasks: Collection[str] = ()) -> dict[str, Any]:
-    """The durable consumer of one agent that follows `tasks`."""
+def command_consumer_config(node: str, tasks: Collection[str] = (), after_seq: int = 0) -> dict[str, Any]:
+    """The durable consumer of one agent that follows `tasks`, for what stands behind `after_seq`."""
+    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
     return {
         "durable_name": agent_consumer(node),
+        "description": f"the agent of {node}: its commands, and what is told once of the tasks there",
         "filter_subjects": told_subjects(node, tasks),
-        "deliver_policy": "all",
+        **(start if after_seq else {"deliver_policy": "all"}),
         "ack_policy": "explicit",
         "ack_wait": ACK_WAIT_S * NANOS,
         "max_deliver": MAX_DELIVER,
         "max_ack_pending": 1,
+        "mem_storage": True,
     }
+
+
+def fitted(config: dict[str, Any], node: str, tasks: Collection[str]) -> dict[str, Any]:
+    """A consumer's configuration, as the server tells it, with the filter for `tasks`. Where it begins cannot be
+    changed."""
+    ours = {name: value for name, value in config.items() if name != "filter_subject"}
+    return ours | {"filter_subjects": told_subjects(node, tasks)}
 
 
 class UnreadOrder(NamedTuple):
@@ -100,20 +115,28 @@ class _Named(msgspec.Struct):
 _named = msgspec.msgpack.Decoder(_Named)
 
 
-async def fit_command_consumer(connection: Connection, node: str, tasks: Collection[str] | None) -> None:
+async def fit_command_consumer(
+    connection: Connection, node: str, tasks: Collection[str] | None, after_seq: int = 0
+) -> None:
     """Make sure that the node's consumer exists and has the filter for `tasks`; None: leave the one that it has. Asks
-    before it writes: an agent may have no right to."""
+    before it writes: an agent may have no right to. `after_seq`: where one begins that is not there."""
     name = agent_consumer(node)
     try:
-        found = (await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{name}", {}))["config"]
+        info = await api(connection, f"CONSUMER.INFO.{EVENT_STREAM}.{name}", {})
     except ApiError as error:
         if error.code != CONSUMER_NOT_FOUND:
             raise
+        config = command_consumer_config(node, tasks or (), after_seq)
     else:
-        if tasks is None or sorted(filters(found)) == sorted(told_subjects(node, tasks)):
+        found = info["config"]
+        if not found.get("mem_storage"):  # an older version made it; where it is kept cannot be changed
+            await api(connection, f"CONSUMER.DELETE.{EVENT_STREAM}.{name}", {})
+            config = command_consumer_config(node, tasks or (), max(after_seq, int(info["ack_floor"]["stream_seq"])))
+        elif tasks is None or sorted(filters(found)) == sorted(told_subjects(node, tasks)):
             return
-    request = {"stream_name": EVENT_STREAM, "config": command_consumer_config(node, tasks or ())}
-    await api(connection, f"CONSUMER.CREATE.{EVENT_STREAM}.{name}", request)
+        else:
+            config = fitted(found, node, tasks)
+    await api(connection, f"CONSUMER.CREATE.{EVENT_STREAM}.{name}", {"stream_name": EVENT_STREAM, "config": config})
 
 
 async def is_fitted(connection: Connection, node: str, tasks: Collection[str]) -> bool:
@@ -142,14 +165,18 @@ class NatsCommandFeed:
         on_unread: Callable[[UnreadOrder], None] | None = None,
         *,
         makes_consumer: bool = True,
+        on_interrupted: Callable[[], object] = lambda: None,
     ) -> None:
         """`on_unread`: told of each command that this version cannot read, before it is acknowledged.
-        `makes_consumer`: this login may, and does; else the coordinator."""
+        `makes_consumer`: this login may, and does; else the coordinator. `on_interrupted`: called when the consumer is
+        gone or does not answer."""
+        self._on_interrupted = on_interrupted
         self._makes_consumer = makes_consumer
         self._connection = connection
         self._node = node
         self._on_unread = on_unread
-        self._handled_seq = 0
+        #: The last entry that was handled.
+        self.handled_seq = 0
         self._tasks: frozenset[str] | None = None
 
     async def follow(self, tasks: Collection[str]) -> None:
@@ -164,7 +191,7 @@ class NatsCommandFeed:
         patience = Patience(f"what {self._node} follows")
         while True:
             try:
-                return await fit_command_consumer(self._connection, self._node, self._tasks)
+                return await fit_command_consumer(self._connection, self._node, self._tasks, self.handled_seq)
             except ApiError as error:
                 logger.error(
                     "NODE %s CANNOT BE COMMANDED: NATS refuses its consumer (%s); trying again. "
@@ -180,27 +207,29 @@ class NatsCommandFeed:
         while True:
             try:
                 if self._makes_consumer:
-                    await fit_command_consumer(self._connection, self._node, self._tasks)
+                    await fit_command_consumer(self._connection, self._node, self._tasks, self.handled_seq)
                 else:
                     await self._until_fitted()
                 session = await self._connection.session()
-                async with aclosing(_pull(session, agent_consumer(self._node))) as messages:
+                async with aclosing(_pull(session, agent_consumer(self._node), patience.succeed)) as messages:
                     async for message in messages:
                         patience.succeed()
                         stored = stored_message(message)
                         found = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body)
                         if isinstance(found, Quarantined):
                             self._say_unread(found, stored.body)
-                        elif found.seq > self._handled_seq:  # else its acknowledgement was lost
+                        elif found.seq > self.handled_seq:  # else its acknowledgement was lost
+                            warrant = (message.headers or {}).get(WARRANT_HEADER, "")
                             try:
-                                yield found
+                                yield replace(found, warrant=warrant) if warrant else found
                             except BaseException:
                                 await session.publish(message.reply, b"-NAK")  # again at once, not after ACK_WAIT_S
                                 raise
-                        self._handled_seq = max(self._handled_seq, found.seq)
+                        self.handled_seq = max(self.handled_seq, found.seq)
                         await session.publish(message.reply, b"+ACK")
             except (_Silent, Unanswered, ApiError, nats.errors.Error) as error:
                 logger.info("reading commands for %s was interrupted (%s); continuing", self._node, error)
+                self._on_interrupted()
                 await patience.lose(error)
 
     async def _until_fitted(self) -> None:
@@ -227,7 +256,7 @@ class NatsCommandFeed:
     def _say_unread(self, found: Quarantined, body: bytes) -> None:
         order = unread_order(body, self._node, found.reason)
         logger.error("command %d cannot be read%s: %s", found.seq, "" if order else " nor answered", found.reason)
-        if order is not None and self._on_unread is not None and found.seq > self._handled_seq:
+        if order is not None and self._on_unread is not None and found.seq > self.handled_seq:
             self._on_unread(order)
 
 
@@ -258,8 +287,9 @@ class _Arrivals:
         return message
 
 
-async def _pull(session: Session, consumer: str) -> AsyncGenerator[Msg, None]:
-    """Messages of a pull consumer until the session or the consumer is gone (_Silent)."""
+async def _pull(session: Session, consumer: str, is_alive: Callable[[], None]) -> AsyncGenerator[Msg, None]:
+    """Messages of a pull consumer until the session or the consumer is gone (_Silent). `is_alive`: called where the
+    server says that there is nothing new."""
     inbox = session.client.new_inbox()
     arrivals = _Arrivals()
 
@@ -288,6 +318,7 @@ async def _pull(session: Session, consumer: str) -> AsyncGenerator[Msg, None]:
                     break
                 if status != "100":  # not a heartbeat
                     raise _Silent(f"the server says {status} {headers.get('Description', '')}")
+                is_alive()
     finally:
         lost.cancel()
         if not session.lost.is_set():

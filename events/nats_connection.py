@@ -20,10 +20,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -37,15 +37,15 @@ from events.nats_inquiry import Inquiry
 from events.nats_inquiry import NoAnswer as NoAnswer
 from events.nats_inquiry import Unanswered as Unanswered
 from events.nats_login import Login as Login
-from events.nats_login import refusal
+from events.nats_login import refusal, tls_trouble
+from events.patience import RETRY_DELAY_S
+from events.patience import Patience as Patience
+from events.tls import BadCa
 
 logger = logging.getLogger(__name__)
 
-RETRY_DELAY_S = 0.02
-RETRY_DELAY_MAX_S = 1.0
 REQUEST_TIMEOUT_S = 3.0
 PING_INTERVAL_S = 5
-LOUD_AFTER_S = 10.0
 CLOSE_S = 1.0
 #: How a server says that a login may not publish there.
 _DENIED = re.compile(r'permissions violation for publish to "([^"]+)"', re.IGNORECASE)
@@ -55,37 +55,11 @@ class Refused(LogUnavailable):
     """The server does not let this login in; the text says why, and the fix."""
 
 
-class Patience:
-    """Waits between attempts at one thing: longer each time, at most a second; says so once if it takes long.
+class NoTls(nats.errors.Error):  # type: ignore[misc]
+    """The server offers no TLS, and its client was told to use it."""
 
-    `drawn`: a number from 0 up to 1, which shortens a wait by up to a half.
-    """
-
-    def __init__(self, what: str, drawn: Callable[[], float] = random.random) -> None:
-        self._what = what
-        self._drawn = drawn
-        self._since = time.monotonic()
-        self._delay_s = RETRY_DELAY_S
-        self._was_loud = False
-
-    async def lose(self, error: Exception) -> None:
-        """Another attempt has failed: wait before the next."""
-        self.note(error)
-        await asyncio.sleep(self._delay_s * (1 - self._drawn() / 2))
-        self._delay_s = min(self._delay_s * 2, RETRY_DELAY_MAX_S)
-
-    def note(self, error: Exception) -> None:
-        """Another attempt has failed, and the next one does not wait."""
-        waited_s = time.monotonic() - self._since
-        if waited_s > LOUD_AFTER_S and not self._was_loud:
-            self._was_loud = True
-            logger.warning("%s: no success for %.0f s (%s); still trying", self._what, waited_s, error)
-
-    def succeed(self) -> None:
-        """The thing has worked: be quick again."""
-        self._since = time.monotonic()
-        self._delay_s = RETRY_DELAY_S
-        self._was_loud = False
+    def __str__(self) -> str:
+        return "NATS offers no TLS there, but a CA was given: check the address, or leave the CA out"
 
 
 #: Takes subject, reply subject, body and headers (with their first line) of one message, as they came.
@@ -100,6 +74,14 @@ class _Client(Client):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.sinks: dict[int, Sink] = {}
+        self.wants_tls = False
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self.wants_tls:
+            if not (info.get("tls_required") or info.get("tls_available")):
+                raise NoTls
+            info["tls_required"] = True  # nats-py goes on in clear where it is not said
+        await super()._process_info(info, initial_connection)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         sink = self.sinks.get(sid)
@@ -134,6 +116,8 @@ class Session:
         """`consumers`: the names that the login may give its consumers; empty: any."""
         self.client = client
         self.consumers = tuple(consumers)
+        #: What the server calls it, in the words of whoever connected.
+        self.client_name = str(client.options.get("name") or "a client")
         self.lost = asyncio.Event()
         self._waiting: dict[str, Inquiry] = {}
         self._numbers = itertools.count(1)
@@ -198,11 +182,13 @@ class Session:
         if inquiry is not None:
             inquiry.answered(message)
 
-    def denied(self, subject: str) -> None:
-        """The server refused what was published on `subject`; nats-py tells it in small letters."""
-        for inquiry in self._waiting.values():
-            if inquiry.subject.lower() == subject:
-                inquiry.denied()
+    def denied(self, subject: str) -> bool:
+        """The server refused what was published on `subject`; nats-py tells it in small letters. Whether somebody waits
+        for an answer there, and now learns of it."""
+        asking = [inquiry for inquiry in self._waiting.values() if inquiry.subject.lower() == subject]
+        for inquiry in asking:
+            inquiry.denied()
+        return bool(asking)
 
     def _on_lost(self, _: object) -> None:
         self.lost.set()
@@ -238,7 +224,7 @@ class Connection:
         self._subscriptions: dict[str, Handler] = {}
         self._reason = "no answer yet"
         self._has_reason = False
-        self._is_refused = False
+        self._refusal = ""
         self._told_reason = ""
         self._keeper: asyncio.Task[None] | None = None
 
@@ -246,6 +232,11 @@ class Connection:
     def is_up(self) -> bool:
         """Whether there is a session now, as far as we know."""
         return self._session is not None
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no session, in one line; "" where there is one."""
+        return "" if self.is_up else f"no NATS at {self.urls}: {self._refusal or self._reason}"
 
     @property
     def urls(self) -> str:
@@ -275,11 +266,18 @@ class Connection:
     ) -> Msg:
         """`Session.request` on the session of the moment; waits at most `timeout_s` for one."""
         try:
-            async with asyncio.timeout(timeout_s):
-                session = await self.session()
-        except TimeoutError:
-            raise Unanswered(f"{subject}: no connection to {self.urls} ({self._reason})") from None
+            session = await self.session_within(timeout_s)
+        except Unanswered as error:
+            raise Unanswered(f"{subject}: {error}") from None
         return await session.request(subject, body, headers, timeout_s)
+
+    async def session_within(self, timeout_s: float) -> Session:
+        """A live session; Unanswered where there is none for so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.session()
+        except TimeoutError:
+            raise Unanswered(f"no connection to {self.urls} ({self._reason})") from None
 
     async def publish_now(self, subject: str, body: bytes, headers: Mapping[str, str] | None = None) -> bool:
         """Send if there is a connection at this moment; whether it was sent. For what is stale soon."""
@@ -319,8 +317,8 @@ class Connection:
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                if self._is_refused:
-                    raise Refused(f"{self._reason} ({self.urls})") from None
+                if self._refusal:  # whatever an attempt after it said: a server may just hang up
+                    raise Refused(f"{self._refusal} ({self.urls})") from None
                 raise LogUnavailable(
                     f"cannot reach NATS at {self.urls}: {self._reason}; is the server running?"
                 ) from None
@@ -333,7 +331,7 @@ class Connection:
             while (session := await self._open_session()) is None:
                 await patience.lose(LogError(self._reason))
             self._session = session
-            self._told_reason = ""
+            self._told_reason = self._refusal = ""
             self._announce()
             logger.info("connected to NATS at %s after %.2f s", self.urls, time.monotonic() - begin)
             try:
@@ -347,6 +345,8 @@ class Connection:
         self._has_reason = False
         client = _Client()
         try:
+            options = self._login.options()
+            client.wants_tls = "tls" in options or any(url.startswith("tls:") for url in self._urls)
             await client.connect(
                 servers=self._urls,
                 name=self._name,
@@ -358,13 +358,13 @@ class Connection:
                 ping_interval=PING_INTERVAL_S,
                 max_outstanding_pings=2,
                 error_cb=self._on_error,
-                **self._login.options(),
+                **options,
             )
             session = Session(client, self._login.consumer_names)
             await session.start()
             for subject, handler in self._subscriptions.items():
                 await client.subscribe(subject, cb=handler)
-        except (nats.errors.Error, OSError, TimeoutError, AssertionError, BadKey) as error:
+        except (nats.errors.Error, OSError, TimeoutError, AssertionError, BadKey, BadCa) as error:
             await self._on_error(error)
             await client.give_up()
             return None
@@ -376,16 +376,23 @@ class Connection:
     async def _on_error(self, error: Exception) -> None:
         """Whatever nats-py reports. Must not raise: that would kill the reader."""
         said = _said(error)
-        refused = str(error) if isinstance(error, BadKey) else refusal(said, self._login)
-        if self._session is not None and (denied := _DENIED.search(said)):
-            self._session.denied(denied[1].lower())
+        if isinstance(error, BadKey | BadCa | NoTls):
+            refused = str(error)
+        else:
+            refused = refusal(said, self._login) or tls_trouble(error, self._login)
+        denied = _DENIED.search(said)
+        is_known = denied is not None and self._session is not None and self._session.denied(denied[1].lower())
         # The first error of an attempt tells the cause; "connection reset" and "no servers" only follow.
         if not self._has_reason:
-            self._reason, self._has_reason, self._is_refused = refused or said, True, bool(refused)
+            self._reason, self._has_reason = refused or said, True
+        self._refusal = refused or self._refusal
         # _keep reports an outage. The rest (permissions!) is reported here, but not the same every second.
-        if not isinstance(error, OSError | nats.errors.UnexpectedEOF | TimeoutError | nats.errors.NoServersError):
+        if refused or not isinstance(
+            error, OSError | nats.errors.UnexpectedEOF | TimeoutError | nats.errors.NoServersError
+        ):
             line = refused or f"NATS says: {said}"
-            logger.log(logging.DEBUG if line == self._told_reason else logging.WARNING, "%s", line)
+            # Who asks learns that it may not, and goes on.
+            logger.log(logging.DEBUG if is_known or line == self._told_reason else logging.WARNING, "%s", line)
             self._told_reason = line
 
     def _announce(self) -> None:

@@ -22,8 +22,9 @@ import asyncio
 import base64
 import logging
 import random
+import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, LogDamaged, LogUnavailable, claimed_term, encode_batch
-from events.nats_connection import REQUEST_TIMEOUT_S, Connection, NoAnswer, Patience, Unanswered
+from events.nats_connection import REQUEST_TIMEOUT_S, Connection, NoAnswer, Patience, Session, Unanswered
 from events.nats_reader import Stored, message_id_in, read_batches, read_stream
 from events.nats_streams import DUPLICATE_WINDOW_S, NO_MESSAGE_FOUND, ApiError, answer, api
 from events.skips import skips_in
@@ -72,25 +73,47 @@ class _Message(NamedTuple):
 
 
 class NatsEventLog:
-    """An EventLog. `give_up_s`: after how long without an answer `append` raises LogUnavailable; None = never."""
+    """An EventLog. `give_up_s`: after how long without an answer `append` raises LogUnavailable; None = never.
+    `beside`: further headers of what is appended. `took`: told how many seconds each append has taken. `trusts`:
+    awaited before a message alone is sent in a session: until this may be, or the session is lost."""
 
-    def __init__(self, connection: Connection, *, give_up_s: float | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        give_up_s: float | None = None,
+        beside: Callable[[Envelope], dict[str, str]] = lambda _: {},
+        took: Callable[[float], object] = lambda _: None,
+        trusts: Callable[[Session], Awaitable[object]] | None = None,
+    ) -> None:
+        self._trusts = trusts
         self._connection = connection
         self._give_up_s = give_up_s
+        self._beside = beside
+        self._took = took
         #: Why an append waits at this moment, in one line; empty where none does.
         self.trouble = ""
 
     async def append(self, envelopes: Sequence[Envelope], *, fence: Fence | None = None) -> list[int]:
         """See EventLog. Tries again over outages, at most `give_up_s` seconds."""
         bodies = encode_batch(envelopes)
+        began_s = time.monotonic()
         messages = [
-            _Message(envelope.event_id, (name := _IDS.of(envelope)), subject(envelope), headers(envelope, name), body)
+            _Message(
+                envelope.event_id,
+                (name := _IDS.of(envelope)),
+                subject(envelope),
+                {**headers(envelope, name), **self._beside(envelope)},
+                body,
+            )
             for envelope, body in zip(envelopes, bodies, strict=True)
         ]
         async with self._bounded():
             if fence is None and len(messages) == 1:
-                return [await self._append_one(messages[0])]
-            seqs = await self._append(messages, fence, min((e.based_on for e in envelopes), default=0))
+                seqs = {messages[0].event_id: await self._append_one(messages[0])}
+            else:
+                seqs = await self._append(messages, fence, min((e.based_on for e in envelopes), default=0))
+        self._took(time.monotonic() - began_s)
         return [seqs[message.event_id] for message in messages]
 
     async def claim_term(self, envelope: Envelope) -> Fence:
@@ -123,8 +146,10 @@ class NatsEventLog:
         self, after_seq: int = 0, *, until_seq: int | None = None
     ) -> AsyncGenerator[list[Stored], None]:
         """`read_batches`, not yet decoded. LogDamaged where one is missing."""
-        if until_seq is not None and after_seq >= until_seq:
-            return
+        if until_seq is not None:
+            if after_seq >= until_seq:
+                return
+            await self._require_held(after_seq + 1)
         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": after_seq + 1}
         seq = after_seq
         async with aclosing(read_batches(self._connection, EVENT_STREAM, start=start)) as batches:
@@ -135,13 +160,21 @@ class NatsEventLog:
                         # The reader has checked the deliveries: they are not in the stream.
                         if number:
                             yield batch[:number]
-                        first = int((await self._info())["state"]["first_seq"])
-                        why = " (they were trimmed and are in the archive)" if stored.seq == first else ""
-                        raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing{why}")
+                        await self._require_held(seq)
+                        raise LogDamaged(f"stream {EVENT_STREAM}: entries {seq} to {stored.seq - 1} are missing")
                     if seq == until_seq:
                         yield batch[: number + 1]
                         return
                 yield batch
+
+    async def _require_held(self, seq: int) -> None:
+        """LogDamaged where the stream begins after `seq`. A stream that holds nothing would let a reader wait."""
+        first = int((await self._info())["state"]["first_seq"])
+        if first > seq:
+            raise LogDamaged(
+                f"stream {EVENT_STREAM}: entries {seq} to {first - 1} are missing (they were trimmed and are in the "
+                "archive)"
+            )
 
     async def skips(self) -> dict[int, str]:
         """See EventLog. One request for each skip in the stream. Raises ApiError where the server refuses."""
@@ -183,6 +216,8 @@ class NatsEventLog:
         patience = Patience("appending")
         while True:
             session = await self._connection.session()
+            if self._trusts is not None:
+                await self._trusts(session)
             timeout_s = REQUEST_TIMEOUT_S
             with session.inquiry() as inquiry:
                 while not session.lost.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import ssl
 import time
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from events.keys import BadKey, read_key
+from events.keys import BadKey, Key, read_key
 from events.logins import Role, consumer_names, inbox_prefix, role_of
+from events.tls import client_context, trouble
 
 #: How a server says that it does not let a client in.
 _REFUSED = re.compile(r"authorization (violation|failed)|authentication (expired|revoked|timeout)", re.IGNORECASE)
@@ -22,7 +24,8 @@ class Login:
 
     `key` is the path of a key of ours (keys.py): the login has the rights of its role, and no others (logins.py).
     `creds` and `nkey_seed`, for logins of others, are paths of files. `tls_ca` is the path of a CA certificate and
-    turns TLS on.
+    turns TLS on, as a key does that carries one. `tls_cert`, `tls_key`: the client's own certificate, where servers
+    want one; a key may carry that too. `tls_name`: the name that the server's certificate must have; None: its host.
     """
 
     user: str | None = None
@@ -31,9 +34,12 @@ class Login:
     creds: Path | None = None
     nkey_seed: Path | None = None
     tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_name: str | None = None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for nats.connect. Raises BadKey."""
+        """Keyword arguments for nats.connect. Raises BadKey, BadCa."""
         key = read_key(self.key) if self.key else None
         given: dict[str, Any] = {
             "nkeys_seed_str": key.seed if key and not key.has_jwt else None,
@@ -42,9 +48,19 @@ class Login:
             "password": self.password,
             "user_credentials": str(self.key if key and key.has_jwt else self.creds or "") or None,
             "nkeys_seed": str(self.nkey_seed) if self.nkey_seed else None,
-            "tls": ssl.create_default_context(cafile=str(self.tls_ca)) if self.tls_ca else None,
+            "tls": self._context(key),
+            "tls_hostname": self.tls_name,
         }
         return {name: value for name, value in given.items() if value is not None}
+
+    def _context(self, key: Key | None) -> ssl.SSLContext | None:
+        ca = key.nats_ca if key and self.tls_ca is None else ""
+        if not (self.tls_ca or ca or self.tls_cert):
+            return None
+        own, secret = self.tls_cert, self.tls_key
+        if own is None and key is not None and key.nats_ca and key.has_certificate:
+            own = self.key
+        return client_context(self.tls_ca, ca_pem=ca, certificate=own, key=secret)
 
     @property
     def consumer_names(self) -> tuple[str, ...]:
@@ -67,6 +83,21 @@ def refusal(said: str, login: Login) -> str:
     if login.user:
         return f"NATS refuses user {login.user}: the name or the password is wrong"
     return "NATS wants a login and got none; give a key (docs/operate/logins.md)"
+
+
+def tls_trouble(error: Exception, login: Login) -> str:
+    """What a failure of TLS means, and the fix; "" where it is none."""
+    if not isinstance(error, ssl.SSLError):
+        return ""
+    where = login.tls_ca
+    with contextlib.suppress(BadKey):
+        where = where or (login.key if login.key and read_key(login.key).nats_ca else None)
+    if where is None:
+        return trouble(
+            error, "NATS", trusts="", remedy="give --tls-ca, or a key of `unicrond enroll`, which carries it"
+        )
+    remedy = "copy the head's again (STATE_DIR/tls/ca.pem), or enroll the node again"
+    return trouble(error, "NATS", trusts=f"the CA in {where}", remedy=remedy)
 
 
 def _of_a_key(path: Path, why: str) -> str:

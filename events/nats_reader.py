@@ -17,7 +17,7 @@ import json
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1
 SILENCE_S = 3.0
 INACTIVE_S = 30
+#: How the names of readers' consumers begin.
+READS = "reads-"
 BATCH = 500
 
 
@@ -93,7 +95,7 @@ async def read_batches(
         interruption: Exception
         try:
             await consumer.open({**start, "filter_subjects": list(filter_subjects), "headers_only": headers_only})
-            async with aclosing(consumer.messages()) as messages:
+            async with aclosing(consumer.messages(patience.succeed)) as messages:
                 async for batch in messages:
                     if resume:
                         start = {"deliver_policy": "by_start_sequence", "opt_start_seq": batch[-1].seq + 1}
@@ -113,7 +115,7 @@ class _Consumer:
         self._stream = stream
         self._inbox = session.client.new_inbox()
         # A login that may give few names shares them with others of its kind: whoever finds one taken draws again.
-        self._name = random.choice(session.consumers or (self._inbox.rpartition(".")[2],))
+        self._name = random.choice(session.consumers or (f"{READS}{self._inbox.rpartition('.')[2]}",))
         self._is_ours = False
         self._queue: deque[_Raw] = deque()
         self._arrived = asyncio.Event()
@@ -131,6 +133,7 @@ class _Consumer:
             "config": {
                 **config,
                 "name": self._name,
+                "description": f"{self._session.client_name} reads here, in order; it goes when that one does",
                 "deliver_subject": self._inbox,
                 "ack_policy": "none",
                 "max_deliver": 1,
@@ -145,7 +148,8 @@ class _Consumer:
         answer(subject, message.data)
         self._is_ours = True
 
-    async def messages(self) -> AsyncGenerator[list[Stored], None]:
+    async def messages(self, is_alive: Callable[[], None]) -> AsyncGenerator[list[Stored], None]:
+        """`is_alive`: called where the server says that there is nothing new."""
         delivered = 0
         batch: list[Stored] = []
         lost = asyncio.create_task(self._session.lost.wait())
@@ -160,6 +164,7 @@ class _Consumer:
                             yield batch
                             batch = []
                         await self._control(message)
+                        is_alive()
                         continue
                     headers = parse_headers(message.headers)[1] if self._with_headers else None
                     number, stored = _stored(

@@ -4,10 +4,13 @@ Rules
 -----
 * Everything about a server is in its directory: configuration, store, log, pid file, ports file. Who
   opens the same directory finds the same server.
+* Where other machines may mount the directory, a lease beside it keeps a second server away (store_lease.py).
 * A pid alone proves nothing. A server is ours if the process's program is a nats-server and it was
   started with the configuration file of this directory.
 * Acknowledged means on disk: `sync_interval: always`.
 * Without credentials it listens on loopback alone, since to publish a task is to run code.
+* With certificates it speaks TLS. They are read again at a signal; connections stay as they are.
+* One that is for this process alone ends with it, however that ends.
 * Who may log in is in the configuration too. A running server takes a new list of users at a signal; it ends the
   connections of those that are no longer there, and no others.
 """
@@ -16,21 +19,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from events import extras
 from events.logins import User, authorization
 from events.nats_connection import Login
+from events.nats_server_files import ServerTls as ServerTls
+from events.nats_server_files import for_clients, replace, tls_lines
+from events.store_lease import LOCK_FD, PID_FD, StoreLease, Taken, keeper_words
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +47,15 @@ PROGRAM = "nats-server"
 #: Before it answers, a server reads its store again and each consumer: 2,000 consumers took it 9 s on two loaded cores.
 READY_TIMEOUT_S = 180.0
 _TELL_EVERY_S = 10.0
+#: Becomes a program that is killed when its parent ends (PR_SET_PDEATHSIG). Arguments: the parent's pid, the program.
+_BOUND = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[3:])"
+)
 STOP_TIMEOUT_S = 10.0
 RELOAD_TIMEOUT_S = 10.0
+#: Beside the configuration: what a client on this machine has to know of the server's TLS.
+CLIENT_FILE = "client.json"
 
 
 class ServerError(RuntimeError):
@@ -65,6 +81,8 @@ class EmbeddedServer:
     `directory`: made if missing. `port` 0: any free one; `restart` keeps it. `login`: user and password
     that clients must give. `users`: who may log in with a key, and with which rights (logins.py); None: no keys. One of
     the two is needed for a `host` that is not loopback (ValueError); with both, the one login has every right.
+    `tls`: None: in clear. `dies_with_us`: no next process adopts it. `lease`: of the directory, where others may mount
+    it (store_lease.py); `waits(why)` is called while another machine has it.
     """
 
     def __init__(
@@ -75,6 +93,10 @@ class EmbeddedServer:
         port: int = 0,
         login: Login | None = None,
         users: Sequence[User] | None = None,
+        tls: ServerTls | None = None,
+        dies_with_us: bool = False,
+        lease: StoreLease | None = None,
+        waits: Callable[[str], object] = logger.warning,
     ) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"port: expected 0 to 65535, got {port}")
@@ -85,12 +107,22 @@ class EmbeddedServer:
         self.port = port
         self._login = login
         self._users = None if users is None else tuple(users)
+        self._tls = tls
+        self._dies_with_us = dies_with_us
+        self._lease = lease
+        self._waits = waits
+        self._keeper = 0
         self.pid: int | None = None
 
     @property
     def url(self) -> str:
-        """nats://host:port of the running server."""
-        return f"nats://{self.host}:{self.port}"
+        """nats://host:port of the running server, for clients on this machine."""
+        host = self._own_host
+        return f"nats://[{host}]:{self.port}" if ":" in host else f"nats://{host}:{self.port}"
+
+    @property
+    def _own_host(self) -> str:
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
     def log_path(self) -> Path:
@@ -100,15 +132,16 @@ class EmbeddedServer:
     async def start(self) -> bool:
         """Adopt the directory's running server or start one; True if it was adopted. Returns when it is ready."""
         if await self.adopt():
-            if self._users is not None:
+            if self._users is not None or self._tls is not None:
                 await self._reload()
             return True
         program = find_program()
+        taken = await self._lease.take(self._waits) if self._lease is not None else None
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for stale in (self._pid_path, *self.directory.glob("*.ports")):
             stale.unlink(missing_ok=True)
         self._write_config()
-        self.pid = self._spawn(program)
+        self.pid = self._spawn(program) if taken is None else await asyncio.to_thread(self._keep, program, taken)
         await self._wait_ready()
         return False
 
@@ -117,6 +150,20 @@ class EmbeddedServer:
         self._users = tuple(users)
         if self.is_running():
             await self._reload()
+
+    async def renew(self) -> None:
+        """Have the server read its certificates again. Raises ServerError where it refuses them."""
+        if self.is_running():
+            await self._reload(is_forced=True)
+
+    @classmethod
+    def beside(cls, directory: Path) -> EmbeddedServer:
+        """For a look at the server that another process keeps there: at the address that it has been given."""
+        server = cls(directory)
+        with contextlib.suppress(OSError):
+            if found := re.search(r'^host: "?([^"\n]+)', server._config_path.read_text(), re.MULTILINE):
+                server.host = found[1]
+        return server
 
     async def adopt(self) -> bool:
         """Take over the server that runs on this directory, if one does."""
@@ -176,10 +223,10 @@ class EmbeddedServer:
     def _pid_path(self) -> Path:
         return self.directory / "nats-server.pid"
 
-    async def _reload(self) -> None:
-        """Have the running server take our list of users. It says in its log alone whether it did."""
+    async def _reload(self, *, is_forced: bool = False) -> None:
+        """Have the running server take our users and certificates. It says in its log alone whether it did."""
         before = self._config_path.read_text() if self._config_path.exists() else ""
-        if before == self._config():
+        if before == self._config() and not is_forced:
             return
         self._write_config()
         assert self.pid is not None, "adopted"
@@ -195,20 +242,17 @@ class EmbeddedServer:
             if "Failed to reload" in said:
                 break
             await asyncio.sleep(0.02)
+        said = self._log_end()
+        replace(self._config_path, before)  # else the next start would take it for done
         raise ServerError(
-            f"nats-server has not taken the new list of users; stop unicrond with SIGINT, which ends nats-server too, "
-            f"and start it again; {self._log_end()}"
+            f"nats-server has not taken the new users or certificates; kill {self.pid} ends it, and unicrond starts it "
+            f"again with them; {said}"
         )
 
     def _write_config(self) -> None:
         """Whole or not at all: a server may read it at any time."""
-        new = self._config_path.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        with open(new, "x", opener=_private) as file:
-            file.write(self._config())
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._config_path)
+        replace(self.directory / CLIENT_FILE, json.dumps(for_clients(self._tls)))
+        replace(self._config_path, self._config())
 
     def _config(self) -> str:
         """The whole configuration. JSON strings are valid in it."""
@@ -229,21 +273,61 @@ class EmbeddedServer:
             lines += authorization(self._users, shared)
         elif shared:
             lines.append(f"authorization {{ user: {quote(shared[0])}, password: {quote(shared[1])} }}")
+        if self._tls is not None:
+            lines += tls_lines(self._tls)
         return "\n".join(lines) + "\n"
 
-    def _spawn(self, program: Path) -> int:
-        """The pid of a new server. By posix_spawn: a subprocess object would want to wait for the process."""
+    def _keep(self, program: Path, taken: Taken) -> int:
+        """The pid of a new server, whose parent keeps the lease."""
+        assert self._lease is not None, "taken"
+        said_fd, pid_fd = os.pipe()
+        high: list[int] = []
+        try:
+            words = [*keeper_words(self._lease.directory, taken, self._lease.times), str(program)]
+            # To numbers that no descriptor of before can have been.
+            pairs = ((taken.lock_fd, LOCK_FD), (pid_fd, PID_FD))
+            high += [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd, _ in pairs]
+            actions = [(os.POSIX_SPAWN_DUP2, fd, to) for fd, (_, to) in zip(high, pairs, strict=True)]
+            self._keeper = self._run(Path(sys.executable), [*words, *self._words], actions)
+            os.close(pid_fd)
+            pid_fd = -1
+            said = os.read(said_fd, 32)
+        finally:
+            for fd in (said_fd, pid_fd, taken.lock_fd, *high):
+                if fd >= 0:
+                    os.close(fd)
+        if not said:
+            raise ServerError(f"the keeper of the store's lease ended at once; {self._log_end()}")
+        return int(said)
+
+    @property
+    def _words(self) -> list[str]:
+        return [PROGRAM, "--config", str(self._config_path)]
+
+    def _run(self, program: Path, words: list[str], actions: Sequence[Any] = ()) -> int:
+        """By posix_spawn: a subprocess object would want to wait for the process."""
         return os.posix_spawn(
             program,
-            [PROGRAM, "--config", str(self._config_path)],
+            words,
             os.environ,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, str(self.log_path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
                 (os.POSIX_SPAWN_DUP2, 1, 2),
+                *actions,
             ],
             setsid=True,
         )
+
+    def _spawn(self, program: Path) -> int:
+        """The pid of a new server."""
+        words = self._words
+        if self._dies_with_us:
+            program, words = (
+                Path(sys.executable),
+                [sys.executable, "-ISc", _BOUND, str(os.getpid()), str(program), *words],
+            )
+        return self._run(program, words)
 
     async def _wait_ready(self) -> None:
         """Until the ports file is there and the port answers; the server offers no event for it, so we look."""
@@ -270,10 +354,9 @@ class EmbeddedServer:
 
     async def _greets(self, port: int) -> bool:
         """Whether a server with JetStream answers on the port."""
-        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         try:
             async with asyncio.timeout(1.0):
-                reader, writer = await asyncio.open_connection(host, port)
+                reader, writer = await asyncio.open_connection(self._own_host, port)
                 try:
                     greeting = await reader.readline()
                 finally:
@@ -320,9 +403,9 @@ class EmbeddedServer:
 
     def _reap(self) -> None:
         """Let a dead child go; one that is not our child is none of our business."""
-        if self.pid is not None:
+        for pid in filter(None, (self.pid, self._keeper)):
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, os.WNOHANG)
+                os.waitpid(pid, os.WNOHANG)
 
     def _log_end(self) -> str:
         try:
@@ -332,15 +415,20 @@ class EmbeddedServer:
         return f"the end of {self.log_path}: " + (" | ".join(lines) or "(empty)")
 
 
+def tls_of(directory: Path) -> dict[str, Any]:
+    """The fields of `Login` for a client on the machine of a directory's server; none where it speaks in clear."""
+    try:
+        found = json.loads((directory / CLIENT_FILE).read_text())
+        return {field: value if field == "tls_name" else Path(value) for field, value in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _exists(pid: int) -> bool:

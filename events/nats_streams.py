@@ -8,7 +8,7 @@ from typing import Any
 
 from events.codec import MAX_EVENT_BYTES
 from events.log import LogError
-from events.nats_connection import Connection, Denied, Patience, Unanswered
+from events.nats_connection import REQUEST_TIMEOUT_S, Connection, Denied, Patience, Unanswered
 from events.subjects import BEAT_STREAM, BEAT_SUBJECTS, EVENT_STREAM, EVENT_SUBJECTS
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ HEADER_BYTES = 8 * 1024
 
 STREAM_EXISTS_WITH_OTHER_CONFIG = 10058
 NO_MESSAGE_FOUND = 10037
+NO_STREAM = 10059
 #: Mark of an event stream that was imported for looking at it; its commands are old, so no coordinator may work on it.
 IMPORTED = "unicron.imported"
 #: Mark of an age limit that stands only while the stream is trimmed (`archive.py`).
@@ -44,6 +45,7 @@ def event_stream_config(replicas: int = 1) -> dict[str, Any]:
     """The event stream: on disk, nothing deleted, atomic batches."""
     return {
         "name": EVENT_STREAM,
+        "description": "unicrond: the event log; every observation, decision and command, kept for good",
         "subjects": list(EVENT_SUBJECTS),
         "storage": "file",
         "retention": "limits",
@@ -69,6 +71,7 @@ def beat_stream_config(replicas: int = 1) -> dict[str, Any]:
     """
     config: dict[str, Any] = {
         "name": BEAT_STREAM,
+        "description": "unicrond: heartbeats of agents and coordinator, for ten minutes",
         "subjects": list(BEAT_SUBJECTS),
         "storage": "file",
         "retention": "limits",
@@ -95,7 +98,8 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
             if IMPORTED in (info["config"].get("metadata") or {}):
                 raise LogError(f"stream {name} was imported, for replay only; use another NATS server") from None
             _require_same(name, config, info["config"])
-            theirs = await _with_consumers(connection, name, info["config"], config.get("max_consumers", 0))
+            theirs = await _described(connection, info["config"], config["description"])
+            theirs = await _with_consumers(connection, name, theirs, config.get("max_consumers", 0))
             if config.get("persist_mode") != theirs.get("persist_mode") and theirs["num_replicas"] == 1:
                 logger.info(
                     "stream %s is synced to disk with each heartbeat, as older versions made it: with hundreds of "
@@ -105,6 +109,40 @@ async def create_streams(connection: Connection, *, replicas: int = 1) -> None:
                 )
             if TRIMMING in (theirs.get("metadata") or {}):
                 await end_trim(connection, name, theirs)
+
+
+async def _described(connection: Connection, theirs: dict[str, Any], description: str) -> dict[str, Any]:
+    """The stream's configuration; one without a description, as older versions made it, gets ours if it may be."""
+    if theirs.get("description"):
+        return theirs
+    try:
+        await api(connection, f"STREAM.UPDATE.{theirs['name']}", {**theirs, "description": description})
+    except (ApiError, Denied) as error:
+        logger.debug("stream %s stays without a description: %s", theirs["name"], error)
+        return theirs
+    return {**theirs, "description": description}
+
+
+async def consumers_of(connection: Connection, stream: str) -> list[dict[str, Any]]:
+    """What the server tells of all consumers of a stream."""
+    found: list[dict[str, Any]] = []
+    while True:
+        page = await api(connection, f"CONSUMER.LIST.{stream}", {"offset": len(found)})
+        some = page.get("consumers") or []
+        found += some
+        if not some or len(found) >= int(page.get("total", 0)):
+            return found
+
+
+async def forget_restored_readers(connection: Connection) -> None:
+    """Remove the readers' consumers that a restored stream has: nobody listens to them, and the server keeps them."""
+    for stream in (EVENT_STREAM, BEAT_STREAM):
+        for each in await consumers_of(connection, stream):
+            config = each["config"]
+            is_readers = not config.get("durable_name") and config.get("deliver_subject", "").startswith("_INBOX")
+            if is_readers and not each.get("push_bound"):
+                logger.info("stream %s: removing consumer %s, to which nobody listens", stream, each["name"])
+                await api(connection, f"CONSUMER.DELETE.{stream}.{each['name']}", {})
 
 
 async def _with_consumers(connection: Connection, name: str, theirs: dict[str, Any], wanted: int) -> dict[str, Any]:
@@ -160,9 +198,11 @@ async def api(connection: Connection, subject: str, request: dict[str, Any]) -> 
             await patience.lose(error)
 
 
-async def api_once(connection: Connection, subject: str, request: dict[str, Any]) -> dict[str, Any]:
+async def api_once(
+    connection: Connection, subject: str, request: dict[str, Any], timeout_s: float = REQUEST_TIMEOUT_S
+) -> dict[str, Any]:
     """One JetStream API call. Unanswered (Denied), or ApiError."""
-    message = await connection.request(f"$JS.API.{subject}", json.dumps(request).encode())
+    message = await connection.request(f"$JS.API.{subject}", json.dumps(request).encode(), timeout_s=timeout_s)
     return answer(subject, message.data)
 
 

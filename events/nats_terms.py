@@ -23,11 +23,21 @@ logger = logging.getLogger(__name__)
 
 
 class Terms:
-    """Calls `on_term` with each CoordinatorStarted whose term is above all before it."""
+    """Calls `on_term` with each CoordinatorStarted whose term is above all before it; `on_claim` with any, heard."""
 
-    def __init__(self, connection: Connection, on_term: Callable[[CoordinatorStarted], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        on_term: Callable[[CoordinatorStarted], None],
+        on_claim: Callable[[], object] = lambda: None,
+    ) -> None:
         self._connection = connection
         self._on_term = on_term
+        self._on_claim = on_claim
+        self._term = 0
+
+    def forget(self) -> None:
+        """Another log has taken the place of the one before: its terms begin anew."""
         self._term = 0
 
     async def ask(self) -> None:
@@ -35,7 +45,7 @@ class Terms:
         patience = Patience("asking for the coordinator's term")
         while True:
             try:
-                newest = await self._newest()
+                newest = await self.newest()
                 break
             except Unanswered as error:
                 await patience.lose(error)
@@ -46,8 +56,14 @@ class Terms:
                     )
                     return
                 await patience.lose(error)
-        if isinstance(newest, Recorded) and isinstance(newest.envelope.event, CoordinatorStarted):
-            self._take(newest.envelope.event)
+        if newest is not None:
+            self._take(newest)
+
+    async def newest(self) -> CoordinatorStarted | None:
+        """In the log; None where there is none that can be read. Unanswered, ApiError."""
+        found = await self._newest()
+        is_claim = isinstance(found, Recorded) and isinstance(found.envelope.event, CoordinatorStarted)
+        return found.envelope.event if is_claim else None  # type: ignore[union-attr, return-value]  # as it was just looked at
 
     async def _newest(self) -> Entry | None:
         try:
@@ -75,6 +91,7 @@ class Terms:
             logger.warning("a message on %s is not a valid event: %s", TERM_SUBJECT, error.reason)
             return
         if isinstance(event, CoordinatorStarted):
+            self._on_claim()
             self._take(event)
 
     def _take(self, event: CoordinatorStarted) -> None:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
+from events.phrases import count as _count
+from events.phrases import fault as _fault
+from events.phrases import nodes as _nodes
+from events.phrases import seconds as _seconds
+from events.phrases import settings as _settings
+from events.point import to_the_second
+from events.prose_words import CAUSES, NEEDS, SOURCES
 from events.seats import workers_in
 from events.vocabulary import (
     AcceleratorReported,
@@ -21,25 +28,30 @@ from events.vocabulary import (
     DeadlinePassed,
     Decision,
     DegradationObserved,
+    DrainBegun,
     DropState,
     EntrySkipped,
     ErrorReported,
-    ExitCause,
     FailureRateEstimated,
-    Fault,
+    ForgetRequested,
     HangSuspected,
     Heartbeat,
     IncidentEscalated,
     InjectFault,
     InjectionRequested,
+    LeaveCluster,
+    MachineReported,
+    MaintenanceCancelled,
+    MaintenancePlanned,
     MembershipDecided,
     MembershipPart,
-    MemoryService,
     NodeChecked,
     NodeCordoned,
     NodeEnrolled,
+    NodeForgotten,
     NodeIsolated,
     NodeJoined,
+    NodeLeaving,
     NodeLeft,
     NodeLost,
     NodeReadmitted,
@@ -51,14 +63,13 @@ from events.vocabulary import (
     PeersRemembered,
     PlanAdopted,
     RepairEnded,
-    RepairNeed,
     ReshapeRequested,
+    SaveFailed,
     SetMembership,
     SetPeers,
     StartWorker,
     StartWorkers,
     StateKept,
-    StateSource,
     StateTaken,
     StepCommitted,
     StopAsked,
@@ -87,16 +98,18 @@ _OfWorker: TypeAlias = (
     | StateTaken
 )  # fmt: skip
 _OfTraining: TypeAlias = (
-    StepCommitted | CheckpointSaved | TaskCompleted | ErrorReported | HangSuspected | StopAsked
+    StepCommitted | CheckpointSaved | SaveFailed | TaskCompleted | ErrorReported | HangSuspected | StopAsked
     | DegradationObserved | StragglerObserved | StragglerRecovered | CorruptionSuspected
 )  # fmt: skip
 _OfNode: TypeAlias = (
-    NodeJoined | NodeLeft | Heartbeat | AcceleratorReported | NodeChecked | StateKept | PeersRemembered
+    NodeJoined | NodeLeaving | NodeLeft | MachineReported | Heartbeat | AcceleratorReported | NodeChecked | StateKept
+    | PeersRemembered
     | CommandApplied | CommandFailed
 )  # fmt: skip
 _Remedy: TypeAlias = (
-    NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded | IncidentEscalated | TransitionCompleted
-)
+    NodeLost | NodeReturned | NodeForgotten | NodeIsolated | DrainBegun | NodeReadmitted | RepairEnded
+    | IncidentEscalated | TransitionCompleted
+)  # fmt: skip
 _Course: TypeAlias = (
     CoordinatorStarted | EntrySkipped | DeadlinePassed | PlanAdopted | MembershipPart | MembershipDecided | PeersDecided
     | TaskReshaped | TaskFailed | ThroughputCorrected | FailureRateEstimated
@@ -144,7 +157,7 @@ def _of_worker(event: _OfWorker) -> str:
             )
         case WorkerExited():
             how = f"exit code {event.exit_code}" if event.signal is None else f"signal {event.signal}"
-            how += _CAUSES[event.cause]
+            how += CAUSES[event.cause]
             expected = ", as expected" if event.expected else ""
             return f"worker {event.worker} on {event.node} ended by {how}{expected}"
         case WorkerBusy(what=""):
@@ -164,11 +177,20 @@ def _of_worker(event: _OfWorker) -> str:
             )
             return (
                 f"worker {event.worker} on {event.node} took the state after iteration {event.iteration} from"
-                f" {_SOURCES[event.source]} ({event.size_bytes} bytes in {_seconds(event.duration_us)})"
+                f" {SOURCES[event.source]} ({event.size_bytes} bytes in {_seconds(event.duration_us)})"
                 f"{anew}{tried}{saved}"
             )
         case _:
             assert_never(event)
+
+
+def _of_saving(event: CheckpointSaved | SaveFailed) -> str:
+    if isinstance(event, CheckpointSaved):
+        return f"task {event.task} saved iteration {event.iteration} to {event.path} ({event.size_bytes} bytes)"
+    whose = "a checkpoint" if event.by == "unicron" else "its program's checkpoint"
+    if not event.reason:
+        return f"task {event.task} saved {whose} again, of iteration {event.iteration}"
+    return f"task {event.task} could not save {whose} of iteration {event.iteration}: {event.reason}"
 
 
 def _of_training(event: _OfTraining) -> str:
@@ -177,8 +199,8 @@ def _of_training(event: _OfTraining) -> str:
             span = f"iteration {event.last}" if event.first == event.last else f"iterations {event.first}-{event.last}"
             redone = f", {_count(event.redone, 'micro-batch', 'micro-batches')} redone" if event.redone else ""
             return f"task {event.task} committed {span}, loss {event.loss:.4g}{redone}"
-        case CheckpointSaved():
-            return f"task {event.task} saved iteration {event.iteration} to {event.path} ({event.size_bytes} bytes)"
+        case CheckpointSaved() | SaveFailed():
+            return _of_saving(event)
         case TaskCompleted():
             return f"task {event.task} completed after iteration {event.iteration}, loss {event.loss:.4g}"
         case ErrorReported():
@@ -237,14 +259,18 @@ def _of_node(event: _OfNode) -> str:
         case NodeJoined():
             adopted = f", adopting {_count(len(event.workers), 'worker')}" if event.workers else ""
             return f"node {event.node} joined with {_count(event.slots, 'slot')} at {event.address}{adopted}"
+        case NodeLeaving():
+            return f"node {event.node} is drained and leaves within {event.grace_us / 1e6:g} s: {event.reason}"
         case NodeLeft():
             return f"node {event.node} left: {event.reason}"
+        case MachineReported():
+            return f"machine of node {event.node}: {event.hold or 'in use'}{': ' if event.reason else ''}{event.reason}"
         case Heartbeat():
             return f"node {event.node} is alive, beat {event.beat}, {_count(event.workers, 'worker')}"
         case AcceleratorReported():
-            what = f" reports {event.kind}" if event.kind else ""
+            what = f" reports {event.kind}" if event.kind else " foretells a failure" if event.foretells else ""
             who = f" (worker {event.worker})" if event.worker else ""
-            return f"accelerator {event.accelerator} of {event.node}{who}{what}: {event.message}{_NEEDS[event.needs]}"
+            return f"accelerator {event.accelerator} of {event.node}{who}{what}: {event.message}{NEEDS[event.needs]}"
         case NodeChecked():
             how = "passed" if event.passed else "failed"
             return f"node {event.node} {how} its health check in {_seconds(event.duration_us)}: {event.detail}"
@@ -275,15 +301,24 @@ def _asked(event: AnyRequest) -> str:
             )
         case ReshapeRequested():
             return (
-                f"task {event.task} is to continue with tp {event.tp}, pp {event.pp} and {event.min_workers} to"
-                f" {event.max_workers} workers: {event.reason}"
+                f"task {event.task} is to continue with tp {event.tp}, pp {event.pp}{_settings(event)} and"
+                f" {event.min_workers} to {event.max_workers} workers: {event.reason}"
             )
         case TaskCancelled():
             return f"task {event.task} cancelled: {event.reason}"
         case NodeCordoned():
-            return f"node {event.node} {'drained' if event.drain else 'cordoned'}: {event.reason}"
+            until = " until it returns" if event.until_return else ""
+            by = f" by {to_the_second(event.empty_by_us)}" if event.drain and event.empty_by_us else ""
+            return f"node {event.node} {'drained' if event.drain else 'cordoned'}{by}{until}: {event.reason}"
         case NodeUncordoned():
             return f"node {event.node} uncordoned: {event.reason}"
+        case MaintenancePlanned():
+            window = f"{to_the_second(event.from_us)} to {to_the_second(event.until_us)}"
+            return f"maintenance of {', '.join(event.nodes)} from {window}: {event.reason}"
+        case MaintenanceCancelled():
+            return f"maintenance {event.window} cancelled: {event.reason}"
+        case ForgetRequested():
+            return f"node {event.node} is to {'leave for good and ' if event.leave else ''}be forgotten: {event.reason}"
         case NodeEnrolled():
             return f"node {event.node} enrolled with key {event.key[:12]}..."
         case NodeRevoked():
@@ -300,9 +335,13 @@ def _remedy(event: _Remedy) -> str:
             return f"node {event.node} lost: {event.reason}"
         case NodeReturned():
             return f"node {event.node} returned, beat {event.evidence.beat_seq}"
+        case NodeForgotten():
+            return f"node {event.node} forgotten: {event.reason}"
         case NodeIsolated():
             until = "" if event.until_us is None else f" until {event.until_us} us"
             return f"node {event.node} isolated{until}: {event.reason}"
+        case DrainBegun():
+            return f"workers leave node {event.node} now: {event.reason}"
         case NodeReadmitted():
             return f"node {event.node} readmitted: {event.reason}"
         case RepairEnded():
@@ -317,7 +356,7 @@ def _remedy(event: _Remedy) -> str:
             return (
                 f"incident {event.incident} closed by {event.response}: detected in {_seconds(event.detection_us)},"
                 f" transition {_seconds(event.transition_us)},"
-                f" {_count(event.micro_batches_redone, 'micro-batch', 'micro-batches')} redone"
+                f" {_count(event.micro_batches_redone, 'micro-batch', 'micro-batches')} redone{_lost(event)}"
             )
         case _:
             assert_never(event)
@@ -354,8 +393,8 @@ def _course(event: _Course) -> str:
             return f"the state of task {event.task} is copied to {_nodes(event.peers)}"
         case TaskReshaped():
             return (
-                f"task {event.task} has tp {event.tp}, pp {event.pp} and {event.min_workers} to {event.max_workers}"
-                f" workers from now on: {event.reason}"
+                f"task {event.task} has tp {event.tp}, pp {event.pp}{_settings(event)} and {event.min_workers} to"
+                f" {event.max_workers} workers from now on: {event.reason}"
             )
         case TaskFailed():
             return f"task {event.task} failed: {event.reason}"
@@ -394,55 +433,11 @@ def _commanded(event: AnyCommand) -> str:
         case CheckNode():
             what = " ".join(event.argv) if event.argv else "its self-test"
             return f"check node {event.node} by {what}, isolated because: {event.reason}"
+        case LeaveCluster():
+            return f"node {event.node} is to leave{' for good' if event.for_good else ''}: {event.reason}"
         case _:
             assert_never(event)
 
 
-_CAUSES: dict[ExitCause, str] = {
-    "unknown": "",
-    "exited": "",
-    "signalled": "",
-    "core_dumped": ", with a core dump",
-    "oom_killed": ", from the kernel's OOM killer",
-    "maybe_oom_killed": ", maybe from the kernel's OOM killer",
-}
-
-
-_NEEDS: dict[RepairNeed, str] = {
-    "": "",
-    "reset": " (it needs a reset)",
-    "reboot": " (it needs a reboot of the node)",
-    "replace": " (it needs to be replaced)",
-    "other": " (it needs an action that this version does not know)",
-}
-
-
-_SOURCES: dict[StateSource, str] = {
-    "own": "itself",
-    "replica": "a live replica",
-    "memory": "its node's memory",
-    "peer": "another node's memory",
-    "checkpoint": "storage",
-    "init": "the seed",
-}
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _nodes(peers: tuple[MemoryService, ...]) -> str:
-    return ", ".join(peer.node for peer in peers) or "no node"
-
-
-def _seconds(duration_us: int) -> str:
-    return f"{duration_us / 1e6:.3f} s"
-
-
-def _fault(fault: Fault, node: str) -> str:
-    where = f"{fault.worker} on {node}" if fault.worker else f"node {node}"
-    code = f" {fault.xid}" if fault.kind == "xid" else ""
-    when = f" in iteration {fault.at_iteration}" if fault.at_iteration else ""
-    phase = f" at {fault.phase}" if fault.phase else ""
-    lasting = f" ({fault.seconds:g} s)" if fault.seconds else ""
-    return f"{fault.kind}{code} of {where}{when}{phase}{lasting}"
+def _lost(event: TransitionCompleted) -> str:
+    return f", {event.micro_batches_lost} finished ones thrown away" if event.micro_batches_lost else ""

@@ -47,7 +47,19 @@ TYPES: dict[int, tuple[str, ...]] = {
         "WorkerWaits",
     ),
     3: ("MembershipPart", "PeersDecided", "StartWorkers"),
-    4: ("NodeEnrolled", "NodeRevoked"),
+    4: (
+        "DrainBegun",
+        "ForgetRequested",
+        "LeaveCluster",
+        "MachineReported",
+        "MaintenanceCancelled",
+        "MaintenancePlanned",
+        "NodeEnrolled",
+        "NodeForgotten",
+        "NodeLeaving",
+        "NodeRevoked",
+        "SaveFailed",
+    ),
 }
 #: schema -> struct -> the fields that came to it.
 FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -66,14 +78,31 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "TaskAssignment": ("nodes", "replica_workers"),
     },
     4: {
+        "AcceleratorReported": ("foretells",),
+        "CheckNode": ("agent_boot",),
+        "CoordinatorStarted": ("taken_us",),
+        "DropState": ("agent_boot",),
+        "Heartbeat": ("read_seq",),
         "InjectionRequested": ("by",),
-        "NodeCordoned": ("by",),
-        "NodeUncordoned": ("by",),
-        "ReshapeRequested": ("by",),
+        "ModelSpec": ("precision",),
+        "NodeCordoned": ("address", "agent_boot", "by", "empty_by_us", "until_return"),
+        "NodeJoined": ("since_boot", "users"),
+        "NodeUncordoned": ("address", "agent_boot", "by"),
+        "ReshapeRequested": ("by", "iterations", "lr"),
+        "SetMembership": ("agent_boot",),
+        "SetPeers": ("agent_boot",),
+        "StartWorker": ("agent_boot",),
+        "StartWorkers": ("agent_boot",),
+        "StepCommitted": ("checksums",),
+        "StopWorker": ("agent_boot",),
         "TaskCancelled": ("by",),
-        "TaskSpec": ("secrets",),
+        "TaskAssignment": ("pp", "tp"),
+        "TaskReshaped": ("iterations", "lr", "plan"),
+        "TaskSpec": ("layouts", "preload", "run_as", "secrets"),
         "TaskSubmitted": ("by",),
         "ToldOnce": ("lead_tells",),
+        "TransitionCompleted": ("micro_batches_lost",),
+        "WorkerExited": ("computed", "iteration"),
         "WorkerRegrouped": ("others_dealt",),
     },
 }
@@ -89,8 +118,16 @@ VALUES: dict[int, dict[str, dict[str, str]]] = {
 TOLD_ONCE = 3
 #: From here on the lead's word that a group has met stands for all members that keep their state.
 LEAD_TELLS = 4
+#: From here on the built-in GPT can have 16-bit parameters; older agents' workers would train in fp32.
+BF16 = 4
+#: From here on a plan may choose a task's tp and pp.
+CHOOSES_LAYOUTS = 4
 #: From here on a request says whose token came with it.
 NAMES_WHO_ASKS = 4
+#: From here on a task may name the user that it runs as, and its variables are looked at.
+TASK_USERS = 4
+#: What is never left out: an agent that does not know it must refuse the command, not obey the rest.
+KEPT = {"TaskSpec": ("run_as",)}
 
 E = TypeVar("E", bound=Event)
 V = TypeVar("V", bound=msgspec.Struct)
@@ -240,7 +277,7 @@ def _lower(value: Any, schema: int) -> Any:
         changes = {}
         for field in _watched(type(value)):
             held = getattr(value, field.name)
-            if field.since > schema:
+            if field.since > schema and field.name not in KEPT.get(type(value).__name__, ()):
                 held = field.default
             if field.is_nested:
                 held = _lower(held, schema)

@@ -189,6 +189,7 @@ def starts(command: StartWorkers) -> Iterator[StartWorker]:
             command_id=f"{command.command_id}/{place}",
             node=command.node,
             epoch=command.epoch,
+            agent_boot=command.agent_boot,
             spec=command.spec,
             worker=f"{command.spec.name}.{start.number}",
             replica=start.replica,

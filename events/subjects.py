@@ -19,11 +19,19 @@ import hashlib
 import secrets
 from collections.abc import Collection
 
-from events.codec import BadEvent, read
+from events.codec import COORDINATOR, BadEvent, read
 from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.log import TOLD
 from events.prose import summary
-from events.vocabulary import Command, CoordinatorStarted, Heartbeat
+from events.vocabulary import (
+    Command,
+    CoordinatorStarted,
+    Heartbeat,
+    NodeForgotten,
+    NodeIsolated,
+    NodeJoined,
+    NodeReadmitted,
+)
 
 EVENT_STREAM = "UNICRON_EVENTS"
 BEAT_STREAM = "UNICRON_BEATS"
@@ -33,7 +41,11 @@ TERM_SUBJECT = f"{PREFIX}.term"
 SKIP_SUBJECT = f"{PREFIX}.decision.cluster.EntrySkipped"
 EVENT_SUBJECTS = (f"{PREFIX}.obs.*.*", f"{PREFIX}.decision.*.*", f"{PREFIX}.command.*.*", TERM_SUBJECT)
 BEAT_SUBJECTS = (f"{PREFIX}.beat.*",)
+#: Where the coordinator's own beats go round.
+OWN_BEATS_SUBJECT = f"{PREFIX}.beat.{COORDINATOR}"
 MAX_SUMMARY_CHARS = 160
+#: The header beside a membership for the nodes that read it (`warrants.py`).
+WARRANT_HEADER = "Unicron-Warrant"
 
 
 def command_subjects(node: str) -> str:
@@ -45,6 +57,16 @@ def told_subjects(node: str, tasks: Collection[str]) -> list[str]:
     """The filters that match every command to `node`, and what is told once of each of `tasks`."""
     told = [f"{PREFIX}.decision.{task}.{kind.__name__}" for task in sorted(tasks) for kind in TOLD]
     return [command_subjects(node), *told]
+
+
+def joins_subject(node: str) -> str:
+    """Where the agents of this name say that they join."""
+    return f"{PREFIX}.obs.{node}.{NodeJoined.__name__}"
+
+
+def standing_subjects(node: str) -> tuple[str, ...]:
+    """Where the coordinator says that the node is isolated, and that it is not any more."""
+    return tuple(f"{PREFIX}.decision.{node}.{kind.__name__}" for kind in (NodeIsolated, NodeReadmitted, NodeForgotten))
 
 
 def agent_consumer(node: str) -> str:

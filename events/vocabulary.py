@@ -34,6 +34,8 @@ WorkerId: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,
 WorkerOrNone: TypeAlias = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62}\.[0-9]{1,9})?\Z")]
 #: The public nkey of a user.
 PublicKey: TypeAlias = Annotated[str, Meta(pattern=r"^U[A-Z2-7]{55}\Z")]
+#: A user of a node, or none.
+User: TypeAlias = Annotated[str, Meta(pattern=r"^([a-z_][a-z0-9_.-]{0,31})?\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=32768)]
 Micros: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -57,6 +59,7 @@ FirstSerial: TypeAlias = Annotated[int, Meta(ge=1, le=SERIAL_MAX)]
 Boot: TypeAlias = Annotated[int, Meta(ge=0, lt=2**52)]
 Iteration: TypeAlias = Annotated[int, Meta(ge=0, le=10**12)]
 FirstIteration: TypeAlias = Annotated[int, Meta(ge=1, le=10**12)]
+LearningRate: TypeAlias = Annotated[float, Meta(gt=0.0)]
 #: Micro-batches, collectives, codes: what fits into 31 bits anywhere.
 Small: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -117,10 +120,16 @@ PlanWay: TypeAlias = Literal["table", "incremental", "fresh"]
 FaultKind: TypeAlias = Literal["kill", "stop", "exception", "nan", "slow", "hang", "exit", "oom", "xid", "drop_network"]
 #: What broken hardware needs before it is used again, by its vendor's or its driver's word; "other": a word that this
 #: version does not know; "": nothing was said.
+#: What the keeper of a machine wants of it.
+MachineHold: TypeAlias = Literal["", "cordon", "drain"]
 RepairNeed: TypeAlias = Literal["", "reset", "reboot", "replace", "other"]
 #: Where a worker's state came from, nearest first: its own, a live replica, the memory of a member's node, the memory
 #: of another node, storage; "init": from the seed.
 StateSource: TypeAlias = Literal["own", "replica", "memory", "peer", "checkpoint", "init"]
+#: Of the built-in GPT's parameters and activations; gradients and the optimizer's masters are fp32.
+Precision: TypeAlias = Literal["fp32", "bf16"]
+#: Whose checkpoint it is: unicron's, or one of the program's own.
+Saver: TypeAlias = Literal["unicron", "program"]
 #: Where in an iteration an ordered fault happens; "": at the first chance.
 FaultPhase: TypeAlias = Literal["", "forward", "backward", "reduce", "step", "checkpoint", "regroup"]
 
@@ -201,7 +210,8 @@ class Decision(Event, frozen=True, kw_only=True):
 
 
 class Command(Event, frozen=True, kw_only=True):
-    """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id.
+    """An order to one node's agent. `command_id` is "term.epoch.node.number"; agents act once per id. Each command has
+    an `agent_boot`: the agent that it is for; the next agents of its run directory may obey, and no others. 0: any.
 
     Bounds: `epoch` < 10**9.
     """
@@ -211,6 +221,15 @@ class Command(Event, frozen=True, kw_only=True):
     command_id: Text
     node: Name
     epoch: Serial
+
+
+class BootCommand(Command, frozen=True, kw_only=True):
+    """A command that has had its `agent_boot` since schema 4.
+
+    Bounds: `agent_boot` < 2**52.
+    """
+
+    agent_boot: Boot = 0
 
 
 # --- tasks ---------------------------------------------------------------------------------------
@@ -228,6 +247,7 @@ class ModelSpec(Value, frozen=True, kw_only=True):
     seq: Size = always(64)
     vocab: Size = always(256)
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = always(0.0)
+    precision: Precision = "fp32"
 
 
 class OptimizerSpec(Value, frozen=True, kw_only=True):
@@ -238,7 +258,7 @@ class OptimizerSpec(Value, frozen=True, kw_only=True):
     Bounds: `warmup_iterations` <= 10**12; `decay_iterations` <= 10**12, >= 1.
     """
 
-    lr: Annotated[float, Meta(gt=0.0)] = always(1e-3)
+    lr: LearningRate = always(1e-3)
     min_lr: Annotated[float, Meta(ge=0.0)] = always(0.0)
     warmup_iterations: Iteration = always(0)
     decay_iterations: FirstIteration | None = always(None)
@@ -260,13 +280,35 @@ class CheckpointSpec(Value, frozen=True, kw_only=True):
     memory_interval: Iteration | None = always(None)
 
 
+#: A variable in a task's environment: the number of its lanes.
+LANES = "UNICRON_LANES"
+#: Another: what is done about bits that differ from worker to worker, one of DETERMINISM.
+DETERMINISTIC = "UNICRON_DETERMINISTIC"
+DETERMINISM = ("check", "require", "off")
+
+
+class LayoutSpec(Value, frozen=True, kw_only=True):
+    """A layout that a task may have: `tp` * `pp` workers in a replica. `throughput`: T(x) in it, as in TaskSpec.
+
+    Bounds: `tp`, `pp` 1..131072; `throughput` < 2**63.
+    """
+
+    tp: SomeWorkers = always(1)
+    pp: SomeWorkers = always(1)
+    throughput: dict[str, Flops] = always({})
+
+
 class TaskSpec(Value, frozen=True, kw_only=True):
     """One training job as its file describes it (YAML, see docs/use/task-files.md).
 
     `min_workers` and `max_workers` are workers (ranks), multiples of tp * pp. `global_batch` and
     `micro_batch` are samples. `throughput` is T(x): workers -> achieved FLOP/s; empty = linear. `start_timeout_s`: how
     long a worker may take from its start until it is ready; None: as the cluster's policy says. `secrets`: environment
-    variables whose values are on the node, each "file:PATH" or "env:NAME" of the agent's.
+    variables whose values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the
+    nodes whose processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules
+    that a process of the task's own imports once on each node, and the workers start with.
+    `layouts`: those that the plan may give it, in the order that decides ties; empty: tp and pp stay until a person
+    asks for others. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
 
     Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `global_batch`, `micro_batch` < 2**31, >= 1;
     `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63.
@@ -292,10 +334,13 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     checkpoint: CheckpointSpec = always(CheckpointSpec())
     throughput: dict[str, Flops] = always({})
     backend: Literal["auto", "gloo", "nccl"] = always("auto")
-    #: "exact": gradients are summed as integers, so that no bit depends on the replicas or their number.
+    #: "exact": no bit of a sum depends on the replicas or their number. "float": the sum follows the deal.
     accumulation: Literal["float", "exact"] = always("float")
     start_timeout_s: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
     secrets: dict[str, Text] = {}
+    run_as: User = ""
+    preload: tuple[Text, ...] = ()
+    layouts: tuple[LayoutSpec, ...] = ()
 
     @property
     def replica_workers(self) -> int:
@@ -306,6 +351,20 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     def micro_batches(self) -> int:
         """Micro-batches of one iteration over all replicas."""
         return self.global_batch // self.micro_batch
+
+    @property
+    def lanes(self) -> int:
+        """In how many parts an iteration's gradients are summed, whoever computes them
+        (agents/trainer/gradients/lanes.py). 0: the sum follows the deal.
+
+        A constant of the task, which its environment carries through all changes of its size: by default as many as
+        there may be replicas when it is submitted."""
+        if self.accumulation != "exact":
+            return 0
+        wanted = self.env.get(LANES, "")
+        sizes = [self.replica_workers, *(layout.tp * layout.pp for layout in self.layouts)]
+        replicas = self.max_workers // min(sizes)
+        return max(1, min(int(wanted) if wanted.isdecimal() else replicas, self.micro_batches))
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -419,9 +478,10 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
     """What one plan gives one task. `replicas`: per replica, the node of each of its tp * pp shards.
 
     `waf`: weighted achieved FLOP/s, F(t, workers). `nodes`, `replica_workers`: the same as `replicas`, which is empty
-    then, as runs over all shards of all replicas, and tp * pp; 0: `replicas` says it.
+    then, as runs over all shards of all replicas, and tp * pp; 0: `replicas` says it. `tp`, `pp`: the layout that the
+    plan has chosen, of a task that has a choice; 0: the task's own.
 
-    Bounds: `workers`, `replica_workers` 0..131072; `waf` < 2**63.
+    Bounds: `workers`, `replica_workers`, `tp`, `pp` 0..131072; `waf` < 2**63.
     """
 
     task: Name
@@ -430,6 +490,8 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
     waf: Flops
     nodes: tuple[NodeRun, ...] = ()
     replica_workers: Workers = 0
+    tp: Workers = 0
+    pp: Workers = 0
 
 
 class Evidence(Value, frozen=True, kw_only=True):
@@ -446,9 +508,11 @@ class Evidence(Value, frozen=True, kw_only=True):
 
 
 class NodeJoined(Observation, frozen=True, kw_only=True):
-    """An agent is up and serves `slots` workers; `workers` are those it adopted.
+    """An agent is up and serves `slots` workers; `workers` are those it adopted. `users`: that tasks may run as, the
+    first where a task names none; empty: all tasks run as the agent's own. `since_boot`: the first agent of its run
+    directory; commands for earlier agents are void. 0: not told.
 
-    Bounds: `slots` 1..1024; `agent_boot` < 2**52.
+    Bounds: `slots` 1..1024; `agent_boot`, `since_boot` < 2**52.
     """
 
     node: Name
@@ -459,12 +523,35 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     version: Text
     workers: tuple[RunningWorker, ...] = always(())
     memory: MemoryService | None = always(None)
+    users: tuple[User, ...] = ()
+    since_boot: Boot = 0
 
 
 class NodeLeft(Observation, frozen=True, kw_only=True):
     """An agent was stopped on purpose and has ended its workers."""
 
     node: Name
+    reason: Text
+
+
+class NodeLeaving(Observation, frozen=True, kw_only=True):
+    """An agent was asked to end, and will within `grace_us`: from now on the node is drained. NodeLeft follows once its
+    workers are gone; if it does not, the workers ended with the agent, and that was no failure.
+
+    Bounds: `grace_us` <= 366 days.
+    """
+
+    node: Name
+    grace_us: Duration
+    reason: Text
+
+
+class MachineReported(Observation, frozen=True, kw_only=True):
+    """The keeper of the machine that the node is on wants this of it: `hold`, "" = no more. Kubernetes: by its Node
+    object."""
+
+    node: Name
+    hold: MachineHold
     reason: Text
 
 
@@ -509,7 +596,10 @@ class WorkerParked(PlacedObservation, frozen=True, kw_only=True):
 class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     """A worker's process ended. Exactly one of `exit_code` and `signal` is set.
 
-    Bounds: `exit_code` < 2**31, >= -2147483648; `signal` 1..127.
+    `iteration`: the one that its mark named, 0 = none; `computed`: how many micro-batches of that it had finished, at
+    least: they went with it.
+
+    Bounds: `exit_code` < 2**31, >= -2147483648; `signal` 1..127; `iteration` <= 10**12; `computed` < 2**31.
     """
 
     exit_code: ExitCode | None
@@ -517,6 +607,8 @@ class WorkerExited(WorkerObservation, frozen=True, kw_only=True):
     expected: bool
     log_tail: LongText = always("")
     cause: ExitCause = always("unknown")
+    iteration: Iteration = 0
+    computed: Small = 0
 
 
 class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
@@ -539,13 +631,25 @@ class ErrorReported(WorkerObservation, frozen=True, kw_only=True):
     lost: Annotated[tuple[WorkerId, ...], Meta(max_length=64)] = ()
 
 
+class Checksums(Value, frozen=True, kw_only=True):
+    """Of the first shard: of the bits of the parameters after iteration `after`, and of those of the gradients' sums of
+    the iteration after it. 0: none was made.
+
+    Bounds: `after` <= 10**12; `parameters`, `sums` < 2**61.
+    """
+
+    after: Iteration
+    parameters: SamplesDigest
+    sums: SamplesDigest = 0
+
+
 class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     """Iterations first..last were committed by all replicas of `generation`.
 
     `samples_digest`: sum mod 2**61 of sample_hash(iteration, sample) over every sample used.
     `micro_batches_by_rank`: finished micro-batches per replica, in replica order.
     `redone`: micro-batches computed anew because a replica was lost. `loss`: of iteration `last`.
-    `duration_us`: wall time of first..last.
+    `duration_us`: wall time of first..last. `checksums`: the newest that were made in these; None: none was.
 
     Bounds: `generation` < 10**9; `first`, `last` <= 10**12, >= 1; `samples` < 2**53; `samples_digest` < 2**61;
     `duration_us` <= 366 days; `micro_batches_by_rank`, `redone` < 2**31.
@@ -560,6 +664,7 @@ class StepCommitted(WorkerObservation, frozen=True, kw_only=True):
     duration_us: Duration
     micro_batches_by_rank: tuple[Small, ...]
     redone: Small = always(0)
+    checksums: Checksums | None = None
 
 
 class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
@@ -572,6 +677,20 @@ class CheckpointSaved(WorkerObservation, frozen=True, kw_only=True):
     path: Text
     size_bytes: Count
     duration_us: Duration
+
+
+class SaveFailed(WorkerObservation, frozen=True, kw_only=True):
+    """The state after `iteration` was not written; the one saved before stays, and training goes on.
+
+    `by` "unicron": its own checkpoint; "program": one that the program writes by itself (Megatron-LM's `--save`).
+    `reason` "": a later one was written, which the program alone tells of so.
+
+    Bounds: `iteration` <= 10**12.
+    """
+
+    iteration: Iteration
+    by: Saver
+    reason: Text
 
 
 class TaskCompleted(WorkerObservation, frozen=True, kw_only=True):
@@ -695,8 +814,9 @@ class CorruptionSuspected(PlacedObservation, frozen=True, kw_only=True):
 class AcceleratorReported(Observation, frozen=True, kw_only=True):
     """What was seen of an accelerator of the node, outside any process of ours. `accelerator`: its name.
 
-    `worker`: the one on it, "" = none. `kind` None: news for people, nothing follows from it. `xid`: the driver's
-    code, 0 = seen in counters or states. `needs`: what has to be done before it can be used again.
+    `worker`: the one on it, "" = none. `kind` None: nothing has failed; that is news for people, unless it `foretells`
+    a failure: then the node is emptied and checked. `xid`: the driver's code, 0 = seen in counters or states. `needs`:
+    what has to be done before it can be used again.
 
     Bounds: `xid` < 2**31.
     """
@@ -708,6 +828,7 @@ class AcceleratorReported(Observation, frozen=True, kw_only=True):
     xid: Small
     message: Text
     needs: RepairNeed = ""
+    foretells: bool = False
 
 
 class NodeChecked(Observation, frozen=True, kw_only=True):
@@ -814,7 +935,9 @@ class TaskCancelled(Request, frozen=True, kw_only=True):
 class ReshapeRequested(Request, frozen=True, kw_only=True):
     """A person asks for other replicas of a running task, of `tp` * `pp` workers; it goes on from where it stands.
 
-    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072.
+    `iterations`, `lr`: with another end and another learning rate; None: as they are.
+
+    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072; `iterations` <= 10**12, >= 1.
     """
 
     task: Name
@@ -823,21 +946,74 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
     min_workers: SomeWorkers
     max_workers: SomeWorkers
     reason: Text
+    iterations: FirstIteration | None = None
+    lr: LearningRate | None = None
 
 
 class NodeCordoned(Request, frozen=True, kw_only=True):
-    """The node gets no new workers. `drain`: those that it has leave it too, at an iteration boundary."""
+    """The node gets no new workers. `drain`: those that it has leave it too, at an iteration boundary. `until_return`:
+    until an agent joins under the name without workers. `agent_boot`, `address`: only if the node has that agent, or is
+    there; 0 and "": whatever it is.
+
+    `empty_by_us`: with `drain`, when the node is to be empty at the latest (log time): its workers stay until there is
+    room for them elsewhere, or until that time is near (unicrond/core/departures.py); 0: they leave now.
+
+    Bounds: `agent_boot` < 2**52; `empty_by_us` < 2**62.
+    """
 
     node: Name
     drain: bool
     reason: Text
+    until_return: bool = False
+    agent_boot: Boot = 0
+    address: Text = ""
+    empty_by_us: Micros = 0
 
 
 class NodeUncordoned(Request, frozen=True, kw_only=True):
-    """The node may have workers again; an isolated one, whatever it waits for."""
+    """The node may have workers again; an isolated one, whatever it waits for. `agent_boot`, `address`: see
+    NodeCordoned.
+
+    Bounds: `agent_boot` < 2**52.
+    """
 
     node: Name
     reason: Text
+    agent_boot: Boot = 0
+    address: Text = ""
+
+
+class MaintenancePlanned(Request, frozen=True, kw_only=True):
+    """The nodes are to be empty from `from_us` to `until_us` (log time); a window `w<seq>` by this entry's number.
+
+    Bounds: `from_us`, `until_us` < 2**62.
+    """
+
+    nodes: tuple[Name, ...]
+    from_us: Micros
+    until_us: Micros
+    reason: Text
+
+
+class MaintenanceCancelled(Request, frozen=True, kw_only=True):
+    """The maintenance window is no longer wanted, or is over before its time."""
+
+    window: Text
+    reason: Text
+
+
+class ForgetRequested(Request, frozen=True, kw_only=True):
+    """A node that has left or is lost is to be forgotten. `leave`: one that is up is to leave for good first.
+    `agent_boot`, `address`: see NodeCordoned.
+
+    Bounds: `agent_boot` < 2**52.
+    """
+
+    node: Name
+    leave: bool
+    reason: Text
+    agent_boot: Boot = 0
+    address: Text = ""
 
 
 class NodeEnrolled(Request, frozen=True, kw_only=True):
@@ -890,11 +1066,10 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     """An agent lives. Stands on the heartbeat stream, not on the event stream.
 
     `kept_back`: observations that the event log has not taken for a second or more, `kept_back_us`: the oldest's age.
-    Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes`, `kept_back`, `kept_back_us` < 2**53;
-    `workers` 0..131072.
+    `read_seq`: the last entry of its commands that this agent has handled; 0: none yet.
 
-    Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes`, `kept_back` < 2**53; `workers`
-    0..131072; `kept_back_us` < 2**62.
+    Bounds: `agent_boot` < 2**52; `beat`, `load_milli`, `memory_free_bytes`, `kept_back`, `read_seq` < 2**53;
+    `workers` 0..131072; `kept_back_us` < 2**62.
     """
 
     node: Name
@@ -905,6 +1080,7 @@ class Heartbeat(Observation, frozen=True, kw_only=True):
     memory_free_bytes: Count
     kept_back: Count = 0
     kept_back_us: Micros = 0
+    read_seq: Count = 0
 
 
 # --- decisions -----------------------------------------------------------------------------------
@@ -917,8 +1093,10 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     empty in logs older than the field.
     `severity`: error kinds whose severity the configuration sets; the fold looks here first.
     `process`: the claimant, as HOST:PID; without it two claims of one term at the same time would look like one.
+    `taken_us`: when a person last had a coordinator take whatever log there was, by that one's clock; 0: never. Agents
+    take another log than theirs for their own where it is younger than what they know.
 
-    Bounds: `term` < 10**9, >= 1.
+    Bounds: `term` < 10**9, >= 1; `taken_us` < 2**62.
     """
 
     term: FirstSerial
@@ -926,6 +1104,7 @@ class CoordinatorStarted(Decision, frozen=True, kw_only=True):
     policy: dict[Name, Setting] = always({})
     severity: dict[ErrorKind, SeverityLevel] = always({})
     process: Text = always("")
+    taken_us: Micros = 0
 
 
 class NodeLost(Decision, frozen=True, kw_only=True):
@@ -943,6 +1122,13 @@ class NodeReturned(Decision, frozen=True, kw_only=True):
     evidence: Evidence
 
 
+class NodeForgotten(Decision, frozen=True, kw_only=True):
+    """The node has gone for good: nothing is held against its name any more, and nothing is kept for it."""
+
+    node: Name
+    reason: Text
+
+
 class NodeIsolated(Decision, frozen=True, kw_only=True):
     """The node gets no worker until `until_us` (log time), or until it is readmitted where that is None.
 
@@ -951,6 +1137,13 @@ class NodeIsolated(Decision, frozen=True, kw_only=True):
 
     node: Name
     until_us: Micros | None
+    reason: Text
+
+
+class DrainBegun(Decision, frozen=True, kw_only=True):
+    """The workers of a node that is to be empty by a time leave it now, before that time is near."""
+
+    node: Name
     reason: Text
 
 
@@ -1074,9 +1267,10 @@ class PeersDecided(Decision, frozen=True, kw_only=True):
 
 class TaskReshaped(Decision, frozen=True, kw_only=True):
     """From now on the task's replicas have tp * pp workers: those of the old layout have handed the state over and are
-    gone. What they kept is put together anew by the first of the new ones.
+    gone. What they kept is put together anew by the first of the new ones. `iterations`, `lr`: as it was asked. `plan`:
+    the epoch of the plan that has chosen it; 0: a person has.
 
-    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072.
+    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072; `iterations` <= 10**12, >= 1; `plan` < 10**9.
     """
 
     task: Name
@@ -1085,6 +1279,9 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
     min_workers: SomeWorkers
     max_workers: SomeWorkers
     reason: Text
+    iterations: FirstIteration | None = None
+    lr: LearningRate | None = None
+    plan: Serial = 0
 
 
 class TaskFailed(Decision, frozen=True, kw_only=True):
@@ -1099,8 +1296,11 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
 
     `detection_flop`, `transition_flop`: what the tasks that it hit would have achieved meanwhile.
     `sub_health_flops`: by how much the cluster runs below its healthy WAF from here on, until it is repaired.
+    `micro_batches_lost`: finished ones of iterations in progress that were thrown away, at least: no whole replica was
+    left that could have kept them.
 
-    Bounds: `detection_us`, `transition_us` < 2**62; `micro_batches_redone` < 2**53; `sub_health_flops` < 2**63.
+    Bounds: `detection_us`, `transition_us` < 2**62; `micro_batches_redone`, `micro_batches_lost` < 2**53;
+    `sub_health_flops` < 2**63.
     """
 
     incident: Text
@@ -1112,6 +1312,7 @@ class TransitionCompleted(Decision, frozen=True, kw_only=True):
     detection_flop: Work = always(0.0)
     transition_flop: Work = always(0.0)
     sub_health_flops: Flops = always(0)
+    micro_batches_lost: Count = 0
 
 
 class ThroughputCorrected(Decision, frozen=True, kw_only=True):
@@ -1144,7 +1345,7 @@ class FailureRateEstimated(Decision, frozen=True, kw_only=True):
 # --- commands ------------------------------------------------------------------------------------
 
 
-class StartWorker(Command, frozen=True, kw_only=True):
+class StartWorker(BootCommand, frozen=True, kw_only=True):
     """Start a process for shard `shard` of replica `replica`; the replica's own group meets at `store`.
 
     Bounds: `replica` < 10**9; `shard` 0..131072.
@@ -1157,14 +1358,14 @@ class StartWorker(Command, frozen=True, kw_only=True):
     store: StoreAddress
 
 
-class StartWorkers(Command, frozen=True, kw_only=True):
+class StartWorkers(BootCommand, frozen=True, kw_only=True):
     """Start several workers of one task on the node: as many StartWorker, in this order (events/seats.py: starts)."""
 
     spec: TaskSpec
     starts: tuple[Start, ...]
 
 
-class StopWorker(Command, frozen=True, kw_only=True):
+class StopWorker(BootCommand, frozen=True, kw_only=True):
     """End the worker's process: Quit first, then signals after a grace time. `kill`: SIGKILL at once."""
 
     task: Name
@@ -1173,7 +1374,7 @@ class StopWorker(Command, frozen=True, kw_only=True):
     kill: bool = always(False)
 
 
-class SetMembership(Command, frozen=True, kw_only=True):
+class SetMembership(BootCommand, frozen=True, kw_only=True):
     """Tell the node's workers of the task the membership of `generation` (see MembershipDecided).
 
     `peers`: nodes that hold the task's state in memory, or are to: copies go to the first that is not the
@@ -1196,14 +1397,14 @@ class SetMembership(Command, frozen=True, kw_only=True):
     stop: Text = ""
 
 
-class SetPeers(Command, frozen=True, kw_only=True):
+class SetPeers(BootCommand, frozen=True, kw_only=True):
     """Nodes have come or gone: from now on copies of the task's state go to the first of `peers`."""
 
     task: Name
     peers: tuple[MemoryService, ...]
 
 
-class DropState(Command, frozen=True, kw_only=True):
+class DropState(BootCommand, frozen=True, kw_only=True):
     """Forget the task's state in the node's memory: the task has ended."""
 
     task: Name
@@ -1221,7 +1422,7 @@ class InjectFault(Command, frozen=True, kw_only=True):
     agent_boot: Boot = always(0)
 
 
-class CheckNode(Command, frozen=True, kw_only=True):
+class CheckNode(BootCommand, frozen=True, kw_only=True):
     """Run a health check of the isolated node within `limit_us`, and say NodeChecked. `argv`: the operator's command;
     empty: the agent's own self-test. `reason`: why the node is isolated.
 
@@ -1233,14 +1434,26 @@ class CheckNode(Command, frozen=True, kw_only=True):
     reason: Text
 
 
+class LeaveCluster(BootCommand, frozen=True, kw_only=True):
+    """The node is to leave. `for_good`: drained first, within `limit_us`, and its agent is not to come back; else the
+    node was forgotten while it was away: what runs there is ended at once, and the next agent joins anew.
+
+    Bounds: `limit_us` <= 366 days, >= 1.
+    """
+
+    for_good: bool
+    limit_us: SomeDuration
+    reason: Text
+
+
 AnyRequest: TypeAlias = (
-    TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | NodeEnrolled | NodeRevoked
-    | InjectionRequested
+    TaskSubmitted | TaskCancelled | ReshapeRequested | NodeCordoned | NodeUncordoned | ForgetRequested | NodeEnrolled
+    | NodeRevoked | MaintenancePlanned | MaintenanceCancelled | InjectionRequested
 )  # fmt: skip
 AnyObservation: TypeAlias = (
-    NodeJoined | NodeLeft | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
+    NodeJoined | NodeLeaving | NodeLeft | MachineReported | WorkerStarted | WorkerReady | WorkerRegrouped | WorkerParked
     | WorkerExited
-    | ErrorReported | StepCommitted | CheckpointSaved | TaskCompleted
+    | ErrorReported | StepCommitted | CheckpointSaved | SaveFailed | TaskCompleted
     | HangSuspected | WorkerBusy | WorkerWaits | StopAsked
     | DegradationObserved | StragglerObserved | StragglerRecovered
     | CorruptionSuspected | AcceleratorReported | StateKept | StateTaken
@@ -1248,13 +1461,21 @@ AnyObservation: TypeAlias = (
     | CommandApplied | CommandFailed | AnyRequest | Heartbeat
 )  # fmt: skip
 AnyDecision: TypeAlias = (
-    CoordinatorStarted | NodeLost | NodeReturned | NodeIsolated | NodeReadmitted | RepairEnded
-    | IncidentEscalated | DeadlinePassed | EntrySkipped | PlanAdopted | MembershipPart | MembershipDecided
+    CoordinatorStarted | NodeLost | NodeReturned | NodeForgotten | NodeIsolated | NodeReadmitted | DrainBegun
+    | RepairEnded | IncidentEscalated | DeadlinePassed | EntrySkipped | PlanAdopted | MembershipPart | MembershipDecided
     | PeersDecided | TaskReshaped | TaskFailed
     | TransitionCompleted
     | ThroughputCorrected | FailureRateEstimated
 )  # fmt: skip
 AnyCommand: TypeAlias = (
-    StartWorker | StartWorkers | StopWorker | SetMembership | SetPeers | DropState | InjectFault | CheckNode
+    StartWorker
+    | StartWorkers
+    | StopWorker
+    | SetMembership
+    | SetPeers
+    | DropState
+    | InjectFault
+    | CheckNode
+    | LeaveCluster
 )
 AnyEvent: TypeAlias = AnyObservation | AnyDecision | AnyCommand

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from events.command_line import Commands, Epilog, Flag, Parser, add, add_command, add_login, option, switch
-from events.guess import guess
 from events.nats_url import parse_urls
 from events.vocabulary import NAME_PATTERN
 from replay.examples import EXAMPLES
-from replay.reading.point import BeforeEnd, Point, parse_point
-from replay.reading.selection import TYPE_NAMES
 
-_SPAN = re.compile(r"-[0-9.]+(ms|s|m|h|d)")
 #: The last seed that may come first: what `--json` prints of the seeds after it still fits 64 bits.
 SEED_MAX = 2**63 - 1
 #: Where the real trace lies, if `--trace` does not say so.
 TRACE_FILE_VARIABLE = "UNICRON_TRACE_FILE"
 DEFAULT_POLICIES = "unicron,unicron-stay,megatron-wait,megatron-shrink,hot-spare,oobleck,varuna,bamboo,recycle,ft-hsdp"
-#: Stands before a span that is not a flag; no point begins with it.
-_NO_FLAG = "@"
 
 
-def command(commands: Commands, name: str, run: str, what: str, *flags: Flag) -> None:
-    """A command that reads a log."""
+def command(commands: Commands, name: str, run: str, what: str, *flags: Flag, takes_file: bool = False) -> None:
+    """A command that reads a log. `takes_file`: an exported one's path may stand without --file."""
     parser = bare_command(commands, name, run, what, None, *flags)
-    source = parser.add_argument_group("the log (one of the three)")
+    source = parser.add_argument_group("the log (one of the four)")
+    bare = option("bare_file", "FILE", "the same as --file FILE", type=Path, nargs="?")
     add(
         source.add_mutually_exclusive_group(required=True),
+        *([bare] if takes_file else []),
         option("--file", "PATH", "an exported log, or a directory of segments", type=Path),
         option("--nats", "URL", "a NATS server; of a cluster several, with commas", type=parse_urls),
-        option("--state-dir", "DIR", "a coordinator's directory; its embedded NATS server must run", type=Path),
+        option("--state-dir", "DIR", "a coordinator's directory, whether it runs or not; or a backup", type=Path),
+        option("--url", "URL", "a coordinator's API; it keeps secrets back, and gives no heartbeats"),
     )
+    add(source, option("--token-file", "FILE", "with --url: file with the API's bearer token", type=Path))
     what = "the log's older part (default: that of --state-dir, if it has one)"
     add(source, option("--archive", "DIR", what, type=Path))
     add_login(parser)
@@ -45,21 +42,6 @@ def bare_command(commands: Commands, name: str, run: str, what: str, epilog: Epi
     parser = add_command(commands, name, what, epilog or EXAMPLES[name], json, *flags)
     parser.set_defaults(run=run)
     return parser
-
-
-def point(name: str, what: str) -> Flag:
-    """A point of the log."""
-    return option(name, "SEQ|TIME", what, type=point_argument)
-
-
-def with_spans_marked(arguments: Sequence[str]) -> list[str]:
-    """`-10m` as `@-10m`, which argparse would take for a flag."""
-    return [_NO_FLAG + argument if _SPAN.fullmatch(argument) else argument for argument in arguments]
-
-
-def point_argument(text: str) -> Point | BeforeEnd:
-    """See point.HOW."""
-    return parse_point(text.removeprefix(_NO_FLAG))
 
 
 def setting_argument(text: str) -> tuple[str, str]:
@@ -75,13 +57,6 @@ def places_argument(text: str) -> list[int]:
     if not re.fullmatch(r"[0-9]*(,[0-9]*)*", text, re.ASCII):
         raise ValueError(f"{text!r} does not name places; give numbers from 0 with commas: 0,2,5")
     return [int(place) for place in text.split(",") if place]
-
-
-def type_name(text: str) -> str:
-    """An event type."""
-    if text not in TYPE_NAMES:
-        raise ValueError(f"no event type {text!r}; {guess(text, TYPE_NAMES)}")
-    return text
 
 
 def name_argument(text: str) -> str:

@@ -15,7 +15,20 @@ from importlib import import_module
 from pathlib import Path
 
 from events import command_line, log_lines
-from events.command_line import EXIT_CODES, Commands, Parser, add, add_login, option, repeated, switch, whole
+from events.command_line import (
+    EXIT_CODES,
+    Commands,
+    Parser,
+    add,
+    add_login,
+    event_type,
+    option,
+    point,
+    repeated,
+    switch,
+    whole,
+    with_spans_marked,
+)
 from events.log import LogError
 from events.nats_url import parse_urls
 from replay.arguments import (
@@ -26,10 +39,7 @@ from replay.arguments import (
     command,
     name_argument,
     places_argument,
-    point,
     setting_argument,
-    type_name,
-    with_spans_marked,
 )
 from replay.examples import EXAMPLES
 from replay.reading.opening import PROGRAM
@@ -46,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str]) -> int:
     gc.disable()  # a short life, no cycles: the collector would only walk millions of entries
     options = parser().parse_args(with_spans_marked(given))
+    if getattr(options, "bare_file", None) is not None:
+        options.file = options.bare_file
     module, _, name = options.run.partition(":")
     run = getattr(import_module(f"replay.{module}"), name)  # what only this command needs
     try:
@@ -92,12 +104,21 @@ def _look(commands: Commands) -> None:
     )
     command(
         commands,
+        "compare",
+        "views.compare_command:compare_command",
+        "two runs of a task, bit by bit: the first step that differs, and what happened there",
+        option("a", "TASK", "one run", type=name_argument),
+        option("b", "TASK", "the other run: another task, or the same in another log", type=name_argument),
+        option("--other", "PATH", "the other run is in this exported log", type=Path),
+    )
+    command(
+        commands,
         "events",
         "views.commands:events_command",
         "the events, one line each",
         point("--after", "leave out everything up to and with this point"),
         point("--until", "leave out everything after this point"),
-        repeated("--type", "TYPE", "events of this type", type=type_name),
+        repeated("--type", "TYPE", "events of this type", type=event_type),
         option("--node", "NODE", "events that name this node", type=name_argument),
         option("--task", "TASK", "events that name this task", type=name_argument),
     )
@@ -110,6 +131,7 @@ def _explain(commands: Commands) -> None:
         "views.story_command:story_command",
         "a causal account of a node, a task, an incident or a plan",
         option("subject", "SUBJECT", "NODE, TASK, INCIDENT or PLAN"),
+        _AT,
     )
     command(
         commands,
@@ -120,8 +142,25 @@ def _explain(commands: Commands) -> None:
         option("--png", "FILE", "a picture (needs matplotlib)", type=Path),
         _AT,
     )
+    command(
+        commands,
+        "goodput",
+        "views.goodput_command:goodput_command",
+        "goodput and badput by cause, ETTR, MFU, interruptions, lost work, suspect nodes",
+        point("--after", "leave out everything up to and with this point"),
+        _AT,
+        option("--peak-tflops", "N", "of one worker, dense, for MFU", type=whole(0, 10**6), default=0),
+    )
+    command(
+        commands,
+        "serve",
+        "views.serve_command:serve_command",
+        "the web page over this log, with a slider for the time",
+        option("--port", "PORT", "on loopback; 0: any free one (default: 7480)", type=whole(0, 65535), default=7480),
+        takes_file=True,
+    )
     what = "repeat every decision from its recorded inputs, and compare"
-    command(commands, "verify", "views.verify_command:verify_command", what)
+    command(commands, "verify", "views.verify_command:verify_command", what, _AT)
     command(
         commands,
         "whatif",
@@ -143,6 +182,7 @@ def _move(commands: Commands) -> None:
         "the log as one file, for --file",
         option("path", "FILE", "the file to write; appears whole or not at all", type=Path),
         switch("--force", "replace FILE if it exists"),
+        switch("--masked", "hide secrets, to give the file away; its digests differ, and it verifies"),
         _AT,
     )
     into = bare_command(

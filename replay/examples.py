@@ -56,10 +56,19 @@ examples:
   unicron-replay diff 100 200 --file incident.log
   unicron-replay diff -10m -0s --state-dir unicron-state
   unicron-replay diff 500 500 --file here.log --other there.log --json""",
+    "compare": """\
+examples:
+  unicron-replay compare big again --state-dir unicron-state
+  unicron-replay compare big big --file here.log --other there.log --json
+
+Exit code 1 where they differ. Both runs of a task with `numerics: fixed` have the same bits, whatever failed in either:
+compared are losses, and checksums of the gradients' sums and of the parameters, of the iterations that both logs
+name.""",
     "story": """\
 examples:
   unicron-replay story i52 --file incident.log
   unicron-replay story node:n1 --state-dir unicron-state
+  unicron-replay story task:big --url http://head:7470 --token-file token --at -10m
   unicron-replay story plan:7 --file incident.log
 
 SUBJECT is the name of a node or task, the id of an incident (i52), or the epoch of a plan; with its kind and a
@@ -69,6 +78,19 @@ examples:
   unicron-replay timeline --file incident.log
   unicron-replay timeline --file incident.log --html incident.html
   unicron-replay timeline --state-dir unicron-state --png incident.png      # needs unicrond[plot]""",
+    "goodput": """\
+examples:
+  unicron-replay goodput --file incident.log
+  unicron-replay goodput --state-dir unicron-state --after -24h --peak-tflops 989
+  unicron-replay goodput --file incident.log --json | jq .cluster
+
+The same numbers as `unicronctl goodput` at the same entry; definitions: docs/operate/goodput.md.""",
+    "serve": """\
+examples:
+  unicron-replay serve incident.log
+  unicron-replay serve --state-dir unicron-state --port 0
+
+Open the address that it prints in a browser. It listens on loopback alone, and only reads.""",
     "whatif": """\
 examples:
   unicron-replay whatif --file incident.log --at 1234 --set tasks.big.weight=3

@@ -47,6 +47,16 @@ def test_what_it_quotes_is_said_by_the_code() -> None:
     assert not unknown, "these sentences have changed: change docs/operate/runbook.md with them"
 
 
+def test_what_the_refusals_of_tls_quote_is_said_by_the_code() -> None:
+    text = (ROOT / "docs" / "operate" / "security.md").read_text()
+    rows = re.findall(
+        r"^\| (\"[^|]+) \|", text.partition("### What a refusal says")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    parts = [part for row in rows for quote in re.findall(r'"([^"]+)"', row) for part in re.split(r"[A-Z]{4,}", quote)]
+    said = "\n".join(words(tree) for tree in trees())
+    assert len(rows) > 5 and [part for part in parts if part not in said] == []
+
+
 def test_what_a_daemon_complains_of_is_in_it() -> None:
     missing = [text for text in complaints() if len(text) > 8 and not any(quote in text for quote in QUOTED)]
     assert not missing, "say in docs/operate/runbook.md what these mean and what to do"

@@ -1,7 +1,7 @@
 """The coordinator of unicrond: pure core (state, fold, decide, planning) and the daemon around it.
 
-`from unicrond import Hook` is for training scripts; what is behind it lives in `agents.trainer`, and nothing else here
-knows it.
+`from unicrond import Alone, Hook` is for training scripts; what is behind it lives in `agents.trainer`, and nothing
+else here knows it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agents.trainer.hook import Alone as Alone
     from agents.trainer.hook import Hook as Hook
 
 PROJECT = "unicrond"
@@ -16,9 +17,9 @@ VERSION = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """`Hook`, loaded when a script asks for it: it brings torch."""
-    if name == "Hook":
-        from agents.trainer.hook import Hook
+    """`Hook` and `Alone`, loaded when a script asks for them: they bring torch."""
+    if name in ("Hook", "Alone"):
+        from agents.trainer import hook
 
-        return Hook
+        return getattr(hook, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

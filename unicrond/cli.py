@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from events import command_line, extras, log_lines
+from events import command_line, extras, log_lines, pid_one, variables
 from events.command_line import (
     EXIT_CODES,
     Commands,
+    Flag,
     Parser,
+    SettableParser,
     add_command,
     examples,
     existing_file,
@@ -32,9 +35,12 @@ if TYPE_CHECKING:
 
 EXAMPLES = f"""examples:
   unicrond run --config unicron.yaml          the coordinator on the head node
+  unicrond check-config /etc/unicron.yaml     is it sound, and where does each setting come from?
   unicrond run --nats nats://10.0.0.5:4222    with an existing NATS server or cluster
   unicrond enroll gpu07                       the key with which a node's agent logs in
+  unicrond tls-init                           a CA and the head's certificate
   unicrond archive --keep 30d                 the log's older part to files; see docs/operate/retention.md
+  unicrond backup /backup/unicron-1           log, keys and configuration of the head
   unicrond dev                                nats-server, coordinator and 4 agents on this machine
   unicrond demo                               the same, with two tasks, three faults and the story of their healing
 
@@ -44,7 +50,7 @@ EXAMPLES = f"""examples:
 
 def parser() -> Parser:
     """All commands and flags of `unicrond`."""
-    root = Parser(
+    root = SettableParser(
         prog="unicrond",
         description="The coordinator of a self-healing training cluster.",
         epilog=EXAMPLES,
@@ -54,34 +60,11 @@ def parser() -> Parser:
 
     nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
     injection = switch("--allow-injection", "allow ordered faults (unicronctl inject)")
-    add_command(
-        commands,
-        "run",
-        "run the coordinator in the foreground; SIGTERM leaves the embedded nats-server running for the next one",
-        examples("unicrond run --config /etc/unicron.yaml"),
-        option("--config", "FILE", "YAML (docs/operate/configuration.md); default: defaults", type=Path),
-        nats,
-        injection,
-        repeated(
-            "--skip",
-            "SEQ",
-            "skip this entry of the log, from now on and for every reader (docs/operate/recovery.md)",
-            type=whole(1),
-        ),
-        switch("--verbose", "log committed steps too"),
-    )
-    add_command(
-        commands,
-        "archive",
-        "copy the event log to <state_dir>/archive, from where the last archive ends; with --keep, then remove older "
-        "entries from NATS, while the coordinator runs",
-        examples("unicrond archive --config /etc/unicron.yaml --keep 30d"),
-        option("--config", "FILE", "the coordinator's configuration", type=Path),
-        nats,
-        option("--keep", "SPAN", "a span like 12h or 30d: younger entries stay in NATS", type=_span),
-        switch("--json", "JSON instead of text"),
-    )
+    _add_run(commands, nats, injection)
+    _add_check_config(commands)
+    _add_backup_commands(commands)
     _add_login_commands(commands)
+    _add_tls_command(commands)
     iterations = option("--iterations", "N", "of each task (default: fit)", type=whole(1), default=0)
     for name, text, port, more in (
         ("dev", "a small cluster on this machine; everything it starts ends with it", 7470, ()),
@@ -99,8 +82,81 @@ def parser() -> Parser:
             injection,
             option("--api-port", "PORT", "of the HTTP API; 0: any", type=whole(0, 65535), default=port),
             *more,
-        )
+        ).variables = False  # a cluster of its own, beside the one that the variables are for
     return root
+
+
+def _add_check_config(commands: Commands) -> None:
+    add_command(
+        commands,
+        "check-config",
+        "is the configuration sound, with the variables that are set here, and where does each setting come from?",
+        examples("unicrond check-config /etc/unicron.yaml", "unicrond check-config /etc/unicron.yaml --all --json"),
+        option("config", "FILE", "the coordinator's configuration (none: variables alone)", type=Path, nargs="?"),
+        switch("--all", "also settings that have their default"),
+        switch("--json", "JSON instead of a table"),
+    )
+
+
+def _add_backup_commands(commands: Commands) -> None:
+    """The log, and all else that a head needs, as files."""
+    configured = option("--config", "FILE", "the coordinator's configuration", type=Path)
+    nats = option("--nats", "URL", "an existing NATS server instead of the embedded one")
+    json = switch("--json", "JSON instead of text")
+    add_command(
+        commands,
+        "archive",
+        "copy the event log to <state_dir>/archive, from where the last archive ends; with --keep, then remove older "
+        "entries from NATS, while the coordinator runs",
+        examples("unicrond archive --config /etc/unicron.yaml --keep 30d"),
+        configured,
+        nats,
+        option("--keep", "SPAN", "a span like 12h or 30d: younger entries stay in NATS", type=_span),
+        json,
+    )
+    for name, text, directory in (
+        ("backup", "copy the log, the keys and the configuration of a running head", "the directory to write"),
+        ("restore", "make a head from a backup, where there is no log yet; then start unicrond run", "the backup"),
+    ):
+        add_command(
+            commands,
+            name,
+            f"{text} (docs/operate/retention.md)",
+            examples(f"unicrond {name} /backup/unicron-1 --config /etc/unicron.yaml"),
+            option("directory", "DIR", directory, type=Path),
+            configured,
+            nats,
+            json,
+        )
+
+
+def _add_run(commands: Commands, nats: Flag, injection: Flag) -> None:
+    add_command(
+        commands,
+        "run",
+        "run the coordinator in the foreground; SIGTERM leaves the embedded nats-server running for the next one",
+        examples("unicrond run --config /etc/unicron.yaml", "unicrond run --config /etc/unicron.yaml --standby"),
+        option("--config", "FILE", "YAML (docs/operate/configuration.md); default: defaults", type=Path),
+        nats,
+        injection,
+        switch(
+            "--standby",
+            "stand by while another head of the same log leads, and take over when it ends (docs/operate/heads.md); "
+            "needs nats.url or --nats",
+        ),
+        switch(
+            "--new-log",
+            "take the log as it is, or make a new one, though this head knows another or a longer one "
+            "(docs/operate/recovery.md)",
+        ),
+        repeated(
+            "--skip",
+            "SEQ",
+            "skip this entry of the log, from now on and for every reader (docs/operate/recovery.md)",
+            type=whole(1),
+        ),
+        switch("--verbose", "log committed steps too"),
+    )
 
 
 def _add_login_commands(commands: Commands) -> None:
@@ -147,6 +203,31 @@ def _add_login_commands(commands: Commands) -> None:
     )
 
 
+def _add_tls_command(commands: Commands) -> None:
+    add_command(
+        commands,
+        "tls-init",
+        "make a CA and the head's certificate in <state_dir>/tls (docs/operate/security.md)",
+        examples("unicrond tls-init --config /etc/unicron.yaml", "unicrond tls-init --renew --name head.example.org"),
+        option("--config", "FILE", "the coordinator's configuration", type=Path),
+        option(
+            "--days",
+            "DAYS",
+            "how long the certificate is valid (397)",
+            type=number(0.0001, 3650, "days"),
+            default=397.0,
+        ),
+        repeated("--name", "HOST", "a further name or address of the head, beside those that it has", type=_host),
+        switch("--renew", "a new certificate of the same CA, with the names of the old one"),
+    )
+
+
+def _host(text: str) -> str:
+    from unicrond.tls_command import host_name
+
+    return host_name(text)
+
+
 def _name(text: str) -> str:
     if not re.fullmatch(NAME_PATTERN, text):
         raise ValueError(f"{text!r} is not a valid name; names are letters, digits, - and _, at most 63")
@@ -173,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "run":
+        pid_one.step_aside()
     if arguments.command in ("run", "dev", "demo"):
         extras.require(f"unicrond {arguments.command}", "head" if arguments.command == "run" else "all")
     level = logging.DEBUG if getattr(arguments, "verbose", False) else logging.INFO
@@ -183,7 +266,17 @@ def _run(arguments: argparse.Namespace) -> int:
         from unicrond.logins_command import nats_config
 
         return nats_config(arguments)
-    if arguments.command in ("run", "archive", "enroll", "revoke", "token"):
+    if arguments.command in (
+        "run",
+        "archive",
+        "backup",
+        "restore",
+        "enroll",
+        "revoke",
+        "token",
+        "tls-init",
+        "check-config",
+    ):
         return _on_a_log(arguments)
     from unicrond.local import demo, dev
 
@@ -194,33 +287,53 @@ def _on_a_log(arguments: argparse.Namespace) -> int:
     """The commands that take a configuration."""
     from msgspec.structs import replace
 
+    from unicrond.intake import settings
     from unicrond.intake.config import Config, ConfigError, load
+    from unicrond.intake.tls import BadTls
 
     try:
-        config = load(arguments.config) if arguments.config else Config()
+        known = variables.known(parser()) | {settings.variable(place) for place, _ in settings.settings(Config)}
+        variables.check("unicrond", known, os.environ)
+        config = load(arguments.config, os.environ)
         if getattr(arguments, "nats", None):
             config = replace(config, nats=replace(config.nats, url=arguments.nats))
+        if arguments.command == "tls-init":
+            from unicrond.tls_command import tls_init
+
+            return tls_init(arguments, config)
+        if arguments.command == "check-config":
+            from unicrond.config_command import check_config
+
+            return check_config(arguments, config)
         if arguments.command in ("enroll", "revoke", "token"):
             from unicrond import logins_command
 
             command: Callable[[argparse.Namespace, Config], int] = getattr(logins_command, arguments.command)
             return command(arguments, config)
-        return _archive(arguments, config) if arguments.command == "archive" else _serve(arguments, config)
-    except ConfigError as error:
+        if arguments.command in ("archive", "backup", "restore"):
+            return _copy(arguments, config)
+        return _serve(arguments, config)
+    except (ConfigError, BadTls, variables.BadVariable) as error:
         return command_line.fail("unicrond", error, 2)
 
 
-def _archive(arguments: argparse.Namespace, config: Config) -> int:
+def _copy(arguments: argparse.Namespace, config: Config) -> int:
+    """archive, backup and restore."""
     import asyncio
     import json
 
     from events.log import LogError
-    from unicrond.service.archive_command import run
+    from unicrond.service import archive_command, backup
 
     try:
-        done = asyncio.run(run(config, arguments.keep))
+        if arguments.command == "archive":
+            done: archive_command.Done | backup.Backup = asyncio.run(archive_command.run(config, arguments.keep))
+        elif arguments.command == "backup":
+            done = backup.back_up(config, arguments.config, arguments.directory)
+        else:
+            done = backup.restore(config, arguments.directory)
     except (LogError, OSError) as error:
-        return command_line.fail("unicrond archive", error)
+        return command_line.fail(f"unicrond {arguments.command}", error)
     print(json.dumps(done._asdict()) if arguments.json else done)
     return 0
 
@@ -229,14 +342,20 @@ def _serve(arguments: argparse.Namespace, config: Config) -> int:
     import uvloop
     from msgspec.structs import replace
 
-    from unicrond.intake.config import check
+    from unicrond.intake.config import check, check_certificates
     from unicrond.service.daemon import Fatal, serve
 
     if arguments.allow_injection:
         config = replace(config, injection=True)
-    check(config, str(arguments.config or "without --config"))
+    where = str(arguments.config or "without --config")
+    check(config, where)
+    check_certificates(config, where)
+    if arguments.standby and not config.nats.url:
+        raise command_line.UsageError(
+            "--standby: a head can only stand by on the log of another one; set nats.url to where that is"
+        )
     try:
-        uvloop.run(serve(config, arguments.skip))
+        uvloop.run(serve(config, arguments.skip, stands_by=arguments.standby, new_log=arguments.new_log))
     except Fatal as error:
         return command_line.fail("unicrond", error)
     return 0

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from events import command_line
 from events.command_line import UsageError
-from events.keys import BadKey, kept_key, make_key, write_key, write_private
+from events.keys import BadKey, kept_key, make_key, read_key, rewrite_key, write_key, write_private
 from events.logins import BadLogin, Role, User, agent_login, nsc_commands, whole_configuration
 from unicrond.ctl.asking import token_in
 from unicrond.ctl.client import ApiError, Client
 from unicrond.intake.config import Config, is_loopback, read_secret
+from unicrond.intake.tls import BadTls, expected_name
 from unicrond.intake.tokens import BadTokens, line_of, make_token, read_tokens
+from unicrond.tls_command import NoAuthority, pem_for_node
 
 #: Logins beside the agents', for a NATS server of one's own.
 _ROLES = (Role.COORDINATOR, Role.API, Role.READER, Role.OPERATOR, Role.SYSTEM)
@@ -26,16 +28,18 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
         if config.nats.url:  # where nats-config has it, or will
             path = config.keys / f"{login}.key"
             user = _user(config.keys, login)
+            is_sealed = _certify(path, config, node)
         else:
-            key = make_key(login)
+            key = make_key(login)._replace(pem=pem_for_node(config, node))
             write_key(path, key)
             user = key.user
-    except (BadLogin, BadKey) as error:
+            is_sealed = True
+    except (BadLogin, BadKey, NoAuthority) as error:
         raise UsageError(str(error)) from None
     except FileExistsError:
         return command_line.fail("unicrond enroll", f"{path} is there already; remove it, or give another --out", 2)
     except OSError as error:
-        return command_line.fail("unicrond enroll", f"cannot write {path}: {error.strerror}; give another --out")
+        return command_line.fail("unicrond enroll", f"cannot use {error.filename}: {error.strerror}")
     try:
         client(config).enroll(node, user.key, arguments.unused_h)
     except ApiError as error:
@@ -44,11 +48,13 @@ def enroll(arguments: argparse.Namespace, config: Config) -> int:
         return command_line.fail("unicrond enroll", error)
     print(f"{path} is the key of {node}. Copy it to the node, and nowhere else:")
     print(f"  scp -p {path} {node}:/etc/unicron.key && rm {path}")
-    print("The agent's user must own it there. Start the agent with it and with the node's --slots and --address:")
+    print("The agent's user must own it there. Start the agent with it; first with --check, which only looks:")
     url = config.nats.url or f"nats://HEAD:{config.nats.port}"
-    print(f"  unicron-agent --nats {url} --key /etc/unicron.key --node {node} --slots 8")
+    print(f"  unicron-agent --nats {url} --key /etc/unicron.key --node {node} --slots 8 --address ADDRESS")
     if arguments.unused_h:
         print(f"Unused, the key ends in {arguments.unused_h:g} hours.")
+    if not is_sealed:
+        print(f"No certificate: {path} is not there, or is a JWT. States of {node} travel in clear.")
     if config.nats.url:
         print(
             f"Your NATS servers must let it in: {user.key} as {user.login}, with the rights that "
@@ -68,6 +74,20 @@ def revoke(arguments: argparse.Namespace, config: Config) -> int:
     else:
         print(f"{arguments.node} can no longer log in. What runs there stays until you stop its agent.")
     return 0
+
+
+def _certify(path: Path, config: Config, node: str) -> bool:
+    """Give the key a certificate for states, where this head has a CA; whether it has what it can have. Raises BadKey,
+    NoAuthority, OSError."""
+    if not config.certifies_nodes:
+        return True
+    if not path.exists():
+        return False
+    key = read_key(path)
+    if key.has_jwt:
+        return False
+    rewrite_key(path, key._replace(pem=pem_for_node(config, node), is_for_states=True))
+    return True
 
 
 def nats_config(arguments: argparse.Namespace) -> int:
@@ -102,7 +122,14 @@ def client(config: Config) -> Client:
     """Of the coordinator with this configuration, on this machine. Raises UsageError."""
     host = config.api.host if is_loopback(config.api.host) else "127.0.0.1"
     token = read_secret(config.api.token_file) if config.api.token_file else token_in(None)
-    return Client(f"http://{host}:{config.api.port}", token)
+    if not config.api_tls:
+        return Client(f"http://{host}:{config.api.port}", token)
+    files = config.certificates
+    try:
+        name = expected_name(files, host)
+    except BadTls as error:
+        raise UsageError(str(error)) from None
+    return Client(f"https://{host}:{config.api.port}", token, ca=files.ca, server_name=name)
 
 
 def token(arguments: argparse.Namespace, config: Config) -> int:

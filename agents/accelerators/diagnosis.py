@@ -9,6 +9,8 @@ Rules
   worker not yet reported: a node that is readmitted with the same broken GPU gets no training.
 * Counts mean something when they grow: uncorrectable errors that no code has explained, links that go down. The first
   reading is where they are counted from.
+* A high rate of corrected ECC errors foretells a failure: CORRECTED_MIN more within CORRECTED_S, or the driver's code
+  for it. Nothing has failed, so there is no kind; the coordinator empties the node and has it checked.
 * Throttling, CRC errors, retrained links and pending remappings are news for people: no kind, at most once in QUIET_S
   each; throttling when SUSTAINED readings in a row show it.
 * A code that comes again under the same workers within BURST_S is the same event.
@@ -29,6 +31,9 @@ RECURS_S = 3600.0
 BURST_S = 60.0
 QUIET_S = 600.0
 SUSTAINED = 3
+#: So many corrected errors within so long: a healthy GPU has a few in a year.
+CORRECTED_MIN = 100
+CORRECTED_S = 3600.0
 #: So many CRC errors and replays from one reading to the next are worth a word.
 LINK_ERRORS_MIN = 100
 
@@ -45,13 +50,15 @@ _NEEDS: dict[RecoveryAction, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`kind` None: news for people. `xid` 0: not from a code. `warning`: the agent's own log says it aloud."""
+    """`kind` None: news for people, or what `foretells` a failure. `xid` 0: not from a code. `warning`: the agent's own
+    log says it aloud."""
 
     kind: ErrorKind | None
     message: str
     xid: int = 0
     warning: bool = False
     needs: RepairNeed = ""
+    foretells: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +66,8 @@ class History:
     """What is remembered of one GPU. Times are monotonic seconds.
 
     `codes`: per code, when and under which workers it came last. `states`: per state, the workers that were told of.
-    `told`: per kind of news, when it was told last. `throttled`: readings in a row with that reason.
+    `told`: per kind of news, when it was told last. `throttled`: readings in a row with that reason. `corrected`: since
+    when, and from which count on, corrected errors are counted.
     """
 
     reading: Reading | None = None
@@ -67,6 +75,7 @@ class History:
     states: Mapping[str, tuple[WorkerId, ...]] = field(default_factory=dict)
     told: Mapping[str, float] = field(default_factory=dict)
     throttled: Mapping[Throttle, int] = field(default_factory=dict)
+    corrected: tuple[float, int] | None = None
 
 
 def diagnose(
@@ -99,8 +108,9 @@ def _code(
         kind=kind,
         message=message,
         xid=seen.code,
-        warning=kind is not None or not is_known(seen.code),
+        warning=kind is not None or not is_known(seen.code) or row.foretells,
         needs=said if kind in _BROKEN else "",
+        foretells=kind is None and row.foretells,
     )
     return replace(history, codes={**history.codes, seen.code: (now_s, workers)}), (finding,)
 
@@ -152,6 +162,9 @@ def _reading(
     before = history.reading
     if before is not None and not now.lost:
         findings += _growth(history, before, now, now_s)
+    corrected, rise = _corrected(history.corrected, now, now_s)
+    if rise:
+        findings.append(Finding(kind=None, message=rise, warning=True, foretells=True))
     throttled = {reason: history.throttled.get(reason, 0) + 1 for reason in now.throttles}
     told = dict(history.told)
     for topic, message in _news(before, now, throttled):
@@ -159,7 +172,9 @@ def _reading(
             told[topic] = now_s
             findings.append(Finding(kind=None, message=message))
     kept = before if now.lost and before is not None else now
-    return replace(history, reading=kept, states=states, told=told, throttled=throttled), tuple(findings)
+    return replace(history, reading=kept, states=states, told=told, throttled=throttled, corrected=corrected), tuple(
+        findings
+    )
 
 
 def states_of(now: Reading) -> Iterator[tuple[str, ErrorKind, str, RepairNeed]]:
@@ -182,6 +197,18 @@ def _growth(history: History, before: Reading, now: Reading, now_s: float) -> It
     if down and not _explained(history, now_s, "nvlink_error"):
         message = f"{down} of {before.links_up} NVLinks went down"
         yield Finding(kind="nvlink_error", message=message, warning=True)
+
+
+def _corrected(since: tuple[float, int] | None, now: Reading, now_s: float) -> tuple[tuple[float, int] | None, str]:
+    """From when and what on corrected errors are counted further, and what is to be said of them."""
+    count = now.ecc_corrected
+    if now.lost or count is None:
+        return since, ""
+    if since is None or count < since[1]:  # the driver was loaded again
+        return (now_s, count), ""
+    if count - since[1] >= CORRECTED_MIN:
+        return (now_s, count), f"{count - since[1]} corrected ECC errors within {(now_s - since[0]) / 60:.0f} min"
+    return ((now_s, count) if now_s - since[0] > CORRECTED_S else since), ""
 
 
 def _more(before: int | None, now: int | None) -> int:

@@ -125,6 +125,7 @@ class NvmlDriver:
                 action=_action(fields[nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]),
                 ecc_volatile=self._ecc(device, nvml.NVML_VOLATILE_ECC),
                 ecc_aggregate=self._ecc(device, nvml.NVML_AGGREGATE_ECC),
+                ecc_corrected=self._ecc(device, nvml.NVML_VOLATILE_ECC, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
                 rows_pending=None if rows is None else bool(rows[2]),
                 rows_failed=None if rows is None else bool(rows[3]),
                 links_up=sum(map(bool, up)) if None not in up else None,
@@ -168,9 +169,11 @@ class NvmlDriver:
             [nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS],
         ]
 
-    def _ecc(self, device: Any, counter: int) -> Any:
+    def _ecc(self, device: Any, counter: int, kind: int | None = None) -> Any:
+        """A counter of uncorrectable errors, or of those of `kind`."""
         nvml = self._nvml
-        return self._told(nvml.nvmlDeviceGetTotalEccErrors, device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
+        kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if kind is None else kind
+        return self._told(nvml.nvmlDeviceGetTotalEccErrors, device, kind, counter)
 
     def _told(self, ask: Callable[..., Any], *about: Any) -> Any:
         """The answer; None where there is none. Raises NVMLError_GpuIsLost."""

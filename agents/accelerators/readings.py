@@ -16,7 +16,8 @@ class Reading:
     """One look at a GPU. Counts only grow while the driver is loaded; `aggregate` ones survive that.
 
     `lost`: the driver cannot reach the GPU any more; then nothing else is known.
-    `ecc_volatile`, `ecc_aggregate`: uncorrectable errors. `rows_pending`, `rows_failed`: of row remapping.
+    `ecc_volatile`, `ecc_aggregate`: uncorrectable errors; `ecc_corrected`: corrected ones, volatile.
+    `rows_pending`, `rows_failed`: of row remapping.
     `links_up`: active NVLinks. `link_errors`: their CRC errors and replays. `link_recoveries`: retrainings.
     """
 
@@ -24,6 +25,7 @@ class Reading:
     action: RecoveryAction | None = None
     ecc_volatile: int | None = None
     ecc_aggregate: int | None = None
+    ecc_corrected: int | None = None
     rows_pending: bool | None = None
     rows_failed: bool | None = None
     links_up: int | None = None

@@ -3,7 +3,8 @@
 Rules
 -----
 * Meanings and advice are the vendor's (XID catalogue); the error kind is ours, and its severity the coordinator's.
-* No kind: it is reported, and nothing follows. Another code, or the process's own end, reports a symptom's cause.
+* No kind: it is reported, and nothing follows, unless it foretells a failure. Another code, or the process's own end,
+  reports a symptom's cause.
 * A code that is not in the table is a fault of what ran there (SEV2), with a warning that names it: the code may be
   informational, so no node is lost over a single one; what is broken comes again, and then it is.
 * The advice decides what may readmit the node (isolation.py): a health check; where it is a reboot, or
@@ -20,13 +21,15 @@ from events.vocabulary import ErrorKind, RepairNeed
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """`recurring`: one is the program's fault, a second one under another worker is the GPU's."""
+    """`recurring`: one is the program's fault, a second one under another worker is the GPU's. `foretells`: nothing has
+    failed yet."""
 
     codes: tuple[int, ...]
     meaning: str
     advice: str
     kind: ErrorKind | None
     recurring: bool = False
+    foretells: bool = False
 
     @property
     def needs(self) -> RepairNeed:
@@ -50,7 +53,7 @@ XIDS: tuple[Xid, ...] = (
     Xid((48, 171, 172), "uncorrectable double-bit ECC error", "diagnose", "ecc_error"),
     Xid((63,), "row remapping recorded", "none", None),
     Xid((64,), "row remapping failed", "reset the GPU", "ecc_error"),
-    Xid((92,), "high rate of single-bit ECC errors", "none", None),
+    Xid((92,), "high rate of single-bit ECC errors", "none", None, foretells=True),
     Xid((94,), "contained ECC error", "restart the program", "gpu_fault"),
     Xid((95,), "uncontained ECC error", "reboot the node", "ecc_error"),
     Xid((74, 144, 145, 146, 147, 148, 149, 150), "NVLink error", "diagnose the link", "nvlink_error"),

@@ -11,17 +11,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from agents.fork_server.by_name import imported
+from agents.fork_server.cgroups import Cgroups
+from agents.fork_server.limits import parse
 from agents.fork_server.server import READY, ForkServer
+from agents.fork_server.workers import Separation
 
 logger = logging.getLogger("agents.fork_server")
-
-
-def imported(path: str) -> Any:
-    """The object at "package.module:name"."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -39,6 +37,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         "--store", default="agents.trainer.groups.rendezvous_store:serve", help="function that the store runs"
     )
     parser.add_argument("--ready-fd", type=int, default=-1, help="notified when agents may connect")
+    parser.add_argument("--separate", action="store_true", help="every worker becomes the user that its order names")
+    parser.add_argument("--limit", action="append", default=[], type=parse, help="of each worker, NAME=VALUE")
+    parser.add_argument("--cgroup", type=Path, help="directory for the workers' cgroups")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -57,6 +58,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
         memory_max_bytes=options.memory_max_bytes,
         run=run,
         serve_store=serve_store,
+        names=(options.preload, options.worker),
+        separation=Separation(
+            users=options.separate,
+            limits={limit.resource: limit.number for limit in options.limit if limit.resource >= 0},
+            cgroups=Cgroups(options.cgroup, {limit.name: limit.value for limit in options.limit if limit.resource < 0}),
+        ),
     )
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     if threads > 1 or threading.active_count() > 1:

@@ -1,14 +1,16 @@
 """The memory of the node's shards' states (protocol/memory.py): one memfd for each, held by the fork server.
 
 It is made with the first worker of the shard or when the agent wants to keep a copy, given up when the agent says so,
-and gone with the fork server.
+and gone with the fork server. It cannot shrink: the agent maps what a worker writes to.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 
+from agents.protocol.memory import sealed_memory
 from agents.protocol.messages import FromForkServer, KeepFailed, Kept
 from events.vocabulary import Name
 
@@ -25,7 +27,7 @@ class Memories:
         """The descriptor of the shard's memory, there from now on; -1 where there is none to be had."""
         if (task, shard) not in self._fds:
             try:
-                self._fds[task, shard] = os.memfd_create(f"unicron {task}/{shard}", os.MFD_CLOEXEC)
+                self._fds[task, shard] = sealed_memory(f"unicron {task}/{shard}", fcntl.F_SEAL_SHRINK)
             except OSError as error:
                 self._say(KeepFailed(task=task, shard=shard, reason=str(error)))
                 return -1

@@ -3,11 +3,13 @@
 Rules
 -----
 * The kernel log (/dev/kmsg) names the process. In a container it may be closed, or count processes otherwise.
-* The OOM counter of the process's memory cgroup: as many SIGKILLs as it has grown by are its work. cgroup v2 keeps it
-  in memory.events, v1 in memory.oom_control.
+* The OOM counter of the process's memory cgroup, as it can be seen here (agents/protocol/container.py): as many
+  SIGKILLs as it has grown by are its work. cgroup v2 keeps it in memory.events, v1 in memory.oom_control.
+  One that has not grown is a "no" for a process that stayed there: the kernel counts before it kills.
 * The machine's counter (/proc/vmstat): if it stands still, no process was OOM-killed. If it has grown, or cannot
   be read, the answer is "maybe".
-* Read once at a process's birth and once at its death by SIGKILL; never in between.
+* Read once at a process's birth and once at its death by SIGKILL; never in between. Exit code 137 is how a shell tells
+  of a child's SIGKILL: the same is asked then.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import os
 import re
 from pathlib import Path
 
+from agents.protocol.container import PROC, oom_counter, oom_kills, places
 from agents.protocol.messages import OomKill
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 _KERNEL_LOG = Path("/dev/kmsg")
-_PROC = Path("/proc")
 _KILLED = re.compile(rb"Killed process (\d+)\b")
+#: How a shell tells that a child was ended by SIGKILL: 128 and the signal's number.
+EXIT_OF_A_KILLED_CHILD = 137
 _RECORD_BYTES = 8192
 _NAMED_MAX = 1024
 
@@ -30,33 +33,39 @@ _NAMED_MAX = 1024
 class OomWitness:
     """`born` for every process that may be asked about, then `ended` for those that SIGKILL ended."""
 
-    def __init__(self, cgroup_root: Path = _CGROUP_ROOT, kernel_log: Path = _KERNEL_LOG, proc: Path = _PROC) -> None:
-        self._root = cgroup_root
+    def __init__(self, kernel_log: Path = _KERNEL_LOG, proc: Path = PROC) -> None:
         self._proc = proc
         self._log_fd = _opened_at_its_end(kernel_log)
         self._named: dict[int, None] = {}
         self._counters: dict[int, Path] = {}
+        #: Those whose cgroup is the one that they were born in.
+        self._staying: set[int] = set()
         #: Per counter, the kills that have been explained.
         self._known: dict[Path, int] = {}
         self._machine = self._machine_kills()
 
-    def born(self, pid: int) -> None:
-        """The process has just been forked: it is in its parent's memory cgroup."""
+    def born(self, pid: int, *, stays: bool = True) -> None:
+        """The process has just been forked: it is in its parent's memory cgroup, and `stays` there or does not."""
         counter = self._counter_of(pid)
         if counter is not None:
+            if stays:
+                self._staying.add(pid)
             self._counters[pid] = counter
             if counter not in self._known:
-                self._known[counter] = _kills(counter) or 0
+                self._known[counter] = oom_kills(counter) or 0
 
     def forget(self, pid: int) -> None:
         """The process has ended otherwise than by SIGKILL."""
         self._counters.pop(pid, None)
+        self._staying.discard(pid)
 
     def ended(self, pid: int) -> OomKill:
         """A SIGKILL that unicron did not send has ended the process: was it the kernel's?"""
         counter = self._counters.pop(pid, None)
         before, self._machine = self._machine, self._machine_kills()
-        kills = _kills(counter) if counter is not None else None
+        kills = oom_kills(counter) if counter is not None else None
+        stayed = pid in self._staying
+        self.forget(pid)
         counted = counter is not None and kills is not None and kills > self._known[counter]
         if counted and counter is not None:
             self._known[counter] += 1
@@ -64,7 +73,7 @@ class OomWitness:
         if pid in self._named or counted:
             self._named.pop(pid, None)
             return "yes"
-        if before is not None and self._machine == before:
+        if (before is not None and self._machine == before) or (stayed and kills is not None):
             return "no"
         return "maybe"
 
@@ -77,25 +86,10 @@ class OomWitness:
     # --- the witnesses ---------------------------------------------------------------------------
 
     def _counter_of(self, pid: int) -> Path | None:
-        try:
-            lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
-        except OSError:
-            return None
-        for line in lines:
-            _, controllers, path = line.split(":", 2)
-            if controllers == "memory":
-                places = [self._root / "memory" / path.lstrip("/") / "memory.oom_control"]
-            elif not controllers:
-                places = [root / path.lstrip("/") / "memory.events" for root in (self._root, self._root / "unified")]
-            else:
-                continue
-            for place in places:
-                if _kills(place) is not None:
-                    return place
-        return None
+        return oom_counter(places("memory", self._proc / str(pid), self._proc / "self"))
 
     def _machine_kills(self) -> int | None:
-        return _kills(self._proc / "vmstat")
+        return oom_kills(self._proc / "vmstat")
 
     def _read_log(self) -> None:
         if self._log_fd < 0:
@@ -124,15 +118,3 @@ def _opened_at_its_end(log: Path) -> int:
             os.lseek(fd, 0, os.SEEK_END)
         return fd
     return -1
-
-
-def _kills(counter: Path) -> int | None:
-    """The number after "oom_kill" in a file of names and numbers; None where it cannot be read."""
-    try:
-        for line in counter.read_text("ascii").splitlines():
-            name, _, number = line.partition(" ")
-            if name == "oom_kill":
-                return int(number)
-    except (OSError, ValueError):
-        pass
-    return None

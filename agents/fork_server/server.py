@@ -13,6 +13,9 @@ Rules
   have been given its work by then (self-fencing).
 * What a dead worker left in its process group is killed with it.
 * A Spawn for a worker that lives is answered again and not done again.
+* Where it has the privilege to run workers as other users, it imports nothing of a task's: what a task brings with it
+  is imported by the worker, or by a preloader of the task's own (preloaders.py), after the drop (privileges.py), and
+  nothing that listens to others keeps the privilege.
 
 What does not live here: workers (workers.py), their memory (memories.py), the store (store.py), the line to the agent
 (agent_line.py), the flags (main.py).
@@ -36,8 +39,8 @@ from agents.fork_server.agent_line import AgentLine, Retired
 from agents.fork_server.memories import Memories
 from agents.fork_server.store import Store
 from agents.fork_server.worker_process import HANDLED_SIGNALS, detach
-from agents.fork_server.workers import Workers
-from agents.prctl import adopt_orphans
+from agents.fork_server.workers import Separation, Workers
+from agents.prctl import adopt_orphans, drop_capabilities, gain_nothing
 from agents.protocol.messages import (
     ExitedAck,
     Forget,
@@ -50,6 +53,8 @@ from agents.protocol.messages import (
     Spawn,
     ToForkServer,
 )
+from agents.protocol.peers import agent_schema, greeting_of
+from events.schemas import SCHEMA
 
 logger = logging.getLogger("agents.fork_server")
 
@@ -72,7 +77,10 @@ class ForkServer:
         memory_max_bytes: int,
         run: Callable[[Launch], object],
         serve_store: Callable[[socket.socket], object],
+        separation: Separation | None = None,
+        names: tuple[str, str] = ("", ""),
     ) -> None:
+        self._agent_socket = str(run_dir / "agent.sock")
         self._socket_path = run_dir / "fork.sock"
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
@@ -84,10 +92,20 @@ class ForkServer:
         except OSError:
             os.close(self._lock_fd)
             raise SystemExit(EXIT_OCCUPIED) from None
-        self._store = Store(address, serve_store, self._fork)
+        self._store = Store(address, serve_store, self._fork_store)
         self._line = AgentLine(self._socket_path, lease_s, self._selector, self._greeting, self._obey)
         self._memories = Memories(memory_max_bytes, self._line.say)
-        self._workers = Workers(run, self._fork_worker, self._line.say, self._selector, self._memories)
+        self._separates = separation is not None and separation.users
+        self._workers = Workers(
+            run,
+            self._fork_worker,
+            self._line.say,
+            self._selector,
+            self._memories,
+            run_dir,
+            separation or Separation(),
+            names,
+        )
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
@@ -102,6 +120,7 @@ class ForkServer:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        self._workers.sweep()
         self._line.open()
         on_ready()  # before the first fork: no child shall hold what it writes to
         self._store.start()
@@ -133,6 +152,7 @@ class ForkServer:
             while self._wake_read.recv(4096):
                 pass
         self._reap()
+        self._workers.separation.cgroups.tidy()
         if self._ending:
             raise Retired("SIGTERM")
 
@@ -140,7 +160,14 @@ class ForkServer:
 
     def _greeting(self) -> Iterator[FromForkServer]:
         yield from tuple(self._workers.exits.values())
-        yield Inventory(store_port=self._store.port, workers=self._workers.inventory(), kept=self._memories.kept())
+        inventory = Inventory(
+            store_port=self._store.port,
+            workers=self._workers.inventory(),
+            kept=self._memories.kept(),
+            schema=SCHEMA,
+            separates=self._separates,
+        )
+        yield greeting_of(inventory, agent_schema(self._agent_socket))
 
     def _obey(self, message: ToForkServer) -> None:
         match message:
@@ -149,11 +176,12 @@ class ForkServer:
             case Kill(worker=worker, signal=number):
                 self._workers.kill(worker, number)
             case ExitedAck(worker=worker):
-                self._workers.exits.pop(worker, None)
+                self._workers.acknowledged(worker)
             case Keep(task=task, shard=shard):
                 self._memories.keep(task, shard)
             case Forget(task=task):
                 self._memories.forget(task)
+                self._workers.preloaders.forget(task)
             case Retire():
                 raise Retired("the agent ends it")
 
@@ -166,7 +194,11 @@ class ForkServer:
         parent = self._pid
         # A signal that comes before the child has its own handlers must wait for them, not meet ours.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+            raise
         if pid:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
             return pid
@@ -175,6 +207,17 @@ class ForkServer:
             child()
         finally:
             os._exit(1)
+
+    def _fork_store(self, child: Callable[[], object]) -> int:
+        """The store serves the network: it needs no privilege, and has none."""
+
+        def unprivileged() -> None:
+            if self._separates:
+                gain_nothing()
+                drop_capabilities()
+            child()
+
+        return self._fork(unprivileged)
 
     def _fork_worker(self, child: Callable[[], object]) -> int:
         def without_store() -> None:
@@ -204,13 +247,16 @@ class ForkServer:
                 return
             pid = ended.si_pid
             is_worker, is_store = self._workers.has(pid), pid == self._store.pid
-            if is_worker or is_store:
+            is_preloader = self._workers.preloaders.has(pid)
+            if is_worker or is_store or is_preloader:
                 # While it is not waited for, its pid, and so its group's id, belongs to no other process.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             if is_worker:
                 self._workers.ended(pid, status)
+            elif is_preloader:
+                self._workers.preloaders.ended(pid)
             elif is_store and not self._ending:
                 self._store.ended(status)
 

@@ -12,12 +12,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
+from agents.fork_server.birth import Birth
+from agents.fork_server.cgroups import enter
+from agents.fork_server.privileges import StillPrivileged, become, personal
 from agents.fork_server.task_secrets import NoSecret, read_secrets
+from agents.fork_server.telemetry import resource_attributes
 from agents.prctl import die_with_parent
+from agents.protocol.identity import Identity
 from agents.protocol.messages import Launch
 
 #: Under memory pressure the kernel shall take a worker, not the agent or the fork server (see proc(5)).
@@ -40,34 +45,24 @@ def detach(parent_pid: int, close_inherited: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
 
-def become_worker(
-    launch: Launch,
-    *,
-    output_fd: int,
-    gpus: tuple[str, ...],
-    slot: int,
-    run: Callable[[Launch], object],
-) -> NoReturn:
-    """Turn this (detached) child into the worker and run it to its end. `output_fd`: its stdout and stderr."""
+def become_worker(birth: Birth, run: Callable[[Launch], object]) -> NoReturn:
+    """Turn this (detached) child into the worker and run it to its end."""
     code = 1
     try:
-        _redirect(output_fd)
+        keep_only({0, 1, 2, birth.output_fd, *birth.given})
+        redirect(birth.output_fd, birth.user)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUSTMENT), "ascii")
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot]
-            # Numbered as NVML does: the accelerator that is watched for the slot is the one it computes on.
-            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        secrets = read_secrets(launch.spec.secrets)
-        os.environ.update(launch.spec.env)
-        os.environ.update(secrets)
-        if launch.spec.cwd:
-            os.chdir(launch.spec.cwd)
-        run(launch)
+        if birth.cgroup is not None:
+            enter(birth.cgroup)
+        if birth.user is not None:
+            become(birth.user, birth.limits, birth.parent_pid)
+        settle(birth)
+        run(birth.launch)
         code = 0
     except SystemExit as end:
         code = _exit_code(end.code)
-    except NoSecret as error:
+    except (NoSecret, NoDirectory, StillPrivileged) as error:
         print(error, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
@@ -77,7 +72,49 @@ def become_worker(
     os._exit(code)
 
 
-def _redirect(output_fd: int) -> None:
+def keep_only(fds: Collection[int]) -> None:
+    """Close every other descriptor, those of libraries too."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        if int(name) not in fds:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+
+
+class NoDirectory(Exception):
+    """The worker cannot enter its working directory."""
+
+
+def settle(birth: Birth) -> None:
+    """The task's environment and working directory, as the task's user. Raises NoSecret, NoDirectory."""
+    spec, user = birth.launch.spec, birth.user
+    if birth.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = birth.gpus[birth.slot]
+        # Numbered as NVML does: the accelerator that is watched for the slot is the one it computes on.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if user is not None:
+        os.environ.update(personal(user))
+    secrets = read_secrets(spec.secrets)
+    os.environ.update(spec.env)
+    os.environ.update(secrets)
+    given = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    os.environ["OTEL_RESOURCE_ATTRIBUTES"] = resource_attributes(given, birth.launch)
+    directories = [spec.cwd] if spec.cwd else [user.home, "/"] if user else []
+    for directory in directories:
+        try:
+            os.chdir(directory)
+            return
+        except OSError as error:
+            last = error
+    if directories:
+        whose = f" as user {user.name}" if user else ""
+        raise NoDirectory(f"cwd: cannot enter {spec.cwd}{whose}: {last.strerror}")
+
+
+def redirect(output_fd: int, user: Identity | None) -> None:
+    """Have stdout and stderr go there, line by line, and stdin be empty."""
+    if user is not None:
+        with contextlib.suppress(OSError):  # without CAP_CHOWN: then /dev/stdout cannot be opened by name
+            os.fchown(output_fd, user.uid, user.gid)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(output_fd, 1)

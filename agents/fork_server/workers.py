@@ -1,7 +1,8 @@
 """The node's workers as children: born, heard through a pipe, killed, and their ends reported until acknowledged.
 
 A worker's output is in its log before its exit is reported. A SIGKILL that was not sent from here may have been the
-kernel's: the witnesses are asked first.
+kernel's: the witnesses are asked first. Beside its output a worker is born with three descriptors: its line to the
+agent, its mark, and the memory of its shard's state.
 """
 
 from __future__ import annotations
@@ -10,18 +11,27 @@ import contextlib
 import os
 import selectors
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
+from agents.fork_server.birth import Birth
+from agents.fork_server.cgroups import Cgroups, enter
+from agents.fork_server.lines import Lines
+from agents.fork_server.mark_pages import MarkPages
+from agents.fork_server.masked_log import MaskedLog, masked_log
 from agents.fork_server.memories import Memories
-from agents.fork_server.oom import OomWitness
+from agents.fork_server.oom import EXIT_OF_A_KILLED_CHILD, OomWitness
+from agents.fork_server.preloaders import Preloaders, Waiting
 from agents.fork_server.worker_process import become_worker
+from agents.protocol import line
 from agents.protocol.gpus import visible_gpus
 from agents.protocol.messages import (
+    Connected,
     Exited,
     Forked,
     FromForkServer,
@@ -31,7 +41,6 @@ from agents.protocol.messages import (
     Spawn,
     SpawnFailed,
 )
-from agents.rotated_log import RotatedLog
 from events.vocabulary import Name, WorkerId
 
 _CHUNK_BYTES = 65536
@@ -44,7 +53,17 @@ class _Output:
     """The read end of a worker's pipe and the log that it goes to."""
 
     fd: int
-    log: RotatedLog
+    log: MaskedLog
+
+
+@dataclass(slots=True)
+class _Newborn:
+    """A worker that is being born: our ends of its line and its output. `opened`: closes all where that fails."""
+
+    birth: Birth
+    ours: socket.socket
+    output: _Output
+    opened: ExitStack
 
 
 @dataclass(slots=True)
@@ -58,8 +77,19 @@ class _Worker:
     killed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Separation:
+    """How workers are kept apart. `users`: each becomes the user that its Spawn names, and none stays what its parent
+    is. `limits`: of resources, by number."""
+
+    users: bool = False
+    limits: Mapping[int, int] = field(default_factory=dict)
+    cgroups: Cgroups = field(default_factory=lambda: Cgroups(None, {}))
+
+
 class Workers:
-    """`run`: called in children, never here. `fork(child)`: gives the pid. `say`: to the agent."""
+    """`run`: called in children, never here. `fork(child)`: gives the pid. `say`: to the agent. `run_dir`: the agent's,
+    with its socket and the links to marks. `names`: of the fork server's own preload and of `run`."""
 
     def __init__(
         self,
@@ -68,17 +98,26 @@ class Workers:
         say: Callable[[FromForkServer], None],
         selector: selectors.BaseSelector,
         memories: Memories,
+        run_dir: Path,
+        separation: Separation,
+        names: tuple[str, str],
     ) -> None:
         self._run = run
         self._fork = fork
         self._say = say
         self._selector = selector
         self._memories = memories
+        self.separation = separation
+        self._lines = Lines(run_dir / "agent.sock", selector)
+        self._marks = MarkPages(run_dir / "marks")
         self._gpus = visible_gpus()
         self._oom = OomWitness()
         self._pid = os.getpid()
         self._workers: dict[int, _Worker] = {}
         self._pids: dict[WorkerId, int] = {}
+        self.preloaders = Preloaders(fork, selector, *names, self.has, separation.cgroups, self._output)
+        #: They wait for their preloader.
+        self._unborn: set[WorkerId] = set()
         self._outputs: dict[int, _Output] = {}
         #: Ends that no agent has acknowledged.
         self.exits: dict[WorkerId, Exited] = {}
@@ -102,6 +141,9 @@ class Workers:
         for fd in self._outputs:
             os.close(fd)
         self._oom.close()
+        self._lines.close()
+        self._marks.close()
+        self.preloaders.close()
         for output in self._outputs.values():
             output.log.close()
 
@@ -115,43 +157,135 @@ class Workers:
         if worker in self.exits:
             self._say(self.exits[worker])
             return
+        if worker in self._unborn:
+            return
         try:
             self._require_startable(spawn)
-            log = RotatedLog(Path(spawn.log_path))
-            read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+            self._start(spawn)
         except OSError as error:
-            reason = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
-            self._say(SpawnFailed(worker=worker, reason=reason[:1024]))
-            return
-        os.set_blocking(read_fd, False)
+            self._failed(worker, f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}")
 
-        if self._memories.max_bytes and (fd := self._memories.keep(launch.task, launch.shard)) >= 0:
-            path = f"/proc/{self._pid}/fd/{fd}"
-            launch = msgspec.structs.replace(launch, memory=path, memory_max_bytes=self._memories.max_bytes)
+    def _failed(self, worker: WorkerId, reason: str) -> None:
+        self._unborn.discard(worker)
+        self._marks.forget(worker)
+        self.separation.cgroups.ended(worker)
+        self._say(SpawnFailed(worker=worker, reason=reason[:1024]))
 
-        def child() -> NoReturn:
-            os.close(read_fd)
-            log.close()
-            become_worker(launch, output_fd=write_fd, gpus=self._gpus, slot=spawn.slot, run=self._run)
+    def _start(self, spawn: Spawn) -> None:
+        launch = spawn.launch
+        worker = launch.worker
+        with ExitStack() as opened:
+            log = masked_log(Path(spawn.log_path), launch.spec, spawn.user)
+            opened.callback(log.close)
+            read_fd, write_fd = _pipe(opened)
+            ours, theirs = line.pair()
+            opened.callback(ours.close)
+            opened.callback(theirs.close)
+            mark_fd = _copy(self._marks.make(worker), opened)
+            memory_fd = self._memory_fd(launch, opened)
+            cgroup = self.separation.cgroups.make(worker)
+            launch = msgspec.structs.replace(
+                launch,
+                memory=f"/proc/self/fd/{memory_fd}" if memory_fd >= 0 else "",
+                memory_max_bytes=self._memories.max_bytes if memory_fd >= 0 else 0,
+                mark=f"/proc/self/fd/{mark_fd}",
+                line_fd=theirs.fileno(),
+            )
+            birth = Birth(
+                launch=launch,
+                slot=spawn.slot,
+                gpus=self._gpus,
+                output_fd=write_fd,
+                given=(theirs.fileno(), mark_fd, memory_fd),
+                parent_pid=self._pid,
+                user=spawn.user,
+                cgroup=cgroup,
+                limits=self.separation.limits,
+            )
+            newborn = _Newborn(birth, ours, _Output(read_fd, log), opened)
+            if launch.spec.preload:
+                self._bear(newborn)
+            else:
+                self._born(newborn, self._fork(lambda: become_worker(birth, self._run)))
+            opened.pop_all()
+        theirs.close()
+        for fd in (write_fd, mark_fd, memory_fd):
+            if fd >= 0:
+                os.close(fd)
 
-        pid = self._fork(child)
-        os.close(write_fd)
-        output = _Output(read_fd, log)
-        self._outputs[read_fd] = output
-        self._selector.register(read_fd, selectors.EVENT_READ, lambda _: self._pump(output))
-        self._oom.born(pid)
-        self._workers[pid] = _Worker(worker, launch.task, pid, spawn.slot, output)
-        self._pids[worker] = pid
-        self._say(Forked(worker=worker, pid=pid))
+    def _bear(self, newborn: _Newborn) -> None:
+        """By its task's preloader, later."""
+        launch = newborn.birth.launch
+        fds = [_copy(fd, newborn.opened) for fd in (newborn.birth.output_fd, *newborn.birth.given) if fd >= 0]
+
+        def failed(reason: str) -> None:
+            newborn.ours.close()
+            newborn.output.log.close()
+            os.close(newborn.output.fd)
+            self._failed(launch.worker, reason)
+
+        waiting = Waiting(newborn.birth, fds, lambda pid: self._born(newborn, pid), failed)
+        name = f"{launch.task}.preload"
+        self._unborn.add(launch.worker)
+        self.preloaders.bear(waiting, newborn.output.log.path.with_name(f"{name}.log"))
+
+    def _born(self, newborn: _Newborn, pid: int) -> None:
+        birth, output = newborn.birth, newborn.output
+        launch = birth.launch
+        self._unborn.discard(launch.worker)
+        if launch.spec.preload and birth.cgroup is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                enter(birth.cgroup, pid)
+        self._lines.serve(newborn.ours, Connected(worker=launch.worker, task=launch.task, pid=pid))
+        self._carry(output)
+        self._oom.born(pid, stays=birth.cgroup is None)
+        self._workers[pid] = _Worker(launch.worker, launch.task, pid, birth.slot, output)
+        self._pids[launch.worker] = pid
+        self._say(Forked(worker=launch.worker, pid=pid))
+
+    def _carry(self, output: _Output) -> None:
+        self._outputs[output.fd] = output
+        self._selector.register(output.fd, selectors.EVENT_READ, lambda _: self._pump(output))
+
+    def _output(self, birth: Birth, log: Path) -> int:
+        """A descriptor whose output goes to that log, as a worker's of that birth does. Raises OSError."""
+        with ExitStack() as opened:
+            carried = masked_log(log, birth.launch.spec, birth.user)
+            opened.callback(carried.close)
+            read_fd, write_fd = _pipe(opened)
+            self._carry(_Output(read_fd, carried))
+            opened.pop_all()
+        return write_fd
+
+    def _memory_fd(self, launch: Launch, opened: ExitStack) -> int:
+        """A descriptor of the shard's memory; -1: there is none."""
+        if not self._memories.max_bytes or (fd := self._memories.keep(launch.task, launch.shard)) < 0:
+            return -1
+        return _copy(fd, opened)
 
     def _require_startable(self, spawn: Spawn) -> None:
         cwd = spawn.launch.spec.cwd
-        if cwd and not os.access(cwd, os.X_OK):
+        if cwd and spawn.user is None and not os.access(cwd, os.X_OK):  # else the user finds out, after the drop
             raise FileNotFoundError(2, "the task's cwd is not a directory that this node can enter", cwd)
+        if self.separation.users and spawn.user is None:
+            raise OSError(1, "this node's fork server runs each task as a user, and the agent named none")
+        if spawn.user is not None and not self.separation.users:
+            raise OSError(1, f"this node's fork server cannot run tasks as another user ({spawn.user.name})")
         if self._gpus and spawn.slot >= len(self._gpus):
             raise OSError(
                 19, f"slot {spawn.slot} has no GPU: the node has {len(self._gpus)}; start it with fewer slots"
             )
+
+    def sweep(self) -> None:
+        """End and remove what an earlier fork server has left."""
+        with contextlib.suppress(OSError):  # on a full disk no worker has a mark
+            self._marks.sweep()
+        self.separation.cgroups.sweep()
+
+    def acknowledged(self, worker: WorkerId) -> None:
+        """The worker's end is in the log."""
+        self.exits.pop(worker, None)
+        self._marks.forget(worker)
 
     def kill(self, worker: WorkerId, number: int) -> None:
         """Signal `number` to the worker's process group, while it lives."""
@@ -176,7 +310,7 @@ class Workers:
                 self._selector.unregister(output.fd)
                 del self._outputs[output.fd]
                 os.close(output.fd)
-                output.log.close()
+                output.log.end()
                 return
             output.log.write(data)
             limit_bytes -= len(data)
@@ -188,10 +322,26 @@ class Workers:
             self._pump(worker.output, _DRAIN_BYTES)
         del self._pids[worker.worker]
         oom: OomKill = "no"
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not worker.killed:
+        if os.waitstatus_to_exitcode(status) in (-signal.SIGKILL, EXIT_OF_A_KILLED_CHILD) and not worker.killed:
             oom = self._oom.ended(worker.pid)
         else:
             self._oom.forget(worker.pid)
+        self.separation.cgroups.ended(worker.worker)
         exited = Exited(worker=worker.worker, pid=worker.pid, status=status, oom=oom)
         self.exits[worker.worker] = exited
         self._say(exited)
+
+
+def _copy(fd: int, opened: ExitStack) -> int:
+    """One for the worker to keep: its copy of the original is closed in the child with all that is the parent's."""
+    given = os.dup(fd)
+    opened.callback(os.close, given)
+    return given
+
+
+def _pipe(opened: ExitStack) -> tuple[int, int]:
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    opened.callback(os.close, read_fd)
+    opened.callback(os.close, write_fd)
+    os.set_blocking(read_fd, False)
+    return read_fd, write_fd

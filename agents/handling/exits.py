@@ -33,7 +33,7 @@ def exited(turn: Turn, worker: WorkerId, pid: int, end: Exit, log_tail: str, mar
     if not expected and not record.cause_told:
         tell_cause(turn, record, end, log_tail, mark)
     forget(turn, record, Gone(expected=expected, durable=False))
-    tell_exit(turn, worker, end, expected, log_tail)
+    tell_exit(turn, worker, end, expected, log_tail, mark if record.member else None)
     for order in record.stop_orders:
         turn.answer(order)
 
@@ -75,8 +75,8 @@ def tell_cause(turn: Turn, record: Worker, end: Exit, log_tail: str, mark: Mark 
     )
 
 
-def tell_exit(turn: Turn, worker: WorkerId, end: Exit, expected: bool, log_tail: str) -> None:
-    """Append WorkerExited, and remember that the log is still to confirm it."""
+def tell_exit(turn: Turn, worker: WorkerId, end: Exit, expected: bool, log_tail: str, mark: Mark | None = None) -> None:
+    """Append WorkerExited, and remember that the log is still to confirm it. `mark`: a member's."""
     turn.state = replace(turn.state, confirming=turn.state.confirming | {worker})
     turn.append(
         WorkerExited(
@@ -88,9 +88,17 @@ def tell_exit(turn: Turn, worker: WorkerId, end: Exit, expected: bool, log_tail:
             expected=expected,
             log_tail="" if expected else log_tail,
             cause=end.cause,
+            iteration=mark.iteration if mark else 0,
+            computed=computed(mark) if mark else 0,
         ),
         confirm=True,
     )
+
+
+def computed(mark: Mark) -> int:
+    """How many micro-batches of its iteration the worker had finished, at least: the one that it began last may be
+    over where it regroups."""
+    return mark.micro_batch + (mark.phase in ("reduce", "step"))
 
 
 def forget(turn: Turn, record: Worker, gone: Gone | None) -> None:

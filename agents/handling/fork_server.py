@@ -13,7 +13,7 @@ from agents.handling.turn import MAX_TEXT, Turn
 from agents.protocol.marks import Mark
 from agents.protocol.messages import Exited, Forked, FromForkServer, Inventory, KeepFailed, Kept, SpawnFailed
 from agents.state import ArmTimer, Gone, Worker
-from events.vocabulary import WorkerId
+from events.vocabulary import ExitCause, WorkerId
 
 
 def fork_server_said(turn: Turn, said: FromForkServer, log_tail: str, mark: Mark | None) -> None:
@@ -50,7 +50,7 @@ def spawn_failed(turn: Turn, worker: WorkerId, reason: str) -> None:
 def take_inventory(turn: Turn, inventory: Inventory) -> None:
     """What the fork server holds is what there is; exits that it still knows came before this."""
     is_first = turn.state.phase == "adopting" and not turn.state.store_port
-    turn.state = replace(turn.state, store_port=inventory.store_port)
+    turn.state = replace(turn.state, store_port=inventory.store_port, separates=inventory.separates)
     listed = {entry.worker: entry for entry in inventory.workers}
     if is_first:
         begin_adoption(turn, frozenset(listed))
@@ -61,7 +61,7 @@ def take_inventory(turn: Turn, inventory: Inventory) -> None:
             continue
         starting.started(turn, worker, entry.pid)
         stopping.press(turn, turn.change(turn.memory.workers[worker], pid=entry.pid, slot=entry.slot))
-    end_all_but(turn, frozenset(listed))
+    end_all_but(turn, frozenset(listed), turn.config.vanished)
     after_an_end(turn)
     if turn.state.phase == "up" and turn.state.joined_port != turn.state.store_port:
         joining.join(turn)
@@ -77,19 +77,19 @@ def begin_adoption(turn: Turn, listed: frozenset[WorkerId]) -> None:
         turn.actions.append(ArmTimer(name="adopt", key="", after_s=turn.config.hello_wait_s))
 
 
-def fork_server_died(turn: Turn) -> None:
-    """All workers have died with the fork server."""
+def fork_server_died(turn: Turn, cause: ExitCause) -> None:
+    """All workers have died with the fork server, which `cause` has ended."""
     turn.state = replace(turn.state, store_port=0)
-    end_all_but(turn, frozenset())
+    end_all_but(turn, frozenset(), cause)
     after_an_end(turn)
 
 
-def end_all_but(turn: Turn, listed: frozenset[WorkerId]) -> None:
+def end_all_but(turn: Turn, listed: frozenset[WorkerId], cause: ExitCause) -> None:
     """What the fork server does not list went with an earlier one, or was never asked of this one."""
     for worker in sorted(turn.memory.workers.keys() - listed):
         record = turn.memory.workers[worker]
         if record.pid:
-            exits.exited(turn, worker, record.pid, Exit(None, signal.SIGKILL, "signalled"), "", None)
+            exits.exited(turn, worker, record.pid, Exit(None, signal.SIGKILL, cause), "", None)
         else:
             requeue(turn, record)
 

@@ -7,17 +7,18 @@ from msgspec.structs import replace
 from agents.handling.turn import Turn, newest_of
 from agents.protocol.messages import Membership, Regrouped
 from agents.state import MAX_TASKS, Order, TellWorker, Worker
+from events.roster import place_of
 from events.seats import Telling, joiners_of, members_of, told_by, told_so_far
 from events.vocabulary import Member, MembershipDecided, MembershipPart, SetMembership, ToldOnce
 
 
-def set_membership(turn: Turn, command: SetMembership, order: Order) -> None:
+def set_membership(turn: Turn, command: SetMembership, order: Order, warrant: str = "") -> None:
     """Keep the membership and tell it to the task's workers; an older one than the known is refused."""
     newest = turn.memory.memberships.get(command.task)
     if newest and command.generation < newest.generation:
         turn.answer(order, f"old generation {command.generation}: {newest.generation} is already known")
         return
-    _keep(turn, command, command, command.members, command.joiners)
+    _keep(turn, command, command, command.members, command.joiners, warrant)
     turn.answer(order)
 
 
@@ -26,7 +27,7 @@ def take_part(turn: Turn, part: MembershipPart, term: int) -> None:
     _keep_telling(turn, part.task, told_so_far(turn.memory.tellings.get(part.task), part, term))
 
 
-def decided(turn: Turn, event: MembershipDecided, term: int) -> None:
+def decided(turn: Turn, event: MembershipDecided, term: int, warrant: str = "") -> None:
     """Keep the membership and tell it to the task's workers. An older one changes nothing, nor a torn one, nor one that
     commands bring."""
     told = event.told
@@ -39,7 +40,7 @@ def decided(turn: Turn, event: MembershipDecided, term: int) -> None:
         return
     generations = {**turn.state.lead_tells, event.task: event.generation if told.lead_tells else 0}
     turn.state = replace(turn.state, lead_tells=newest_of(generations, MAX_TASKS))
-    _keep(turn, event, told, members_of(event.task, seats, told.size), joiners_of(event.task, seats))
+    _keep(turn, event, told, members_of(event.task, seats, told.size), joiners_of(event.task, seats), warrant)
 
 
 def to_report(turn: Turn, record: Worker, said: Regrouped) -> Regrouped | None:
@@ -59,6 +60,7 @@ def _keep(
     told: SetMembership | ToldOnce,
     members: tuple[Member, ...],
     joiners: tuple[str, ...],
+    warrant: str,
 ) -> None:
     membership = Membership(
         generation=said.generation,
@@ -70,11 +72,20 @@ def _keep(
         mtbf_us=told.mtbf_us,
         handover=told.handover,
         stop=told.stop,
+        warrant=_warrant_here(turn, said.task, members, warrant),
     )
     others = {task: m for task, m in turn.memory.memberships.items() if task != said.task}
     turn.remember(memberships=newest_of({**others, said.task: membership}, MAX_TASKS))
     for worker in sorted(turn.memory.workers):
         tell_membership(turn, turn.memory.workers[worker])
+
+
+def _warrant_here(turn: Turn, task: str, members: tuple[Member, ...], warrant: str) -> str:
+    """With this node's place. A node that has left keeps the warrant of before: what its last worker captures is to be
+    copied still."""
+    place = place_of(turn.config.node, (member.node for member in members)) if warrant else ""
+    newest = turn.memory.memberships.get(task)
+    return f"{warrant}.{place}" if place else newest.warrant if newest else ""
 
 
 def _keep_telling(turn: Turn, task: str, telling: Telling | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from msgspec.structs import replace
 
 from agents import ordered_faults
-from agents.handling import kept_states, memberships, starting, stopping
+from agents.handling import joining, kept_states, memberships, starting, stopping
 from agents.handling.turn import MAX_TEXT, UNREAD, Turn
 from agents.state import Checked, Commanded, Order, RunCheck, Told, Unreadable
 from events.seats import starts
@@ -14,6 +16,7 @@ from events.vocabulary import (
     DropState,
     Fault,
     InjectFault,
+    LeaveCluster,
     MembershipDecided,
     MembershipPart,
     NodeChecked,
@@ -27,9 +30,10 @@ from events.vocabulary import (
 
 
 def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case for each kind of command
-    """Obey a command to this node: once, and no older one than the newest that was obeyed."""
+    """Obey a command to this node: once, and no older one than the newest that was obeyed. One for a newer agent is not
+    answered: it is for that one."""
     command = given.command
-    if command.node != turn.config.node:
+    if command.node != turn.config.node or command.agent_boot > turn.config.agent_boot:
         return
     if isinstance(command, StartWorkers):
         for start in starts(command):
@@ -40,6 +44,9 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
         turn.say_answer(order)
         return
     if is_pending(turn, order.command_id):
+        return
+    if 0 < command.agent_boot < turn.memory.since_boot:
+        turn.answer(order, "stale: it was for an agent whose run directory is lost; that agent may have obeyed")
         return
     fence = (given.term, command.epoch)
     if fence < turn.memory.fence:
@@ -60,20 +67,30 @@ def commanded(turn: Turn, given: Commanded) -> None:  # noqa: C901  # one case f
         case StopWorker():
             stopping.stop_commanded(turn, command, order)
         case SetMembership():
-            memberships.set_membership(turn, command, order)
-        case InjectFault(agent_boot=asked) if 0 < asked < turn.memory.since_boot:
-            turn.answer(order, "stale: it was for an agent whose run directory is lost; that agent may have obeyed")
+            memberships.set_membership(turn, command, order, given.warrant)
         case InjectFault(fault=fault):
             inject(turn, fault, order)
         case CheckNode():
             check(turn, command, order)
+        case LeaveCluster():
+            leave(turn, command, order)
         case SetPeers(task=task, peers=peers):
             kept_states.set_peers(turn, task, peers)
             turn.answer(order)
         case DropState(task=task):
             kept_states.drop_state(turn, task, order)
-        case _:
-            turn.answer(order, f"unknown command {type(command).__name__}: the agent is too old")
+        case _ as never:
+            assert_never(never)
+
+
+def leave(turn: Turn, command: LeaveCluster, order: Order) -> None:
+    """Leave for good, drained; or, forgotten while it was away, end what runs here."""
+    turn.answer(order)
+    turn.state = replace(turn.state, ends="for good" if command.for_good else "forgotten")
+    if command.for_good:
+        joining.drain(turn, f"it was told to leave for good: {command.reason}", command.limit_us / 1e6)
+    else:
+        joining.leave(turn, f"the node was forgotten: {command.reason}")
 
 
 def told(turn: Turn, given: Told) -> None:
@@ -86,7 +103,7 @@ def told(turn: Turn, given: Told) -> None:
         case MembershipPart() as part:
             memberships.take_part(turn, part, given.term)
         case MembershipDecided() as decided:
-            memberships.decided(turn, decided, given.term)
+            memberships.decided(turn, decided, given.term, given.warrant)
         case PeersDecided(task=task, peers=peers):
             kept_states.set_peers(turn, task, peers)
         case _:

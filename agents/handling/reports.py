@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from agents.handling import commits, joining, kept_states, memberships
 from agents.handling.turn import MAX_TEXT, Turn
+from agents.protocol.flight import Flight
 from agents.protocol.messages import (
     Busy,
     Captured,
@@ -27,6 +28,7 @@ from agents.protocol.messages import (
     Suspected,
     Taken,
     Trouble,
+    Unsaved,
     Waits,
 )
 from agents.state import AcceleratorSaw, ArmTimer, Disconnect, Link, Stalled, TellWorker, Worker
@@ -38,6 +40,7 @@ from events.vocabulary import (
     ErrorReported,
     HangSuspected,
     Observation,
+    SaveFailed,
     StateTaken,
     StopAsked,
     StragglerObserved,
@@ -59,7 +62,7 @@ SYMPTOMS = frozenset({"connection_broken", "collective_timeout"})
 #: Reports that become an observation as they are: the event has the message's fields, and says of which worker.
 Reported: TypeAlias = (
     Regrouped | Parked | Trouble | Degraded | Straggles | CaughtUp | Suspected | Taken | Saved | Completed | Busy
-    | Waits | StopWanted
+    | Waits | StopWanted | Unsaved
 )  # fmt: skip
 REPORTED: dict[type[Reported], type[Observation]] = {
     Regrouped: WorkerRegrouped,
@@ -75,6 +78,7 @@ REPORTED: dict[type[Reported], type[Observation]] = {
     Busy: WorkerBusy,
     Waits: WorkerWaits,
     StopWanted: StopAsked,
+    Unsaved: SaveFailed,
 }
 
 
@@ -146,7 +150,7 @@ def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:  # n
             if message.kind not in SYMPTOMS:
                 turn.change(record, cause_told=True)
             pass_on(turn, record, message)
-        case Degraded() | Straggles() | CaughtUp() | Suspected() | Taken() | Waits():
+        case Degraded() | Straggles() | CaughtUp() | Suspected() | Taken() | Waits() | Unsaved():
             pass_on(turn, record, message)
         case Busy():
             busy(turn, record, message)
@@ -167,6 +171,8 @@ def worker_said(turn: Turn, worker: WorkerId, message: FromWorker) -> None:  # n
             commits.close_sum(turn, record.task)
             turn.change(record, completed=True)
             pass_on(turn, record, message)
+        case Flight():
+            pass  # for a person: the shell has it
         case _ as never:
             assert_never(never)
 
@@ -234,5 +240,6 @@ def accelerator_saw(turn: Turn, saw: AcceleratorSaw) -> None:
             xid=saw.xid,
             message=saw.message[:MAX_TEXT],
             needs=saw.needs,
+            foretells=saw.foretells,
         )
     )

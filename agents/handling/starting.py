@@ -8,13 +8,15 @@ from agents.handling.turn import Turn
 from agents.log_layout import worker_log
 from agents.protocol.messages import Launch, Spawn
 from agents.state import ArmTimer, Link, Order, TellForkServer, Waiting, Worker
-from events.vocabulary import StartWorker, WorkerId, WorkerStarted
+from agents.users import refusal as users_refusal
+from events.task_env import refusal as variable_refusal
+from events.vocabulary import StartWorker, TaskSpec, WorkerId, WorkerStarted
 
 
 def start(turn: Turn, command: StartWorker, order: Order) -> None:
     """Spawn the worker, let it wait for a slot, or answer why not; a repeated start acts once."""
     worker = command.worker
-    if turn.state.phase in ("leaving", "left"):
+    if turn.state.phase in ("draining", "leaving", "left"):
         turn.answer(order, "the node is leaving")
     elif worker.rpartition(".")[0] != command.spec.name:
         turn.answer(order, f"worker {worker} does not belong to task {command.spec.name}")
@@ -64,6 +66,9 @@ def fill_slots(turn: Turn) -> None:
     while turn.memory.waiting and turn.state.store_port and (free := free_slots(turn)):
         first, *rest = turn.memory.waiting
         command = first.command
+        if reason := refusal(turn, command.spec):
+            give_up_start(turn, first, reason)
+            continue
         turn.remember(waiting=tuple(rest))
         record = Worker(worker=command.worker, task=command.spec.name, slot=free[0], starting=first)
         turn.remember(
@@ -71,6 +76,21 @@ def fill_slots(turn: Turn) -> None:
             foreign_gone=tuple(w for w in turn.memory.foreign_gone if w != command.worker),
         )
         turn.actions.append(TellForkServer(message=spawn(turn, command, free[0])))
+
+
+def refusal(turn: Turn, spec: TaskSpec) -> str:
+    """Why this node does not run the task as it asks for; "" where it does."""
+    users = turn.config.users
+    if reason := users_refusal([user.name for user in users], spec.run_as):
+        return reason
+    if refused := next((name for name in spec.env if variable_refusal(name)), ""):
+        return f"env.{refused}: {variable_refusal(refused)}"
+    if users and not turn.state.separates:
+        return (
+            "the fork server is of an agent without --run-as, and its workers live; drain the node, then uncordon it, "
+            "and a new one starts"
+        )
+    return ""
 
 
 def spawn(turn: Turn, command: StartWorker, slot: int) -> Spawn:
@@ -87,7 +107,8 @@ def spawn(turn: Turn, command: StartWorker, slot: int) -> Spawn:
         store=command.store,
         spec=command.spec,
     )
-    return Spawn(launch=launch, log_path=str(worker_log(Path(config.logs), task, command.worker)), slot=slot)
+    log_path = str(worker_log(Path(config.logs), task, command.worker))
+    return Spawn(launch=launch, log_path=log_path, slot=slot, user=config.user_of(command.spec))
 
 
 def started(turn: Turn, worker: WorkerId, pid: int) -> None:

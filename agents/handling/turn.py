@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from agents.state import MAX_ANSWERED, Action, Append, Config, Link, Order, Remembered, State, Worker
+from agents.agent_config import Config
+from agents.state import MAX_ANSWERED, Action, Append, Link, Order, Remembered, State, Worker
 from events.schemas import SCHEMA
 from events.vocabulary import CommandApplied, CommandFailed, Observation, WorkerId
 

@@ -4,7 +4,9 @@
 
 Rules
 -----
-* The worker maps the file and overwrites one record; no system call, no lock, about a microsecond. It is the only
+* The worker is born with a descriptor of the memory, which the fork server has made; the file is a link to that, for
+  the agent alone.
+* The worker maps it and overwrites one record; no system call, no lock, about a microsecond. It is the only
   writer.
 * The record begins and ends with the same number, which grows with every mark: a reader of two different ones has
   read in the middle of a mark, and reads again.
@@ -31,6 +33,10 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _RECORD = struct.Struct("=12Q")
 _MAGIC = 0x756E69636D61726B
 _TRIES = 16
+#: No honest number is larger; the log takes none that is.
+_LIMIT = 2**53
+#: Of a mark.
+SIZE_BYTES = _RECORD.size
 
 
 class Mark(NamedTuple):
@@ -69,14 +75,20 @@ def read(path: Path) -> Mark | None:
     """The newest mark; None where there is none, or none that is whole."""
     for _ in range(_TRIES):
         try:
-            record = path.read_bytes()
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return None
-        if len(record) < _RECORD.size:
+        try:
+            record = os.pread(fd, SIZE_BYTES, 0)
+        except OSError:
             return None
-        number, *fields, again = _RECORD.unpack_from(record)
+        finally:
+            os.close(fd)
+        if len(record) < SIZE_BYTES:
+            return None
+        number, *fields, again = _RECORD.unpack(record)
         magic, phase, *rest = fields
-        if magic != _MAGIC or phase >= len(PHASES):
+        if magic != _MAGIC or phase >= len(PHASES) or max(rest) >= _LIMIT:
             return None
         if number == again:
             return Mark(PHASES[phase], *rest)

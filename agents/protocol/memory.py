@@ -2,8 +2,8 @@
 
 Rules
 -----
-* The memory is a memfd that the fork server holds; workers and the agent open it by its path under /proc. It goes
-  with the fork server, so nothing of it can be left behind.
+* The memory is a memfd that the fork server holds. A worker is born with a descriptor of it; the agent opens it by its
+  path under /proc. It goes with the fork server, so nothing of it can be left behind.
 * A page of heads, then two slots. A writer takes the slot that does not hold the newest state: it voids its head,
   writes the payload, and seals it with a head that names iteration, generation, tp, pp, size and blake2b of the
   payload, and carries a digest of its own. A writer that is killed half-way leaves a void head: the other slot is
@@ -26,6 +26,8 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from queue import SimpleQueue
+from threading import Thread
 
 import msgspec
 
@@ -61,6 +63,65 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def digest_of(payload: bytes | memoryview) -> bytes:
     """blake2b of a payload, 32 bytes; lets other threads run meanwhile."""
     return blake2b(payload, digest_size=_DIGEST_BYTES).digest()
+
+
+class Digesting:
+    """`digest_of` a view that is being filled from its start, by another thread meanwhile."""
+
+    _STRETCH_BYTES = 4 << 20
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._told = 0
+        self._stretches: SimpleQueue[int] = SimpleQueue()
+        self._hash = blake2b(digest_size=_DIGEST_BYTES)
+        self._thread: Thread | None = None
+
+    def __enter__(self) -> Digesting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._view = memoryview(b"")
+
+    def reached(self, size_bytes: int) -> None:
+        """So much of the view is filled."""
+        if size_bytes - self._told >= self._STRETCH_BYTES:
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="digest", daemon=True)
+                self._thread.start()
+            self._told = size_bytes
+            self._stretches.put(size_bytes)
+
+    def digest(self) -> bytes:
+        """Of the whole view, which is filled."""
+        self._end()
+        self._hash.update(self._view[self._told :])
+        return self._hash.digest()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._stretches.put(-1)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        done = 0
+        while (until := self._stretches.get()) >= 0:
+            self._hash.update(self._view[done:until])
+            done = until
+
+
+def sealed_memory(name: str, seals: int, size_bytes: int = 0) -> int:
+    """A memfd whose size the kernel keeps from changing as `seals` say, whoever has it. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 class Memory:
@@ -206,11 +267,16 @@ class Draft:
         self.view = view
 
     def seal(
-        self, iteration: int, generation: int, digest: bytes | None = None, layout: tuple[int, int] = (1, 1)
+        self,
+        iteration: int,
+        generation: int,
+        digest: bytes | None = None,
+        layout: tuple[int, int] = (1, 1),
+        found: bytes | None = None,
     ) -> Head:
         """Make it the newest state. `digest`: what the view must have (it came from elsewhere); ValueError if not.
-        `layout`: tp and pp of the replica whose shard it is."""
-        found = digest_of(self.view)
+        `layout`: tp and pp of the replica whose shard it is. `found`: the view's digest, where it is known."""
+        found = found or digest_of(self.view)
         if digest is not None and digest != found:
             self.abandon()
             raise ValueError("the payload's digest differs from the announced one")

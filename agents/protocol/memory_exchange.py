@@ -7,21 +7,29 @@ A connection carries one request and its answer, each a frame (`framing.py`) and
     Push   ->  Accepted; bytes -> Stored   a copy, to be kept there
            ->  Refused                     anything else: the reason
 
-Every request names the token of the node that it asks: it was told with the membership, by the log. Heads carry the
-digest of the bytes; bytes without it are not believed. Blocking sockets, with a bound on every wait. No torch here.
+Between nodes with certificates all of it goes through TLS 1.3, and a request shows a pass (agents/passes.py); the
+token that stands in the log for such a node is the word TLS. Otherwise a request names the token of the node that it
+asks: it was told with the membership, by the log. Neither side falls back to the other way. Heads carry the digest of
+the bytes; bytes without it are not believed. Blocking sockets, with a bound on every wait. No torch here.
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
+import time
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from agents.protocol.framing import frame
-from agents.protocol.memory import Head
-from agents.protocol.messages import Message
+from agents.protocol.memory import Digesting, Head
+from agents.protocol.message import Message
+from agents.protocol.messages import Passes
+from events.tls import NODE_URI
 from events.vocabulary import Count, MemoryService, Name, Text
 
 CONNECT_TIMEOUT_S = 2.0
@@ -29,6 +37,12 @@ CONNECT_TIMEOUT_S = 2.0
 SILENCE_TIMEOUT_S = 10.0
 _FRAME_MAX_BYTES = 64 * 1024
 _CHUNK_BYTES = 1 << 20
+#: A peer that takes or gives a state slower than this is given up.
+RATE_MIN_BYTES = 1 << 20
+#: In the log, in the place of a token: this node gives and takes states over TLS alone.
+TLS = "tls"
+#: A token, or a pass with its warrant.
+Shown: TypeAlias = Annotated[str, Meta(max_length=60 * 1024)]
 #: tp or pp, as a head has room for.
 Degree: TypeAlias = Annotated[int, Meta(ge=1, lt=2**32)]
 Digest: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -64,14 +78,14 @@ class HeldShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Ask(Message, frozen=True, kw_only=True):
     """Request: which states of the task do you keep?"""
 
-    token: Text
+    token: Shown
     task: Name
 
 
 class Fetch(Message, frozen=True, kw_only=True):
     """One of the states that were told: the shard's, of a replica of tp * pp, after `iteration`."""
 
-    token: Text
+    token: Shown
     task: Name
     shard: Count
     iteration: Count
@@ -82,7 +96,7 @@ class Fetch(Message, frozen=True, kw_only=True):
 class Push(Message, frozen=True, kw_only=True):
     """`origin`: the node that captured the state."""
 
-    token: Text
+    token: Shown
     task: Name
     shard: Count
     origin: Name
@@ -126,41 +140,62 @@ class NoAnswer(Exception):
     """The node cannot be reached, refuses, or does not keep its word. The text says which."""
 
 
-def ask(service: MemoryService, task: str) -> dict[int, list[Head]]:
+class BadPass(ValueError):
+    """The pass is not valid here; the text says why."""
+
+
+def ask(service: MemoryService, task: str, passes: Passes | None = None) -> dict[int, list[Head]]:
     """What the node keeps of the task, by shard, newest first. Raises NoAnswer."""
-    with _connected(service) as connection:
-        say(connection, Ask(token=service.token, task=task))
+    with _connected(service, passes) as connection:
+        say(connection, Ask(token=_shown(service, passes), task=task))
         return {held.shard: [head.head() for head in held.heads] for held in _answer(connection, Holds).shards}
 
 
 class Fetching:
     """One state on its way here: its head is known, then `receive` takes the bytes. Raises NoAnswer."""
 
-    def __init__(self, service: MemoryService, task: str, shard: int, iteration: int, layout: tuple[int, int]) -> None:
-        self._connection = _connected(service)
+    def __init__(
+        self,
+        service: MemoryService,
+        task: str,
+        shard: int,
+        iteration: int,
+        layout: tuple[int, int],
+        passes: Passes | None = None,
+    ) -> None:
+        self._connection = _connected(service, passes)
         tp, pp = layout
         try:
-            wanted = Fetch(token=service.token, task=task, shard=shard, iteration=iteration, tp=tp, pp=pp)
+            token = _shown(service, passes)
+            wanted = Fetch(token=token, task=task, shard=shard, iteration=iteration, tp=tp, pp=pp)
             say(self._connection, wanted)
             self.head = _answer(self._connection, Fetched).head.head()
         except BaseException:
             self._connection.close()
             raise
 
-    def receive(self, view: memoryview) -> None:
-        """Fill `view`, which has the head's size. The digest is for the caller to check."""
+    def receive(self, view: memoryview) -> bytes:
+        """Fill `view`, which has the head's size. The digest of what came is for the caller to compare."""
         with self._connection:
             try:
-                read_into(self._connection, view)
+                return received(self._connection, view)
             except OSError as error:
                 raise NoAnswer(f"the transfer of the state broke off: {error}") from None
 
 
-def push(service: MemoryService, task: str, shard: int, origin: str, head: Head, view: memoryview) -> None:
+def push(
+    service: MemoryService,
+    task: str,
+    shard: int,
+    origin: str,
+    head: Head,
+    view: memoryview,
+    passes: Passes | None = None,
+) -> None:
     """Have the node keep a copy. Raises NoAnswer."""
-    with _connected(service) as connection:
-        head_of = HeadOf.of(head)
-        say(connection, Push(token=service.token, task=task, shard=shard, origin=origin, head=head_of))
+    with _connected(service, passes) as connection:
+        token, head_of = _shown(service, passes), HeadOf.of(head)
+        say(connection, Push(token=token, task=task, shard=shard, origin=origin, head=head_of))
         _answer(connection, Accepted)
         try:
             send(connection, view)
@@ -181,38 +216,110 @@ def say(connection: socket.socket, message: Message) -> None:
 
 
 def hear(connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """One frame. Raises NoAnswer at the end of the stream and on bytes that are no such message."""
+    """One frame, within the socket's bound. Raises NoAnswer at the end of the stream and on bytes that are no such
+    message."""
+    ends_s = time.monotonic() + (connection.gettimeout() or SILENCE_TIMEOUT_S)
     try:
-        length = int.from_bytes(_read(connection, 4), "big")
+        length = int.from_bytes(_read(connection, 4, ends_s), "big")
         if length > _FRAME_MAX_BYTES:
             raise NoAnswer(f"announced frame of {length} bytes")
-        return decoder.decode(_read(connection, length))
+        return decoder.decode(_read(connection, length, ends_s))
     except (OSError, msgspec.MsgspecError) as error:
         raise NoAnswer(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def read_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill `view`. Raises OSError."""
-    while view:
-        count = connection.recv_into(view, min(len(view), _CHUNK_BYTES))
+def received(connection: socket.socket, view: memoryview) -> bytes:
+    """Fill `view`; the digest of what came. Raises OSError."""
+    with Digesting(view) as digesting:
+        read_into(connection, view, reached=digesting.reached)
+        return digesting.digest()
+
+
+def read_into(
+    connection: socket.socket,
+    view: memoryview,
+    ends_s: float | None = None,
+    reached: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Fill `view`, until `ends_s` of the monotonic clock; None: as RATE_MIN_BYTES allows. `reached`: called with the
+    number of bytes that are there. Raises OSError."""
+    ends_s = _deadline_s(len(view)) if ends_s is None else ends_s
+    at, size_bytes = 0, len(view)
+    while at < size_bytes:
+        _in_time(ends_s)
+        count = connection.recv_into(view[at : at + _CHUNK_BYTES])
         if not count:
             raise ConnectionError("the connection ended early")
-        view = view[count:]
+        at += count
+        reached(at)
 
 
 def send(connection: socket.socket, view: memoryview) -> None:
     """In chunks, so that the bound on silence holds for each. Raises OSError."""
+    ends_s = _deadline_s(len(view))
     for start in range(0, len(view), _CHUNK_BYTES):
+        _in_time(ends_s)
         connection.sendall(view[start : start + _CHUNK_BYTES])
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int, ends_s: float) -> bytes:
     data = bytearray(count)
-    read_into(connection, memoryview(data))
+    read_into(connection, memoryview(data), ends_s)
     return bytes(data)
 
 
-def _connected(service: MemoryService) -> socket.socket:
+def _deadline_s(size_bytes: int) -> float:
+    return time.monotonic() + SILENCE_TIMEOUT_S + size_bytes / RATE_MIN_BYTES
+
+
+def _in_time(ends_s: float) -> None:
+    if time.monotonic() > ends_s:
+        raise TimeoutError("the other side is too slow")
+
+
+def _shown(service: MemoryService, passes: Passes | None) -> str:
+    return passes.of(service.node) if passes else service.token
+
+
+def _connected(service: MemoryService, passes: Passes | None) -> socket.socket:
+    """In TLS with `passes`, and only then. Raises NoAnswer."""
+    if passes is not None and service.token == TLS and not passes.of(service.node):
+        raise NoAnswer(f"this node has no pass for node {service.node}")
+    if passes is None and service.token == TLS:
+        raise NoAnswer(f"node {service.node} gives states over TLS alone, and this node has no certificate: enroll it")
+    if passes is not None and service.token != TLS:
+        raise NoAnswer(f"node {service.node} gives states in clear alone, and this node does not: enroll that node")
+    connection = _dialled(service)
+    return _secured(connection, service.node, passes.ca) if passes else connection
+
+
+def _secured(connection: socket.socket, node: str, ca: str) -> socket.socket:
+    """The other side is the node, by its certificate. Raises NoAnswer."""
+    try:
+        secured = _context(ca).wrap_socket(connection)
+        try:
+            names = secured.getpeercert()["subjectAltName"]  # type: ignore[index]  # with CERT_REQUIRED there is one
+            if ("URI", f"{NODE_URI}{node}") not in names:
+                raise NoAnswer(f"another than node {node} answers there: its certificate names {names}")
+        except BaseException:
+            secured.close()
+            raise
+    except (OSError, KeyError) as error:
+        connection.close()
+        raise NoAnswer(f"no TLS with node {node}: {error}") from None
+    return secured
+
+
+@lru_cache(maxsize=4)
+def _context(ca: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # a node's name is no host's; it is compared above
+    context.load_verify_locations(cadata=ca)
+    return context
+
+
+def _dialled(service: MemoryService) -> socket.socket:
     try:
         connection = socket.create_connection((service.host, service.port), CONNECT_TIMEOUT_S)
     except OSError as error:

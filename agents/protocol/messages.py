@@ -19,6 +19,9 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from agents.protocol.flight import Flight, TellFlight
+from agents.protocol.identity import Identity
+from agents.protocol.message import Message
 from events.vocabulary import (
     CorruptionSign,
     Count,
@@ -32,6 +35,7 @@ from events.vocabulary import (
     Phase,
     Positive,
     SamplesDigest,
+    Saver,
     StateSource,
     StoreAddress,
     TaskSpec,
@@ -42,11 +46,6 @@ from events.vocabulary import (
 
 #: Room for a membership of as many workers as there can be, all of them joiners, with the longest names.
 MAX_FRAME_BYTES = 40 * 1024 * 1024
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
-    """Base of all messages; the class name is the wire tag. A field at its default is left out: processes of a version
-    that lacks it may be at the other end (a fork server and its workers outlive their agent)."""
 
 
 class Placed(Message, frozen=True, kw_only=True):
@@ -76,6 +75,8 @@ class Hello(Message, frozen=True, kw_only=True):
     pid: Positive
     generation: Count
     ready: bool
+    #: It understands TellFlight.
+    has_flight: bool = False
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -102,7 +103,8 @@ class Parked(Placed, frozen=True, kw_only=True):
 class Committed(Message, frozen=True, kw_only=True):
     """One iteration was committed; sent by the lead (first member) alone, after every step.
 
-    The agent sums these up to at most one StepCommitted a second and task.
+    The agent sums these up to at most one StepCommitted a second and task. `checksum`: of the parameters after
+    iteration `checked`, `sums`: of the gradients' sums of the next (Checksums); 0: none was made.
     """
 
     generation: Count
@@ -113,6 +115,9 @@ class Committed(Message, frozen=True, kw_only=True):
     duration_us: Count
     micro_batches_by_rank: tuple[Count, ...]
     redone: Count
+    checked: Count = 0
+    checksum: SamplesDigest = 0
+    sums: SamplesDigest = 0
 
 
 class Trouble(Message, frozen=True, kw_only=True):
@@ -191,6 +196,14 @@ class Saved(Message, frozen=True, kw_only=True):
     duration_us: Count
 
 
+class Unsaved(Message, frozen=True, kw_only=True):
+    """See events.vocabulary.SaveFailed."""
+
+    iteration: Count
+    by: Saver
+    reason: Text
+
+
 class Captured(Message, frozen=True, kw_only=True):
     """The node's memory holds the state after `iteration`; training stood still for `duration_us`.
 
@@ -227,13 +240,44 @@ class Completed(Message, frozen=True, kw_only=True):
     params_digest: Text
 
 
+# --- fork server -> agent, on a worker's connection ----------------------------------------------
+
+
+class Connected(Message, frozen=True, kw_only=True):
+    """The fork server has made this connection and handed it to this worker: what follows is the worker's own word."""
+
+    worker: WorkerId
+    task: Name
+    pid: Positive
+
+
 # --- agent -> worker -----------------------------------------------------------------------------
+
+
+#: A warrant and a node's place; the place grows with the square root of the number of nodes (events/roster.py).
+Warrant: TypeAlias = Annotated[str, Meta(max_length=56 * 1024)]
+
+
+class Passes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node shows to peers of a membership that give states over TLS alone (agents/passes.py): `by_node`, a pass
+    for each, and the membership's `warrant` with the node's place. `ca`: who has signed the peers' certificates, in
+    PEM."""
+
+    ca: LongText
+    by_node: tuple[tuple[Name, LongText], ...]
+    warrant: Warrant = ""
+
+    def of(self, node: str) -> str:
+        """What is shown to this node, "" for nothing."""
+        return next((f"{text}.{self.warrant}" for name, text in self.by_node if name == node), "")
 
 
 class Membership(Message, frozen=True, kw_only=True):
     """See events.vocabulary.MembershipDecided: the members in rank order, the new group's store.
 
-    `peers`, `mtbf_us`, `handover`, `stop`: see events.vocabulary.SetMembership.
+    `peers`, `mtbf_us`, `handover`, `stop`: see events.vocabulary.SetMembership. `passes`: None: states travel in clear.
+    `warrant`: between the agents of a run directory alone: of the newest membership that has this node, with its place
+    there (events/warrants.py); "": none.
     """
 
     generation: Positive
@@ -245,6 +289,8 @@ class Membership(Message, frozen=True, kw_only=True):
     mtbf_us: Count = 0
     handover: bool = False
     stop: Text = ""
+    passes: Passes | None = None
+    warrant: Warrant = ""
 
 
 class Quit(Message, frozen=True, kw_only=True):
@@ -263,15 +309,17 @@ class Inject(Message, frozen=True, kw_only=True):
 
 
 class Spawn(Message, frozen=True, kw_only=True):
-    """Fork a worker. `log_path`: its stdout and stderr. `slot`: its GPU (CUDA_VISIBLE_DEVICES)."""
+    """Fork a worker. `log_path`: its stdout and stderr. `slot`: its GPU (CUDA_VISIBLE_DEVICES). `user`: what the
+    worker becomes first; None: it stays what the fork server is."""
 
     launch: Launch
     log_path: Text
     slot: Count
+    user: Identity | None = None
 
 
 class Launch(Message, frozen=True, kw_only=True):
-    """All that a worker process needs to know at birth."""
+    """All that a worker process needs to know at birth. `agent_socket`: for fork servers of older versions."""
 
     worker: WorkerId
     task: Name
@@ -282,9 +330,12 @@ class Launch(Message, frozen=True, kw_only=True):
     shard: Count
     store: StoreAddress
     spec: TaskSpec
-    #: The node's memory of this shard's state (memory.py) and its bound; the fork server fills them in.
+    #: What the fork server fills in, of descriptors that the worker is born with: the node's memory of this shard's
+    #: state (memory.py) with its bound, and the worker's mark (marks.py), as paths to be opened; its line (line.py).
     memory: Text = ""
     memory_max_bytes: Count = 0
+    mark: Text = ""
+    line_fd: Annotated[int, Meta(ge=-1)] = -1
 
 
 class Kill(Message, frozen=True, kw_only=True):
@@ -365,11 +416,17 @@ class KeepFailed(Message, frozen=True, kw_only=True):
 
 
 class Inventory(Message, frozen=True, kw_only=True):
-    """Greets every new agent: the store's port, the live workers with their launches' task, the memory held."""
+    """Greets every new agent: the store's port, the live workers with their launches' task, the memory held.
+
+    `schema`: what the fork server reads of the log's vocabulary. `separates`: it has the privilege to run workers as
+    other users, and runs none as its own.
+    """
 
     store_port: Annotated[int, Meta(ge=1, le=65535)]
     workers: tuple[InventoryWorker, ...]
     kept: tuple[Kept, ...] = ()
+    schema: Positive = 1
+    separates: bool = False
 
 
 class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -383,8 +440,8 @@ class InventoryWorker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 FromWorker: TypeAlias = (
     Hello | Ready | Regrouped | Parked | Committed | Trouble | Degraded | Straggles | CaughtUp
-    | Suspected | Saved | Captured | Taken | Completed | Busy | Waits | StopWanted
+    | Suspected | Saved | Unsaved | Captured | Taken | Completed | Busy | Waits | StopWanted | Flight
 )  # fmt: skip
-ToWorker: TypeAlias = Membership | Quit | Inject
+ToWorker: TypeAlias = Membership | Quit | Inject | TellFlight
 ToForkServer: TypeAlias = Spawn | Kill | Keep | Forget | Retire | ExitedAck
 FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | Kept | KeepFailed | Inventory

@@ -1,8 +1,8 @@
 """What processes of different versions on one node say to each other: agents come and go, workers stay.
 
 A younger process understands an older one, but those of schema 1 close the connection at what they do not know. So an
-agent leaves out of what it sends whatever came into the log's vocabulary since then (workers need none of it), and a
-worker asks which schema its agent reads.
+agent leaves out of what it sends to a worker whatever came into the log's vocabulary since then (workers need none of
+it), a fork server says what it reads, and both ask which schema their agent reads.
 """
 
 from __future__ import annotations
@@ -12,23 +12,51 @@ from typing import TypeVar
 
 import msgspec
 
-from agents.protocol.messages import Busy, CaughtUp, Regrouped, StopWanted, Straggles, Trouble, Waits
-from events.schemas import FIRST, LEAD_TELLS, SCHEMA, lowered_value
+from agents.protocol.flight import Flight
+from agents.protocol.messages import (
+    Busy,
+    CaughtUp,
+    Committed,
+    Inventory,
+    Regrouped,
+    StopWanted,
+    Straggles,
+    Trouble,
+    Unsaved,
+    Waits,
+)
+from events.schemas import FIRST, LEAD_TELLS, SCHEMA, lowered_value, since
+from events.vocabulary import SaveFailed
 
 M = TypeVar("M", bound=msgspec.Struct)
 #: Messages of workers that came with schema 2.
 _SINCE_2 = (Straggles, CaughtUp, Busy, Waits, StopWanted)
 
 
-def plain(message: M) -> M:
-    """A message to a fork server or a worker, which may be older than its agent."""
-    return lowered_value(message, FIRST)
+#: From here on agents understand a worker that says it has a flight recorder.
+FLIGHT = 4
+
+
+def plain(message: M, schema: int = FIRST) -> M:
+    """A message to a fork server that reads `schema`, or to a worker, which may be older than its agent."""
+    return lowered_value(message, schema)
+
+
+def greeting_of(inventory: Inventory, schema: int) -> Inventory:
+    """A fork server's inventory as an agent that reads `schema` can read it."""
+    return inventory if schema >= 2 else msgspec.structs.replace(inventory, schema=FIRST, separates=False)
 
 
 def told_to(schema: int, message: M) -> M | None:
     """A worker's message as an agent that reads `schema` can read it; None for one that it does not know."""
     if isinstance(message, Regrouped) and schema < LEAD_TELLS:
         return msgspec.structs.replace(message, others_dealt=0)
+    if isinstance(message, Committed) and schema < LEAD_TELLS:
+        return msgspec.structs.replace(message, checked=0, checksum=0, sums=0)
+    if isinstance(message, Unsaved) and schema < since(SaveFailed):
+        return None
+    if isinstance(message, Flight) and schema < FLIGHT:
+        return None
     if schema >= 2:
         return message
     if isinstance(message, _SINCE_2):

@@ -30,6 +30,7 @@ def apply() -> None:
     torch.cuda.current_device = _current_device
     torch.cuda.synchronize = _nothing
     torch.cuda.manual_seed = torch.random.default_generator.manual_seed
+    torch.cuda.manual_seed_all = _seeds_nothing  # a function of its own: torch._dynamo knows them by name
     torch.cuda.get_rng_state = _rng_state
     torch.cuda.set_rng_state = _set_rng_state
     # "CPU RNG state changed within GPU RNG context", at every dropout: here they are one and the same.
@@ -49,6 +50,10 @@ def _current_device() -> torch.device:
 
 
 def _nothing(*_arguments: object) -> None:
+    pass
+
+
+def _seeds_nothing(_seed: int) -> None:
     pass
 
 

@@ -18,12 +18,15 @@ from typing import Any
 
 from agents.protocol.exits import EXIT_NO_MEMBERSHIP
 from agents.protocol.injection import Point
-from agents.protocol.messages import Membership
+from agents.protocol.messages import Committed, Membership
 from agents.protocol.sampling import Sampling
+from agents.trainer.detection import determinism
+from agents.trainer.detection.checksum import checksum_of_pieces
 from agents.trainer.detection.observing import Detection
 from agents.trainer.gradients.accumulation import Accumulation
 from agents.trainer.gradients.reduction import Reduction
-from agents.trainer.groups.group import Group
+from agents.trainer.gradients.runs import Runs
+from agents.trainer.groups.group import Group, Rows
 from agents.trainer.groups.rendezvous import Rendezvous
 from agents.trainer.ledger import Account
 from agents.trainer.lifecycle import Books, run
@@ -43,7 +46,9 @@ from events.vocabulary import StateSource
 
 @dataclass(slots=True)
 class Driver:
-    """What the effects act on: one worker's. `sharing`: None where the optimizer's state is not sharded."""
+    """What the effects act on: one worker's. `sharing`: None where the optimizer's state is not sharded;
+    `runs`: None where the sum of a step follows the deal. `closing`: the program's, behind the last iteration.
+    `finish`: what a replica's shards must still add up (`finishing.py`)."""
 
     books: Books
     here: Context
@@ -55,9 +60,12 @@ class Driver:
     rendezvous: Rendezvous
     detection: Detection
     sharing: Sharing | None
+    runs: Runs | None = None
     seam: e.Seam | None = None
     _flow: e.Flow[None] | None = None
     _sources: Sources | None = None
+    closing: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None
 
     # --- driving ---------------------------------------------------------------------------------
 
@@ -110,23 +118,53 @@ class Driver:
         ledger = self.books.ledger
         self.here.injection.fire(point, ledger.iteration, self.rendezvous.generation, ledger.finished)
 
-    def _gathered(self, row: Sequence[int], amid: Point | None = None) -> list[list[int]]:
-        """Every member's row; the point `amid` is passed while they are under way."""
+    def _gathered(
+        self, row: Sequence[int], amid: Point | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> list[list[int]]:
+        """Every member's row. While they are under way the point `amid` is passed, and `meanwhile` done."""
         group = self.group
 
         def gather() -> list[list[int]]:
             rows = group.all_gather(row)
             if amid is not None:
                 self.fire(amid)
+            if meanwhile is not None:
+                meanwhile()
             group.finish()
             return rows.read()
 
         return self.rendezvous.together(gather)
 
+    def _compare_surroundings(self) -> None:
+        """A member may compute on something else than the first. Raises NotDeterministic."""
+        wish, odd = self.here.patience.deterministic, determinism.odd_places(self.rendezvous.surroundings)
+        if not odd or wish == "off":
+            return
+        told = determinism.told_of(odd, self.group.rank, determinism.surroundings())
+        if wish == "require" and self.group.rank in odd:
+            raise determinism.NotDeterministic(f"deterministic: require: {told}")
+        self._warn_of_bits(told)
+
+    def _warn_of_bits(self, why: str) -> None:
+        print(f"{self.here.launch.worker}: bits will not be kept over a change of replicas: {why}", flush=True)
+
+    def bits_agree(self, checksums: Sequence[int]) -> None:
+        """Compare what one micro-batch has come to, each time, with the other replicas'. Raises NotDeterministic, and
+        what `Group.finish` raises."""
+        here, books = self.here, self.books
+        assert books.turn is not None
+        books.turn.tried = True
+        found = determinism.verdict(self._gathered(checksums))
+        if found and here.patience.deterministic == "require":
+            raise determinism.NotDeterministic(f"deterministic: require: {found}")
+        if found:
+            self._warn_of_bits(found)
+
     # --- noting ----------------------------------------------------------------------------------
 
     def _tell(self, effect: e.Tell) -> None:
-        self.here.channel.send(effect.message)
+        message = effect.message
+        self.here.channel.send(self.detection.checked(message) if isinstance(message, Committed) else message)
 
     def _say(self, effect: e.Say) -> None:
         print(f"{self.here.launch.worker}: {effect.text}", flush=True)
@@ -176,7 +214,10 @@ class Driver:
 
     def _exchange(self, effect: e.Exchange) -> list[Position]:
         books = self.books
-        return self.rendezvous.exchange(effect.position, books.micro_batches, books.buckets, sharded=effect.sharded)
+        rendezvous = self.rendezvous
+        told = rendezvous.exchange(effect.position, books.micro_batches, books.buckets, sharded=effect.sharded)
+        self._compare_surroundings()
+        return told
 
     def _drop(self, effect: e.Drop) -> None:
         self.rendezvous.drop()
@@ -225,9 +266,16 @@ class Driver:
         """With this shard's sighting of the iteration behind the row."""
         ledger, width = self.books.ledger, len(effect.row)
         sighting = self.detection.sighting(ledger.iteration, ledger.finished, self.reduction.norm())
-        rows = self._gathered([*effect.row, *sighting.row()], "agreeing")
+        tells = self.books.is_lead and self.detection.checks(ledger.iteration)
+        rows = self._gathered([*effect.row, *sighting.row()], "agreeing", self._check_sums if tells else None)
         self.detection.agreed([row[width:] for row in rows])
         return [row[:width] for row in rows]
+
+    def _check_sums(self) -> None:
+        """The lead alone, while the agreement is under way: all have the same."""
+        complete = self.reduction.complete()
+        pieces = [[piece for _, piece in complete[bucket]] for bucket in range(self.books.buckets)]
+        self.detection.summed(checksum_of_pieces(pieces))
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -237,7 +285,10 @@ class Driver:
         self.here.iteration = effect.iteration
 
     def _keep_sums(self, effect: e.KeepSums) -> None:
+        if self.runs is not None:
+            self.runs.say_lost()
         self.reduction.keep(effect.final)
+        self.accumulation.keep(effect.kept)
 
     def _last_stage(self, effect: e.LastStage) -> tuple[float, int]:
         loss_sum, tokens = self.here.replica.from_last_stage(effect.loss_sum, effect.tokens)
@@ -247,23 +298,24 @@ class Driver:
         group = self.group
 
         def complete() -> list[list[int]]:
-            self.reduction.start(group)
-            accumulation = self.accumulation
-            account = effect.ledger.account(self.sampling, accumulation.peak(), accumulation.surplus)
-            rows = group.all_gather(account.row())
+            account = effect.ledger.account(self.sampling, self.accumulation.surplus)
+            rows: list[Rows] = []
+            self.reduction.start(group, lambda: rows.append(group.all_gather(account.row())))
             self.fire("reducing")
             group.finish()
-            return rows.read()
+            return rows[0].read()
 
         return [Account.from_row(row) for row in self.rendezvous.together(complete)]
 
     def _settle(self, effect: e.Settle) -> None:
         self.accumulation.settle(self.reduction.sums(), effect.total.tokens)
+        if self.finish is not None:
+            self.finish()
 
     # --- state -----------------------------------------------------------------------------------
 
     def _look_around(self, effect: e.LookAround) -> list[int]:
-        self._sources = Sources(self.here, self.saving.memory, effect.membership.peers, self._resharded)
+        self._sources = Sources(self.here, self.saving.memory, effect.membership, self._resharded)
         return self._sources.row(is_first=effect.is_first)
 
     def _take(self, effect: e.Take) -> Loaded | str:
@@ -327,6 +379,8 @@ class Driver:
         last = effect.iteration, self.here.generation, effect.loss
         if not (effect.handover and self.saving.capture_and_wait(*last)):
             self.saving.save_and_wait(*last)
+        if self.closing is not None:
+            self.closing()
 
     # --- sharded optimizer state -----------------------------------------------------------------
 

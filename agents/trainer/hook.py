@@ -22,7 +22,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,12 +34,21 @@ from agents.protocol.exits import LEFT_EARLY
 from agents.protocol.messages import Ready
 from agents.protocol.sampling import Sampling, work_seed
 from agents.trainer import randomness
+from agents.trainer.alone import Alone as Alone
+from agents.trainer.alone import AloneHook
+from agents.trainer.detection import determinism
+from agents.trainer.detection.checksum import checksum
 from agents.trainer.detection.observing import Detection
 from agents.trainer.driver import Driver
 from agents.trainer.gradients.accumulation import Accumulation
+from agents.trainer.gradients.finishing import finishing_of
+from agents.trainer.gradients.lanes import Lanes
+from agents.trainer.gradients.passing import Passing
 from agents.trainer.gradients.reduction import Reduction
+from agents.trainer.gradients.runs import Runs
 from agents.trainer.groups.rendezvous import Rendezvous
 from agents.trainer.lifecycle import Books
+from agents.trainer.lifecycle.books import lanes_of
 from agents.trainer.lifecycle.effects import Compute, Optimize
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stopped, Superseded
 from agents.trainer.process import context
@@ -50,7 +59,7 @@ from agents.trainer.sharded.optimizer import ShardedOptimizer
 from agents.trainer.sharded.sharing import Sharing
 from agents.trainer.states.layout import layout_of
 from agents.trainer.states.saving import Saving
-from agents.trainer.states.state import TrainingState
+from agents.trainer.states.state import Stateful, TrainingState, flatten
 
 MAX_REASON = 512
 _FLUSH_S = 2.0
@@ -64,6 +73,7 @@ class Step:
 
     def __init__(self, hook: Hook, iteration: int) -> None:
         self._hook = hook
+        #: It changes where all others have gone on meanwhile, and this replica is given their state.
         self.iteration = iteration
         self.agreed = False
         #: Mean loss per token over the global batch; known once the step is agreed.
@@ -74,9 +84,19 @@ class Step:
         for (micro_batch,) in self.lists(1):
             yield micro_batch
 
+    @property
+    def is_last(self) -> bool:
+        """Whether training ends behind it; known once the step is agreed."""
+        books = self._hook._driver.books
+        return self.agreed and (books.stopped or self.iteration >= books.launch.spec.iterations)
+
     def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
         """Lists of micro-batches, as many as are left (pipeline schedules want them all at once) or `at_most`."""
         yield from self._hook._micro_batches(self, at_most)
+
+    def coming(self, taken: int) -> list[int]:
+        """The micro-batches that this replica computes behind the next `taken`, as dealt now."""
+        return self._hook._driver.books.ledger.left()[taken:]
 
     def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
         """Account for the micro-batches just computed: sum of token losses, number of tokens (both 0 in pipeline
@@ -111,6 +131,8 @@ class Hook:
     _over: bool = False
     _step: Step | None = None
     _early: LeftEarly | None = None
+    #: What is being computed does not count.
+    _tries: bool = False
 
     @staticmethod
     def attach(
@@ -120,40 +142,53 @@ class Hook:
         *,
         dataset_size: int | None = None,
         overlap: bool = False,
+        brings: int | None = None,
+        gradients: Callable[[Lanes | None, int], Accumulation] | None = None,
     ) -> Hook:
         """Take over gradient accumulation and cross-replica reduction of `model` (or model chunks).
 
         `optimizer` and `scheduler` need state_dict and load_state_dict. `dataset_size`: samples in the data set,
         over which `step.samples` permutes; None: an endless stream. `overlap`: reduce inside the last backward; only
         for loops that give each parameter at most one gradient per micro-batch (one backward for each; an iteration
-        fails where that is not so). Raises RuntimeError outside a worker.
+        fails where that is not so). `brings`: the iteration after which the program's state is the one that it has
+        loaded itself, 0 for none, on every replica; training goes on from there, unless a later state is found.
+        `gradients`: makes the accumulation of the task's lanes, with so many bytes in a bucket, for a framework with
+        buffers of its own. Raises RuntimeError outside a worker, CannotFinish for a model that would train wrongly.
         """
         here = context.current()
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         spec = here.launch.spec
 
-        def layout() -> object:
-            return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
-
-        accumulation = Accumulation(
-            (parameter for module in models for parameter in module.parameters()),
-            exact=spec.accumulation == "exact",
-            bucket_bytes=here.patience.bucket_bytes,
-        )
+        lanes = lanes_of(spec)
+        make = gradients or partial(_plain_accumulation, models)
+        accumulation = make(lanes, here.patience.bucket_bytes)
         sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
+        layout = partial(_layout_told, here, models, optimizer)
         state = TrainingState(models, optimizer, scheduler, randomness, layout)
+        extents = () if sharded is None else sharded.extents
+        books = Books(here.launch, len(accumulation), time.monotonic, extents, brings=brings)
+        reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(here)
         driver = Driver(
-            books=Books(here.launch, len(accumulation), time.monotonic, () if sharded is None else sharded.extents),
+            books=books,
             here=here,
             state=state,
             saving=Saving(here, state),
             sampling=Sampling(spec.seed, spec.global_batch, spec.micro_batch, dataset_size),
             accumulation=accumulation,
-            reduction=Reduction(accumulation),
-            rendezvous=Rendezvous(here),
-            detection=Detection(here, (parameter for module in models for parameter in module.parameters())),
+            reduction=reduction,
+            rendezvous=rendezvous,
+            detection=Detection(
+                here,
+                (parameter for module in models for parameter in module.parameters()),
+                loss_scaled=_loss_scaled(optimizer),
+            ),
             sharing=None if sharded is None else Sharing(sharded),
         )
+        if lanes is not None:
+            passing = Passing(accumulation, lanes)
+            driver.runs = Runs(books, here, accumulation, reduction, rendezvous, passing)
+        if gradients is None:
+            driver.finish = finishing_of(models)
         hook = Hook(here, driver, overlap)
         accumulation.arriving = partial(setattr, here.mark, "phase", "backward")
         hook._look_for_ordered_faults(models)
@@ -161,11 +196,63 @@ class Hook:
         here.channel.send(Ready())
         return hook
 
+    @staticmethod
+    def attach_or_alone(
+        alone: Alone,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any = None,
+        **options: Any,
+    ) -> Hook | AloneHook:
+        """In a worker as `attach`, with its options; in any other process the same loop for `alone`, one replica
+        without unicrond (`alone.py`)."""
+        if context.is_worker():
+            return Hook.attach(model, optimizer, scheduler, **options)
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        return AloneHook.of(alone, models, options.get("dataset_size"), options.get("brings"))
+
     @property
     def is_lead(self) -> bool:
         """Whether this process is the one of its task that reports: true in one of all, for what is to be done once
         (a run of W&B, an evaluation). Another becomes it when it is lost; false before the first step."""
         return self._driver.books.is_lead
+
+    @property
+    def in_lead_replica(self) -> bool:
+        """Whether this process is in the replica of the one that reports: all shards of it write a checkpoint
+        together. As `is_lead`, another replica becomes it."""
+        return self._driver.books.in_lead_replica
+
+    @property
+    def replicas(self) -> int:
+        """In the present group; 0 before the first step."""
+        return len(self._driver.books.peers)
+
+    @property
+    def sums(self) -> Accumulation:
+        """Where gradients are accumulated; for a framework with buffers of its own (`gradients` of `attach`)."""
+        return self._driver.accumulation
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Have `stateful` (a data loader, a sampler, an average of the weights) travel with the training state: to
+        newcomers and into checkpoints. It must be the same on all replicas. Before the first step; raises ValueError
+        for a name that is taken, BadState where its state_dict() holds more than plain values and tensors."""
+        state = self._driver.state
+        if name in state.registered or self._driver.books.state != "new":
+            raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
+        flatten(stateful.state_dict())
+        state.registered[name] = stateful
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """A line in the lead's log with these numbers and the iteration; other processes drop it."""
+        if self.is_lead:
+            told = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
+            print(f"iteration {self._context.iteration}: {told}", flush=True)
+
+    def at_end(self, save: Callable[[], None]) -> None:
+        """Have the lead's replica, all shards of it, call this behind the last iteration, before the task is complete;
+        if that replica is lost meanwhile, another calls its own."""
+        self._driver.closing = save
 
     def steps(self) -> Iterator[Step]:
         """The iterations that are left, one after the other, from wherever the task stands."""
@@ -215,6 +302,7 @@ class Hook:
     def _micro_batches(self, step: Step, at_most: int | None) -> Iterator[list[int]]:
         driver = self._driver
         while isinstance(driver.seam, Compute):
+            step.iteration = driver.seam.ledger.iteration
             try:
                 yield from self._hand(at_most)
             except (Broken, Superseded) as failure:
@@ -230,19 +318,46 @@ class Hook:
         driver = self._driver
         own_time, mark, ledger = driver.detection.own_time, self._context.mark, driver.books.ledger
         driver.rendezvous.look()
-        while left := ledger.todo():
-            todo = left[:at_most]
-            own_time.begin()
-            mark.working(ledger.finished)
-            driver.fire("micro_batch")
-            if self._overlap and len(todo) == len(left):
-                driver.reduction.overlap(driver.group, len(todo))
-            yield todo
-            own_time.end(len(todo))
-            ledger.finished += len(todo)
+        yield from self._compare_bits()
+        runs = driver.runs
+        if runs is not None:
+            runs.begin()
+        while (run := ledger.run) is not None:
+            if runs is not None and not (at_most == 1 and runs.goes_ahead(run)):
+                runs.enter(run)
+            todo = ledger.todo()[:at_most]
+            if todo:
+                own_time.begin()
+                mark.working(ledger.finished)
+                driver.fire("micro_batch")
+                if self._overlap and ledger.is_last(todo):
+                    driver.reduction.overlap(driver.group, len(todo))
+                yield todo
+                own_time.end(len(todo))
+            if ledger.finish(len(todo)):
+                ledger.end_run()
+                if runs is not None:
+                    runs.end(run)
             driver.rendezvous.look()
 
+    def _compare_bits(self) -> Iterator[list[int]]:
+        """Have the loop compute a micro-batch twice, for its bits alone, where a task begins (`determinism.py`)."""
+        driver = self._driver
+        books, wish = driver.books, self._context.patience.deterministic
+        if books.lanes is None or not books.is_new or wish == "off":
+            return
+        found = []
+        self._tries = True
+        for _ in range(2):
+            with driver.accumulation.aside() as gradients:
+                yield [determinism.MICRO_BATCH]
+                found.append(checksum([gradients]))
+        self._tries = False
+        driver.bits_agree(found)
+
     def _add(self, loss_sum: float, tokens: int) -> None:
+        if self._tries:
+            return
         ledger = self._driver.books.ledger
         loss_sum = self._context.injection.spoilt(loss_sum)
         if loss_sum - loss_sum != 0.0:  # neither NaN nor infinite
@@ -313,3 +428,22 @@ class Hook:
         """The program has said `stop`, and does not come back for the end of training."""
         self._driver.throw(Stopped())
         self._over = True
+
+
+def _plain_accumulation(models: Sequence[torch.nn.Module], lanes: Lanes | None, bucket_bytes: int) -> Accumulation:
+    parameters = (parameter for module in models for parameter in module.parameters())
+    return Accumulation(parameters, lanes=lanes, bucket_bytes=bucket_bytes)
+
+
+def _layout_told(here: Context, models: Sequence[torch.nn.Module], optimizer: Any) -> object:
+    spec = here.launch.spec
+    try:
+        return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
+    except Exception as error:  # a model's own account of itself: without it the state keeps its tp and pp
+        print(f"{here.launch.worker}: no layout: {type(error).__name__}: {error}", flush=True)
+        return None
+
+
+def _loss_scaled(optimizer: Any) -> bool:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return any(getattr(one, "grad_scaler", None) is not None for one in chained)

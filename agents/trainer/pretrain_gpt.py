@@ -19,10 +19,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 from agents.trainer import corpus
 from agents.trainer.corpus import Corpus
 from agents.trainer.hook import Hook, Step
+from agents.trainer.ledger import exactly
 from agents.trainer.randomness import seed_all
 from agents.trainer.sharded.optimizer import ShardedOptimizer
 from events.vocabulary import TaskSpec
@@ -45,8 +47,10 @@ def main(spec: TaskSpec) -> None:
         scheduler.step(increment=spec.global_batch)
 
 
-def build_model(spec: TaskSpec) -> GPTModel:
+def build_model(spec: TaskSpec) -> torch.nn.Module:
     """This shard's part of the GPT that `spec.model` describes."""
+    in_16_bits = spec.model.precision == "bf16"
+    dtype = torch.bfloat16 if in_16_bits else torch.float32
     config = TransformerConfig(
         num_layers=spec.model.layers,
         hidden_size=spec.model.hidden,
@@ -55,14 +59,16 @@ def build_model(spec: TaskSpec) -> GPTModel:
         attention_dropout=spec.model.dropout,
         tensor_model_parallel_size=spec.tp,
         pipeline_model_parallel_size=spec.pp,
-        pipeline_dtype=torch.float32,
+        bf16=in_16_bits,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         use_cpu_initialization=True,
         calculate_per_token_loss=True,  # the schedules must not divide: the global token count is ours to divide by
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
     )
-    model = GPTModel(
+    gpt = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="LayerNorm"),
         vocab_size=spec.model.vocab,
@@ -72,13 +78,14 @@ def build_model(spec: TaskSpec) -> GPTModel:
         share_embeddings_and_output_weights=False,
         position_embedding_type="learned_absolute",
     )
+    model: torch.nn.Module = Float16Module(config, gpt) if in_16_bits else gpt
     model.ddp_config = DistributedDataParallelConfig()  # the optimizer asks what it would have been wrapped with
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def build_optimizer(spec: TaskSpec, model: GPTModel) -> tuple[Any, OptimizerParamScheduler]:
+def build_optimizer(spec: TaskSpec, model: torch.nn.Module) -> tuple[Any, OptimizerParamScheduler]:
     """Megatron's Adam and its scheduler, counting samples."""
-    wanted = spec.optimizer
+    wanted, in_16_bits = spec.optimizer, spec.model.precision == "bf16"
     decay_iterations = wanted.decay_iterations or spec.iterations
     config = OptimizerConfig(
         optimizer="adam",
@@ -86,6 +93,8 @@ def build_optimizer(spec: TaskSpec, model: GPTModel) -> tuple[Any, OptimizerPara
         min_lr=wanted.min_lr,
         weight_decay=wanted.weight_decay,
         clip_grad=wanted.clip_grad,
+        bf16=in_16_bits,
+        params_dtype=torch.bfloat16 if in_16_bits else torch.float32,
     )
     optimizer = ShardedOptimizer(config, [model]) if wanted.distributed else get_megatron_optimizer(config, [model])
     scheduler = OptimizerParamScheduler(
@@ -100,12 +109,14 @@ def build_optimizer(spec: TaskSpec, model: GPTModel) -> tuple[Any, OptimizerPara
         end_wd=wanted.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # the task may go on with another schedule
     )
     return optimizer, scheduler
 
 
 def forward_backward(
-    spec: TaskSpec, model: GPTModel, text: Corpus, step: Step, micro_batches: list[int]
+    spec: TaskSpec, model: torch.nn.Module, text: Corpus, step: Step, micro_batches: list[int]
 ) -> tuple[float, int]:
     """Run Megatron's schedule over the micro-batches; the sum of their token losses and the number of tokens."""
     report = get_forward_backward_func()(
@@ -117,10 +128,10 @@ def forward_backward(
         micro_batch_size=spec.micro_batch,
         forward_only=False,
     )
-    return sum(entry["loss_sum"] for entry in report), sum(entry["tokens"] for entry in report)
+    return sum(exactly(entry["loss_sum"]) for entry in report), sum(entry["tokens"] for entry in report)
 
 
-def _forward_step(text: Corpus, step: Step, micro_batches: Iterator[int], model: GPTModel) -> tuple[Any, Any]:
+def _forward_step(text: Corpus, step: Step, micro_batches: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
     micro_batch = next(micro_batches)
     step.seed(micro_batch)
     with step.loading():

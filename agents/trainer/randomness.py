@@ -7,15 +7,21 @@ from typing import Any
 
 import numpy
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, numpy's, torch's and Megatron's (tensor-parallel) generators. `seed` in [0, 2**62)."""
+    """Seed Python's, numpy's, torch's and, where it has a parallel state, Megatron's (tensor-parallel) generators.
+    `seed` in [0, 2**62)."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    # torch.manual_seed asks each kind of device, and those that are not there note down the whole stack: 0.35 ms.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized() or torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+    if parallel_state.model_parallel_is_initialized():
+        model_parallel_cuda_manual_seed(seed)
 
 
 def snapshot() -> dict[str, Any]:

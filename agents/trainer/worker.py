@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from agents.protocol.injection import Injection
-from agents.protocol.marks import Marker, path_of
+from agents.protocol.marks import Marker
 from agents.protocol.messages import Launch
 from agents.trainer.lifecycle.failures import QuitAsked
 from agents.trainer.process import context
 from agents.trainer.process.channel import AgentChannel
 from agents.trainer.process.context import Context, Patience
 from agents.trainer.process.faults import LeftEarly, trouble
+from events import megatron_lm
 from events.vocabulary import TaskSpec
 
 _FLUSH_TIMEOUT_S = 2.0
@@ -72,7 +73,7 @@ def _train(launch: Launch, channel: AgentChannel, patience: Patience) -> int:
         raise RuntimeError("backend: nccl needs a GPU, and torch sees none; use auto or gloo")
     backend = "nccl" if torch.cuda.is_available() and spec.backend != "gloo" else "gloo"
     injection = Injection(launch.worker, os.environ.get("UNICRON_FAULT", ""), channel.ordered)
-    mark = Marker(path_of(launch.agent_socket, launch.worker))
+    mark = Marker(Path(launch.mark) if launch.mark else None)
     here = Context(launch, channel, Replica(launch, backend), patience, injection, mark=mark)
     context.enter(here)
     code = _run(spec)
@@ -90,6 +91,10 @@ def _run(spec: TaskSpec) -> int:
             from agents.trainer import pretrain_gpt
 
             pretrain_gpt.main(spec)
+        elif spec.entry == megatron_lm.ENTRY:
+            from agents.trainer.megatron import entry
+
+            entry.main(spec)
         else:
             _run_script(spec)
     except SystemExit as end:

@@ -13,9 +13,10 @@ async def import_command(options: argparse.Namespace) -> int:
     """Into a directory of segments, or into a NATS server that has no log yet."""
     from replay.reading.importing import import_to_directory, import_to_nats  # the NATS client takes 100 ms to import
 
-    chunks = with_bar(file_source(options.path).chunks(), "importing")
+    source = file_source(options.path)
+    chunks = with_bar(source.chunks(), "importing")
     if options.into is not None:
-        last, where, times = await import_to_directory(chunks, options.into), str(options.into), "kept"
+        last, where, times = await import_to_directory(chunks, options.into, source.beats()), str(options.into), "kept"
     else:
         from events.nats_connection import connect
 

@@ -4,8 +4,9 @@ Rules
 -----
 * The target holds nothing yet, or nothing is written at all.
 * Numbers, producers, their counters and the order are kept. In files the recorded times are kept too, so that
-  the imported log has the digests of the original. On NATS the server dates what it stores: the times are those
-  of the import, and with them the digests; what the events themselves say is the same.
+  the imported log has the digests of the original, and the heartbeats, so that it verifies as that does. On NATS the
+  server dates what it stores: the times are those of the import, and with them the digests; what the events
+  themselves say is the same.
 * A server is a target only if no cluster lives there: the stream must be new (it is marked as imported, and no
   coordinator will work on it), and no agent's consumer or heartbeat may be there. Old commands must reach no agent.
 * A quarantined message is imported as its size in zeros, which is quarantined again: its bytes were not exported.
@@ -34,16 +35,19 @@ class NotEmpty(LogError):
     """The target of an import holds something already, or a cluster lives there."""
 
 
-async def import_to_directory(chunks: AsyncGenerator[Chunk, None], directory: Path) -> int:
+async def import_to_directory(
+    chunks: AsyncGenerator[Chunk, None], directory: Path, beats: AsyncGenerator[list[Recorded], None]
+) -> int:
     """Write segments into a new or empty directory; the last number. NotEmpty, LogError."""
     writer = _writer(directory)
     last, is_whole = 0, False
     try:
-        async with aclosing(chunks):
+        async with aclosing(chunks), aclosing(beats):
+            said = [beat async for some in beats for beat in some]
             async for chunk in chunks:
                 if chunk.entries:
-                    writer.write(chunk.entries, sync=False)
-                    last = chunk.entries[-1].seq
+                    writer.write(chunk.entries, sync=False, beats=said)
+                    last, said = chunk.entries[-1].seq, []
         is_whole = True
     finally:
         writer.close()

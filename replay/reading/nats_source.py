@@ -15,17 +15,17 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from events.archived_log import ArchivedLog
+from events.archived_log import ArchivedLog, archived_beats
 from events.envelope import Entry, Recorded
 from events.log import EventLog, LogError, LogUnavailable
 from events.logins import Role
 from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog, decoded
 from events.nats_reader import Stored, read_stream
-from events.nats_server import EmbeddedServer
+from events.nats_server import tls_of
 from events.nats_streams import IMPORTED, ApiError, api
+from events.point import EPOCH
 from events.subjects import BEAT_STREAM, EVENT_STREAM, entry
-from replay.reading.point import EPOCH
 from replay.reading.reading_process import reading_apart
 from replay.reading.source import CHUNK_ENTRIES, Chunk
 from unicrond.core.state import ClusterState
@@ -61,6 +61,7 @@ class NatsSource:
     ) -> None:
         self._connection = connection
         self._stream = NatsEventLog(connection)
+        self._archive = archive
         self._log: EventLog = self._stream if archive is None else ArchivedLog(self._stream, archive)
         self._last_seq = last_seq
         self._last_us = last_us
@@ -119,7 +120,11 @@ class NatsSource:
         return found[0] if found is not None and found[0].seq <= self._last_seq else None
 
     async def beats(self) -> AsyncGenerator[list[Recorded], None]:
-        """See Source. Nothing where the server has no heartbeat stream."""
+        """See Source. First those that the archive keeps; then the stream's, some of them once more."""
+        if self._archive is not None:
+            for kept in archived_beats(self._archive):
+                yield kept
+                await asyncio.sleep(0)
         try:
             async with self._bounded("no answer about the heartbeats"):
                 newest = (await api(self._connection, f"STREAM.INFO.{BEAT_STREAM}", {}))["state"]
@@ -192,15 +197,11 @@ async def open_nats(
         await connection.close()
 
 
-async def embedded_url(state_dir: Path) -> str:
-    """The address of the embedded server that runs on a coordinator's state directory. LogUnavailable."""
-    server = EmbeddedServer(state_dir / "nats")
-    if not await server.adopt():
-        raise LogUnavailable(f"{server.directory}: no nats-server runs there; start unicrond, or give --nats URL")
-    return server.url
-
-
 def embedded_login(state_dir: Path, given: Login) -> Login:
-    """How to log in there: as given; where nothing is, with the reader's key, if the coordinator made one."""
+    """How to log in there: as given; where nothing is, with the reader's key, if the coordinator made one. The CA is
+    the coordinator's, if none is given."""
     key = state_dir / "keys" / f"{Role.READER}.key"
-    return Login(key=key, tls_ca=given.tls_ca) if replace(given, tls_ca=None) == Login() and key.exists() else given
+    tls = {name: getattr(given, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+    if replace(given, tls_ca=None, tls_cert=None, tls_key=None) == Login() and key.exists():
+        given = Login(key=key, **tls)
+    return given if given.tls_ca else replace(given, **tls_of(state_dir / "nats"))

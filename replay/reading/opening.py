@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from events.command_line import UsageError, login_of
-from replay.reading.point import AtSeq, AtTime, BeforeEnd, Point
+from events.point import AtSeq, AtTime, BeforeEnd, Point
+from replay.reading.api_source import open_api
+from replay.reading.bundle import unpacked
 from replay.reading.progress import with_bar
-from replay.reading.replayer import EMPTY, replay
+from replay.reading.shown import SHOWN
 from replay.reading.source import FileSource, Source, read
+from unicrond.core.replayer import EMPTY, replay
 from unicrond.core.state import ClusterState
+from unicrond.ctl.asking import client_of
+
+if TYPE_CHECKING:
+    from events.nats_connection import Login
 
 PROGRAM = "unicron-replay"
 
@@ -24,20 +31,41 @@ PROGRAM = "unicron-replay"
 @asynccontextmanager
 async def open_source(options: argparse.Namespace) -> AsyncIterator[Source]:
     """The log that the options name."""
-    if options.file is not None:
-        if options.archive is not None:
-            raise UsageError("--archive: is the older part of a log on NATS; with --file leave it out")
-        yield file_source(options.file)
+    if options.archive is not None and (options.file is not None or options.url is not None):
+        other = "--file" if options.file is not None else "--url"
+        raise UsageError(f"--archive: is the older part of a log on NATS; with {other} leave it out")
+    if options.url is not None:
+        yield await open_api(client_of(options))
         return
-    from replay.reading.nats_source import embedded_login, embedded_url, open_nats  # the NATS client takes 100 ms
-
+    if options.file is not None:
+        with unpacked(options.file) as path:
+            yield file_source(path)
+        return
     archive, login = _archive(options), login_of(options)
     if options.nats is None:
-        urls, login = [await embedded_url(options.state_dir)], embedded_login(options.state_dir, login)
-    else:
-        urls = options.nats
-    async with open_nats(urls, login, archive=archive) as source:
+        async with _directory_source(options.state_dir, login, archive) as source:
+            yield source
+        return
+    from replay.reading.nats_source import open_nats  # the NATS client takes 100 ms
+
+    async with open_nats(options.nats, login, archive=archive) as source:
         yield source
+
+
+@asynccontextmanager
+async def _directory_source(state_dir: Path, login: Login, archive: Path | None) -> AsyncIterator[Source]:
+    """The log of a coordinator's directory, whether its server runs or not; of a backup."""
+    from replay.reading.nats_source import embedded_login, open_nats
+    from replay.reading.stopped_cluster import running_url, served_copy, store_of
+
+    async with AsyncExitStack() as stack:
+        running = await running_url(state_dir)
+        if running is None and archive is not None and not store_of(state_dir).is_dir():
+            yield file_source(archive)
+            return
+        served = (running, None) if running else await stack.enter_async_context(served_copy(state_dir))
+        login = served[1] or embedded_login(state_dir, login)
+        yield await stack.enter_async_context(open_nats([served[0]], login, archive=archive))
 
 
 def file_source(path: Path) -> FileSource:
@@ -62,7 +90,9 @@ async def _snapshot(source: Source) -> ClusterState:
     if not isinstance(source, NatsSource):
         raise UsageError("--from-snapshot: a file has none; give --nats or --state-dir")
     state = await source.snapshot()
-    if state is None:
+    if state is not None:
+        SHOWN.learn(task.spec for task in state.tasks.values())
+    else:
         raise UsageError("--from-snapshot: no snapshot fits; leave it out")
     return state
 
@@ -112,10 +142,10 @@ async def resolve(source: Source, point: Point | BeforeEnd | None) -> Point | No
 
 
 def as_json(value: Any) -> str:
-    """One line of JSON; a NaN loss becomes null."""
-    return msgspec.json.encode(value).decode()
+    """One line of JSON, without secrets; a NaN loss becomes null."""
+    return msgspec.json.encode(SHOWN.plain(value)).decode()
 
 
 def say(text: str) -> None:
-    """A line on stdout."""
-    sys.stdout.write(text + "\n")
+    """A line on stdout; no secret is in it."""
+    sys.stdout.write(SHOWN.text(text) + "\n")

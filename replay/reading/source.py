@@ -18,9 +18,10 @@ from typing import NamedTuple, Protocol
 
 from events.envelope import Entry, Recorded
 from events.log import LogDamaged
+from events.point import Point
 from events.segments import TornTail, has_end_mark, read_segment, segment_paths
 from events.skips import passed_over, skips_in_files
-from replay.reading.point import Point
+from replay.reading.shown import SHOWN
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Source(Protocol):
         ...
 
     def beats(self) -> AsyncGenerator[list[Recorded], None]:
-        """The heartbeats that are still there, in order, in pieces."""
+        """The heartbeats that are still there, in pieces; one may come twice (`events/beat_evidence.py`)."""
         ...
 
 
@@ -97,6 +98,8 @@ async def _folded_chunks(source: Source, after_seq: int) -> AsyncGenerator[Chunk
     skips = await source.skips()
     async with aclosing(source.chunks(after_seq)) as chunks:
         async for chunk in chunks:
+            for entry in chunk.entries:
+                SHOWN.see(entry)
             yield Chunk([passed_over(entry, skips) for entry in chunk.entries], chunk.done) if skips else chunk
 
 

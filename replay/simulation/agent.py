@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from agents.agent_config import Config
 from agents.namesakes import Namesakes, until_alone
 from agents.outbox import Outbox
 from agents.protocol.messages import FromForkServer, FromWorker, Hello, ToForkServer, ToWorker
@@ -17,8 +18,8 @@ from agents.shell import Shell
 from agents.state import (
     Action,
     Checked,
-    Config,
     CopyState,
+    Drain,
     ForkServerDied,
     HandOver,
     Held,
@@ -33,8 +34,8 @@ from agents.state import (
     WorkerSaid,
 )
 from events.envelope import Recorded
-from events.schemas import FIRST, TOLD_ONCE, schema_of, spoken_schema, told_version
-from events.vocabulary import Command, MemoryService
+from events.schemas import FIRST, TOLD_ONCE, readable, schema_of, spoken_schema, told_version
+from events.vocabulary import Command, MemoryService, NodeLeaving
 from replay.simulation.log_client import BeatEnd, CommandEnd, Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.network import Link, Pipe
@@ -162,12 +163,19 @@ class Agent(Shell):
         self._drop_worker(worker)
 
     def finish(self) -> None:
-        """See Shell."""
+        """See Shell. One that was told to leave for good is started by a person, a little later."""
+        if self.state.ends == "for good":
+            self.host.has_left = True
+            self.host.loop.call_later(3.0, self.host.let_run)
         self.host.loop.create_task(self._finish())
 
     def held_states(self) -> Iterable[Held]:
         """See Shell."""
         return self._fork_server.memory.held() if self._fork_server is not None else ()
+
+    def outlived(self, boot: int) -> None:
+        """See Shell."""
+        self._names.stands_in_the_log(boot, self.host.loop.time())
 
     def _checked(self, command_id: str) -> None:
         """See agents/health.py."""
@@ -199,8 +207,15 @@ class Agent(Shell):
         self._drop_fork_server()
         self.host.agent_ended(self)
 
+    def terminate(self, grace_s: float) -> None:
+        """SIGTERM: the node is drained, then the agent ends; the supervisor starts the next one."""
+        if readable(NodeLeaving, self.outbox.schema):
+            self.feed(Drain(reason="its agent was asked to end", limit_s=grace_s / 2))
+        else:
+            self.feed(Leave(reason="its agent was asked to end"))
+
     async def hand_over(self) -> None:
-        """SIGTERM: close the sums, send what the outbox holds, go."""
+        """SIGTERM of one that hands over: close the sums, send what the outbox holds, go."""
         self.feed(HandOver())
         await self.outbox.drained(2.0)
         self.crash()
@@ -334,6 +349,8 @@ class Agent(Shell):
                 self._look_for_namesakes()
             if self._names.outrun:
                 await asyncio.sleep(self._names.silence_s)
+                if self._names.newer:
+                    return  # it has ended by that
                 self.host.disk.boot = max(self.host.disk.boot, self._names.outrun)
                 self.crash()
                 return

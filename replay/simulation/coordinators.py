@@ -1,18 +1,23 @@
-"""The head: real coordinators (unicrond/service/coordinator.py), started, crashed and fenced.
+"""The heads: real coordinators (unicrond/service/coordinator.py), started, crashed and fenced.
 
-A supervisor keeps one alive. A second one may be started beside it at any time (two heads, a restart that came too
-early); a fenced one ends for good.
+Without leases, as in older versions, a supervisor keeps one alive. A second one may be started beside it at any time (a
+restart that came too early); a fenced one ends for good. With leases (unicrond/service/heads.py) there are two, and a
+fenced one stands by.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
+from events.lease import Holder, MemoryLease
 from events.log import Fenced
 from events.schemas import FIRST, SCHEMA
+from events.vocabulary import CoordinatorStarted
 from replay.simulation import invariants as rules
+from replay.simulation.lease import LeaseEnd
 from replay.simulation.log_client import BeatEnd, Beats, Boundary, Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.network import Link
@@ -21,6 +26,7 @@ from replay.simulation.witness import Witness
 from unicrond.core.isolation import Repair
 from unicrond.core.policy import Policy
 from unicrond.intake.readmission import Readmission
+from unicrond.service import heads
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.repairs import Outcome
 
@@ -29,14 +35,22 @@ VERSIONS = (FIRST, 2, 3, SCHEMA, SCHEMA, SCHEMA)
 _READMISSION = Readmission(timeout_s=4.0, repair_timeout_s=10.0)
 
 
-class Head:
-    """One coordinator's process."""
+#: A head whose own way to the log was not sound within so long may lose the lease.
+_SOUND_S = 5.0
 
-    def __init__(self, coordinator: Coordinator, log: Endpoint, task: asyncio.Task[None]) -> None:
+
+class Head:
+    """One coordinator's process. `is_leased`: it leads only while it has the lease."""
+
+    def __init__(
+        self, coordinator: Coordinator, log: Endpoint, run: Coroutine[Any, Any, None], *, is_leased: bool
+    ) -> None:
         self.coordinator = coordinator
         self.log = log
-        self.task = task
+        self.task = asyncio.create_task(run)
         self.alive = True
+        self.is_leased = is_leased
+        self.unsound_at_s = -_SOUND_S
 
 
 class Coordinators:
@@ -53,9 +67,10 @@ class Coordinators:
         heartbeat_s: float,
         versions: random.Random,
         repair: Callable[[Repair], Awaitable[Outcome]] | None,
+        lease: MemoryLease | None,
     ) -> None:
         """`versions`: what draws the schema that each head writes. `repair`: the operator's command; None: there is
-        none, people do it."""
+        none, people do it. `lease`: what two heads share; None: they know of none."""
         self._loop = loop
         self._drawn = drawn
         self._server = server
@@ -65,6 +80,9 @@ class Coordinators:
         self._heartbeat_s = heartbeat_s
         self._versions = versions
         self._repair = repair
+        self.lease = lease
+        #: The head that claimed the newest term.
+        self._ruler: Head | None = None
         self.clock = HostClock(loop)
         self.heads: list[Head] = []
 
@@ -78,8 +96,10 @@ class Coordinators:
         """The living heads' ways to the log."""
         return [head.log.link for head in self.living]
 
-    def start(self) -> None:
-        """Start one more head."""
+    def start(self, *, is_leased: bool = True) -> None:
+        """Start one more head. `is_leased`: where this cluster has leases; else it is of an older version."""
+        lease = self.lease if is_leased else None
+        name = f"head:{len(self.heads)}"
         log = Endpoint(self._server, Link(self._loop, self._drawn), self._witness.acknowledged)
         beats = BeatEnd(self._beats, log.link)
         coordinator = Coordinator(
@@ -88,21 +108,49 @@ class Coordinators:
             self._policy,
             self._heartbeat_s,
             self.clock,
-            process=f"head:{len(self.heads)}",
+            process=name,
             schema=self._versions.choice(VERSIONS),
             readmission=_READMISSION,
             repair=self._repair,
         )
-        task = self._loop.create_task(coordinator.run())
-        head = Head(coordinator, log, task)
+        run = coordinator.run() if lease is None else self._as_one_of_two(name, coordinator, lease, log).run()
+        head = Head(coordinator, log, run, is_leased=lease is not None)
         log.crash = lambda: self.crash(head)
         self.heads.append(head)
-        task.add_done_callback(lambda done: self._ended(head, done))
+        head.task.add_done_callback(lambda done: self._ended(head, done))
 
-    def keep_one(self) -> None:
-        """What a supervisor does."""
-        if not self.living:
+    def _as_one_of_two(self, name: str, coordinator: Coordinator, lease: MemoryLease, log: Endpoint) -> heads.Head:
+        return heads.Head(
+            coordinator,
+            LeaseEnd(lease, self._server, self._beats, log.link),
+            Holder(head=name, process=name),
+            self._heartbeat_s,
+            self.clock,
+            is_patient=bool(self.heads),
+            gone=lambda _: False,
+        )
+
+    def keep(self) -> None:
+        """What supervisors do: one head, or two where they have a lease."""
+        while len(self.living) < (1 if self.lease is None else 2):
             self.start()
+
+    async def watch(self) -> None:
+        """Where there are leases: whose way to the log was not sound, and when. Until cancelled."""
+        while self.lease is not None:
+            for head in self.living:
+                if not head.log.link.is_sound:
+                    head.unsound_at_s = self._loop.time()
+            await asyncio.sleep(0.1)
+
+    def claimed(self, claim: CoordinatorStarted) -> None:
+        """A term is claimed, and the log holds it."""
+        before, names = self._ruler, {f"head:{number}": head for number, head in enumerate(self.heads)}
+        self._ruler = names.get(claim.process, before)
+        is_other = before is not self._ruler and self._ruler is not None and self._ruler.is_leased
+        if is_other and before is not None and before.alive and before.is_leased:
+            well_s = self._loop.time() - before.unsound_at_s
+            self._witness.broke("leaders_stay", rules.leaders_stay(claim, well_s, _SOUND_S))
 
     def crash(self, head: Head, at: Boundary = "") -> None:
         """SIGKILL, now or at a boundary of its next append."""
@@ -112,7 +160,7 @@ class Coordinators:
             head.alive = False
             head.task.cancel()
             self._compare(head)
-            self._loop.call_later(self._drawn.uniform(0.2, 2.0), self.keep_one)
+            self._loop.call_later(self._drawn.uniform(0.2, 2.0), self.keep)
 
     def _ended(self, head: Head, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -124,7 +172,7 @@ class Coordinators:
         if not isinstance(error, Fenced):
             self._witness.broke("nothing_crashes", f"coordinator: {type(error).__name__}: {error}")
         self._compare(head)
-        self._loop.call_later(self._drawn.uniform(0.2, 2.0), self.keep_one)
+        self._loop.call_later(self._drawn.uniform(0.2, 2.0), self.keep)
 
     def _compare(self, head: Head) -> None:
         state = head.coordinator.state

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from agents.protocol.messages import Committed, Completed, FromWorker, Regrouped
 from agents.protocol.sampling import Sampling
-from agents.trainer.ledger import Account, Ledger
+from agents.trainer.gradients.lanes import Run
+from agents.trainer.ledger import Account, LaneLedger, Ledger, Running
 from agents.trainer.lifecycle import Books, run
 from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import Broken, QuitAsked, Stranded, Superseded
 from agents.trainer.lifecycle.results import Stock
-from replay.simulation.buckets import BUCKETS, Buckets
+from replay.simulation.buckets import BUCKETS, Buckets, LaneBuckets
+from replay.simulation.group import Result, Row
 from replay.simulation.seat import Seat
 from replay.simulation.states import States
 from replay.simulation.weights import EXTENTS
@@ -40,7 +42,10 @@ class Driver:
         self.seat = Seat(replica)
         self._states = States(replica, self.books, self.seat)
         self._sampling = Sampling(spec.seed, spec.global_batch, spec.micro_batch, None)
-        self._buckets = Buckets(spec.micro_batches)
+        lanes = self.books.lanes
+        self._buckets = Buckets(spec.micro_batches) if lanes is None else LaneBuckets(lanes)
+        #: By lane, running sums that others will give.
+        self._coming: dict[int, Result] = {}
         self._gradient = 0
         self._handlers = e.handlers(self, self.seat, self._states) | {
             e.Compute: self._compute,
@@ -67,8 +72,15 @@ class Driver:
     async def _compute(self, effect: e.Compute) -> None:
         ledger = effect.ledger
         self._look()
-        while todo := ledger.todo():
-            await self._micro_batch(ledger, todo[0], is_last=len(todo) == 1)
+        self._begin_runs(ledger)
+        while (run := ledger.run) is not None:
+            if not self._goes_ahead(ledger, run):
+                await self._enter_run(ledger, run)
+            todo = ledger.todo()[:1]
+            if todo:
+                await self._micro_batch(ledger, run, todo[0])
+            if ledger.finish(len(todo)):
+                self._end_run(ledger, run)
             self._look()
 
     def _look(self) -> None:
@@ -76,24 +88,70 @@ class Driver:
         if self.seat.superseded:
             raise Superseded
 
-    async def _micro_batch(self, ledger: Ledger, micro_batch: int, *, is_last: bool) -> None:
+    async def _micro_batch(self, ledger: Ledger, run: Run, micro_batch: int) -> None:
         """Inside the last backward the reduction of the buckets begins, one after the other."""
         replica, took_s = self.replica, self.training.micro_batch_s
         replica.progress.working(ledger.finished)
         replica.reached("micro_batch")
         await replica.work_slowly()
         end = self.seat.end
-        if is_last and end is not None:
+        if ledger.is_last([micro_batch]) and end is not None:
             await replica.work(took_s * 0.4)
-            self._buckets.add(micro_batch)
+            self._buckets.add(micro_batch, run.lane)
             while self._buckets.start_next(end, self.training.collective_timeout_s):
                 await replica.work(took_s * 0.2)
         else:
             await replica.work(took_s)
-            self._buckets.add(micro_batch)
+            self._buckets.add(micro_batch, run.lane)
         replica.fail_if_asked()
-        ledger.finished += 1
         ledger.add(1.0, replica.spec.micro_batch)
+
+    # --- runs of a fixed sum: as in agents/trainer/driver.py and gradients/passing.py --------------
+
+    def _begin_runs(self, ledger: Ledger) -> None:
+        if isinstance(ledger, LaneLedger) and isinstance(self._buckets, LaneBuckets):
+            assert ledger.the_deal is not None
+            self._buckets.ends = ledger.the_deal.ends
+            self._coming = {
+                run.lane: self._pass(ledger, run.lane, run.source, ledger.rank, ())
+                for run in ledger.runs
+                if run.source is not None
+            }
+
+    def _pass(self, ledger: Ledger, lane: int, source: int, target: int, row: Row) -> Result:
+        assert self.seat.end is not None
+        tag = ledger.iteration, lane, source, target
+        return self.seat.end.passing(tag, row, self.training.collective_timeout_s)
+
+    def _goes_ahead(self, ledger: Ledger, run: Run) -> bool:
+        if not isinstance(ledger, LaneLedger) or not isinstance(self._buckets, LaneBuckets):
+            return False
+        if not ledger.may_go_ahead(run) or self._coming[run.lane].over:
+            return False
+        ledger.go_ahead()
+        self._buckets.go_ahead()
+        return True
+
+    async def _enter_run(self, ledger: Ledger, run: Run) -> None:
+        if isinstance(ledger, LaneLedger) and isinstance(self._buckets, LaneBuckets):
+            if run.source is not None and run.lane not in ledger.taken:
+                self.replica.progress.entering()
+                rows = await self.seat.over(self._coming[run.lane])
+                self.replica.progress.leaving()
+                length, loss_sum, tokens, *symbols = rows[run.source > ledger.rank]
+                self._buckets.go_on(run.lane, tuple(symbols))
+                ledger.take(run.lane, Running(length, float(loss_sum), tokens))
+            self._buckets.turn(run.lane)
+
+    def _end_run(self, ledger: Ledger, run: Run) -> None:
+        ledger.end_run()
+        if isinstance(ledger, LaneLedger) and isinstance(self._buckets, LaneBuckets):
+            if run.target is not None:
+                own, symbols = ledger.running[run.lane], self._buckets.sums.running[run.lane]
+                row = own.length, int(own.loss_sum), own.tokens, *symbols
+                self._pass(ledger, run.lane, ledger.rank, run.target, row)
+            else:
+                self._buckets.end(run.lane)
 
     async def _optimize(self, effect: e.Optimize) -> None:
         await self.replica.work(0.002)
@@ -165,7 +223,7 @@ class Driver:
         self._buckets.begin()
 
     async def _keep_sums(self, effect: e.KeepSums) -> None:
-        self._buckets.keep(effect.final)
+        self._buckets.keep(effect.final, effect.kept)
 
     async def _last_stage(self, effect: e.LastStage) -> tuple[float, int]:
         return effect.loss_sum, effect.tokens
@@ -188,4 +246,6 @@ class Driver:
 
     async def _settle(self, effect: e.Settle) -> None:
         """Where a micro-batch is missing in a bucket, or twice, the parameters stay different."""
-        self._gradient = effect.total.samples_digest if self._buckets.are_right() else -1
+        is_right = self._buckets.are_right()
+        self._gradient = effect.total.samples_digest if is_right else -1
+        self.training.witness.summed(self.replica, effect.total, is_right=is_right)

@@ -6,9 +6,12 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from agents.state import AcceleratorSaw
 from events import vocabulary as v
 from events.codec import API_PRODUCER
+from events.schemas import readable
 from replay.simulation.edges import KINDS, STRANGER, Edges
 from replay.simulation.faults import FAULT_KINDS, FAULTY_UNTIL_S, Fault
 
@@ -22,9 +25,11 @@ EDGE_KINDS = tuple(
     kind
     for kind in KINDS
     # A stranger that joins is planned with until it is lost: another fault than a word too many.
-    if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.InjectionRequested)
+    if kind not in (v.NodeJoined, v.TaskCancelled, v.NodeCordoned, v.MaintenancePlanned, v.InjectionRequested)
     and kind.__name__ != "StopAsked"
 )
+#: From SIGTERM to SIGKILL.
+_GRACE_S = 8.0
 #: Faults of the connections between nodes.
 _OF_LINKS = ("break_links", "cut_peers", "isolate", "sick_links")
 
@@ -63,8 +68,9 @@ def _crash_coordinator(world: World, fault: Fault) -> None:
 
 
 def _second_coordinator(world: World, fault: Fault) -> None:
+    """Where heads have a lease, two together are of an older version, which has none."""
     for _ in range(2 if fault.how == "two" else 1):
-        world.coordinators.start()
+        world.coordinators.start(is_leased=fault.how != "two")
 
 
 def _cut_coordinator(world: World, fault: Fault) -> None:
@@ -75,6 +81,8 @@ def _cut_coordinator(world: World, fault: Fault) -> None:
 
 def _crash_log(world: World, fault: Fault) -> None:
     world.server.crash()
+    if world.coordinators.lease is not None:
+        world.coordinators.lease.forget()
     _until(world, fault, world.server.start)
 
 
@@ -138,6 +146,19 @@ def _restart_agent(world: World, fault: Fault) -> None:
             world.loop.create_task(host.agent.hand_over())
 
 
+def _end_agent(world: World, fault: Fault) -> None:
+    """SIGTERM, and the node is drained. At the end of the grace time, which an impatient sender cuts short, all that is
+    left there gets SIGKILL. Another agent comes then; in another pod, with nothing of the one before."""
+    for host in _hosts(world, fault):
+        agent = host.agent
+        if agent is None or not agent.alive or not readable(v.NodeLeaving, agent.schema):
+            continue
+        host.pod_ends = fault.how.endswith("pod")
+        agent.terminate(_GRACE_S)
+        patience_s = fault.for_s / 8 if fault.how.startswith("impatient") else _GRACE_S
+        world.loop.call_later(patience_s, host.kill, agent)
+
+
 def _change_version(world: World, fault: Fault) -> None:
     """Another version is installed, and the agent restarted."""
     for host in _hosts(world, fault):
@@ -185,6 +206,8 @@ def _power_off(world: World, fault: Fault) -> None:
     for host in _hosts(world, fault):
         host.power_off()
         lost = fault.how == "disk_lost"
+        if fault.pick == 5:
+            world.loop.call_later(0.8 * fault.for_s, _forget, world, host)
         _until(world, fault, lambda host=host, lost=lost: host.power_on(disk_lost=lost))  # type: ignore[misc]
 
 
@@ -206,14 +229,21 @@ def _disk_full(world: World, fault: Fault) -> None:
 
 
 def _leave(world: World, fault: Fault) -> None:
-    def back(host: Host) -> None:
-        host.has_left = False
-        host.run_agent()
-
     for host in _hosts(world, fault):
-        if host.agent is not None and host.agent.alive:
-            host.agent.leave()
-            _until(world, fault, lambda host=host: back(host))  # type: ignore[misc]
+        if host.agent is None or not host.agent.alive:
+            continue
+        if fault.pick == 5:
+            _forget(world, host, leave=True)
+            continue
+        host.agent.leave()
+        if fault.pick == 4:
+            world.loop.call_later(fault.for_s / 2, _forget, world, host)
+        _until(world, fault, host.let_run)
+
+
+def _forget(world: World, host: Host, *, leave: bool = False) -> None:
+    """unicronctl forget: a person says that the node does not come back, and may err."""
+    world.ask(v.ForgetRequested(node=host.name, leave=leave, reason="simulated"))
 
 
 def _redeliver(world: World, fault: Fault) -> None:
@@ -275,17 +305,18 @@ def _report_error(world: World, fault: Fault) -> None:
 
 
 def _ill_accelerator(world: World, fault: Fault) -> None:
-    """A driver reports an error of an accelerator, somebody's or nobody's; without a kind it is only news. For a while
-    the node fails its health checks; a GPU that is broken needs a reboot, too."""
+    """A driver reports an error of an accelerator, somebody's or nobody's; without a kind it is only news, or foretells
+    a failure. For a while the node fails its health checks; a GPU that is broken needs a reboot, too."""
     workers = {process.host.name: process.worker for process in _victims(world, fault)}
     for host in _hosts(world, fault):
         if host.agent is not None:
             worker = workers.get(host.name, "") if fault.pick else ""
-            kind: Any = fault.how or None
+            foretold = fault.how == "foretold"
+            kind: Any = None if foretold else fault.how or None
             needs: Any = "reboot" if kind == "gpu_broken" else ""
             saw = AcceleratorSaw(accelerator="GPU 0", worker=worker, kind=kind, xid=0, message="simulated", needs=needs)
-            host.agent.feed(saw)
-            host.ill = kind is not None
+            host.agent.feed(replace(saw, foretells=foretold))
+            host.ill = bool(fault.how)
             _until(world, fault, lambda host=host: setattr(host, "ill", False))  # type: ignore[misc]
 
 
@@ -332,6 +363,8 @@ def _cut_log(world: World, fault: Fault) -> None:
     """From the log alone: their workers go on with their peers."""
     for host in _hosts(world, fault):
         host.link.cut = True
+        if fault.pick == 5:
+            world.loop.call_later(0.8 * fault.for_s, _forget, world, host)
         _until(world, fault, lambda host=host: setattr(host.link, "cut", False))  # type: ignore[misc]
 
 
@@ -384,9 +417,21 @@ def _order_fault(world: World, fault: Fault) -> None:
 def _cordon(world: World, fault: Fault) -> None:
     for host in _hosts(world, fault):
         world.cordoned.add(host.name)
-        world.ask(v.NodeCordoned(node=host.name, drain=fault.how == "drain", reason="simulated"))
+        by_us = world.log_clock.wall_us() + int(fault.for_s / 2 * 1e6) if fault.how == "by" else 0
+        drain = fault.how != ""
+        world.ask(v.NodeCordoned(node=host.name, drain=drain, reason="simulated", empty_by_us=by_us))
         uncordoned = v.NodeUncordoned(node=host.name, reason="simulated")
         _until(world, fault, lambda uncordoned=uncordoned: world.ask(uncordoned))  # type: ignore[misc]
+
+
+def _maintain(world: World, fault: Fault) -> None:
+    """A window that begins after half of the fault's time, and ends with it, or is cancelled before."""
+    begins_us = world.log_clock.wall_us() + int(fault.for_s / 2 * 1e6)
+    until_us = begins_us + int(fault.for_s / 2 * 1e6) + 1
+    nodes = tuple(host.name for host in _hosts(world, fault))
+    world.ask(v.MaintenancePlanned(nodes=nodes, from_us=begins_us, until_us=until_us, reason="simulated"))
+    if fault.how == "cancelled":
+        world.loop.call_later(fault.for_s / 3, world.cancel_maintenance)
 
 
 def _cancel(world: World, fault: Fault) -> None:

@@ -36,6 +36,7 @@ class Group:
         self.keys: set[int] = set()
         self.present: dict[int, End] = {}
         self.meetings: list[Meeting] = []
+        self.passed: dict[tuple[int, ...], Meeting] = {}
 
     def enter(self, replica: Replica) -> End:
         """The replica sets its key."""
@@ -48,9 +49,10 @@ class Group:
 
 
 class Meeting:
-    """One collective: what each member put in, and the waiting members."""
+    """One collective of `size` members, or two: what each put in."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.rows: dict[int, Row] = {}
 
 
@@ -84,19 +86,26 @@ class End:
         group, number = self.group, self._entered
         self._entered += 1
         while len(group.meetings) <= number:
-            group.meetings.append(Meeting())
-        meeting = group.meetings[number]
+            group.meetings.append(Meeting(group.size))
+        return self._enter(group.meetings[number], row, timeout_s)
+
+    def passing(self, tag: tuple[int, ...], row: Row, timeout_s: float) -> Result:
+        """Give another member a row, which takes it by the same tag; that one puts in none."""
+        return self._enter(self.group.passed.setdefault(tag, Meeting(2)), row, timeout_s)
+
+    def _enter(self, meeting: Meeting, row: Row, timeout_s: float) -> Result:
+        group = self.group
         meeting.rows[self.rank] = tuple(row)
         result = Result(self, meeting)
         self._under_way.append(result)
-        if group.size == 1:
+        if meeting.size == 1:
             result.rows = [tuple(row)]
             self._under_way.remove(result)
             return result
         group.loop.call_later(timeout_s, result.fail, "timed out")
         if self.broken:
             group.loop.call_later(0.002, result.fail, self.broken)
-        if len(meeting.rows) == group.size:
+        if result.complete:
             for member in group.present.values():
                 for waiting in member._under_way:
                     if waiting.meeting is meeting:
@@ -146,7 +155,7 @@ class Result:
     @property
     def complete(self) -> bool:
         """All members have entered."""
-        return len(self.meeting.rows) == self.end.group.size
+        return len(self.meeting.rows) == self.meeting.size
 
     def come(self) -> None:
         """All have entered: the result is on its way to this member."""
@@ -157,11 +166,11 @@ class Result:
         end = self.end
         if self.over:
             return
-        others = (other.replica for other in end.group.present.values())
+        others = (other.replica for rank, other in end.group.present.items() if rank in self.meeting.rows)
         if not all(end.replica.reaches(other) for other in others):
             end.group.loop.call_later(0.3, self._arrive)  # what was lost on the way is sent again
             return
-        self.rows = [self.meeting.rows[rank] for rank in range(end.group.size)]
+        self.rows = [row for _, row in sorted(self.meeting.rows.items())]
         end.over(self)
 
     def fail(self, why: str) -> None:

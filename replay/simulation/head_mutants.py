@@ -10,15 +10,17 @@ from msgspec.structs import replace
 
 from agents.namesakes import Namesakes
 from events import vocabulary as v
+from events.lease import Held, MemoryLease
 from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.planting import Mutant, patch, patch_fold
-from unicrond.core import admission, blame, changes, fold, isolation, reconcile, state
+from unicrond.core import admission, blame, changes, departures, fold, isolation, leadership, reconcile, state
 from unicrond.core.deciding import copies, memberships, readmission, staff
 from unicrond.core.deciding.batch import Batch
-from unicrond.core.folding import deadlines, incidents, strikes
+from unicrond.core.folding import deadlines, incidents, plans, strikes
+from unicrond.core.leadership import Candidacy
 from unicrond.core.state import NodeStatus
-from unicrond.service import coordinator
+from unicrond.service import coordinator, follower
 
 # --- the coordinator -----------------------------------------------------------------------------
 
@@ -55,6 +57,19 @@ def _rule_in_another_name() -> None:
     patch(coordinator.Coordinator, "_require_sound_state", make)
 
 
+def _depose_at_once() -> None:
+    """What is free is taken, whatever was the matter with the log."""
+    patch(leadership, "GRACE_US", lambda _: 0)
+    patch(leadership, "SILENT_US", lambda _: 0)
+    patch(Candidacy, "beat", lambda _: lambda self, now_us: None)
+
+
+def _fight_without_a_lease() -> None:
+    """A head is fenced, and takes over again."""
+    patch(Candidacy, "answered", lambda _: lambda self, held, now_us, **how: "mutant")
+    patch(MemoryLease, "put_now", lambda _: lambda self, holder, after: Held(1, holder))
+
+
 # --- the fold ------------------------------------------------------------------------------------
 
 
@@ -65,7 +80,7 @@ def _forget_repetitions() -> None:
         return original(replace(before, seen={}), entry)
 
     patch(fold, "fold", lambda _: forgetful)
-    patch(coordinator, "fold", lambda _: forgetful)
+    patch(follower, "fold", lambda _: forgetful)
 
 
 def _fold_what_must_not_be() -> None:
@@ -228,6 +243,19 @@ def _hurry_a_handover() -> None:
     patch(memberships, "reshape", make)
 
 
+def _keep_an_old_choice() -> None:
+    def make(chosen: Any) -> Any:
+        def stubborn(before: Any, assignment: Any, epoch: int) -> Any:
+            task = before.tasks.get(assignment.task)
+            if task is not None and task.reshaping.plan:
+                return before
+            return chosen(before, assignment, epoch)
+
+        return stubborn
+
+    patch(plans, "_layout_chosen", make)
+
+
 def _readmit_unchecked() -> None:
     def make(phase: Any) -> Any:
         def trusting(known: Any, node: Any) -> Any:
@@ -276,10 +304,22 @@ def _take_a_claim_for_another() -> None:
     patch(LogServer, "claim", make)
 
 
+def _keep_nodes_after_maintenance() -> None:
+    def make(_: Any) -> Any:
+        def over(state: Any, window: str) -> Any:
+            return replace(state, windows={name: one for name, one in state.windows.items() if name != window})
+
+        return over
+
+    patch(departures, "_over", make)
+
+
 HEAD_MUTANTS: dict[str, Mutant] = {
     "drop_the_hold": Mutant("the coordinator decides before it has read its own events", _drop_the_hold),
     "skip_the_fence": Mutant("appends carry no fence", _skip_the_fence),
     "rule_in_another_name": Mutant("an old coordinator reads a newer term and continues", _rule_in_another_name),
+    "depose_at_once": Mutant("a head that stands by takes the lease as soon as it is free", _depose_at_once),
+    "fight_without_a_lease": Mutant("every head gets the lease", _fight_without_a_lease),
     "forget_repetitions": Mutant("the fold counts a repeated event again", _forget_repetitions),
     "fold_what_must_not_be": Mutant("the fold accepts an event that breaks the state", _fold_what_must_not_be),
     "believe_any_claim": Mutant("a claim of any term counts, with any boot number", _believe_any_claim),
@@ -294,6 +334,7 @@ HEAD_MUTANTS: dict[str, Mutant] = {
     "keep_broken_replicas": Mutant("dead members stay members", _keep_broken_replicas),
     "command_in_new_words": Mutant("every node gets commands in the newest schema", _command_in_new_words),
     "start_on_cordoned_nodes": Mutant("cordoned nodes get workers", _start_on_cordoned_nodes),
+    "keep_nodes_after_maintenance": Mutant("nodes stay empty after their window", _keep_nodes_after_maintenance),
     "find_no_hang": Mutant("no hang is ever found", _find_no_hang),
     "end_all_late_workers": Mutant("a regroup ends waiting workers with the late one", _end_all_late_workers),
     "order_again": Mutant("the coordinator repeats the command of an ordered fault", _order_again),
@@ -301,6 +342,7 @@ HEAD_MUTANTS: dict[str, Mutant] = {
     "share_a_name": Mutant("an agent ignores a newer agent of its name", _share_a_name),
     "tell_no_peers": Mutant("copies of states ignore nodes that joined or left", _tell_no_peers),
     "hurry_a_handover": Mutant("a worker is stopped before it has handed its state over", _hurry_a_handover),
+    "keep_an_old_choice": Mutant("a task gets the layout of a plan that is no longer in force", _keep_an_old_choice),
     "readmit_unchecked": Mutant("an isolated node returns without a check", _readmit_unchecked),
     "believe_any_check": Mutant("a failed health check counts as passed", _believe_any_check),
     "check_what_needs_hands": Mutant("a node that needs a reboot returns after a check alone", _check_what_needs_hands),

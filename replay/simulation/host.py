@@ -89,6 +89,8 @@ class Host:
         self.ill = False
         self.check_s = 1.5
         self.has_left = False
+        #: With its agent's end its pod ends: the next one has another run directory.
+        self.pod_ends = False
         #: When False, an agent that ends stays away until somebody starts it.
         self.supervised = True
         #: Its agent has ended for a newer one of its name: only a person starts it again.
@@ -112,6 +114,11 @@ class Host:
         wanted = self.supervised and not self.has_left and not self.superseded
         if self.on and wanted and (self.agent is None or not self.agent.alive):
             self.agent = Agent(self)
+
+    def let_run(self) -> None:
+        """A person starts the agent of a node that had left."""
+        self.has_left = False
+        self.run_agent()
 
     def start_fork_server(self) -> None:
         """Begin to load one; it serves a little later."""
@@ -154,6 +161,10 @@ class Host:
 
     def agent_ended(self, agent: Agent) -> None:
         """The supervisor starts the next one."""
+        if self.pod_ends:
+            self.pod_ends = False
+            self._end_fork_server()
+            self._lose_disk()
         if self.agent is agent and not self.has_left:
             self._later(self.drawn.uniform(0.1, 1.5), self.run_agent)
 
@@ -179,9 +190,22 @@ class Host:
             agent, self.agent = self.agent, None
             if agent is not None:
                 agent.crash()
-            if self.fork_server is not None:
-                self.fork_server.die()
-                self.fork_server = None
+            self._end_fork_server()
+
+    def kill(self, agent: Agent) -> None:
+        """SIGKILL to the agent and all that it looks after, if it still lives."""
+        if agent is self.agent and agent.alive:
+            self._end_fork_server()
+            agent.crash()
+
+    def _end_fork_server(self) -> None:
+        if self.fork_server is not None:
+            self.fork_server.die()
+            self.fork_server = None
+
+    def _lose_disk(self) -> None:
+        self.disk = Disk(self.disk.boot)
+        self.witness.disk_lost(self)
 
     def drop_network(self, seconds: float) -> None:
         """Its links go down, and up again."""
@@ -202,8 +226,7 @@ class Host:
         if not self.on:
             self.on = True
             if disk_lost:
-                self.disk = Disk(self.disk.boot)
-                self.witness.disk_lost(self)
+                self._lose_disk()
             self._later(self.drawn.uniform(0.3, 2.0), self.run_agent)
 
     # --- lines -----------------------------------------------------------------------------------

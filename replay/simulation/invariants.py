@@ -15,15 +15,16 @@ from agents.trainer.sharded.parts import Part
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.schemas import schema_of, since
+from events.schemas import CHOOSES_LAYOUTS, schema_of, since
 from events.seats import expanded, starts
 from unicrond.core.decide import decide, needed_solves
 from unicrond.core.invariants import InvariantError, check
-from unicrond.core.planning.placement import Shape, place
+from unicrond.core.planning.placement import place
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.policy import Policy
 from unicrond.core.reconcile import leaving_members
+from unicrond.core.reshaping import layouts_of, shape_of
 from unicrond.core.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
 from unicrond.core.state_bytes import digest
 from unicrond.core.survey import Survey
@@ -32,6 +33,7 @@ from unicrond.core.survey import Survey
 RULES: dict[str, str] = {
     "acknowledged_events_stay": "An acknowledged event is in the log, at its acknowledged number.",
     "newest_term_decides": "The log has no decision or command of an older term after a newer claim.",
+    "leaders_stay": "No head takes over from one that lives and reaches the log; the log's own outage deposes none.",
     "decisions_take_effect": "Every decision of the ruling coordinator fits the state that it meets; none repeats.",
     "repeats_change_nothing": "An event that is in the log twice changes the state once.",
     "state_is_sound": "The coordinator's own invariants hold after every entry.",
@@ -40,14 +42,17 @@ RULES: dict[str, str] = {
     "commands_can_be_read": "Commands use a schema that the agent reads and the coordinator may write.",
     "cordoned_nodes_stay_empty": "No worker starts on a cordoned node.",
     "innocents_stay": "No node without a fault is clearly to blame for broken connections.",
+    "nodes_are_checked_empty": "A node whose failure is only expected is checked when no worker is on it.",
     "unchecked_nodes_stay_out": "A node isolated for its hardware returns after a check, or by an operator.",
-    "handovers_are_awaited": "A worker that leaves for another layout hands over and parks before it is stopped.",
+    "layouts_are_the_plans": "Without a person no task gets a layout that the plan in force has not chosen.",
+    "handovers_are_awaited": "A worker hands over before it is stopped for another layout, its node's deadline aside.",
     "ordered_faults_strike_once": "An ordered fault happens once, whatever is repeated.",
     "stale_commands_never_act": "An agent that has seen a newer term or epoch ignores older commands.",
     "generations_never_go_back": "A worker never gets an older membership after a newer one.",
-    "slots_are_held_once": "No two living processes hold one GPU slot, and no two processes one worker id.",
+    "slots_are_held_once": "No two living processes hold one GPU slot, no two one worker id (unless one never built).",
     "steps_have_one_membership": "All replicas that commit an iteration commit the same sums of one membership.",
     "micro_batches_used_once": "After every step the parameters equal those of training with each micro-batch once.",
+    "sums_are_the_reference": "A fixed sum is the reference's, whoever computed what; loss and tokens are the batch's.",
     "states_are_whole": "A saved or taken state is whole, sharded or not.",
     "parts_are_of_one_step": "A replica's parts of sharded state are those after the last commit.",
     "parts_are_held_twice": "Members drop old parts only when all have the new ones, each part at two of them.",
@@ -56,6 +61,7 @@ RULES: dict[str, str] = {
     "nothing_crashes": "No input crashes a coordinator, an agent or a worker.",
     "coordinators_decide": "No coordinator stops deciding because of its own decisions.",
     "replay_equals_live": "The state of a living coordinator has the digest of a replay of the log.",
+    "planned_ends_are_no_faults": "A node that returns after an end that it announced is no incident and no flap.",
     "incidents_close": "At rest no incident is open.",
     "decide_is_quiet_at_rest": "At rest `decide` asks for nothing.",
     "tasks_train": "At rest a task with enough healthy nodes trains and makes progress.",
@@ -79,6 +85,22 @@ class Violation(AssertionError):
 # --- when an entry becomes durable ---------------------------------------------------------------
 
 
+def planned_ends_are_no_faults(before: ClusterState, after: ClusterState, entry: Recorded) -> str:
+    """`after`: the loss of a node that has announced its end, its return, or what the next agent tells before that."""
+    event = entry.envelope.event
+    if not isinstance(event, v.NodeJoined | v.NodeLost | v.NodeReturned | v.WorkerExited | v.ErrorReported):
+        return ""
+    node = before.nodes.get(event.node)
+    if node is None or not node.left_on_purpose:
+        return ""
+    if isinstance(event, v.WorkerExited | v.ErrorReported) and entry.envelope.boot <= node.agent_boot:
+        return ""  # a failure during the drain is one
+    if after.incidents_total != before.incidents_total:
+        return f"{type(event).__name__} of {event.node} opens an incident, though it had announced its end"
+    returned = set(after.nodes[event.node].returns_us) - set(node.returns_us) if event.node in after.nodes else None
+    return f"{event.node} has flapped" if returned else ""
+
+
 def newest_term_decides(newest_term: int, entry: Entry) -> str:
     """The fence: see events/log.py."""
     if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, v.Decision | v.Command):
@@ -87,6 +109,16 @@ def newest_term_decides(newest_term: int, entry: Entry) -> str:
         return ""
     kind = type(entry.envelope.event).__name__
     return f"entry {entry.seq}: {kind} of term {entry.envelope.term}, while term {newest_term} rules"
+
+
+def leaders_stay(claim: v.CoordinatorStarted, well_s: float, sound_s: float) -> str:
+    """`claim`: of another head than the one before, which lives. `well_s`: for how long that one's way to the log has
+    been sound; the log itself may have been away."""
+    if well_s < sound_s:
+        return ""
+    return (
+        f"{claim.process} claims term {claim.term} from a head that lives, and has reached the log for {well_s:.1f} s"
+    )
 
 
 def commands_can_be_read(known: ClusterState, entry: Recorded) -> str:
@@ -188,6 +220,13 @@ def cordoned_nodes_stay_empty(known: ClusterState, start: v.StartWorker | v.Star
     return f"{start.spec.name} gets workers on {start.node}, which is cordoned" if cordoned else ""
 
 
+def nodes_are_checked_empty(known: ClusterState, check: v.CheckNode) -> str:
+    """`known`: the state that the check was decided in."""
+    node = known.nodes[check.node]
+    workers = [worker for _, worker in known.by_node.on(node.name)]
+    return f"{node.name} is checked, and {', '.join(workers)} on it" if node.foretold and workers else ""
+
+
 def innocents_stay(
     known: ClusterState, isolated: v.NodeIsolated, touched: Collection[str], bad_ends: Collection[str], strikes_max: int
 ) -> str:
@@ -218,11 +257,25 @@ def unchecked_nodes_stay_out(before: ClusterState, node: str, cleared: Collectio
     return "" if "check" in cleared else f"{node} is readmitted unchecked: {known.reason}"
 
 
+def layouts_are_the_plans(before: ClusterState, entry: Recorded) -> str:
+    """`before`: the state that the entry meets."""
+    event = entry.envelope.event
+    if not isinstance(event, v.TaskReshaped) or not event.plan or entry.envelope.term != before.term:
+        return ""
+    chosen = before.plan.assignments.get(event.task)
+    if chosen is not None and (before.plan.epoch, chosen.tp, chosen.pp) == (event.plan, event.tp, event.pp):
+        return ""
+    layout = f"tp {event.tp}, pp {event.pp}"
+    return f"entry {entry.seq} gives {event.task} {layout}, which plan {before.plan.epoch} has not chosen"
+
+
 def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:
     """`known`: the state that the stop was decided in."""
     task = known.tasks.get(stop.task)
     if task is None or task.status is not TaskStatus.ACTIVE or task.reshaping.reshape is None:
         return ""
+    if known.nodes[stop.node].overdue:
+        return ""  # a person wanted the node empty by then
     whole = [member.worker for member in leaving_members(task)]
     return f"{stop.worker} is stopped on its way out of its group" if stop.worker in whole else ""
 
@@ -266,6 +319,17 @@ def steps_have_one_membership(steps: Sequence[tuple[Total, int, str]], alive: Co
 def micro_batches_used_once(params: Sequence[int], expected: Sequence[int]) -> str:
     """Training is a function of the samples: one too many, too few or twice shows."""
     return "" if params == expected else "the parameters are not those of a training without faults"
+
+
+def sums_are_the_reference(spec: v.TaskSpec, total: Total, *, is_right: bool) -> str:
+    """`is_right`: every bucket's sum is what it has to be."""
+    if not spec.lanes:
+        return ""
+    if not is_right:
+        return "a bucket's sum has another order, or other brackets, than the reference"
+    counted = total.loss * total.tokens, total.tokens
+    batch = float(spec.micro_batches), spec.global_batch
+    return "" if counted == batch else f"loss and tokens are {counted}, not {batch}"
 
 
 def states_are_whole(params: Sequence[int], optimizer: Sequence[int], expected: Sequence[int]) -> str:
@@ -348,9 +412,14 @@ def _has_room(state: ClusterState, task: Task) -> bool:
     free = Counter({node.name: node.slots for node in state.nodes.values() if node.schedulable})
     for assignment in state.plan.assignments.values():
         free.subtract(node for nodes in assignment.replicas for node in nodes)
-    shape = Shape(task.spec.tp, task.spec.pp)
-    wanted = -(-task.spec.min_workers // shape.workers)
-    return not place({task.name: wanted}, {task.name: shape}, {k: max(0, n) for k, n in free.items()}, {}).short
+    slots = {name: max(0, count) for name, count in free.items()}
+    shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [shape_of(task.spec)]
+    for shape in shapes:
+        wanted = -(-task.spec.min_workers // shape.workers)
+        within = wanted * shape.workers <= task.spec.max_workers
+        if within and not place({task.name: wanted}, {task.name: shape}, slots, {}).short:
+            return True
+    return False
 
 
 def states_have_copies(state: ClusterState, copies: Mapping[str, int]) -> str:

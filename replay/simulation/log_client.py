@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any, Literal
 
-from events.codec import encode
+from events.codec import COORDINATOR, encode
 from events.envelope import Entry, Envelope, Recorded
 from events.log import Fence, Fenced, claimed_term, encode_batch
 from events.skips import skips_in
@@ -128,7 +128,7 @@ class Beats:
         self._next = 0
         #: Per node, the boot of its last beat; and agents that listen for others of their name.
         self.last_boot: dict[str, int] = {}
-        self._namesakes: dict[str, dict[int, tuple[Link, Callable[[int], None]]]] = {}
+        self._namesakes: dict[str, dict[int, tuple[Link, Callable[[int], object]]]] = {}
 
     def take(self, envelope: Envelope) -> None:
         """A beat has reached the server."""
@@ -142,7 +142,8 @@ class Beats:
                 self.last_boot[event.node] = event.agent_boot
                 others = self._namesakes.get(event.node, {})
                 # To hear itself changes nothing: one agent of a name costs no message.
-                for other, tell_boot in list(others.values()) if len(others) > 1 else ():
+                is_heard = len(others) > 1 or event.node == COORDINATOR
+                for other, tell_boot in list(others.values()) if is_heard else ():
                     other.send(lambda tell_boot=tell_boot, boot=event.agent_boot: tell_boot(boot))  # type: ignore[misc]
 
     def listen(self, link: Link, tell: Callable[[Recorded], None]) -> int:
@@ -151,7 +152,7 @@ class Beats:
         self.listeners[self._next] = (link, tell)
         return self._next
 
-    def listen_to(self, node: str, link: Link, tell: Callable[[int], None]) -> Callable[[], object]:
+    def listen_to(self, node: str, link: Link, tell: Callable[[int], object]) -> Callable[[], object]:
         """Hear the boots in the beats of one name; what ends it."""
         self._next += 1
         number = self._next
@@ -197,7 +198,7 @@ class CommandEnd:
         """See CommandFeed."""
         self._tasks = followed = frozenset(tasks)
         number = next(self._server.requests)
-        await self._until_known(lambda: self._server.follow(self._node, followed, number))
+        await self._until_known(lambda: self._server.follow(self._node, followed, number, self._handled_seq))
 
     async def read(self) -> AsyncGenerator[Recorded, None]:
         """See CommandFeed."""
@@ -206,7 +207,7 @@ class CommandEnd:
             grown = server.grown
             if not self._reaches():
                 await asyncio.sleep(0.1)
-            elif (entry := server.next_for(self._node, self._tasks)) is None:
+            elif (entry := server.next_for(self._node, self._tasks, self._handled_seq)) is None:
                 await grown.wait()
             else:
                 await asyncio.sleep(link.travel_s())

@@ -40,12 +40,12 @@ class _Batch:
 
 
 class Consumer:
-    """What the server keeps of one node's feed (events/nats_commands.py). `at`: entries that it has looked at;
-    `pending`: the one that waits for its acknowledgement; nothing behind it is looked at meanwhile."""
+    """What the server keeps in memory of one node's feed (events/nats_commands.py). `at`: entries that it has looked
+    at; `pending`: the one that waits for its acknowledgement; nothing behind it is looked at meanwhile."""
 
-    def __init__(self, tasks: frozenset[str]) -> None:
+    def __init__(self, tasks: frozenset[str], at: int) -> None:
         self.tasks = tasks
-        self.at = 0
+        self.at = at
         self.pending: Recorded | None = None
         self.fitted = 0
 
@@ -77,6 +77,11 @@ class LogServer:
         self._waiting: list[_Batch] = []
         self._syncing = 0
         self._life = 0
+
+    @property
+    def life(self) -> int:
+        """How often it has crashed."""
+        return self._life
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -116,9 +121,10 @@ class LogServer:
         if self.up:
             reply(len(self.entries))
 
-    def next_for(self, node: str, tasks: frozenset[str]) -> Recorded | None:
-        """The next entry for the node; None: there is none yet. `tasks`: what it follows, where it has no consumer."""
-        consumer = self.consumers.setdefault(node, Consumer(tasks))
+    def next_for(self, node: str, tasks: frozenset[str], after_seq: int) -> Recorded | None:
+        """The next entry for the node; None: there is none yet. `tasks`: what it follows, and `after_seq` what it has
+        handled, where it has no consumer."""
+        consumer = self.consumers.setdefault(node, Consumer(tasks, after_seq))
         while consumer.pending is None and consumer.at < len(self.entries):
             entry = self.entries[consumer.at]
             consumer.at += 1
@@ -132,10 +138,10 @@ class LogServer:
         if self.up and consumer is not None and consumer.pending is not None and consumer.pending.seq == seq:
             consumer.pending = None
 
-    def follow(self, node: str, tasks: frozenset[str], number: int) -> None:
+    def follow(self, node: str, tasks: frozenset[str], number: int, after_seq: int) -> None:
         """The node follows these tasks from where its consumer is. `number`: of the request; one connection keeps their
-        order, so an older one never comes after a newer one."""
-        consumer = self.consumers.setdefault(node, Consumer(tasks))
+        order, so an older one never comes after a newer one. `after_seq`: see next_for."""
+        consumer = self.consumers.setdefault(node, Consumer(tasks, after_seq))
         if number > consumer.fitted:
             consumer.tasks, consumer.fitted = tasks, number
 
@@ -219,6 +225,7 @@ class LogServer:
         if not self.up:
             return
         self.up = False
+        self.consumers.clear()
         self._life += 1
         self._syncing = 0
         kept, self._waiting = self._waiting[: self._drawn.randint(0, len(self._waiting))], []

@@ -42,6 +42,11 @@ class Link:
         self.delay_s = (0.0005, 0.004)
         self.in_order = True
 
+    @property
+    def is_sound(self) -> bool:
+        """It carries everything, in order."""
+        return not self.cut and not self.loss and self.in_order
+
     def send(self, deliver: Callable[[], object]) -> None:
         """Deliver later, perhaps never, perhaps twice."""
         copies = 2 if self.repeats and self._drawn.random() < self.repeats else 1

@@ -10,8 +10,11 @@ import msgspec
 from agents import commit_sums, core
 from agents.handling import exits, memberships, orders, starting
 from agents.state import Remembered
+from agents.trainer import ledger
+from agents.trainer.gradients import lanes
 from agents.trainer.lifecycle import dealing, dividing, iteration, meeting, regrouping, shares, verdict
 from agents.trainer.lifecycle.effects import Pending, Rows
+from replay.simulation import buckets, memory
 from replay.simulation.log_client import CommandEnd
 from replay.simulation.planting import Mutant, patch
 
@@ -128,6 +131,55 @@ def _deal_what_is_held() -> None:
     patch(dealing, "deal", make)
 
 
+def _lanes_out_of_order() -> None:
+    def make(chains: Any) -> Any:
+        def reversed_behind_a_border(*arguments: Any) -> Any:
+            found = chains(*arguments)
+            return {lane: [*chain[:1], *((one, own[::-1]) for one, own in chain[1:])] for lane, chain in found.items()}
+
+        return reversed_behind_a_border
+
+    patch(lanes, "_chains", make)
+
+
+def _lanes_by_another_tree() -> None:
+    patch(
+        buckets, "tree", lambda tree: lambda block, sums, add: tree(block, sums, lambda left, right: add(right, left))
+    )
+
+
+def _a_border_twice() -> None:
+    def make(chains: Any) -> Any:
+        def overlapping(*arguments: Any) -> Any:
+            found = chains(*arguments)
+            for chain in found.values():
+                for place, (_, before) in enumerate(chain[:-1]):
+                    chain[place + 1] = chain[place + 1][0], (*before[-1:], *chain[place + 1][1][1:])
+            return found
+
+        return overlapping
+
+    patch(lanes, "_chains", make)
+
+
+def _final_buckets_of_its_own() -> None:
+    def make(keep: Any) -> Any:
+        return lambda self, final, kept: keep(self, tuple(self.complete()), kept)
+
+    patch(buckets.Buckets, "keep", make)
+
+
+def _account_for_what_is_given() -> None:
+    def make(take: Any) -> Any:
+        def greedy(self: Any, lane: int, given: Any) -> None:
+            take(self, lane, given)
+            self.taken[lane] = ledger.Running()
+
+        return greedy
+
+    patch(ledger.LaneLedger, "take", make)
+
+
 def _keep_one_copy() -> None:
     patch(shares, "placed", lambda placed: lambda nodes: [parts[:1] for parts in placed(nodes)])
 
@@ -171,6 +223,23 @@ def _divide_what_is_lost() -> None:
     patch(meeting, "covers", lambda _: lambda held, total: True)
 
 
+def _drop_a_shard() -> None:
+    def make(_: Any) -> Any:
+        def careless(task: str, hosts: Any) -> Any:
+            found: dict[int, Any] = {}
+            for host in hosts:
+                server = host.fork_server
+                for _, copy in server.memory.all_of(task) if host.on and server is not None and server.alive else ():
+                    shards = copy.layout[0] * copy.layout[1]
+                    params = copy.state.params if shards == 1 else (*copy.state.params[:-1], 0)
+                    found.setdefault(copy.iteration, copy._replace(state=copy.state._replace(params=params)))
+            return found
+
+        return careless
+
+    patch(memory, "_put_together", make)
+
+
 NODE_MUTANTS: dict[str, Mutant] = {
     "act_on_a_stale_epoch": Mutant("an agent obeys a command of an old epoch", _act_on_a_stale_epoch),
     "start_again": Mutant("an agent forgets its answers and the ended workers", _start_again),
@@ -184,6 +253,12 @@ NODE_MUTANTS: dict[str, Mutant] = {
     "throw_away_complete_sums": Mutant("a member that is behind continues without the step", _throw_away_complete_sums),
     "keep_any_bucket": Mutant("a bucket counts as final where one member has its sum", _keep_any_bucket),
     "deal_what_is_held": Mutant("survivors recompute finished micro-batches", _deal_what_is_held),
+    "lanes_out_of_order": Mutant("behind a border a lane is computed backwards", _lanes_out_of_order),
+    "lanes_by_another_tree": Mutant("blocks are added right to left", _lanes_by_another_tree),
+    "a_border_twice": Mutant("the micro-batch at a border is in a lane twice, another not", _a_border_twice),
+    "final_buckets_of_its_own": Mutant("a member keeps sums that others make again", _final_buckets_of_its_own),
+    "account_for_what_is_given": Mutant("giver and taker account for a running sum", _account_for_what_is_given),
+    "drop_a_shard": Mutant("a state of another layout is put together without its last shard", _drop_a_shard),
     "keep_one_copy": Mutant("a part of sharded state has one holder", _keep_one_copy),
     "drop_parts_early": Mutant("old parts are dropped before all members have their new ones", _drop_parts_early),
     "gather_nothing": Mutant("a replica commits with its own parameters only", _gather_nothing),

@@ -74,6 +74,11 @@ class Process:
         """The process exists."""
         return self.ended is None
 
+    @property
+    def has_built(self) -> bool:
+        """It has been ready to train."""
+        return self._ready
+
     # --- the main thread's side ------------------------------------------------------------------
 
     def say(self, message: FromWorker) -> None:

@@ -31,7 +31,8 @@ _GETTING_ON = ("tasks_train", "states_have_copies")
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What became of a seed. `rule` "" : every rule held. `faults`: those that were played.
 
-    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests.
+    `rest_s`: from the last fault to rest. `digest`: of the final state; equal runs have equal digests. `redone`:
+    micro-batches, `iterations_lost`: both of incidents that are closed.
     """
 
     seed: int
@@ -45,6 +46,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     incidents: int = 0
     generations: int = 0
     digest: str = ""
+    redone: int = 0
+    iterations_lost: int = 0
 
 
 def history(seed: int) -> list[Fault]:
@@ -72,6 +75,8 @@ def simulate(seed: int, faults: Sequence[Fault] | None = None) -> Outcome:
             incidents=state.incidents_total,
             generations=sum(task.generation for task in state.tasks.values()),
             digest=digest(state),
+            redone=sum(one.redone for one in state.closed),
+            iterations_lost=sum(one.iterations_lost for one in state.closed),
         )
 
 
@@ -134,7 +139,8 @@ async def _broke_within(world: World, duration_s: float) -> bool:
 
 def _complaints(world: World, before: dict[str, int]) -> Iterator[tuple[str, str]]:
     state = world.witness.state
-    yield "coordinators_decide", "; ".join(head.coordinator.fault for head in world.coordinators.living)
+    faults = [head.coordinator.fault for head in world.coordinators.living]
+    yield "coordinators_decide", "; ".join(fault for fault in faults if fault)
     twins = [host.twin for host in world.hosts.values() if host.twin is not None]
     yield "one_agent_of_a_name", rules.one_agent_of_a_name([one.name for one in twins if one.agent and one.agent.alive])
     yield "nodes_are_seen", rules.nodes_are_seen(state, [host.name for host in world.hosts.values() if host.on])

@@ -15,7 +15,7 @@ from agents.trainer.lifecycle import effects as e
 from agents.trainer.lifecycle.failures import Broken, Stranded, Superseded
 from agents.trainer.lifecycle.verdict import Position, span_row, spans_of
 from replay.simulation.buckets import BUCKETS
-from replay.simulation.group import End, Row
+from replay.simulation.group import End, Result, Row
 
 if TYPE_CHECKING:
     from replay.simulation.replica import Replica
@@ -119,8 +119,9 @@ class Seat:
 
     async def _exchange(self, effect: e.Exchange) -> list[Position]:
         position, micro_batches = effect.position, self.replica.spec.micro_batches
-        told = await self.gathered([len(position.spans), *position.row(micro_batches, BUCKETS)])
-        positions = [Position.from_row(row[1:], micro_batches) for row in told]
+        lanes = self.replica.spec.lanes > 0
+        told = await self.gathered([len(position.spans), *position.row(micro_batches, BUCKETS, lanes=lanes)])
+        positions = [Position.from_row(row[1:], micro_batches, lanes=lanes) for row in told]
         if not effect.sharded:
             return positions
         spans = await self.gathered(span_row(position.spans, max(row[0] for row in told)))
@@ -173,7 +174,10 @@ class Seat:
         """As `gathered`, without a mark."""
         end = self.end
         assert end is not None
-        result = end.gather(row, self.training.collective_timeout_s)
+        return await self.over(end.gather(row, self.training.collective_timeout_s))
+
+    async def over(self, result: Result) -> list[Row]:
+        """What has come of it. Raises Broken, Superseded, QuitAsked."""
         await self.replica.wait(lambda: result.over or self.superseded)
         if result.error:
             raise Broken(result.error)

@@ -6,7 +6,7 @@ It folds the log by itself, entry by entry, from nothing: that is the replay tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agents.protocol.messages import Membership
@@ -51,9 +51,11 @@ class Witness:
         self.touched: set[str] = set()
         self.bad_ends: set[str] = set()
         self.strikes_max = 1
+        #: Told of each term that is claimed.
+        self.on_claim: Callable[[v.CoordinatorStarted], object] = lambda _: None
         self._ids: set[str] = set()
         self._term = 0
-        self._spawned: dict[str, set[str]] = {}
+        self._spawned: dict[str, dict[str, Process]] = {}
         self._fences: dict[str, tuple[int, int]] = {}
         self._told: dict[str, int] = {}
         self._struck: set[str] = set()
@@ -101,13 +103,16 @@ class Witness:
         self._ids.add(envelope.event_id)
         if isinstance(event, v.CoordinatorStarted):
             self._term = max(self._term, event.term)
+            self.on_claim(event)
         if isinstance(event, v.NodeJoined):
             self.joined[event.node] = event.agent_boot
+        self.broke("planned_ends_are_no_faults", rules.planned_ends_are_no_faults(before, after, entry))
         self.broke("newest_term_decides", rules.newest_term_decides(self._term, entry))
         self.broke("symptoms_are_no_incidents", rules.symptoms_are_no_incidents(after))
         if envelope.term and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("decisions_take_effect", rules.decisions_take_effect(before, known, entry))
+            self.broke("layouts_are_the_plans", rules.layouts_are_the_plans(before, entry))
             self.broke("commands_can_be_read", rules.commands_can_be_read(known, entry))
         self._readmission(before, event, is_ruling=envelope.term == before.term)
         if isinstance(event, v.PlanAdopted):
@@ -120,6 +125,9 @@ class Witness:
         if isinstance(event, v.StartWorker | v.StartWorkers) and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("cordoned_nodes_stay_empty", rules.cordoned_nodes_stay_empty(known, event))
+        if isinstance(event, v.CheckNode) and envelope.term == before.term:
+            known = self.states[envelope.based_on]
+            self.broke("nodes_are_checked_empty", rules.nodes_are_checked_empty(known, event))
         if isinstance(event, v.StopWorker) and envelope.term == before.term:
             known = self.states[envelope.based_on]
             self.broke("handovers_are_awaited", rules.handovers_are_awaited(known, event))
@@ -181,10 +189,11 @@ class Witness:
         if any(other.worker == process.worker for other in living):
             self.broke("slots_are_held_once", f"{host.name}: {process.worker} is started while it lives")
         if host.remembers:
-            spawned = self._spawned.setdefault(host.name, set())
-            if process.worker in spawned:
+            spawned = self._spawned.setdefault(host.name, {})
+            earlier = spawned.get(process.worker)
+            if earlier is not None and earlier.has_built:  # else it died before it could do anything, or be heard of
                 self.broke("slots_are_held_once", f"{host.name}: {process.worker} is started a second time")
-            spawned.add(process.worker)
+            spawned[process.worker] = process
         # Where a node has forgotten everything, an old command starts its worker once more: that process knows nothing.
         self._told.pop(process.worker, None)
 
@@ -223,6 +232,11 @@ class Witness:
         if story := rules.micro_batches_used_once(params, self.training.expected(replica.spec, iteration)):
             self.broke("micro_batches_used_once", where + story)
         self.committed[replica.task] = max(iteration, self.committed.get(replica.task, 0))
+
+    def summed(self, replica: Replica, total: Total, *, is_right: bool) -> None:
+        """A replica has an iteration's sums, and goes on to step with them."""
+        story = rules.sums_are_the_reference(replica.spec, total, is_right=is_right)
+        self.broke("sums_are_the_reference", story and f"{replica.lead_worker}: {story}")
 
     def state_used(self, replica: Replica, what: str, iteration: int, state: State) -> None:
         """A whole state is saved, or taken."""

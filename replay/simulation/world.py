@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.codec import API_PRODUCER
 from events.envelope import Envelope
+from events.lease import MemoryLease
 from events.schemas import FIRST, SCHEMA, lowered
 from replay.simulation.coordinators import Coordinators
 from replay.simulation.host import Host
@@ -23,6 +27,8 @@ from unicrond.core.policy import PART_BYTES, Policy
 HEARTBEAT_S = 1.0
 #: What agents read.
 VERSIONS = (FIRST, 2, SCHEMA, SCHEMA)
+#: Of the clusters so many have two heads, and a lease.
+LEASED = 0.25
 _LEASE_S = 12.0
 _FOREVER = 1_000_000
 
@@ -46,6 +52,7 @@ class World:
             isolation_s=4.0,
             strikes_max=self.shape.choice((2, 3)),
             stuck_max=self.shape.choice((8, 30)),
+            forget_s=5.0,
             part_bytes=self.drawn("parts").choice((1, 1, PART_BYTES)),
         )
         self.witness.strikes_max = self.policy.strikes_max
@@ -60,7 +67,9 @@ class World:
         )
         self.witness.training = self.training
         self.versions = self.drawn("versions")
+        self.numerics = self.drawn("numerics")
         self.sharding = self.drawn("sharding")
+        self.layouts = self.drawn("layouts")
         self.hosts = self._hosts()
         self.training.hosts = self.hosts
         self.coordinators = Coordinators(
@@ -73,11 +82,13 @@ class World:
             HEARTBEAT_S,
             self.drawn("heads' versions"),
             self._repair if seed % 2 else None,
+            MemoryLease(loop.time) if self.drawn("leases").random() < LEASED else None,
         )
+        self.witness.on_claim = self.coordinators.claimed
         self._api = Endpoint(self.server, Link(loop, self.drawn("api")), self.witness.acknowledged)
         self._asked = 0
         self.cordoned: set[str] = set()
-        self._asking: set[asyncio.Task[list[int]]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
 
     def drawn(self, part: str) -> random.Random:
         """A part's own source of chance."""
@@ -108,7 +119,8 @@ class World:
 
     def begin(self) -> None:
         """Switch everything on, and submit the tasks that people have for it."""
-        self.coordinators.start()
+        self.coordinators.keep()
+        self._asking.add(self.loop.create_task(self.coordinators.watch()))
         for host in self.hosts.values():
             self.loop.call_later(self.shape.uniform(0.0, 2.0), host.run_agent)
         for number in range(self.shape.randint(1, 3)):
@@ -137,13 +149,18 @@ class World:
             self.ask(v.NodeUncordoned(node=name, reason="the faults are over"))
         self.cordoned.clear()
 
+    def cancel_maintenance(self) -> None:
+        """People need no window any more that they know of."""
+        for window in self.witness.state.windows:
+            self.ask(v.MaintenanceCancelled(window=window, reason="simulated"))
+
     def _spec(self, name: str, iterations: int) -> v.TaskSpec:
         tp, pp = self.shape.choice(((1, 1), (1, 1), (1, 1), (2, 1), (1, 2)))
         if tp > min(host.slots for host in self.hosts.values()):
             tp, pp = 1, 2
         micro_batch = self.shape.choice((1, 2))
         replicas = self.shape.randint(1, 4)
-        return v.TaskSpec(
+        spec = v.TaskSpec(
             name=name,
             weight=self.shape.choice((1.0, 1.0, 3.0)),
             min_workers=tp * pp,
@@ -158,6 +175,24 @@ class World:
             optimizer=v.OptimizerSpec(distributed=self.sharding.random() < 0.5),
             checkpoint=v.CheckpointSpec(dir="/checkpoints", interval=self.shape.choice((3, 10))),
         )
+        lanes = min(self.numerics.choice((replicas, self.numerics.randint(1, 6))), spec.micro_batches)
+        accumulation: Literal["exact", "float"] = self.numerics.choice(("exact", "exact", "float"))
+        spec = replace(spec, accumulation=accumulation, env={v.LANES: str(lanes)})
+        return self._with_layouts(spec) if self.layouts.random() < 0.4 else spec
+
+    def _with_layouts(self, spec: v.TaskSpec) -> v.TaskSpec:
+        """The plan chooses, by tables of which now one layout and now another is the better."""
+        known = self.layouts.random() < 0.7
+
+        def table(unit: int) -> dict[str, int]:
+            each = self.layouts.choice((1.0, 1.0, 1.3, 2.5)) * 1e9
+            counts = range(unit, spec.max_workers + 1, unit)
+            return {str(n): int(each * n ** self.layouts.choice((0.9, 1.0))) for n in counts} if known else {}
+
+        shapes = [(spec.tp, spec.pp), *(shape for shape in ((1, 1), (2, 1), (1, 2)) if shape != (spec.tp, spec.pp))]
+        layouts = tuple(v.LayoutSpec(tp=tp, pp=pp, throughput=table(tp * pp)) for tp, pp in shapes)
+        least = self.layouts.choice((1, spec.min_workers))
+        return replace(spec, min_workers=least, throughput=layouts[0].throughput, layouts=layouts)
 
     def ask(self, event: v.Observation) -> None:
         """A person's wish, through the API; what the coordinator may not write is left out of it."""
@@ -189,7 +224,7 @@ class World:
         self.server.sync_s = (0.0002, 0.002)
         self.log_clock.step_us = 0
         self.coordinators.clock.step_us = 0
-        self.coordinators.keep_one()
+        self.coordinators.keep()
         for link in self.links():
             link.cut = False
             link.heal()

@@ -8,7 +8,9 @@ Rules
   beat, of the judgement and of the append), and if the beat that it names as evidence is the retained one.
 * A crash of nats-server takes the newest beats back and gives their numbers anew. Where the beats that are there had
   not reached the number of the evidence at its time, that happened to it: the rerun alone decides.
-* Beats expire. Where they do not reach back to before the silence began, nothing is said: `Unverifiable`.
+* Beats expire; an archive keeps those before each verdict (`events/beat_evidence.py`), so there are gaps. The rerun
+  begins anew after each. Where the beats do not reach back to before the silence, nothing is said: `Unverifiable`.
+* A gap in time between two beats whose numbers follow each other is none: the bus itself was silent.
 
 Pure: entries and beats in, findings out.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from events import vocabulary as v
 from events.envelope import Recorded
@@ -28,6 +31,10 @@ SLACK_US = 1_500_000
 JUDGEMENTS = 8
 
 
+#: Beats that are further apart belong to two stretches. The coordinator says one every 15 s or more often.
+GAP_US = 20_000_000
+
+
 class Unverifiable(Exception):
     """The beats cannot tell; the message says why."""
 
@@ -37,7 +44,9 @@ class BeatCheck:
 
     def __init__(self, beats: Sequence[Recorded]) -> None:
         self._beats = beats
-        self._by_seq = {beat.seq: beat for beat in beats}
+        self._by_place = {(beat.seq, beat.recorded_at_us): beat for beat in beats}
+        self._seqs = {beat.seq for beat in beats}
+        self._stretches = _stretches(beats)
         self._next = 0
         self._now_us = 0
         self._from_us = 0
@@ -68,13 +77,14 @@ class BeatCheck:
         liveness = self._liveness
         if liveness is None or not self._beats:
             return
-        oldest_us = self._beats[0].recorded_at_us
-        if until_us < oldest_us:
-            return
-        if self._now_us < oldest_us:
-            self._begin_at(oldest_us)
         tick_us = max(1, liveness.heartbeat_us // JUDGEMENTS)
         while self._now_us < until_us:
+            stretch = self._stretch_at(self._now_us, liveness.heartbeat_us)
+            if stretch is None or stretch.begin_us > until_us:
+                self._now_us = until_us
+                return
+            if self._now_us < stretch.begin_us:
+                self._begin_at(stretch.begin_us, liveness, state)
             self._now_us = min(self._now_us + tick_us, until_us)
             self._hear(liveness)
             for verdict in liveness.verdicts(state.nodes, self._now_us):
@@ -88,24 +98,24 @@ class BeatCheck:
             raise Unverifiable("this log has no heartbeats with it")
         patience_us = MOST_SILENT_FACTOR * liveness.limit_us + SLACK_US
         began_us = max(self._from_us, self._joined_us.get(verdict.node, 0))
-        if self._beats[0].recorded_at_us > max(began_us, at_us - patience_us):
+        heard = [stretch for stretch in self._stretches if stretch.begin_us <= at_us]
+        if not heard or heard[-1].begin_us > max(began_us, at_us - patience_us):
             raise Unverifiable("beats expired")
-        if self._beats[-1].recorded_at_us < at_us - liveness.limit_us:
-            raise Unverifiable("the heartbeats end before this entry")
+        if heard[-1].end_us < at_us - liveness.limit_us:
+            raise Unverifiable("the heartbeats end before this entry" if heard == self._stretches else "beats expired")
         evidence = verdict.evidence
         if evidence.beat_seq and not self._was_taken_back(evidence):
-            beat = self._by_seq.get(evidence.beat_seq)
-            if beat is None and evidence.beat_seq >= self._beats[0].seq:
-                return f"its evidence, beat {evidence.beat_seq}, is not among the heartbeats"
-            if beat is not None:
-                event = beat.envelope.event
-                same = isinstance(event, v.Heartbeat) and event.node == verdict.node
-                if not same or beat.recorded_at_us != evidence.beat_at_us:
-                    return f"its evidence, beat {evidence.beat_seq}, is another node's or another time's"
+            beat = self._by_place.get((evidence.beat_seq, evidence.beat_at_us))
+            event = beat.envelope.event if beat is not None else None
+            if beat is None and evidence.beat_seq not in self._seqs:
+                if evidence.beat_seq >= heard[-1].first_seq:
+                    return f"its evidence, beat {evidence.beat_seq}, is not among the heartbeats"
+            elif not isinstance(event, v.Heartbeat) or event.node != verdict.node:
+                return f"its evidence, beat {evidence.beat_seq}, is another node's or another time's"
         said_us = self._said_us.get((type(verdict), verdict.node))
         if said_us is None or said_us < at_us - SLACK_US:
-            heard = liveness.beats.get(verdict.node)
-            last = f"beat {heard.seq}, {(at_us - heard.at_us) / 1e6:.2f} s before" if heard else "none in this term"
+            newest = liveness.beats.get(verdict.node)
+            last = f"beat {newest.seq}, {(at_us - newest.at_us) / 1e6:.2f} s before" if newest else "none in this term"
             return f"the retained heartbeats do not support it: the last one of {verdict.node} was {last}"
         return ""
 
@@ -113,11 +123,16 @@ class BeatCheck:
         before = bisect_right(self._beats, evidence.beat_at_us, key=lambda beat: beat.recorded_at_us)
         return 0 < before < len(self._beats) and self._beats[before - 1].seq < evidence.beat_seq
 
-    def _begin_at(self, at_us: int) -> None:
-        """The beats begin after the term did: as if everybody had been heard just then."""
-        assert self._liveness is not None, "a coordinator runs"
+    def _stretch_at(self, at_us: int, heartbeat_us: int) -> _Stretch | None:
+        """The stretch that holds this time, or the next one. Judging goes on for a heartbeat after its last beat."""
+        place = bisect_right(self._stretches, at_us - heartbeat_us, key=lambda stretch: stretch.end_us)
+        return self._stretches[place] if place < len(self._stretches) else None
+
+    def _begin_at(self, at_us: int, liveness: Liveness, state: ClusterState) -> None:
+        """Beats were not kept until now: as if everybody had been heard just then."""
         self._now_us = at_us
-        self._liveness.grace(at_us)
+        liveness.verdicts(state.nodes, at_us)  # the pause ends here
+        liveness.grace(at_us)
 
     def _hear(self, liveness: Liveness) -> None:
         while self._next < len(self._beats) and self._beats[self._next].recorded_at_us <= self._now_us:
@@ -126,3 +141,24 @@ class BeatCheck:
             event = beat.envelope.event
             if isinstance(event, v.Heartbeat):
                 liveness.heard(event, beat.seq, beat.recorded_at_us, beat.recorded_at_us)
+
+
+class _Stretch(NamedTuple):
+    """Beats without a gap."""
+
+    begin_us: int
+    end_us: int
+    first_seq: int
+
+
+def _stretches(beats: Sequence[Recorded]) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    last_seq = 0
+    for beat in beats:
+        at_us = beat.recorded_at_us
+        if found and (at_us - found[-1].end_us <= GAP_US or beat.seq == last_seq + 1):
+            found[-1] = found[-1]._replace(end_us=max(found[-1].end_us, at_us))
+        else:
+            found.append(_Stretch(at_us, at_us, beat.seq))
+        last_seq = beat.seq
+    return found

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from events.command_line import UsageError
+from events.selection import Selection
 from replay.reading.export import Export
 from replay.reading.opening import (
     PROGRAM,
@@ -21,7 +22,7 @@ from replay.reading.opening import (
     state_at,
 )
 from replay.reading.progress import with_bar
-from replay.reading.selection import Selection
+from replay.reading.shown import given_away
 from replay.reading.source import Chunk, read
 from replay.views.report import digest_json, entry_line, state_json, state_page
 from unicrond.display.event_lines import entry_json
@@ -50,7 +51,7 @@ async def export_command(options: argparse.Namespace) -> None:
         async with aclosing(with_bar(read(source, until=until), "exporting")) as chunks:
             with Export(path) as export:
                 async for chunk in chunks:
-                    export.write(chunk.entries)
+                    export.write(given_away(chunk.entries) if options.masked else chunk.entries)
                     last_seq = chunk.entries[-1].seq if chunk.entries else last_seq
                 require_reached(options.at, last_seq)
                 beats = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from events.envelope import Entry, Quarantined
+from events.point import format_time
 from events.prose import summary
-from replay.reading.point import format_time
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest, to_json
 from unicrond.display.cluster_tables import incidents_table, nodes_table, plan_table, tasks_table

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from events import vocabulary as v
 from events.envelope import Entry, Recorded
+from events.point import EPOCH, format_time
 from events.prose import summary
 from events.seats import expanded
-from replay.reading.point import EPOCH, format_time
-from replay.reading.selection import nodes_of, tasks_of
+from events.selection import nodes_of, tasks_of
 from unicrond.core.fold import fold
 from unicrond.core.state import ClusterState, Incident
 from unicrond.display.tables import clean
@@ -328,8 +328,13 @@ class Story:
             f" {life.last_seq}) it took {whole_s:.3f} s.",
             f"Response: {incident.response}. Detected {incident.detection_us / 1e6:.3f} s after it happened, cured"
             f" {incident.transition_us / 1e6:.3f} s later; {incident.redone} micro-batches were computed again,"
-            f" {incident.symptoms} symptoms explained.",
+            f"{_thrown(incident)} {incident.symptoms} symptoms explained.",
         ]
+
+
+def _thrown(incident: Incident) -> str:
+    lost = incident.micro_batches_lost
+    return f" {lost} finished ones were thrown away with the last replica," if lost else ""
 
 
 def _after(lives: list[Life]) -> str:

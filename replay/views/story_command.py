@@ -6,7 +6,7 @@ import argparse
 from contextlib import aclosing
 
 from events.command_line import UsageError
-from replay.reading.opening import as_json, open_source, say
+from replay.reading.opening import as_json, open_source, require_reached, resolve, say
 from replay.reading.progress import with_bar
 from replay.reading.source import read
 from replay.views.story import Index, NoSuchSubject, Story
@@ -15,17 +15,18 @@ from replay.views.story import Index, NoSuchSubject, Story
 async def story_command(options: argparse.Namespace) -> int:
     """Reads the log twice: what there is, then the story."""
     async with open_source(options) as source:
-        index = Index()
-        async with aclosing(with_bar(read(source), "looking")) as chunks:
+        index, until = Index(), await resolve(source, options.at)
+        async with aclosing(with_bar(read(source, until=until), "looking")) as chunks:
             async for chunk in chunks:
                 for entry in chunk.entries:
                     index.feed(entry)
+        require_reached(options.at, index.state.seq)
         try:
             subject = index.subject(options.subject)
         except NoSuchSubject as error:
             raise UsageError(f"SUBJECT: {error.args[0]}") from None
         story = Story(subject, index)
-        async with aclosing(with_bar(read(source), "telling")) as chunks:
+        async with aclosing(with_bar(read(source, until=until), "telling")) as chunks:
             async for chunk in chunks:
                 for entry in chunk.entries:
                     story.feed(entry)

@@ -10,6 +10,7 @@ from pathlib import Path
 from events.command_line import UsageError
 from replay.reading.opening import as_json, open_source, require_place, require_reached, resolve, say
 from replay.reading.progress import with_bar
+from replay.reading.shown import SHOWN
 from replay.reading.source import read
 from replay.views.timeline import Timeline
 from replay.views.timeline_html import html_page
@@ -30,10 +31,10 @@ async def timeline_command(options: argparse.Namespace) -> int:
                     timeline.feed(entry)
     require_reached(options.at, timeline.state.seq)
     timeline.finish()
-    title = f"{options.file or options.state_dir or ', '.join(options.nats)}"
+    title = f"{options.file or options.state_dir or options.url or ', '.join(options.nats)}"
     written: list[Path] = []
     if options.html is not None:
-        options.html.write_text(html_page(timeline, title), encoding="utf-8")
+        options.html.write_text(SHOWN.text(html_page(timeline, title)), encoding="utf-8")
         written.append(options.html)
     if options.png is not None:
         _draw(timeline, options.png, title)

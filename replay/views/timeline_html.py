@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from replay.reading.point import format_time
+from events.point import format_time
 from replay.views.timeline import LEFT, Span, Timeline
 from replay.views.timeline_colours import COLOURS, SEVERITY_COLOURS, node_colour, task_colour, task_colours
 
@@ -117,8 +117,8 @@ class _Drawing:
 
     def svg(self) -> str:
         """The drawing with its time axis."""
-        for tenth in range(0, 11, 2):
-            at_us = self._timeline.start_us + tenth * self._length // 10
+        for since_us in ticks_us(self._length):
+            at_us = self._timeline.start_us + since_us
             x = self._x(at_us)
             self._parts.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{self._y}" stroke="#BBB" stroke-width="0.5"/>'
@@ -142,4 +142,12 @@ class _Drawing:
         return _LABEL + _PLOT * min(max(share, 0.0), 1.0)
 
     def _since(self, at_us: int) -> str:
-        return f"{(at_us - self._timeline.start_us) / 1e6:.1f} s"
+        return f"{(at_us - self._timeline.start_us) / 1e6:.6g} s"
+
+
+def ticks_us(length_us: int) -> list[int]:
+    """Round times along an axis: 1, 2 or 5 times a power of ten apart, four to eleven of them."""
+    step_us = next(
+        factor * 10**power for power in range(20) for factor in (1, 2, 5) if factor * 10**power * 10 >= length_us
+    )
+    return list(range(0, length_us + 1, step_us))

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from events.beat_evidence import in_order
 from events.command_line import UsageError
 from events.envelope import Recorded
-from replay.reading.opening import as_json, open_source, say
+from events.point import Point
+from replay.reading.opening import as_json, open_source, resolve, say
 from replay.reading.progress import with_bar
 from replay.reading.source import Source, read
 from replay.views.verify import Divergence, Findings, Verifier, bases
@@ -21,13 +23,15 @@ async def verify_command(options: argparse.Namespace) -> int:
     async with open_source(options) as source:
         if not source.has_own_times:
             raise UsageError("--nats: this log was imported, so its times are those of the import; verify the file")
-        verifier = await _verifier(source)
+        until = await resolve(source, options.at)
+        verifier = await _verifier(source, until)
         try:
-            async with aclosing(with_bar(read(source), "deciding again")) as chunks:
+            async with aclosing(with_bar(read(source, until=until), "deciding again")) as chunks:
                 async for chunk in chunks:
                     for entry in chunk.entries:
                         verifier.feed(entry)
-            verifier.finish()
+            if until is None:  # else the point may cut the last batch in two: it is left out
+                verifier.finish()
         except Divergence as divergence:
             findings = verifier.findings
             say(as_json(_json(findings, divergence)) if options.json else _page(findings, divergence))
@@ -36,16 +40,16 @@ async def verify_command(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _verifier(source: Source) -> Verifier:
+async def _verifier(source: Source, until: Point | None) -> Verifier:
     needed: set[int] = set()
-    async with aclosing(with_bar(read(source), "looking for decisions")) as chunks:
+    async with aclosing(with_bar(read(source, until=until), "looking for decisions")) as chunks:
         async for chunk in chunks:
             needed |= bases(chunk.entries)
     beats: list[Recorded] = []
     async with aclosing(source.beats()) as retained:
         async for some in retained:
             beats += some
-    return Verifier(needed, beats)
+    return Verifier(needed, in_order(beats))
 
 
 def _json(findings: Findings, divergence: Divergence | None) -> dict[str, Any]:

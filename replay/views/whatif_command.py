@@ -15,11 +15,11 @@ from events.prose import summary
 from events.vocabulary import AnyEvent, CoordinatorStarted, PlanAdopted
 from replay.reading.opening import as_json, open_source, require_reached, resolve, say
 from replay.reading.progress import with_bar
-from replay.reading.replayer import EMPTY, replay
 from replay.reading.source import read
 from replay.views.report import when
 from replay.views.whatif import BadChange, Changes, Outcome, waf_of, what_if
 from unicrond.core.policy import Policy, settings_of
+from unicrond.core.replayer import EMPTY, replay
 from unicrond.core.state import ClusterState
 from unicrond.display.tables import Table, clean, plain
 
@@ -33,7 +33,8 @@ async def whatif_command(options: argparse.Namespace) -> int:
     except BadChange as error:
         raise UsageError(str(error)) from None
     said = _json(state, without, with_changes)
-    say(as_json(said) if options.json else _page(state, without, with_changes, said))
+    under = ", both under the changed settings" if options.set else ""
+    say(as_json(said) if options.json else _page(state, without, with_changes, said, under))
     return 0
 
 
@@ -84,7 +85,7 @@ def _json(state: ClusterState, without: Outcome, with_changes: Outcome) -> dict[
     }
 
 
-def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: dict[str, Any]) -> str:
+def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: dict[str, Any], under: str) -> str:
     rows = tuple(
         (
             name,
@@ -107,7 +108,7 @@ def _page(state: ClusterState, without: Outcome, with_changes: Outcome, said: di
             "",
             *plain(table),
             "",
-            f"WAF {before:.4g} -> {after:.4g} FLOP/s{share}, both under the changed settings",
+            f"WAF {before:.4g} -> {after:.4g} FLOP/s{share}{under}",
             f"unchanged: {clean(said['reason_without'])}",
             f"what if:   {clean(said['reason_with'])}",
             "at once:   " + (", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing else"),

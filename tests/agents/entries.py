@@ -16,7 +16,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from agents.protocol.flight import Flight, TellFlight
 from agents.protocol.framing import Unframer, frame
+from agents.protocol.line import Line
 from agents.protocol.messages import Committed, Hello, Launch, Membership, Quit, Ready, Regrouped, ToWorker
 
 
@@ -73,7 +75,7 @@ def fill(launch: Launch) -> None:
     raise RuntimeError("and then it broke")
 
 
-def describe(_: Launch) -> None:
+def describe(launch: Launch) -> None:
     """Print what a worker is born with."""
     fds = {}
     for path in Path("/proc/self/fd").iterdir():
@@ -83,7 +85,9 @@ def describe(_: Launch) -> None:
             continue  # the listing's own
     born = {
         "fds": fds,
+        "given": [str(launch.line_fd), launch.mark.rpartition("/")[2], launch.memory.rpartition("/")[2]],
         "pid": os.getpid(),
+        "uid": os.getuid(),
         "sid": os.getsid(0),
         "pgid": os.getpgid(0),
         "cwd": str(Path.cwd()),
@@ -106,16 +110,23 @@ def orphan(_: Launch) -> None:
 def talk(launch: Launch) -> None:
     """Connect, get ready, take memberships, commit an iteration every 10 ms, quit when asked."""
     generation, iteration = 0, 0
+    line = Line(launch.line_fd)
     while True:
-        try:
-            agent = socket.socket(socket.AF_UNIX)
-            agent.connect(launch.agent_socket)
-        except OSError:
-            agent.close()
+        connected = line.connect()
+        if connected is None:
             time.sleep(0.02)
             continue
+        agent = connected[0]
+        agent.setblocking(True)
         is_new = generation == 0
-        hello = Hello(worker=launch.worker, task=launch.task, pid=os.getpid(), generation=generation, ready=not is_new)
+        hello = Hello(
+            worker=launch.worker,
+            task=launch.task,
+            pid=os.getpid(),
+            generation=generation,
+            ready=not is_new,
+            has_flight=True,
+        )
         incoming: Unframer[ToWorker] = Unframer(ToWorker)
         try:
             agent.sendall(frame(hello) + (frame(Ready()) if is_new else b""))
@@ -127,6 +138,9 @@ def talk(launch: Launch) -> None:
                     for message in incoming.feed(data):
                         if isinstance(message, Quit):
                             sys.exit(0)
+                        if isinstance(message, TellFlight):
+                            agent.sendall(frame(Flight(trouble="a light worker has none")))
+                            continue
                         assert isinstance(message, Membership)
                         generation = message.generation
                         regrouped = Regrouped(

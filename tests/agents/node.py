@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from agents import core
+from agents.agent_config import Config
 from agents.protocol.marks import Mark
 from agents.protocol.messages import (
     Committed,
@@ -35,7 +36,6 @@ from agents.state import (
     Appended,
     ArmTimer,
     Commanded,
-    Config,
     Finish,
     ForkServerDied,
     ForkServerSaid,
@@ -240,9 +240,9 @@ class Node:
     def command(self, command: Command, term: int = 1, age_s: float = 0.0) -> list[Action]:
         return self.feed(Commanded(command=command, term=term, cause=f"c-{command.command_id}", age_s=age_s))
 
-    def tell(self, event: Decision, term: int = 1) -> list[Action]:
+    def tell(self, event: Decision, term: int = 1, warrant: str = "") -> list[Action]:
         """A decision of the log that is told once."""
-        return self.feed(Told(event=event, term=term))
+        return self.feed(Told(event=event, term=term, warrant=warrant))
 
     def hello(self, worker: str, *, ready: bool = False) -> list[Action]:
         process = self.processes[worker]

@@ -68,9 +68,11 @@ def kill(pid: int) -> None:
 class ForkServerProcess:
     """`python -m agents.fork_server`, ready to be connected to."""
 
-    def __init__(self, run_dir: Path, *arguments: str, flags: tuple[str, ...] = LIGHT) -> None:
+    def __init__(
+        self, run_dir: Path, *arguments: str, flags: tuple[str, ...] = LIGHT, prefix: tuple[str, ...] = ()
+    ) -> None:
         ready, said = os.pipe()
-        command = [sys.executable, "-m", "agents.fork_server", "--run-dir", str(run_dir), *flags, *arguments]
+        command = [*prefix, sys.executable, "-m", "agents.fork_server", "--run-dir", str(run_dir), *flags, *arguments]
         with (run_dir / "fork_server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--ready-fd", str(said)],

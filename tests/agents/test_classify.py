@@ -31,6 +31,11 @@ def test_status_of_wait(status: int, expected: Exit) -> None:
     assert Exit.of(status) == expected
 
 
+def test_the_exit_code_of_a_shell_whose_child_was_killed() -> None:
+    assert Exit.of(137 << 8, "yes") == Exit(137, None, "oom_killed")
+    assert Exit.of(137 << 8, "maybe") == Exit(137, None, "exited")
+
+
 @pytest.mark.parametrize(("oom", "cause"), [("yes", "oom_killed"), ("no", "signalled"), ("maybe", "maybe_oom_killed")])
 def test_what_the_witnesses_say_is_the_cause(oom: OomKill, cause: str) -> None:
     assert Exit.of(9, oom).cause == cause
@@ -43,6 +48,18 @@ def test_what_the_witnesses_say_is_the_cause(oom: OomKill, cause: str) -> None:
         (Exit(None, signal.SIGKILL, "oom_killed"), True, "out_of_memory", "smaller micro_batch"),
         (Exit(None, signal.SIGKILL, "maybe_oom_killed"), True, "process_exit", "or by the OOM killer: see dmesg"),
         (Exit(None, signal.SIGKILL, "oom_killed"), False, "start_failed", "OOM killer"),
+        (
+            Exit(None, signal.SIGKILL, "unknown"),
+            True,
+            "process_exit",
+            "or its container; what ended",
+        ),
+        (
+            Exit(137, None, "oom_killed"),
+            True,
+            "out_of_memory",
+            "137: a process of it was killed by the",
+        ),
         (Exit(None, signal.SIGSEGV), True, "process_exit", "killed by SIGSEGV;"),
         (Exit(None, signal.SIGSEGV, "core_dumped"), True, "process_exit", "killed by SIGSEGV with a core dump;"),
         (Exit(None, signal.SIGRTMIN + 3), True, "process_exit", "killed by signal"),

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from agents import users
 from agents.cli import parse
+from agents.prctl import CAP_KILL, CAP_SETGID, CAP_SETUID
+from agents.protocol.identity import Identity
 from tests.agents.processes import environment
 
 GOOD = ("--nats", "nats://127.0.0.1:4222", "--node", "n1", "--slots", "2")
@@ -30,7 +33,7 @@ def test_what_is_kept_of_workers_logs(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--node", "a.b"), ("--node", "no dots")),
+        (("--node", "a/b"), ("--node", "not a valid name")),
         (("--node", "api"), ("--node", "another name")),
         (("--node", "coordinator"), ("--node", "another name")),
         (("--node", "operator"), ("--node", "another name")),
@@ -74,3 +77,65 @@ def test_a_run_directory_that_is_taken_is_said(run_dir: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("unicron-agent: --run-dir: cannot use")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--run-as", "no-such-user"), "--run-as: this node has no user no-such-user"),
+        (("--run-as", "root"), "--run-as: user root is root (uid 0)"),
+        (("--run-as", "nobody,"), "'nobody,' has an empty name"),
+        (("--limit", "nofile=5"), "--limit: is for tasks that run as users of their own; give --run-as"),
+        (("--cgroup", "/sys/fs/cgroup"), "--cgroup: is for tasks that run as users of their own"),
+        (("--pass-env", "A"), "--pass-env: is for tasks that run as users of their own"),
+        (("--limit", "nofile"), "'nofile' is not NAME=VALUE"),
+        (("--limit", "files=5"), "'files' is not a limit; use as, core,"),
+        (("--limit", "nofile=many"), "nofile: 'many' is not a whole number"),
+        (("--limit", "../memory.max=1"), "'../memory.max' is not a limit"),
+    ],
+)
+def test_what_cannot_be_separated(flags: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse([*GOOD, *flags])
+    line = capsys.readouterr().err
+    assert (end.value.code, line.count("\n")) == (2, 1)
+    assert words in line
+
+
+def test_without_the_privilege_an_agent_with_a_list_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(users, "capabilities", lambda: frozenset({CAP_KILL}))
+    with pytest.raises(SystemExit):
+        parse([*GOOD, "--run-as", "nobody"])
+    assert "--run-as: needs CAP_SETGID, CAP_SETUID; start the agent as root, or with Ambient" in capsys.readouterr().err
+
+
+def test_a_python_that_the_user_cannot_run_is_no_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(users, "capabilities", lambda: frozenset({CAP_KILL, CAP_SETGID, CAP_SETUID}))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(SystemExit):
+        parse([*GOOD, "--run-as", "nobody"])
+    assert "user nobody cannot run" in capsys.readouterr().err
+
+
+def test_tasks_see_of_the_agents_environment_what_was_named() -> None:
+    environ = {"PATH": "/bin", "LC_ALL": "C", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATHS": "x", "WANDB_MODE": "off"}
+    assert users.passed_on(environ, ("WANDB_MODE",)).keys() == {"PATH", "LC_ALL", "NCCL_DEBUG", "WANDB_MODE"}
+
+
+def test_an_agent_says_what_it_does_not_separate() -> None:
+    (alone,) = users.not_separated((), "")
+    assert alone.startswith("tasks run as this agent's user (") and "they can read its key" in alone
+    someone = Identity(name="a", uid=1001, gid=1001, groups=(), home="/")
+    (without,) = users.not_separated((someone,), "no cgroup v2 is mounted")
+    assert "no cgroups of their own (no cgroup v2 is mounted)" in without
+    assert not [*users.not_separated((someone,), "")]
+
+
+def test_dots_in_a_machines_name_become_dashes() -> None:
+    options = parse([*GOOD, "--node", "ip-10-0-0-1.eu-west-1.compute.internal"])
+    assert options.node == "ip-10-0-0-1-eu-west-1-compute-internal"
+    assert options.grace_s == 25.0 and not options.hand_over and not options.supervise

@@ -6,8 +6,10 @@ import math
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from agents.handling import reports
+from agents.protocol.identity import Identity
 from agents.protocol.marks import Mark
 from agents.protocol.messages import (
     Busy,
@@ -25,8 +27,10 @@ from agents.protocol.messages import (
     Trouble,
 )
 from agents.state import (
+    Append,
     Appended,
     Disconnect,
+    Drain,
     Finish,
     ForkServerSaid,
     HandOver,
@@ -41,13 +45,18 @@ from agents.state import (
 from events.schemas import SCHEMA
 from events.vocabulary import (
     CheckpointSaved,
+    Checksums,
+    CommandApplied,
     CommandFailed,
     ErrorReported,
     NodeJoined,
+    NodeLeaving,
     NodeLeft,
     Phase,
+    StartWorker,
     StepCommitted,
     TaskCompleted,
+    TaskSpec,
     WorkerBusy,
     WorkerExited,
     WorkerParked,
@@ -468,6 +477,17 @@ def test_the_first_commit_is_told_at_once_the_next_ones_in_sums(node: Node) -> N
     assert ("commits", "a") not in node.timers
 
 
+def test_a_sum_has_the_newest_checksum_of_its_commits(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.say("a.1", committed(1, 1))
+    for iteration, checksum in ((2, 5), (3, 6), (4, 0)):
+        checked = iteration - 1 if checksum else 0
+        commit = msgspec.structs.replace(committed(1, iteration), checked=checked, checksum=checksum, sums=7 * checksum)
+        node.say("a.1", commit)
+    node.fire("commits", "a")
+    assert [s.checksums for s in node.of(StepCommitted)] == [None, Checksums(after=2, parameters=6, sums=42)]
+
+
 @pytest.mark.parametrize(
     "closing",
     [
@@ -659,6 +679,84 @@ def test_an_empty_node_leaves_at_once(node: Node) -> None:
     assert isinstance(node.feed(Leave(reason="x"))[-1], Finish)
 
 
+def drained(node: Node) -> None:
+    node.feed(Drain(reason="asked", limit_s=20.0))
+
+
+def test_a_drained_node_waits_until_its_workers_are_moved_away(node: Node) -> None:
+    member(node, "a.1", 1)
+    drained(node)
+    (told,) = node.of(NodeLeaving)
+    assert told.grace_us == 22_000_000 and not node.processes["a.1"].quit, "the coordinator moves it away"
+    node.command(start("a.2", 9))
+    assert "leaving" in node.answers("1.1.n1.9")[0]
+    drained(node)
+    node.command(stop("a.1", 10))
+    actions = node.die("a.1", EXIT_0)
+    assert isinstance(actions[-1], Finish) and isinstance(node.appended[-2], NodeLeft | CommandApplied)
+    assert len(node.of(NodeLeft)) == len(node.of(NodeLeaving)) == 1
+
+
+def test_a_drain_is_announced_before_the_starts_that_it_gives_up(node: Node) -> None:
+    node.kill_fork_server()
+    node.command(start("a.1", 1))
+    actions = node.feed(Drain(reason="asked", limit_s=20.0))
+    told = [type(action.event) for action in actions if isinstance(action, Append)]
+    assert told == [NodeLeaving, CommandFailed, NodeLeft] and isinstance(actions[-1], Finish)
+
+
+def test_a_drain_has_an_end(node: Node) -> None:
+    """What still runs then gets SIGTERM, and SIGKILL."""
+    member(node, "a.1", 1)
+    drained(node)
+    actions = node.fire("drain")
+    assert TellForkServer(message=Kill(worker="a.1", signal=15)) in actions
+    assert TellForkServer(message=Kill(worker="a.1", signal=9)) in node.fire("stop", "a.1")
+    assert isinstance(node.die("a.1", SIGKILLED)[-1], Finish)
+    (exited,) = node.of(WorkerExited)
+    assert exited.expected and node.of(NodeLeft)
+
+
+def test_an_interrupt_ends_a_drain(node: Node) -> None:
+    member(node, "a.1", 1)
+    drained(node)
+    node.feed(Leave(reason="now"))
+    assert node.processes["a.1"].quit and isinstance(node.die("a.1", EXIT_0)[-1], Finish)
+
+
+def test_an_agent_that_has_not_joined_joins_and_drains(node: Node) -> None:
+    member(node, "a.1", 1)
+    node.restart_agent()
+    node.boot()
+    drained(node)
+    assert not node.of(NodeLeaving)
+    node.hello("a.1")
+    joined, leaving = [event for event in node.appended if isinstance(event, NodeJoined | NodeLeaving)][-2:]
+    assert isinstance(joined, NodeJoined) and isinstance(leaving, NodeLeaving)
+
+
+@pytest.mark.parametrize("agent_boot", [0, 1, 2, 3])
+def test_a_command_is_for_one_agent(agent_boot: int) -> None:
+    """This one is of boot 2, in a run directory of its own."""
+    node = Node(config=replace(CONFIG, agent_boot=2))
+    node.boot()
+    assert node.of(NodeJoined)[-1].since_boot == 2
+    node.command(replace(start("a.1", 1), agent_boot=agent_boot))
+    if agent_boot == 3:
+        assert not node.answers("1.1.n1.1") and not node.spawned, "it is the newer one's"
+    elif agent_boot == 1:
+        assert node.answers("1.1.n1.1")[0].startswith("stale") and not node.spawned
+    else:
+        assert node.spawned == ["a.1"]
+
+
+def test_a_command_for_the_agent_before_is_obeyed_in_its_run_directory(node: Node) -> None:
+    node.restart_agent()
+    node.boot()
+    node.command(replace(start("a.1", 1), agent_boot=1))
+    assert node.spawned == ["a.1"]
+
+
 def test_a_newcomer_that_has_not_seen_the_log_leaves_without_a_word() -> None:
     """An older agent of its name may be at work: the log would listen to nobody any more."""
     node = Node()
@@ -698,3 +796,56 @@ def test_a_command_that_cannot_be_read_is_answered_once(node: Node) -> None:
     assert failed[0] == failed[1]
     assert (failed[0].command_id, failed[0].reads) == ("1.1.n1.7", SCHEMA)
     assert failed[0].reason.endswith("$.event: unknown")
+
+
+# --- users ----------------------------------------------------------------------------------------
+
+ALICE = Identity(name="alice", uid=1001, gid=1001, groups=(1001,), home="/home/alice")
+BOB = Identity(name="bob", uid=1002, gid=1002, groups=(1002,), home="/home/bob")
+
+
+def separating(*users: Identity, separates: bool = True) -> Node:
+    node = Node(config=msgspec.structs.replace(CONFIG, users=users))
+    node.fork_at_once = False
+    node.boot()
+    node.feed(ForkServerSaid(message=msgspec.structs.replace(node.inventory(), separates=separates)))
+    return node
+
+
+def asking(run_as: str, **env: str) -> StartWorker:
+    return msgspec.structs.replace(start("a.1", 1), spec=TaskSpec(name="a", run_as=run_as, env=env))
+
+
+@pytest.mark.parametrize(("run_as", "user"), [("", ALICE), ("alice", ALICE), ("bob", BOB)])
+def test_a_task_runs_as_the_user_that_it_names_or_as_the_first(run_as: str, user: Identity) -> None:
+    node = separating(ALICE, BOB)
+    joined = [event for event in node.appended if isinstance(event, NodeJoined)]
+    assert joined[-1].users == ("alice", "bob")
+    node.command(asking(run_as))
+    assert node.unforked[0].user == user
+
+
+def test_without_a_list_a_task_runs_as_the_agent(node: Node) -> None:
+    node.fork_at_once = False
+    node.command(asking(""))
+    assert node.unforked[0].user is None
+
+
+@pytest.mark.parametrize(
+    ("users", "separates", "order", "why"),
+    [
+        ((ALICE,), True, asking("bob"), "run_as: bob is not in this node's --run-as (alice)"),
+        ((), False, asking("bob"), "run_as: this node runs every task as its agent's user, not as bob"),
+        ((ALICE,), False, asking(""), "the fork server is of an agent without --run-as"),
+        ((ALICE,), True, asking("", LD_PRELOAD="/x"), "env.LD_PRELOAD: would load other code"),
+        ((), False, asking("", UNICRON_RUN="/x"), "env.UNICRON_RUN: is not a setting of workers"),
+    ],
+)
+def test_what_a_node_does_not_run_it_refuses(
+    users: tuple[Identity, ...], separates: bool, order: StartWorker, why: str
+) -> None:
+    node = separating(*users, separates=separates)
+    node.command(order)
+    assert not node.unforked
+    (failed,) = [event for event in node.appended if isinstance(event, CommandFailed)]
+    assert why in failed.reason

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import signal
 import socket
 import subprocess
@@ -19,25 +20,32 @@ from typing import Any, TypeVar
 
 import pytest
 
+from agents.daemon import EXIT_FORGOTTEN
 from agents.protocol.marks import Marker
+from events import node_checks
 from events.envelope import Envelope, Recorded
-from events.logs_request import LogsRequest, decode_reply, encode, logs_subject
+from events.logs_request import LogsReply, LogsRequest, decode_reply, encode, logs_subject
 from events.nats_commands import fit_command_consumer
 from events.nats_connection import Connection
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api, event_stream_config
+from events.node_checks import FactsCheck, LinksCheck, LinksSeen, NodeFacts, Peer, decode_seen
+from events.schemas import SCHEMA, told_version
 from events.subjects import EVENT_STREAM, agent_consumer
 from events.vocabulary import (
     Command,
     CommandApplied,
     CommandFailed,
+    CoordinatorStarted,
     Decision,
     ErrorReported,
     HangSuspected,
     Heartbeat,
+    LeaveCluster,
     Member,
     NodeJoined,
+    NodeLeaving,
     NodeLeft,
     Observation,
     SetMembership,
@@ -53,6 +61,7 @@ from events.vocabulary import (
 )
 from tests.agents.node import decision, part
 from tests.agents.processes import LIGHT, TIMEOUT_S, children, environment, has_ended, kill
+from tests.other_users import USER, needs_root, opened
 
 E = TypeVar("E", bound=Observation)
 STORE = StoreAddress(host="127.0.0.1", port=1)
@@ -61,9 +70,12 @@ STORE = StoreAddress(host="127.0.0.1", port=1)
 class AgentProcess:
     """`unicron-agent`, started and started again."""
 
-    def __init__(self, url: str, run_dir: Path) -> None:
+    def __init__(self, url: str, run_dir: Path, *more: str) -> None:
         self.url = url
         self.run_dir = run_dir
+        #: Before the command, and further flags.
+        self.prefix: tuple[str, ...] = ()
+        self.more: tuple[str, ...] = more or ("--hand-over",)
         self.process = self.start()
 
     @property
@@ -76,7 +88,10 @@ class AgentProcess:
         flags += [*(f"--fork-server={flag}" for flag in LIGHT)]
         with self.output.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "agents.cli", *flags], stdout=log, stderr=log, env=environment()
+                [*self.prefix, sys.executable, "-m", "agents.cli", *flags, *self.more],
+                stdout=log,
+                stderr=log,
+                env=environment(),
             )
         return self.process
 
@@ -127,6 +142,14 @@ class Coordinator:
             event=event,  # type: ignore[arg-type]
         )
         await self.log.append([envelope])
+
+    async def take_over(self) -> None:
+        """From now on the agent knows that all it says is read."""
+        self.number += 1
+        event = CoordinatorStarted(term=1, version=told_version("test", SCHEMA))
+        await self.log.claim_term(
+            Envelope(producer="coordinator", boot=1, number=self.number, term=1, observed_at_us=1, event=event)
+        )
 
     async def start(self, worker: str, entry: str = "talk", *args: str) -> str:
         task = worker.rpartition(".")[0]
@@ -230,6 +253,74 @@ async def test_a_workers_life(agent: AgentProcess, coordinator: Coordinator, nat
     await coordinator.until(CommandApplied, command_id=order)
 
 
+async def test_it_looks_at_its_node_and_its_workers_when_people_ask(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
+    joined = await coordinator.until(NodeJoined)
+
+    async def ask(body: bytes) -> LogsReply:
+        return decode_reply((await nats_connection.request(logs_subject("n1"), body, timeout_s=TIMEOUT_S)).data)
+
+    facts = decode_seen((await ask(node_checks.encode(FactsCheck()))).data, NodeFacts)
+    assert facts.findings == () and facts.torch, "all on one machine: it is meant so"
+    there = {"store": (joined.store.host, joined.store.port), "nothing": ("127.0.0.1", 9)}
+    peers = (Peer(node="n2", ports=there),)
+    links = LinksCheck(token="0" * 16, peers=peers, pairs=(), library="gloo", limit_s=10.0)
+    (lost,) = decode_seen((await ask(node_checks.encode(links))).data, LinksSeen).unreached
+    assert (lost.peer, lost.what, lost.why) == ("n2", "nothing", "connection refused")
+
+    await coordinator.start("a.1")
+    await coordinator.until(WorkerReady)
+    flight = LogsRequest(task="a", worker="a.1", flight=True)
+    assert (await ask(encode(flight))).error == "node n1: a light worker has none"
+    other = LogsRequest(task="a", worker="a.2", flight=True)
+    assert "does not run here" in (await ask(encode(other))).error
+
+
+async def test_a_tasks_secrets_reach_its_worker(agent: AgentProcess, coordinator: Coordinator) -> None:
+    """Through everything that leaves out what an older reader would not know."""
+    await coordinator.until(NodeJoined)
+    (agent.run_dir / "secret").write_text("s3cret\n")
+    spec = TaskSpec(name="a", entry="describe", secrets={"COLOUR": f"file:{agent.run_dir / 'secret'}"})
+    await coordinator.command(
+        lambda id: StartWorker(
+            command_id=id, node="n1", epoch=1, spec=spec, worker="a.1", replica=0, shard=0, store=STORE
+        )
+    )
+    exited = await coordinator.until(WorkerExited, worker="a.1")
+    assert '"COLOUR": "(hidden)"' in exited.log_tail, "what the worker has is the secret, so its log hides it"
+
+
+@needs_root
+async def test_users_are_switched_on_where_workers_run(
+    nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
+) -> None:
+    """The fork server of the agent before cannot change users: no worker starts until its last one has ended."""
+    agent = AgentProcess(nats_server.url, run_dir)
+    try:
+        await coordinator.until(NodeJoined)
+        assert "not separated: tasks run as this agent's user (root)" in agent.log()
+        await coordinator.trained("a.1")
+        before = agent.fork_server()
+        agent.process.terminate()
+        agent.process.wait()
+        agent.prefix, agent.more = opened(), ("--hand-over", "--run-as", USER)
+        agent.start()
+        await coordinator.until(NodeJoined)
+        order = await coordinator.start("b.1", "describe")
+        failed = await coordinator.until(CommandFailed, command_id=order)
+        assert "the fork server is of an agent without --run-as, and its workers live" in failed.reason
+        await coordinator.stop("a.1")
+        await coordinator.until(WorkerExited, worker="a.1")
+        await coordinator.until(NodeJoined)
+        assert agent.fork_server() != before
+        await coordinator.start("c.1", "describe")
+        exited = await coordinator.until(WorkerExited, worker="c.1")
+        assert f'"uid": {pwd.getpwnam(USER).pw_uid}' in exited.log_tail
+    finally:
+        agent.end()
+
+
 async def test_memberships_are_read_in_the_log(
     agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
 ) -> None:
@@ -251,7 +342,7 @@ async def test_memberships_are_read_in_the_log(
     await coordinator.until(StepCommitted, generation=1)
 
     agent.process.terminate()
-    assert agent.process.wait(10) == 0
+    assert agent.process.wait(10) == 143
     await coordinator.say(part("a", 2, 1, ["a.1"]))  # while no agent listens
     agent.start()
     await coordinator.until(NodeJoined)
@@ -296,7 +387,7 @@ async def test_a_killed_agent_is_followed_by_one_that_adopts(agent: AgentProcess
 async def test_exits_without_an_agent_are_told_by_the_next(agent: AgentProcess, coordinator: Coordinator) -> None:
     await coordinator.trained("a.1")
     agent.process.terminate()
-    assert agent.process.wait(10) == 0
+    assert agent.process.wait(10) == 143
     pid = next(e.envelope.event.pid for e in coordinator.seen if isinstance(e.envelope.event, WorkerStarted))
     kill(pid)
     assert has_ended(pid)
@@ -376,14 +467,18 @@ async def test_a_killed_server_costs_no_observation(
 
 async def test_heartbeats(agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection) -> None:
     joined = await coordinator.until(NodeJoined)
+    await coordinator.take_over()
+    order = await coordinator.start("a.1", "sleep")
+    await coordinator.until(CommandApplied, command_id=order)
+    read_seq = next(e.seq for e in coordinator.seen if isinstance(e.envelope.event, StartWorker))
     beats: list[Heartbeat] = []
     async with asyncio.timeout(TIMEOUT_S), aclosing(NatsBeatLog(nats_connection).subscribe()) as entries:
         async for entry in entries:
             assert isinstance(entry, Recorded) and isinstance(entry.envelope.event, Heartbeat)
             beats.append(entry.envelope.event)
-            if len(beats) == 5:
+            if len(beats) >= 5 and beats[-1].read_seq == read_seq:
                 break
-    assert [b.beat for b in beats] == list(range(beats[0].beat, beats[0].beat + 5))
+    assert [b.beat for b in beats] == list(range(beats[0].beat, beats[0].beat + len(beats)))
     assert {b.agent_boot for b in beats} == {joined.agent_boot}
     assert all(b.memory_free_bytes > 0 for b in beats)
 
@@ -395,11 +490,69 @@ async def test_sigint_ends_the_workers_and_the_node_leaves(agent: AgentProcess, 
     fork_server = agent.fork_server()
     theirs = children(fork_server)
     agent.process.send_signal(signal.SIGINT)
-    assert await asyncio.to_thread(agent.process.wait, 20) == 0, agent.log()
+    assert await asyncio.to_thread(agent.process.wait, 20) == 130, agent.log()
     assert all(has_ended(pid, 5) for pid in (fork_server, *theirs))
     await coordinator.until(NodeLeft)
     exits = [e.envelope.event for e in coordinator.seen if isinstance(e.envelope.event, WorkerExited)]
     assert [(e.worker, e.expected) for e in exits] == [("a.1", True), ("b.1", True)]
+
+
+async def test_a_supervised_agent_that_dies_is_followed_by_one_that_adopts(
+    nats_server: EmbeddedServer, coordinator: Coordinator, run_dir: Path
+) -> None:
+    """And SIGTERM reaches it: the node leaves."""
+    agent = AgentProcess(nats_server.url, run_dir, "--supervise", "--grace-s", "2")
+    try:
+        await coordinator.until(NodeJoined)
+        await coordinator.trained("a.1")
+        (child,) = [pid for pid in children(agent.process.pid) if pid != agent.fork_server()]
+        begun = time.monotonic()
+        kill(child)
+        joined = await coordinator.until(NodeJoined)
+        print(f"adopted {time.monotonic() - begun:.2f} s after the agent's SIGKILL")
+        assert [w.worker for w in joined.workers] == ["a.1"]
+        agent.process.terminate()
+        exited = await coordinator.until(WorkerExited)
+        assert exited.expected
+        await coordinator.until(NodeLeft)
+        assert await asyncio.to_thread(agent.process.wait, 20) == 143, agent.log()
+    finally:
+        agent.end()
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+async def test_an_agent_that_is_told_to_leave(agent: AgentProcess, coordinator: Coordinator, *, for_good: bool) -> None:
+    """For good: drained, and it ends with 0. Forgotten while it was away: its worker ends, and the exit code says that
+    the next agent is wanted."""
+    joined = await coordinator.until(NodeJoined)
+    await coordinator.take_over()
+    await coordinator.start("a.1", "sleep")
+    pid = (await coordinator.until(WorkerStarted)).pid
+    stale = await coordinator.command(
+        lambda id: LeaveCluster(
+            command_id=id, node="n1", epoch=1, agent_boot=1, for_good=True, limit_us=600_000_000, reason="test"
+        )
+    )
+    await coordinator.until(CommandFailed, command_id=stale)
+    await coordinator.command(
+        lambda id: LeaveCluster(
+            command_id=id,
+            node="n1",
+            epoch=1,
+            agent_boot=joined.agent_boot,
+            for_good=for_good,
+            limit_us=600_000_000,
+            reason="test",
+        )
+    )
+    await coordinator.until(CommandApplied)
+    if for_good:
+        await coordinator.until(NodeLeaving)
+        assert not has_ended(pid, 0), "the coordinator moves it away"
+        await coordinator.stop("a.1")
+    await coordinator.until(NodeLeft)
+    assert await asyncio.to_thread(agent.process.wait, 20) == (0 if for_good else EXIT_FORGOTTEN), agent.log()
+    assert has_ended(pid)
 
 
 def test_an_agent_starts_on_a_full_volume(run_dir: Path, tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ def test_a_worker_is_born_clean(fork_server: ForkServers, agent: Agents, run_dir
     assert os.WEXITSTATUS(side.next(Exited).status) == 0
     tale = json.loads(log_of(run_dir, "a.1").read_text())
     assert (tale["pid"], tale["sid"], tale["pgid"]) == (pid, pid, pid)
-    assert sorted(tale["fds"]) == ["0", "1", "2"], tale["fds"]
-    assert tale["cwd"] == "/usr"
+    line, mark, memory = tale["given"]
+    assert sorted(tale["fds"]) == sorted(["0", "1", "2", line, mark]), tale["fds"]
+    assert (memory, tale["cwd"]) == ("", "/usr")
     assert tale["env"] == {"COLOUR": "red", "OMP_NUM_THREADS": "1"}
     assert tale["sigterm"] and tale["sigchld"]
 
@@ -84,7 +85,8 @@ def test_secrets_are_read_where_the_worker_runs(fork_server: ForkServers, agent:
     (run_dir / "secret").write_text("s3cret\n")
     born(side, spawn(run_dir, "a.1", "describe", secrets={"COLOUR": f"file:{run_dir / 'secret'}"}))
     assert os.WEXITSTATUS(side.next(Exited).status) == 0
-    assert json.loads(log_of(run_dir, "a.1").read_text())["env"]["COLOUR"] == "s3cret"
+    said = json.loads(log_of(run_dir, "a.1").read_text())["env"]["COLOUR"]
+    assert said == "(hidden)", "it has the value and prints it, and its log does not show it"
     for worker, source, why in (
         ("a.2", "file:/nowhere", "/nowhere: No such file or directory; each node of the task needs it"),
         ("a.3", "env:NO_SUCH", "the agent has no variable NO_SUCH; set it in the agent's environment"),
@@ -322,7 +324,7 @@ def test_memory_outlives_worker_and_agent_and_goes_on_demand(
     assert not [fd for fd in Path(f"/proc/{server.pid}/fd").iterdir() if "unicron" in os.readlink(fd)]  # noqa: PTH115
 
 
-def test_a_worker_is_told_of_its_shards_memory_and_inherits_none(
+def test_a_worker_is_born_with_its_shards_memory_and_no_other(
     fork_server: ForkServers, agent: Agents, run_dir: Path
 ) -> None:
     server = fork_server("--memory-max-bytes=65536")
@@ -335,5 +337,6 @@ def test_a_worker_is_told_of_its_shards_memory_and_inherits_none(
     assert (kept.task, kept.shard) == ("a", 0)
     assert os.WEXITSTATUS(side.next(Exited).status) == 0
     tale = json.loads(log_of(run_dir, "a.1").read_text())
-    assert sorted(tale["fds"]) == ["0", "1", "2"], tale["fds"]
+    assert sorted(tale["fds"]) == sorted(["0", "1", "2", *tale["given"]]), tale["fds"]
+    assert "unicron a/0" in tale["fds"][tale["given"][2]], "of its shard, and of no other"
     opened(server.pid, kept).close()

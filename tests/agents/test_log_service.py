@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -11,7 +14,18 @@ from hypothesis import strategies as st
 
 from agents.log_layout import worker_log
 from agents.log_service import answer
-from events.logs_request import BadLogsMessage, LogsReply, LogsRequest, decode_reply, decode_request, encode
+from agents.protocol import marks
+from agents.protocol.marks import Mark, Marker
+from agents.stacks import NoStacks, stacks
+from events.logs_request import (
+    BadLogsMessage,
+    LogsReply,
+    LogsRequest,
+    decode_marks,
+    decode_reply,
+    decode_request,
+    encode,
+)
 
 
 @pytest.fixture
@@ -25,7 +39,7 @@ def logs(tmp_path: Path) -> Path:
 
 
 def ask(logs: Path, **fields: object) -> LogsReply:
-    return decode_reply(answer("n1", logs, encode(LogsRequest(**fields))))  # type: ignore[arg-type]
+    return decode_reply(asyncio.run(answer("n1", logs, lambda _: 0, encode(LogsRequest(**fields)))))  # type: ignore[arg-type]
 
 
 def test_the_tail_of_the_newest_worker(logs: Path) -> None:
@@ -63,16 +77,84 @@ def test_what_is_not_there_is_said(logs: Path) -> None:
     ],
 )
 def test_bad_requests_are_answered_with_the_reason(logs: Path, body: dict[str, object]) -> None:
-    reply = decode_reply(answer("n1", logs, msgspec.msgpack.encode(body)))
+    reply = decode_reply(asyncio.run(answer("n1", logs, lambda _: 0, msgspec.msgpack.encode(body))))
     assert reply.error.startswith("bad request: ")
     assert reply.data == b""
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_answered(body: bytes) -> None:
-    decode_reply(answer("n1", Path("/nowhere"), body))
+    decode_reply(asyncio.run(answer("n1", Path("/nowhere"), lambda _: 0, body)))
     for decode in (decode_request, decode_reply):
         try:
             decode(body)
         except BadLogsMessage:
             continue
+
+
+# --- marks ---------------------------------------------------------------------------------------
+
+
+def test_marks_say_where_the_workers_of_a_task_are(logs: Path, tmp_path: Path) -> None:
+    marker = Marker(tmp_path / "a.2")
+    marker.moved(3)
+    marker.begun(41, 9_000_000)
+    marker.working(5)
+    found = {"a.2": marks.read(tmp_path / "a.2"), "a.7": Mark("reduce", 2**63, 1, 1, 7, 6, 0, 0, marks.now_us())}
+    tasks = {"a": {worker: mark for worker, mark in found.items() if mark is not None}}
+    request = encode(LogsRequest(task="a", marks=True))
+    reply = decode_reply(asyncio.run(answer("n1", logs, lambda _: 0, request, tasks.__getitem__)))
+    first, second = decode_marks(reply.data)
+    assert (first.worker, first.phase, first.generation, first.iteration) == ("a.2", "forward", 3, 41)
+    assert (first.micro_batch, first.entered, first.waiting) == (5, 0, False) and 0 <= first.still_us < 60_000_000
+    assert (second.entered, second.waiting) == (7, True)
+    assert second.generation == 2**53 - 1, "what a worker writes is bounded"
+
+
+# --- stacks --------------------------------------------------------------------------------------
+
+
+def ask_stacks(logs: Path, pid: int) -> LogsReply:
+    request = encode(LogsRequest(task="a", worker="a.2", stacks=True))
+    return decode_reply(asyncio.run(answer("n1", logs, lambda worker: pid if worker == "a.2" else 0, request)))
+
+
+def a_py_spy(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = directory / "py-spy"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    monkeypatch.setattr("sys.executable", str(directory / "python"))
+
+
+def test_stacks_are_py_spys(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_py_spy(tmp_path, 'echo "Thread of $3 by $1"', monkeypatch)
+    assert ask_stacks(logs, 4711) == LogsReply(node="n1", worker="a.2", data=b"Thread of 4711 by dump\n")
+
+
+def test_why_there_are_no_stacks_is_said(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask_stacks(logs, 0).error == "worker a.2 does not run on node n1"
+    a_py_spy(tmp_path, 'echo "Permission Denied: try sudo" >&2; exit 1', monkeypatch)
+    assert "Permission Denied" in (error := ask_stacks(logs, 1).error) and "ptrace_scope" in error
+    monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "py-spy").unlink()
+    assert "pip install 'unicrond[stacks]'" in ask_stacks(logs, 1).error
+
+
+def test_an_agent_that_does_not_know_stacks_understands_a_request_for_logs() -> None:
+    plain = msgspec.msgpack.decode(encode(LogsRequest(task="a", offset=7)))
+    assert "stacks" not in plain and plain == {"task": "a", "offset": 7}
+
+
+def test_py_spy_itself() -> None:
+    """Where it is installed, and Linux lets us."""
+    script = "import sys, time\ndef waits_here():\n    print(flush=True)\n    time.sleep(60)\nwaits_here()"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == b"\n"
+            told = asyncio.run(stacks(child.pid))
+        except NoStacks as why:
+            pytest.skip(str(why))
+        finally:
+            child.kill()
+    assert b"waits_here" in told

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from contextlib import ExitStack
 
 import pytest
 
 from agents import memory_server
+from agents.protocol.memory import Digesting, digest_of
 from agents.protocol.memory_exchange import ask
 from tests.integration.memory_nodes import OtherNode
 
@@ -35,3 +37,16 @@ def test_a_request_in_drips_has_no_place_among_the_served() -> None:
             dripping = stack.enter_context(socket.create_connection((service.host, service.port), 10))
             dripping.sendall(b"\0\0")
         assert ask(service, "a") == {}
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 3 << 20, (4 << 20) + 1, 13 << 20])
+def test_a_digest_is_made_while_the_bytes_come(size_bytes: int) -> None:
+    data = random.Random(7).randbytes(size_bytes)
+    view = memoryview(bytearray(data))
+    with Digesting(view) as digesting:
+        for at in (*range(0, size_bytes, 700_001), size_bytes):
+            digesting.reached(at)
+        assert digesting.digest() == digest_of(data)
+    with pytest.raises(ZeroDivisionError), Digesting(view) as digesting:  # a connection that breaks
+        digesting.reached(size_bytes)
+        raise ZeroDivisionError

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
-from agents.log_identity import log_identity
+from agents.kubernetes.standing import standing
+from agents.log_guard import LogGuard
 from agents.namesakes import Namesakes, NamesakeWatch
+from agents.state import Remembered
 from events.envelope import Recorded
 from events.keys import kept_key
 from events.log import LogUnavailable
@@ -23,9 +26,9 @@ from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api, create_streams
 from events.nats_terms import Terms
-from events.subjects import EVENT_STREAM
-from events.vocabulary import CoordinatorStarted
-from tests.contracts.logs import beat, command, envelope_of, fact, started
+from events.subjects import EVENT_STREAM, WARRANT_HEADER
+from events.vocabulary import CoordinatorStarted, NodeIsolated, NodeJoined, NodeReadmitted, StoreAddress
+from tests.contracts.logs import beat, command, decision, envelope_of, fact, started
 
 _NODE = "gpu07"
 _LOGINS = (Role.OPERATOR, Role.COORDINATOR, Role.API, f"agent-{_NODE}")
@@ -57,14 +60,16 @@ async def links(tmp_path: Path) -> AsyncIterator[Links]:
 
 async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
     head, agent = links.head, links.agent
-    log = NatsEventLog(head)
+    log = NatsEventLog(head, beside=lambda _: {WARRANT_HEADER: "a warrant"})
     async with asyncio.timeout(20):
         fence = await log.claim_term(started(1))
         claims: list[CoordinatorStarted] = []
         terms = Terms(agent, claims.append)
         await terms.ask()
         assert [claim.term for claim in claims] == [1]
-        assert await log_identity(agent)
+        guard = LogGuard(agent, terms, Remembered, lambda: 0, lambda: False)
+        seen = await guard.known()
+        assert seen.identity and (seen.last_seq, seen.term) == (1, 1)
 
         heard: asyncio.Queue[str] = asyncio.Queue()
 
@@ -79,19 +84,33 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
 
         work = [asyncio.create_task(each) for each in (listen(), beats())]
         assert await heard.get() == _NODE
-        watch = NamesakeWatch(agent, _NODE, Namesakes(1, 0, 0.1), lambda _: None, lambda _: None)
+        outrun: asyncio.Queue[int] = asyncio.Queue()
+        watch = NamesakeWatch(agent, _NODE, Namesakes(1, 0, 0.1), asyncio.Event(), lambda _: None, outrun.put_nowait)
         work.append(asyncio.create_task(watch.run()))
         can_beat = asyncio.Event()
         can_beat.set()
         await watch.alone(can_beat)
 
         assert await NatsEventLog(agent).append([fact(1, _NODE)])
+        await NatsEventLog(agent).append([replace(fact(2, _NODE), event=_joined(2))])
+        assert await outrun.get() == 2, "a newer join of its name is heard, not looked for"
+        assert await standing(agent, _NODE) == (None, "")
+        for number, event in enumerate(
+            (
+                NodeIsolated(node=_NODE, until_us=None, reason="a GPU is broken"),
+                NodeReadmitted(node=_NODE, reason="it passed"),
+            ),
+            100,
+        ):
+            await log.append([decision(number, event)], fence=fence)
+            isolated = isinstance(event, NodeIsolated)
+            assert await standing(agent, _NODE) == (isolated, "a GPU is broken" if isolated else "")
         feed = NatsCommandFeed(agent, _NODE, makes_consumer=False)
         await fit_command_consumer(head, _NODE, ["big"])
         await feed.follow(["big"])
         await log.append([command(1, _NODE)], fence=fence)
         async for recorded in feed.read():
-            assert isinstance(recorded, Recorded)
+            assert isinstance(recorded, Recorded) and recorded.warrant == "a warrant"
             break
         following = asyncio.create_task(feed.follow(["small"]))
         await asyncio.sleep(0.2)
@@ -115,6 +134,11 @@ async def test_an_agent_does_its_work_with_its_key(links: Links) -> None:
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
+
+
+def _joined(boot: int) -> NodeJoined:
+    store = StoreAddress(host="127.0.0.1", port=1)
+    return NodeJoined(node=_NODE, address="127.0.0.1", slots=1, store=store, agent_boot=boot, version="1", workers=())
 
 
 async def test_what_it_may_not_is_refused_at_once(links: Links) -> None:

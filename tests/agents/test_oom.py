@@ -103,14 +103,19 @@ def test_a_core_dump_is_told(fork_server: ForkServers, agent: Agents, run_dir: P
 class FakeMachine:
     """A fake /proc, cgroup tree and kernel log; two processes are born in one cgroup."""
 
-    def __init__(self, directory: Path, version: int = 2) -> None:
+    def __init__(self, directory: Path, version: int = 2, *, inside: bool = False) -> None:
+        """`inside`: a container, whose mount begins at a cgroup that the kernel names by the machine's path."""
         self.proc, self.root, self.log = directory / "proc", directory / "cgroup", directory / "kmsg"
         self.version = version
         self.log.touch()
         for pid in (1, 2):
             (self.proc / str(pid)).mkdir(parents=True)
-            line = "0::/task" if version == 2 else "9:cpu:/else\n4:memory:/task"
+            path = "/pods/c1/task" if inside else "/task"
+            line = f"0::{path}" if version == 2 else f"9:cpu:/else\n4:memory:{path}"
             (self.proc / str(pid) / "cgroup").write_text(line + "\n")
+        mount = f"{self.root} rw - cgroup2 c rw" if version == 2 else f"{self.root}/memory rw - cgroup c rw,memory"
+        (self.proc / "self").mkdir()
+        (self.proc / "self" / "mountinfo").write_text(f"31 23 0:29 {'/pods/c1' if inside else '/'} {mount}\n")
         self.machine(0)
 
     def machine(self, kills: int) -> None:
@@ -126,15 +131,16 @@ class FakeMachine:
             log.write(f"3,845,61,-;Memory cgroup out of memory: Killed process {pid} (python) total-vm:75232kB\n")
 
     def witness(self) -> OomWitness:
-        witness = OomWitness(self.root, self.log, self.proc)
+        witness = OomWitness(self.log, self.proc)
         witness.born(1)
         witness.born(2)
         return witness
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_cgroups_counter_explains_as_many_deaths_as_it_grew(tmp_path: Path, version: int) -> None:
-    machine = FakeMachine(tmp_path, version)
+def test_the_cgroups_counter_explains_as_many_deaths_as_it_grew(tmp_path: Path, version: int, inside: bool) -> None:
+    machine = FakeMachine(tmp_path, version, inside=inside)
     machine.cgroup(5)
     witness = machine.witness()
     machine.cgroup(6)
@@ -163,8 +169,20 @@ def test_with_the_machines_counter_alone_the_answer_is_no_or_maybe(tmp_path: Pat
     assert witness.ended(2) == "maybe"
 
 
+def test_a_counter_that_stands_still_clears_the_kernel_whatever_the_machine_counts(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    machine.cgroup(5)
+    witness = OomWitness(machine.log, machine.proc)
+    witness.born(1)
+    witness.born(2, stays=False)  # in a cgroup of its own by now, whose kills may be counted elsewhere
+    machine.machine(1)
+    assert witness.ended(1) == "no"
+    machine.machine(2)
+    assert witness.ended(2) == "maybe"
+
+
 def test_without_any_witness_the_answer_is_maybe(tmp_path: Path) -> None:
-    witness = OomWitness(tmp_path / "none", tmp_path / "none", tmp_path / "none")
+    witness = OomWitness(tmp_path / "none", tmp_path / "none")
     witness.born(1)
     witness.forget(3)
     assert witness.ended(1) == "maybe"

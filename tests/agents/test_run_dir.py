@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agents.run_dir import BOOT_LIMIT, BadRunDir, RunDir, default_run_dir
+from agents.places import default_run_dir
+from agents.run_dir import BOOT_LIMIT, BadRunDir, RunDir
 from agents.state import Remembered
 from events.vocabulary import Boot
 from tests.agents.node import Node, start

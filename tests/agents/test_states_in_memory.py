@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from agents.handling.kept_states import TELL_APART_S
 from agents.protocol.messages import Captured, Forget, Taken
-from agents.state import CopyState, Held, StateHeld, TellForkServer
-from events.vocabulary import DropState, MemoryService, NodeJoined, PeersRemembered, SetPeers, StateKept, StateTaken
+from agents.state import ArmTimer, CopyState, Held, StateHeld, TellForkServer
+from events.vocabulary import (
+    DropState,
+    Member,
+    MemoryService,
+    NodeJoined,
+    PeersRemembered,
+    SetPeers,
+    StateKept,
+    StateTaken,
+)
 from tests.agents.node import NODE, Node, membership, start
 
 
@@ -87,6 +99,19 @@ def test_who_is_no_member_yet_has_no_peers_to_remember() -> None:
     node.boot()
     node.hello("a.1")
     assert not node.of(PeersRemembered)
+
+
+def test_the_nodes_of_a_task_tell_one_after_the_other() -> None:
+    node = trained(service("n2"))
+    others = tuple(Member(worker=f"a.{2 + i}", node=f"n{20 + i // 2}", replica=1 + i, shard=0) for i in range(6))
+    told = membership("a", 2, ["a.1"], 3)
+    node.command(replace(told, members=others + told.members))
+    armed = [action for action in node.say("a.1", capture(1)) if isinstance(action, ArmTimer)]
+    assert [(timer.name, timer.after_s) for timer in armed] == [("held", 3 * TELL_APART_S)]
+    node.say("a.1", capture(2))
+    assert not node.of(StateKept)
+    node.fire("held", "a/0")
+    assert [event.iteration for event in node.of(StateKept)] == [2], "the newest, when it is the node's turn"
 
 
 def test_dropped_on_command() -> None:

@@ -12,8 +12,9 @@ from agents.outbox import Outbox
 from agents.protocol.framing import frame
 from agents.protocol.messages import MAX_FRAME_BYTES, Membership
 from agents.shell import Shell
-from agents.state import CopyState, Held, Remembered, StateHeld, TellWorker
+from agents.state import CopyState, Held, LogSeen, Remembered, StateHeld, TellWorker
 from events.envelope import Envelope, Recorded
+from events.roster import place_of
 from events.vocabulary import (
     WORKERS_MAX,
     AnyEvent,
@@ -67,6 +68,26 @@ def test_one_that_commands_bring_is_left_to_them(node: Node) -> None:
     running(node, "a.1")
     node.tell(decision("a", 1, ["a.1"], is_told=False))
     assert generations(node) == {"a.1": 0}
+
+
+def test_a_node_keeps_the_warrant_of_the_newest_membership_that_has_it(node: Node) -> None:
+    """The last worker here captures what it hands over after the node has left."""
+    running(node, "a.1")
+
+    def kept() -> str:
+        return node.state.memory.memberships["a"].warrant
+
+    node.tell(decision("a", 1, ["a.1"]), warrant="one")
+    assert kept() == f"one.{place_of(NODE, [NODE])}"
+    elsewhere = decision("a", 2, ["a.2"])
+    assert elsewhere.told is not None
+    seats = tuple(replace(run, node="n7") for run in elsewhere.told.seats)
+    node.tell(replace(elsewhere, told=replace(elsewhere.told, seats=seats)), warrant="two")
+    assert kept() == f"one.{place_of(NODE, [NODE])}"
+    node.tell(decision("a", 3, ["a.1"]), warrant="three")
+    assert kept().startswith("three.")
+    node.tell(decision("a", 4, ["a.1"]))
+    assert kept().startswith("three."), "of a coordinator that gives none"
 
 
 def test_generations_never_go_back(node: Node) -> None:
@@ -220,6 +241,14 @@ async def test_a_task_is_followed_before_its_start_is_acknowledged() -> None:
     assert feed.diary == ["acknowledge 1", "follow a", "acknowledge 2", again, "acknowledge 3", "acknowledge 4"]
     assert made.tasks_here() == {"a"}
     assert made.state.memory.memberships["a"].generation == 1
+
+
+async def test_what_another_log_started_is_not_followed_in_this_one() -> None:
+    made = shell()
+    await made.take_entries(Feed(start("a.1", 1)))
+    made.state = replace(made.state, memory=replace(made.state.memory, log="one"))
+    one, another = (made.tasks_here(LogSeen(identity=log)) for log in ("one", "another"))
+    assert (made.tasks_here(), one, another) == ({"a"}, {"a"}, frozenset())
 
 
 async def test_a_task_is_given_up_with_the_entry_after_its_last_workers_end() -> None:

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agents.protocol.framing import frame
-from agents.protocol.messages import Hello, Ready
+from agents.protocol.messages import Connected, Hello, Ready
 from agents.worker_sockets import WorkerSockets
 
 
@@ -82,3 +83,52 @@ async def test_a_socket_that_is_taken_away_is_bound_again(
     assert await heard.next() == ("a.1", Ready()), "who was connected did not notice"
     for writer in (first, second):
         writer.close()
+
+
+class Given:
+    """Connections that the fork server makes; closed afterwards."""
+
+    def __init__(self, heard: Heard) -> None:
+        self.heard = heard
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def say(self, *messages: Connected | Hello) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_unix_connection(str(self.heard.path))
+        self.writers.append(writer)
+        writer.write(b"".join(frame(message) for message in messages))
+        return reader
+
+
+@pytest.fixture
+async def given(heard: Heard) -> AsyncIterator[Given]:
+    made = Given(heard)
+    yield made
+    for writer in made.writers:
+        writer.close()
+
+
+WHOSE = Connected(worker="a.1", task="a", pid=7)
+HELLO = Hello(worker="a.1", task="a", pid=7, generation=0, ready=False)
+
+
+@pytest.mark.parametrize("field", ["worker", "task", "pid", "nothing"])
+async def test_a_worker_cannot_speak_in_another_ones_name(heard: Heard, given: Given, field: str) -> None:
+    other = {"worker": "b.1", "task": "b", "pid": 8}
+    reader = await given.say(WHOSE, replace(HELLO, **{field: other[field]}) if field in other else HELLO)
+    if field == "nothing":
+        assert await heard.next() == ("a.1", HELLO)
+    else:
+        assert await reader.read() == b"", "the connection is closed"
+        assert heard.said.empty()
+
+
+async def test_only_the_fork_server_says_whose_a_connection_is(heard: Heard, given: Given) -> None:
+    assert await (await given.say(WHOSE, replace(WHOSE, worker="b.1"))).read() == b""
+    assert heard.said.empty()
+
+
+async def test_a_worker_has_one_connection_at_a_time(heard: Heard, given: Given) -> None:
+    first = await given.say(WHOSE)
+    await given.say(WHOSE, HELLO)
+    assert await first.read() == b"", "what it never used is closed"
+    assert await heard.next() == ("a.1", HELLO)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from unicrond.core.planning.problem import Curve, TaskProblem
+from unicrond.core.planning.placement import Shape
+from unicrond.core.planning.problem import Alternative, Curve, Prices, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
-from unicrond.throughput.layouts import job
+from unicrond.intake.throughput_preset import worth
+from unicrond.throughput.layouts import job, pipeline_degrees, tensor_degrees
 from unicrond.throughput.model import table
 from unicrond.throughput.presets import GPUS, MODELS
 
@@ -21,6 +24,31 @@ def curve(model: str, batch: int | None, workers: int, unit: int) -> Curve:
     """T(x) in FLOP/s for x up to `workers`, multiples of `unit` only."""
     points = table(job(MODELS[model], GPUS["a800-80g"], batch=batch), workers)
     return Curve({x: flops for x, flops in points.items() if x % unit == 0})
+
+
+@lru_cache
+def curves(model: str, batch: int | None, workers: int) -> dict[Shape, Curve]:
+    """T(x) of each layout that is the best for some x up to `workers`."""
+    question = job(MODELS[model], GPUS["a800-80g"], batch=batch)
+    tables: dict[Shape, dict[str, int]] = {}
+    for tp in tensor_degrees(question.model, question.gpu):
+        for pp in pipeline_degrees(question.model, question.stack):
+            points = table(replace(question, tp=tp, pp=pp), workers)
+            tables[Shape(tp, pp)] = {str(x): flops for x, flops in points.items()}
+    return {one: Curve({int(x): flops for x, flops in tables[one].items()}) for one in worth(tables)}
+
+
+def cluster_of_layouts(workers: int, tasks: int) -> Situation:
+    """The same, GPU by GPU, but each task may have any of its layouts; it has the best for its share."""
+    situation = cluster(workers, tasks, 1)
+    lineup = []
+    for i, task in enumerate(situation.lineup):
+        known = curves(SIZES[i % len(SIZES)], BATCHES[i % len(BATCHES)], workers)
+        own = max(known, key=lambda one: (known[one](task.workers), -one.workers))
+        others = tuple(Alternative(one, known[one]) for one in known if one != own)
+        prices = Prices(reshape_us=180 * 10**6)
+        lineup.append(replace(task, throughput=known[own], unit=own.workers, tp=own.tp, others=others, prices=prices))
+    return replace(situation, tasks=tuple(lineup[:-1]), queued=lineup[-1], seats_matter=True)
 
 
 def cluster(workers: int, tasks: int, unit: int) -> Situation:

@@ -446,7 +446,7 @@ def restart_costs(cluster: Cluster) -> dict[str, float]:
         for number, step in enumerate(steps)
     ]
     began_ns = time.thread_time_ns()
-    state, _ = decode_snapshot(body)
+    state, *_ = decode_snapshot(body)
     spent("read the snapshot", began_ns)
     began_ns = time.thread_time_ns()
     for seq, entry in tail:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.benchmarks.planning_clusters import cluster
+from tests.benchmarks.planning_clusters import cluster, cluster_of_layouts
 from unicrond.core.planning import kernel, kernel_numba
 from unicrond.core.planning.situation import NodeLost, Situation, TaskFinished
 from unicrond.core.planning.solver import solve
@@ -72,6 +72,24 @@ def test_one_plan(benchmark: Any, situation: Situation) -> None:
 def test_table(benchmark: Any, situation: Situation) -> None:
     table = benchmark.pedantic(lambda: Planner().refresh(situation), rounds=20, warmup_rounds=2)
     benchmark.extra_info.update(scenarios=table.effort.scenarios, rows=table.effort.rows_computed)
+
+
+@pytest.mark.benchmark(timer=time.process_time, group="the whole one-step table over layouts, from nothing")
+@pytest.mark.parametrize(("workers", "tasks"), [(1024, 32), (10240, 100)])
+def test_table_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
+    begun = time.process_time()
+    situation = cluster_of_layouts(workers, tasks)
+    benchmark.extra_info["curves_s"] = round(time.process_time() - begun, 2)
+    benchmark.extra_info["layouts"] = sum(1 + len(task.others) for task in situation.lineup)
+    table = benchmark.pedantic(lambda: Planner().refresh(situation), rounds=10, warmup_rounds=2)
+    benchmark.extra_info.update(scenarios=table.effort.scenarios, rows=table.effort.rows_computed)
+
+
+@pytest.mark.benchmark(timer=time.process_time, group="one plan over layouts, from nothing, with seats")
+@pytest.mark.parametrize(("workers", "tasks"), [(1024, 32), (10240, 100)])
+def test_one_plan_over_layouts(benchmark: Any, workers: int, tasks: int) -> None:
+    problem = cluster_of_layouts(workers, tasks).after(NodeLost("node0003"))
+    benchmark.pedantic(solve, (problem,), rounds=20, warmup_rounds=2)
 
 
 @pytest.mark.benchmark(timer=time.process_time, group="the whole one-step table, numpy only")

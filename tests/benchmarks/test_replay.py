@@ -35,12 +35,12 @@ from events.segments import read_entries
 from events.subjects import EVENT_STREAM
 from events.vocabulary import StepCommitted
 from replay.reading.nats_source import NatsSource
-from replay.reading.replayer import EMPTY, replay
 from replay.reading.source import read
 from tests.replay.logs import write_log
 from tests.unicrond.cluster import MiniCluster
 from unicrond.core.fold import fold
 from unicrond.core.policy import Policy
+from unicrond.core.replayer import EMPTY, replay
 from unicrond.service.coordinator import Coordinator
 from unicrond.service.nats_snapshots import NatsSnapshotStore
 from unicrond.service.snapshots import SNAPSHOT_EVERY, Snapshots, encode_snapshot, mark_of

@@ -15,14 +15,33 @@ from typing import TypeVar
 import pytest
 import torch
 
+from agents.passes import Credentials
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory, digest_of
 from agents.protocol.memory_exchange import Fetching
+from agents.protocol.messages import Passes
 from agents.trainer.states import checkpoint
 from agents.trainer.states.state_bytes import Flat, read
+from events.vocabulary import MemoryService
+from tests.events.certified import Certified, now
 from tests.integration.test_state_sources import OtherNode
 
 T = TypeVar("T")
+
+
+def from_peer(service: MemoryService, passes: Passes | None) -> None:
+    fetching = Fetching(service, "t", 0, 3, (1, 1), passes)
+    view = torch.empty(fetching.head.size_bytes, dtype=torch.uint8).numpy().data
+    assert fetching.receive(view) == fetching.head.digest
+    read(view, copy=True)
+
+
+def sealed(directory: Path) -> tuple[Passes, Credentials]:
+    """What n1 shows to n2, and n2's credentials."""
+    certified = Certified(directory / "tls")
+    keys = [certified.key(f"agent-{node}") for node in ("n1", "n2")]
+    first, second = [Credentials(key, path) for path, key in keys]
+    return first.passes(("n2",), "t", certified.warrant("n1", "t", 1), now()), second
 
 
 def measure(megabytes: int, directory: Path) -> dict[str, float]:
@@ -50,14 +69,10 @@ def measure(megabytes: int, directory: Path) -> dict[str, float]:
             timed("copy to another node (loopback)", lambda: memory_exchange.push(service, "t", 0, "n1", *found))
             timed("take: memory here", lambda: (digest_of(found[1]), read(found[1], copy=True)))
 
-        def from_peer() -> None:
-            fetching = Fetching(service, "t", 0, 3, (1, 1))
-            view = memoryview(bytearray(fetching.head.size_bytes))
-            fetching.receive(view)
-            assert digest_of(view) == fetching.head.digest
-            read(view, copy=True)
-
-        timed("take: another node's memory (loopback)", from_peer)
+        timed("take: another node's memory (loopback)", lambda: from_peer(service, None))
+    passes, there = sealed(directory)
+    with OtherNode("n2", {0: memory}, there) as service:
+        timed("take: another node's memory, in TLS", lambda: from_peer(service, passes))
     job = checkpoint.Job(directory, "t", 1, 1, 0, 1, 1, "0-1", 2)
     timed("write to storage, in a thread", lambda: checkpoint.write(job, tree))
     timed("take: storage (page cache)", lambda: checkpoint.load(directory, "t", 1, 0))

@@ -1,15 +1,16 @@
 """What unicrond costs where nothing fails: iteration times beside plain Megatron-core's, interleaved.
 
-    python -m tests.benchmarks.trainer_overhead --windows 20
+    python -m tests.benchmarks.trainer_overhead --windows 20 --replicas 2
 
-Two jobs train the same GPT on the same micro-batches, data parallel over two processes: Megatron-core alone with its
-DistributedDataParallel at the best flags found here (`plain_gpt.py`), and the same under the hook. Both stay alive;
-in turns the one is stopped while the other runs for a window, so that both meet the same machine. Compared are the
-medians of neighbouring windows; the interval is Student's, at 95 %, over the pairs. CPU time is that of all threads
-of both processes, per iteration.
+Four jobs train the same GPT on the same micro-batches, data parallel over so many processes: Megatron-core with its own
+DistributedDataParallel at the best flags found here (`plain_gpt.py`), and the same under the hook: with a sum that
+follows the deal, with a fixed one of as many lanes as replicas, and of twice as many. All stay alive; in turns all but
+one are stopped while that one runs for a window, so that all meet the same machine. Compared are the medians of
+neighbouring windows; the interval is Student's, at 95 %, over the pairs. CPU time is that of all threads of a job's
+processes, per iteration.
 
-A pair of windows counts where nobody else took the machine's cores: what all processes together used, by /proc/stat,
-beyond the job's own, is below FOREIGN_CORES in both. How many were left out is told.
+A round of windows counts where nobody else took the machine's cores: what all processes together used, by /proc/stat,
+beyond the job's own, is below FOREIGN_CORES in each. How many were left out is told.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import psutil
 from msgspec.structs import replace
 
 from agents.trainer import corpus
-from events.vocabulary import CheckpointSpec, ModelSpec, TaskSpec
+from events.vocabulary import LANES, CheckpointSpec, ModelSpec, TaskSpec
 from tests.integration.regroup_rig import ForkServer, Rig
 
 HERE = Path(__file__).parent
@@ -44,7 +45,7 @@ FOREIGN_CORES = 0.4
 
 @dataclass
 class Job:
-    """One of the two: its rig, its workers, and per window the seconds and CPU seconds of an iteration, and the cores
+    """One of them: its rig, its workers, and per window the seconds and CPU seconds of an iteration, and the cores
     that others used."""
 
     rig: Rig
@@ -96,45 +97,59 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return statistics.mean(ratios), t * statistics.stdev(ratios) / len(ratios) ** 0.5
 
 
-def compare(windows: int, window_s: float, spec: TaskSpec, plain_flags: tuple[str, ...], scratch: Path) -> None:
+def compare(
+    windows: int, window_s: float, spec: TaskSpec, replicas: int, flags: tuple[str, ...], scratch: Path
+) -> None:
+    fixed = {"accumulation": "exact"}
+    wanted: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
+        "plain": ("plain_gpt.py", {"tp": replicas}, ("--lanes", *flags)),
+        "follow": ("traced_gpt.py", {}, ()),
+        "fixed": ("traced_gpt.py", {**fixed, "env": {LANES: str(replicas)}}, ()),
+        "fixed, two lanes each": ("traced_gpt.py", {**fixed, "env": {LANES: str(2 * replicas)}}, ()),
+    }
     with ForkServer() as server, ExitStack() as stack:
-        jobs = {}
-        for name, script, changes, flags in (
-            ("plain", "plain_gpt.py", {"tp": 2}, plain_flags),
-            ("unicrond", "traced_gpt.py", {}, ()),
-        ):
-            traces = scratch / name
+        jobs: dict[str, Job] = {}
+        for name, (script, changes, arguments) in wanted.items():
+            traces = scratch / name.replace(" ", "-").replace(",", "")
             traces.mkdir()
-            args = (str(traces), "--untraced", *flags)
-            started = replace(spec, name=name, entry=str(INTEGRATION / script), args=args, **changes)
+            args = (str(traces), "--untraced", *arguments)
+            started = replace(spec, name=traces.name, entry=str(INTEGRATION / script), args=args, **changes)
             rig = stack.enter_context(Rig(server, scratch, started))
-            workers = [f"{name}.1", f"{name}.2"]
+            workers = [f"{traces.name}.{number}" for number in range(1, replicas + 1)]
             rig.start(*workers)
-            if name == "unicrond":
+            if name != "plain":
                 rig.until(lambda rig=rig, workers=workers: rig.ready(*workers))  # type: ignore[misc]
                 rig.tell(1, workers)
             rig.until(lambda traces=traces, workers=workers: warm(traces, workers), 120)  # type: ignore[misc]
             jobs[name] = Job(rig, workers, traces)
             jobs[name].signal(signal.SIGSTOP)
-        pair = [jobs["plain"], jobs["unicrond"]]
         for number in range(windows):
-            for job in pair if number % 2 == 0 else reversed(pair):
+            turns = list(jobs.values())
+            for job in turns if number % 2 == 0 else reversed(turns):
                 job.window(window_s)
-    plain, ours = pair
     for name, job in jobs.items():
         told = zip(job.wall_s, job.foreign_cores, strict=True)
         print(f"{name}, ms (others' cores): {' '.join(f'{took * 1e3:.0f} ({cores:.2f})' for took, cores in told)}")
-    quiet = [max(cores) < FOREIGN_CORES for cores in zip(plain.foreign_cores, ours.foreign_cores, strict=True)]
-    print(f"{sum(quiet)} of {windows} pairs count")
+    quiet = [max(cores) < FOREIGN_CORES for cores in zip(*(job.foreign_cores for job in jobs.values()), strict=True)]
+    print(f"{replicas} replicas: {sum(quiet)} of {windows} windows count")
     if sum(quiet) < 2:
         return
-    for what, mine, theirs in (("wall", ours.wall_s, plain.wall_s), ("CPU", ours.cpu_s, plain.cpu_s)):
-        mine, theirs = list(compress(mine, quiet)), list(compress(theirs, quiet))
-        mean, half = interval([a / b for a, b in zip(mine, theirs, strict=True)])
-        print(
-            f"{what}: plain {statistics.median(theirs) * 1e3:.1f} ms, unicrond {statistics.median(mine) * 1e3:.1f} ms"
-            f" an iteration; ratio {mean:.4f} +- {half:.4f} (95 %, {sum(quiet)} pairs)"
-        )
+    for ours, theirs in (
+        ("follow", "plain"),
+        ("fixed", "plain"),
+        ("fixed", "follow"),
+        ("fixed, two lanes each", "follow"),
+    ):
+        for what in ("wall", "CPU"):
+            mine, others = (
+                list(compress(jobs[name].wall_s if what == "wall" else jobs[name].cpu_s, quiet))
+                for name in (ours, theirs)
+            )
+            mean, half = interval([a / b for a, b in zip(mine, others, strict=True)])
+            print(
+                f"{what}: {theirs} {statistics.median(others) * 1e3:.1f} ms, {ours}"
+                f" {statistics.median(mine) * 1e3:.1f} ms an iteration; ratio {mean:.4f} +- {half:.4f} (95 %)"
+            )
 
 
 def warm(traces: Path, workers: list[str]) -> bool:
@@ -149,7 +164,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--no-overlap", action="store_true", help="plain Megatron-core reduces after the backward")
-    parser.add_argument("--exact", action="store_true", help="unicrond sums exactly")
+    parser.add_argument("--replicas", type=int, default=2, help="2, 3, 4 or 6 (2)")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "stdlib"
@@ -158,13 +173,12 @@ def main() -> None:
             name="overhead",
             model=ModelSpec(layers=chosen.layers, hidden=chosen.hidden, heads=4, seq=64),
             data=str(data),
-            global_batch=8,
+            global_batch=4 * chosen.replicas,
             iterations=10**6,
-            accumulation="exact" if chosen.exact else "float",
             checkpoint=CheckpointSpec(interval=0),
         )
         flags = ("--no-overlap",) if chosen.no_overlap else ()
-        compare(chosen.windows, chosen.window_s, spec, flags, Path(scratch))
+        compare(chosen.windows, chosen.window_s, spec, chosen.replicas, flags, Path(scratch))
 
 
 if __name__ == "__main__":

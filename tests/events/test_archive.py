@@ -56,7 +56,7 @@ async def filled(connection: Connection) -> tuple[NatsEventLog, list[Entry]]:
 
 async def test_trimmed_log_and_archive_are_the_log(nats_connection: Connection, tmp_path: Path) -> None:
     log, before = await filled(nats_connection)
-    assert await archive(nats_connection, tmp_path) == (40, 40)
+    assert await archive(nats_connection, tmp_path) == (40, 40, 0)
     assert await trim(nats_connection, tmp_path, 0.8, keep_least_s=0.0) == 21
     now = await info(nats_connection)
     assert now["state"]["first_seq"] == 22
@@ -81,8 +81,8 @@ async def test_the_log_goes_on_after_a_trim_and_the_next_archive_takes_up_there(
     fence = await log.claim_term(term(3))
     await log.append([said(100)], fence=None)
     assert fence.seq == 41
-    assert await archive(nats_connection, tmp_path) == (42, 2)
-    assert await archive(nats_connection, tmp_path) == (42, 0)
+    assert await archive(nats_connection, tmp_path) == (42, 2, 0)
+    assert await archive(nats_connection, tmp_path) == (42, 0, 0)
     assert (await entries(ArchivedLog(log, tmp_path)))[:40] == before
 
 
@@ -168,7 +168,7 @@ async def test_an_archive_that_was_cut_off_is_taken_up_again(nats_connection: Co
     segment.write_bytes(segment.read_bytes()[:-7])
     whole = ArchivedLog(log, tmp_path)
     assert (await entries(whole))[:40] == before and len(await entries(whole)) == 50
-    assert await archive(nats_connection, tmp_path) == (50, 10)
+    assert await archive(nats_connection, tmp_path) == (50, 10, 0)
 
 
 async def test_no_archive_at_all_is_just_the_log(nats_connection: Connection, tmp_path: Path) -> None:

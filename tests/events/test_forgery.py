@@ -183,6 +183,8 @@ TRIES = {
     "publish on other subjects": Try("unicron.v2.obs.n1.NodeLeft", b"x"),
     "publish into the coordinator's inbox": Try("_INBOX_coordinator.x.1", b"x"),
     "overwrite the coordinator's cache": Try("$O.UNICRON_SNAPSHOTS.M.x", b"x", ("coordinator",)),
+    "take the heads' lease": Try("$KV.UNICRON_HEADS.leader", b"{}", ("coordinator",)),
+    "pass for a head that stands by": Try("$KV.UNICRON_HEADS.head.x", b"{}", ("coordinator",)),
     "acknowledge n2's commands": Try(f"$JS.ACK.{EVENT_STREAM}.agent-n2.1.1.1.1.1", b"+ACK", ("agent-n2", "operator")),
     "ask NATS's system account": Try("$SYS.REQ.SERVER.PING", b""),
     **{
@@ -206,6 +208,9 @@ TRIES = {
     "delete n2's consumer": _api(f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n2", "coordinator"),
     "pause n2's consumer": _api(f"CONSUMER.PAUSE.{EVENT_STREAM}.agent-n2"),
     "look at n2's consumer": _api(f"CONSUMER.INFO.{EVENT_STREAM}.agent-n2", "coordinator", "agent-n2"),
+    "read the heads' lease": _api(
+        "STREAM.MSG.GET.KV_UNICRON_HEADS", "coordinator", body={"last_by_subj": "$KV.UNICRON_HEADS.leader"}
+    ),
     "list consumers": _api(f"CONSUMER.NAMES.{EVENT_STREAM}", "coordinator"),
     "take n2's commands": _api(f"CONSUMER.MSG.NEXT.{EVENT_STREAM}.agent-n2", "agent-n2"),
     "take n1's commands": _api(f"CONSUMER.MSG.NEXT.{EVENT_STREAM}.agent-n1", "agent-n1"),
@@ -214,6 +219,8 @@ TRIES = {
     "hear n2's beats": Try("unicron.v1.beat.n2", None, ("operator", "agent-n2")),
     "hear n2's requests for logs": Try("unicron.v1.logs.n2", None, ("operator", "agent-n2")),
     "hear answers about logs": Try("unicron.v1.logged.*.*", None, ("operator", "api")),
+    "hear the coordinator's beats": Try("unicron.v1.beat.coordinator", None, ("operator", "coordinator")),
+    "hear who takes the heads' lease": Try("$KV.UNICRON_HEADS.leader", None, ("operator", "coordinator")),
     "hear n2's inbox": Try("_INBOX_agent-n2.>", None, ("operator", "agent-n2")),
     "hear the coordinator's inbox": Try("_INBOX_coordinator.>", None, ("operator", "coordinator")),
     "hear other inboxes": Try("_INBOX.>", None, ("operator",)),

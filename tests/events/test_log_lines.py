@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import subprocess
 import sys
 
 import pytest
 
-from events.log_lines import PlainLines, escaped
+from events.log_lines import JsonLines, PlainLines, escaped, is_news
 
 HOSTILE = "ended\n2026-01-01 00:00:00 INFO unicrond: all is well\r\x1b[2J\x9b31m\u2028\udc80"
 
@@ -46,6 +47,15 @@ def test_no_line_of_a_traceback_looks_like_a_record(logger: logging.Logger, writ
     assert any("INFO unicrond: all is well" in line for line in more)
 
 
+def test_what_asyncio_says_of_each_end_of_tls_is_no_news() -> None:
+    def record(name: str, text: str) -> logging.LogRecord:
+        return logging.LogRecord(name, logging.WARNING, "", 1, text, None, None)
+
+    noise = "returning true from eof_received() has no effect when using ssl"
+    assert not is_news(record("asyncio", noise))
+    assert is_news(record("agents", noise)) and is_news(record("asyncio", "socket.send() raised exception"))
+
+
 def test_plain_text_is_left_as_it_is() -> None:
     assert escaped("Größe 3 µs, größer als 2; 'b'") == "Größe 3 µs, größer als 2; 'b'"
 
@@ -63,3 +73,19 @@ def test_the_daemons_write_such_lines(program: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr.count("\n") == 1 and r"a\nb" in done.stderr, done.stderr
+
+
+def test_json_lines_hold_the_whole_record_on_one_line(written: io.StringIO) -> None:
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(JsonLines())
+    logger = logging.Logger("unicrond")
+    logger.addHandler(handler)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logger.exception("quarantined %s", HOSTILE)
+    line = written.getvalue()
+    assert line.count("\n") == 1 and line.isascii()
+    told = json.loads(line)
+    assert told["message"] == f"quarantined {HOSTILE}" and told["level"] == "ERROR" and told["logger"] == "unicrond"
+    assert "ValueError" in told["traceback"] and told["time"].endswith("+00:00")

@@ -20,13 +20,13 @@ from nats.aio.msg import Msg
 from events import nats_log
 from events.envelope import Entry, Quarantined
 from events.log import Fence, Fenced, LogError, LogUnavailable
-from events.nats_commands import NatsCommandFeed, fit_command_consumer
+from events.nats_commands import NatsCommandFeed, command_consumer_config, fit_command_consumer
 from events.nats_connection import Connection, Login, Patience, Refused, connect
 from events.nats_inquiry import came, listened
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import ApiError, api, beat_stream_config, create_streams, event_stream_config
-from events.subjects import BEAT_STREAM, EVENT_STREAM
+from events.subjects import BEAT_STREAM, EVENT_STREAM, agent_consumer
 from tests.contracts.logs import beat, command, envelope_of, fact, facts, history, started
 
 
@@ -317,6 +317,21 @@ def test_waits_between_attempts_grow_and_differ() -> None:
     assert slept == [*longest, *(delay_s * 0.75 for delay_s in longest)]
 
 
+def test_a_quiet_time_is_no_failure(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("events.nats_connection.time.monotonic", lambda: now_s)
+    patience = Patience("commands for n1")
+    patience.succeed()
+    now_s = 100.0  # nothing to do until here
+    patience.note(LogError("no connection"))
+    now_s = 109.0
+    patience.note(LogError("no connection"))
+    assert not caplog.records
+    now_s = 111.0
+    patience.note(LogError("no connection"))
+    assert "commands for n1: no success for 11 s" in caplog.text
+
+
 async def test_the_dead_reader_of_a_session_is_noticed(nats_connection: Connection) -> None:
     """An exception in nats-py's reading loop leaves `is_connected` true; we must not believe it."""
     log = NatsEventLog(nats_connection)
@@ -394,6 +409,53 @@ async def test_no_beat_is_synced_by_itself(
         assert (f"nats stream rm {BEAT_STREAM}" in caplog.text) == (before != "none")
     finally:
         await connection.close()
+
+
+async def test_a_server_that_was_started_anew_goes_on_behind_what_was_handled(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    """It keeps consumers in memory: no fsync for a command that is given and acknowledged."""
+    log = NatsEventLog(nats_connection)
+    await log.append([command(1), command(2)])
+    obeyed: asyncio.Queue[int] = asyncio.Queue()
+    feed = NatsCommandFeed(nats_connection, "n1")
+
+    async def obey() -> None:
+        async for recorded in feed.read():
+            obeyed.put_nowait(recorded.seq)
+
+    obeying = asyncio.create_task(obey())
+    async with asyncio.timeout(30):
+        assert [await obeyed.get(), await obeyed.get()] == [1, 2]
+        await nats_server.restart()
+        await log.append([command(3)])
+        assert await obeyed.get() == 3
+        name = f"CONSUMER.INFO.{EVENT_STREAM}.{agent_consumer('n1')}"
+        assert (await api(nats_connection, name, {}))["config"]["opt_start_seq"] in (2, 3)
+        obeying.cancel()
+        await asyncio.gather(obeying, return_exceptions=True)
+        await nats_server.restart()
+        async with aclosing(NatsCommandFeed(nats_connection, "n1").read()) as commands:
+            assert [(await anext(commands)).seq for _ in range(3)] == [1, 2, 3], "nobody knows: all of them"
+
+
+async def test_a_consumer_of_an_older_version_is_made_anew_in_memory(nats_connection: Connection) -> None:
+    log = NatsEventLog(nats_connection)
+    old = command_consumer_config("n1")
+    del old["mem_storage"]
+    create = f"CONSUMER.CREATE.{EVENT_STREAM}.{agent_consumer('n1')}"
+    await api(nats_connection, create, {"stream_name": EVENT_STREAM, "config": old})
+    await log.append([command(1), command(2)])
+    async with (
+        asyncio.timeout(20),
+        aclosing(NatsCommandFeed(nats_connection, "n1", makes_consumer=False).read()) as read,
+    ):
+        assert [(await anext(read)).seq for _ in range(2)] == [1, 2]  # to ask for the second acknowledges the first
+    await fit_command_consumer(nats_connection, "n1", None)
+    info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.{agent_consumer('n1')}", {})
+    assert info["config"]["mem_storage"] and info["config"]["opt_start_seq"] == 2
+    async with asyncio.timeout(10), aclosing(NatsCommandFeed(nats_connection, "n1").read()) as commands:
+        assert (await anext(commands)).seq == 2
 
 
 async def test_streams_may_be_created_again(nats_connection: Connection) -> None:

@@ -61,6 +61,8 @@ async def test_one_that_takes_long_is_waited_for_and_told_of(
     monkeypatch.setattr(module, "READY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "_TELL_EVERY_S", 0.2)
     os.kill(server.pid, signal.SIGSTOP)
+    while psutil.Process(server.pid).status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110  # no event tells it
+        await asyncio.sleep(0.01)
     try:
         with pytest.raises(ServerError, match=r"not ready after 0\.5 s; the end of .*nats-server\.log"):
             await EmbeddedServer(server.directory).adopt()
@@ -166,3 +168,16 @@ async def test_a_refused_connection_ends_when_it_is_told_to(tmp_path: Path) -> N
                     await connect(server.url, name="nobody", timeout_s=0.05 + 0.003 * number)
     finally:
         await server.kill()
+
+
+async def test_a_look_from_beside_finds_the_address_that_the_server_has(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, host="127.0.0.7")
+    await server.start()
+    try:
+        beside = EmbeddedServer.beside(tmp_path)
+        async with asyncio.timeout(10):
+            assert await beside.adopt()
+        assert beside.url == server.url and "127.0.0.7" in beside.url
+    finally:
+        await server.stop()
+    assert not await EmbeddedServer.beside(tmp_path / "nothing").adopt()

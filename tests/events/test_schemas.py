@@ -140,6 +140,9 @@ def test_a_lowered_event_holds_nothing_that_its_reader_does_not_know(envelope: E
         assert event is None
         return
     assert event is not None
+    spec = getattr(envelope.event, "spec", None)
+    if isinstance(spec, vocabulary.TaskSpec) and spec.run_as:  # is kept, see below
+        return
     wire = msgspec.msgpack.decode(encode(msgspec.structs.replace(envelope, event=event)))
     assert wire["schema"] <= schema
     _fits(wire["event"], name, old)
@@ -190,3 +193,16 @@ def test_the_schema_stands_where_every_reader_takes_it() -> None:
     assert spoken_schema(told_version("0.2.0+1a2b3c4d", 12)) == 12
     for text in ("", "0.1.0", "0.1.0+1a2b3c4d", "unknown", "0.1+schema", "0.1+schema0", "0.1+schema99999999"):
         assert spoken_schema(text) == FIRST
+
+
+def test_who_runs_the_code_is_never_left_out() -> None:
+    """An agent that does not know it must refuse the command (tolerance.py), not run the task as itself."""
+    spec = vocabulary.TaskSpec(name="t", run_as="alice", secrets={"A": "env:A"})
+    store = vocabulary.StoreAddress(host="h", port=1)
+    start = vocabulary.StartWorker(
+        command_id="1.1.n.1", node="n", epoch=1, spec=spec, worker="t.1", replica=0, shard=0, store=store
+    )
+    low = lowered(start, 3)
+    assert low is not None
+    assert (low.spec.run_as, low.spec.secrets) == ("alice", {})
+    assert schema_of(low) == SCHEMA, "and its readers hear that it is too young for them"

@@ -13,9 +13,9 @@ from events.envelope import Envelope, Quarantined, Recorded
 from events.segments import read_entries
 from events.upcast import Message, upcast
 from events.vocabulary import NodeJoined, StoreAddress, WorkerExited
-from replay.reading.replayer import replay
 from tests.replay.golden import facts
 from tests.replay.schema_0 import LOG_0, lower_1_to_0, raise_0_to_1
+from unicrond.core.replayer import replay
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def main() -> None:
     def break_links(step: Any) -> None:
         """A bucket of the iteration is on its way: the first, and others are to follow."""
         words = list(waiting) or orders.standing()
-        if words and words[0] in LINKS and len(step._hook._driver.reduction._under_way) == 1:
+        if words and words[0] in LINKS and step._hook._driver.reduction.started == 1:
             waiting.clear()
             orders.obeyed(words[0], step.iteration)
             for descriptor in step._hook._driver.group._formed.sockets:

@@ -173,6 +173,7 @@ class Hosts:
             "heartbeat_s": HEARTBEAT_S,
             "injection": True,
             "nats": {"host": net.head, "port": net.nats_port, "auth": "keys"},
+            "tls": "off",  # not what is tried here
             "api": {"port": net.api_port},
         }
         (directory / "unicron.yaml").write_text(yaml.safe_dump(config))

@@ -102,10 +102,18 @@ class Live:
 
 @asynccontextmanager
 async def live_cluster(
-    directory: Path, *, nodes: int, workers: int, heartbeat_s: float = 1.0, **settings: Any
+    directory: Path,
+    *,
+    nodes: int,
+    workers: int,
+    heartbeat_s: float = 1.0,
+    agents_hand_over: bool = True,
+    **settings: Any,
 ) -> AsyncIterator[Live]:
     """`settings`: of the coordinator."""
-    async with small_cluster(directory, nodes=nodes, heartbeat_s=heartbeat_s, settings=settings) as dev:
+    async with small_cluster(
+        directory, nodes=nodes, heartbeat_s=heartbeat_s, settings=settings, agents_hand_over=agents_hand_over
+    ) as dev:
         yield Live(dev, workers)
 
 

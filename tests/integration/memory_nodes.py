@@ -8,7 +8,9 @@ from collections.abc import Mapping
 
 from agents.memory_regions import MemoryRegions, NoRegion
 from agents.memory_server import MemoryServer
+from agents.passes import Credentials
 from agents.protocol.memory import Memory
+from agents.protocol.memory_exchange import TLS
 from agents.state import Held
 from events.vocabulary import MemoryService
 
@@ -18,17 +20,18 @@ TOKEN = "a token"
 class OtherNode:
     """Another node's memory of a task's shards, served by the real server in a loop of its own."""
 
-    def __init__(self, node: str, shards: Mapping[int, Memory]) -> None:
-        self._node, self._shards = node, shards
+    def __init__(self, node: str, shards: Mapping[int, Memory], credentials: Credentials | None = None) -> None:
+        self._node, self._shards, self._credentials = node, shards, credentials
         self.copies: list[Held] = []
 
     def __enter__(self) -> MemoryService:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self._server = MemoryServer(Regions(self._shards), TOKEN, self.copies.append)
+        self._server = MemoryServer(Regions(self._shards), TOKEN, self.copies.append, self._credentials)
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
-        return MemoryService(node=self._node, host="127.0.0.1", port=self._server.port, token=TOKEN)
+        token = TLS if self._credentials else TOKEN
+        return MemoryService(node=self._node, host="127.0.0.1", port=self._server.port, token=token)
 
     async def _start(self) -> None:
         self._server.start("127.0.0.1", 0)

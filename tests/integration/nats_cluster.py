@@ -24,8 +24,9 @@ SIZE = 3
 class NatsCluster:
     """`urls` and `login` are what a client needs; `ca` and `seed` the files that the login names."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, sync: str) -> None:
         self.directory = directory
+        self._sync = sync
         self._ports = [free_port() for _ in range(SIZE)]
         self._routes = [free_port() for _ in range(SIZE)]
         self.urls = [f"tls://127.0.0.1:{port}" for port in self._ports]
@@ -51,7 +52,7 @@ server_name: n{number}
 listen: "127.0.0.1:{self._ports[number]}"
 tls {{ cert_file: "{self.directory}/server.pem", key_file: "{self.directory}/server.key" }}
 authorization {{ users: [{{ nkey: {pair.public_key.decode()} }}] }}
-jetstream {{ store_dir: "{self.directory}/n{number}" }}
+jetstream {{ store_dir: "{self.directory}/n{number}", sync_interval: {self._sync} }}
 cluster {{ name: unicron, listen: "127.0.0.1:{self._routes[number]}", routes: [{routes}] }}
 """
             )
@@ -76,9 +77,9 @@ cluster {{ name: unicron, listen: "127.0.0.1:{self._routes[number]}", routes: [{
 
 
 @asynccontextmanager
-async def nats_cluster(directory: Path) -> AsyncIterator[NatsCluster]:
-    """Three servers that will have ended."""
-    cluster = NatsCluster(directory)
+async def nats_cluster(directory: Path, sync: str = "2m") -> AsyncIterator[NatsCluster]:
+    """Three servers that will have ended. `sync`: how often they sync their disks; "2m" is NATS's own default."""
+    cluster = NatsCluster(directory, sync)
     cluster.prepare()
     try:
         await asyncio.gather(*(cluster.start(f"n{number}") for number in range(SIZE)))

@@ -5,7 +5,7 @@
 
 WHAT: `slow` (each micro-batch takes 0.15 s longer), `straggle` (0.05 s), `spike` (its losses are tenfold once),
 `gradient` (its gradients are a hundredfold once), `flip` (one bit of its parameters is another), `wrap` (an exception
-raised from a device's error).
+raised from a device's error), `threads` (it computes with one thread more).
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Odd:
 if __name__ == "__main__":
     what, number, iteration = sys.argv[1:]
     here = context.current()
-    if here.launch.worker.endswith(f".{number}"):
+    if here.launch.worker.endswith(f".{number}") and what == "threads":
+        torch.set_num_threads(1 + torch.get_num_threads())
+    elif here.launch.worker.endswith(f".{number}"):
         pretrain_gpt.forward_backward = Odd(what, int(iteration)).forward_backward
     pretrain_gpt.main(here.launch.spec)

@@ -2,8 +2,9 @@
 
 Megatron's own DistributedDataParallel, gradient finalisation, optimizer and scheduler, data parallel over the ranks
 that the rig starts as one replica (`tp` of the task says how many). Rank r takes micro-batches r, r + size, ..., as
-a failure-free deal does. Arguments: the directory of the traces (see `traced_gpt.py`), then `--no-overlap` (gradients
-are reduced after the last backward), `--bucket NUMEL` (elements in a bucket), `--recompute`, `--bf16`.
+a failure-free deal does where the sum follows it; with `--lanes` a stretch of them, as where the sum is fixed.
+Arguments: the directory of the traces (see `traced_gpt.py`), then `--no-overlap` (gradients are reduced after the last
+backward), `--bucket NUMEL` (elements in a bucket), `--recompute`, `--bf16`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from agents.trainer import cpu_shim, pretrain_gpt
 from agents.trainer.corpus import Corpus
 from agents.trainer.process import context
 from agents.trainer.randomness import seed_all
-from tests.integration.traced_gpt import build, digest
+from tests.integration.traced_gpt import build, digest, varied
 
 
 @dataclass
@@ -55,7 +56,7 @@ class PlainStep:
 
 def main() -> None:
     launch = context.current().launch
-    spec = replace(launch.spec, tp=1)
+    spec = varied(replace(launch.spec, tp=1))
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     param_and_grad_buffer.torch = cpu_shim._CpuTorch(torch)
@@ -72,7 +73,10 @@ def main() -> None:
     if ddp_config.overlap_grad_reduce:
         inner.config.no_sync_func = model.no_sync
     sampling = Sampling(spec.seed, spec.global_batch, spec.micro_batch, len(text))
-    mine = list(range(dist.get_rank(), spec.micro_batches, dist.get_world_size()))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = list(range(rank, spec.micro_batches, size))
+    if "--lanes" in sys.argv:
+        mine = list(range(rank * spec.micro_batches // size, (rank + 1) * spec.micro_batches // size))
     with (Path(sys.argv[1]) / f"{launch.worker}.trace").open("a", buffering=1) as trace:
         for iteration in range(1, spec.iterations + 1):
             step: Any = PlainStep(spec.seed, sampling, iteration)

@@ -35,11 +35,13 @@ from typing import TypeVar
 
 import msgspec
 
+from agents.protocol import marks
 from agents.protocol.framing import Unframer, frame
 from agents.protocol.memory import Memory
 from agents.protocol.messages import (
     Committed,
     Completed,
+    Connected,
     Exited,
     Forked,
     FromWorker,
@@ -48,6 +50,7 @@ from agents.protocol.messages import (
     Kill,
     Launch,
     Membership,
+    Passes,
     Quit,
     Ready,
     Regrouped,
@@ -72,6 +75,8 @@ def serve(fd: int) -> None:
     import torch.distributed as dist
 
     import agents.trainer.preload  # noqa: F401
+    from agents.fork_server.lines import Lines
+    from agents.protocol import line
     from agents.protocol.gpus import visible_gpus
     from agents.trainer import worker
 
@@ -101,6 +106,9 @@ def serve(fd: int) -> None:
         selector.register(wake_read, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
+                if callable(key.data):
+                    key.data(0)
+                    continue
                 if key.fileobj is wake_read:
                     wake_read.recv(4096)
                     for pid, status in _reap():
@@ -115,17 +123,25 @@ def serve(fd: int) -> None:
                     os._exit(0)
                 for message in incoming.feed(data):
                     if isinstance(message, Spawn):
+                        launch = message.launch
+                        ours, theirs = line.pair()
                         pid = os.fork()
                         if pid == 0:
                             connection.close()
+                            ours.close()
                             signal.set_wakeup_fd(-1)
                             log = os.open(message.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                             os.dup2(log, 1)
                             os.dup2(log, 2)
                             if gpus:
                                 os.environ["CUDA_VISIBLE_DEVICES"] = gpus[message.slot % len(gpus)]
-                            os.environ.update(message.launch.spec.env)
-                            worker.run(message.launch)
+                            os.environ.update(launch.spec.env)
+                            if launch.spec.cwd:
+                                os.chdir(launch.spec.cwd)
+                            worker.run(_replace(launch, line_fd=theirs.detach()))
+                        theirs.close()
+                        whose = Connected(worker=launch.worker, task=launch.task, pid=pid)
+                        Lines(Path(launch.agent_socket), selector).serve(ours, whose)
                         living[pid] = message.launch.worker
                         connection.sendall(frame(Forked(worker=message.launch.worker, pid=pid)))
                     elif isinstance(message, Kill):
@@ -194,7 +210,7 @@ class Rig:
         self.memories: dict[tuple[str, int], Memory] = {}
         self._memory_fds: list[int] = []
         self._connections: dict[str, socket.socket] = {}
-        self._incoming: dict[socket.socket, Unframer[FromWorker]] = {}
+        self._incoming: dict[socket.socket, Unframer[FromWorker | Connected]] = {}
         self._named: dict[socket.socket, str] = {}
         self._newest: Membership | None = None
         self._selector = selectors.DefaultSelector()
@@ -269,6 +285,7 @@ class Rig:
                 memory_max_bytes=held.max_bytes if held else 0,
                 address=ADDRESS,
                 agent_socket=self.socket_path,
+                mark=str(marks.path_of(self.socket_path, worker)),
                 replica=self.places[worker][0],
                 shard=self.places[worker][1],
                 store=self.server.store,
@@ -291,6 +308,7 @@ class Rig:
     def tell(
         self, generation: int, workers: Sequence[str], *, joiners: Sequence[str] = (), urgent: bool = False,
         also: Sequence[str] = (), peers: Sequence[MemoryService] = (), mtbf_us: int = 0, handover: bool = False,
+        passes: Passes | None = None,
     ) -> None:  # fmt: skip
         """Tell the membership to its members, to those that said Hello later as well, and to `also` (leavers)."""
         members = tuple(
@@ -306,6 +324,7 @@ class Rig:
             peers=tuple(peers),
             mtbf_us=mtbf_us,
             handover=handover,
+            passes=passes,
         )
         self._newest = membership
         for worker in [*workers, *also]:
@@ -374,7 +393,7 @@ class Rig:
             connection = key.fileobj
             if connection is self._listener:
                 accepted, _ = self._listener.accept()
-                self._incoming[accepted] = Unframer(FromWorker)
+                self._incoming[accepted] = Unframer(FromWorker | Connected)
                 self._selector.register(accepted, selectors.EVENT_READ)
             elif connection is self.server.connection:
                 for message in self.server.incoming.feed(self.server.connection.recv(65536)):
@@ -402,6 +421,8 @@ class Rig:
                 del self._connections[worker]
             return
         for message in self._incoming[connection].feed(data):
+            if isinstance(message, Connected):
+                continue
             if isinstance(message, Hello):
                 self._named[connection] = message.worker
                 self._connections[message.worker] = connection

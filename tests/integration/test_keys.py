@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ from events.nats_connection import Connection, Login, Refused, connect
 from events.nats_log import NatsEventLog
 from events.subjects import EVENT_STREAM
 from events.vocabulary import NodeJoined, StoreAddress
+from replay.reading.nats_source import embedded_login
 from tests.integration.head import UNICROND, config, ctl, daemon, get
 from unicrond.core.state import NodeStatus, TaskStatus
+from unicrond.ctl.client import Client as ApiClient
 from unicrond.intake.config import load
 from unicrond.local.dev import DevCluster, small_cluster
 
@@ -121,15 +124,36 @@ async def test_a_node_with_a_key_comes_and_goes(tmp_path: Path) -> None:
         assert "unicrond enroll n1" in await refused(path, Login(key=key))
 
 
-async def test_a_wide_server_lets_keys_in_alone(tmp_path: Path) -> None:
-    path = with_nats(config(tmp_path), "host: 0.0.0.0")
+async def test_a_wide_head_speaks_tls_and_lets_keys_in_alone(tmp_path: Path) -> None:
+    """NATS and the API; with a node that is enrolled, and a certificate that is renewed while they run."""
+    path, key, token = with_nats(config(tmp_path), "host: 0.0.0.0"), tmp_path / "n1.key", tmp_path / "token"
+    token.write_text("secret\n")
+    path.write_text(path.read_text().replace("api: {", f"api: {{host: 0.0.0.0, token_file: {token}, "))
+    await unicrond(path, "tls-init")
+    ca = tmp_path / "state" / "tls" / "ca.pem"
     async with daemon(path) as (_, url):
-        assert "NATS wants a login and got none" in await refused(path, Login())
-        assert "NATS refuses user unicron" in await refused(path, Login(user="unicron", password="guess"))
-        connection = await logged_in(path, Login(key=tmp_path / "state" / "keys" / "reader.key"))
+        assert "not of a CA that this machine knows; give --tls-ca" in await refused(path, Login())
+        assert "NATS wants a login and got none" in await refused(path, Login(tls_ca=ca))
+        assert "NATS refuses user unicron" in await refused(path, Login(user="unicron", password="guess", tls_ca=ca))
+        reader = embedded_login(tmp_path / "state", Login())
+        assert reader.tls_ca == ca
+        connection = await logged_in(path, reader)
         assert await NatsEventLog(connection).last_seq() > 0
-        await connection.close()
-        assert "ALARM" not in await asyncio.to_thread(ctl, url, "status")
+        await unicrond(path, "enroll", "n1", "--out", str(key))
+        node = await logged_in(path, Login(key=key))
+        client = ApiClient(url.replace("0.0.0.0", "127.0.0.1"), "secret", ca=ca)
+        health = await asyncio.to_thread(client.health)
+        assert (health["status"], health["alarms"]) == ("live", [])
+        shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", load(path).api.port))
+        await unicrond(path, "tls-init", "--renew", "--days", "20")
+        async with asyncio.timeout(20):
+            api = ("127.0.0.1", load(path).api.port)
+            while shown == await asyncio.to_thread(ssl.get_server_certificate, api):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert node.is_up and connection.is_up
+        await (await logged_in(path, Login(key=key))).close()
+        for one in (node, connection):
+            await one.close()
 
 
 async def test_from_the_shared_password_to_keys(tmp_path: Path) -> None:

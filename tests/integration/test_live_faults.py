@@ -21,6 +21,7 @@ import pytest_asyncio
 
 from agents.trainer import corpus
 from events.nats_connection import Login
+from events.vocabulary import LANES
 from replay.reading.nats_source import open_nats
 from replay.reading.source import read
 from replay.views.story import Index, Story, Subject
@@ -117,7 +118,6 @@ async def submit(live: Live, name: str, env: dict[str, str] | None = None, **fie
         entry=str(ENTRY),
         args=[str(orders(live))],
         data=str(live.directory / "stdlib"),
-        accumulation="exact",
         env={"UNICRON_BUCKET_BYTES": "16384", "UNICRON_CHECKSUM_EVERY": "5", **(env or {})},
         **{"optimizer": {"decay_iterations": 1000}, **fields},  # or it would follow from `iterations`
     )
@@ -176,7 +176,7 @@ async def test_a_broken_collective_is_tried_again_by_the_same_processes(live: Li
 async def check_bits(live: Live, worker: str, iteration: int) -> None:
     """The worker's parameters up to there and beyond are those of a task of one worker that nothing happened to."""
     name, last = f"alone{iteration}", iteration + 3
-    await submit(live, name, max_workers=1, iterations=last)
+    await submit(live, name, {LANES: str(WORKERS)}, max_workers=1, iterations=last)
     await live.until(
         "the reference is complete", lambda s: name in s.tasks and s.tasks[name].status is TaskStatus.COMPLETED
     )

@@ -81,11 +81,15 @@ class Head:
             "iterations": 1_000_000,
             "checkpoint": {"interval": 0},
         }
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/v1/tasks", data=json.dumps(spec)) as response,
-        ):
-            assert response.status == 201, await response.text()
+        deadline = time.monotonic() + TIMEOUT_S
+        async with aiohttp.ClientSession() as session:
+            while True:
+                async with session.post(f"{self.url}/v1/tasks", data=json.dumps(spec)) as response:
+                    if response.status == 201:
+                        return
+                    said = await response.text()
+                assert "no head leads yet" in said and time.monotonic() < deadline, said
+                await asyncio.sleep(0.1)
 
     async def until(self, what: str, holds: Callable[[ClusterState], object]) -> ClusterState:
         deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()

@@ -69,11 +69,14 @@ def task(data: Path) -> TaskSpec:
 
 @pytest.mark.parametrize(
     ("replicas", "variant"),
-    [(1, ()), (2, ()), (2, ("--recompute",)), (2, ("--bf16",))],
-    ids=["one", "two", "recompute", "bf16"],
+    [(1, ()), (2, ()), (2, ("--recompute",)), (2, ("--bf16",)), (2, ("--lanes",))],
+    ids=["one", "two", "recompute", "bf16", "lanes"],
 )
 def test_the_same_bits(server: ForkServer, data: Path, tmp_path: Path, replicas: int, variant: tuple[str, ...]) -> None:
+    """`--lanes`: each of plain Megatron's ranks takes a lane."""
     spec = task(data)
+    if "--lanes" in variant:
+        spec = replace(spec, accumulation="exact", max_workers=replicas)
     expected = plain(server, tmp_path / "plain", spec, replicas, "--bucket", "16384", *variant)
     found = ours(server, tmp_path / "ours", spec, replicas, *variant)
     assert len(set(expected.digests)) == spec.iterations
@@ -87,5 +90,5 @@ def test_three_replicas_to_one_in_a_million(server: ForkServer, data: Path, tmp_
     expected = plain(server, tmp_path / "plain", spec, 3)
     found = ours(server, tmp_path / "ours", spec, 3)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    exact = ours(server, tmp_path / "exact", replace(spec, accumulation="exact"), 3)
-    assert exact.losses == pytest.approx(expected.losses, rel=1e-6)
+    fixed = ours(server, tmp_path / "fixed", replace(spec, accumulation="exact", max_workers=6), 3)
+    assert fixed.losses == pytest.approx(expected.losses, rel=1e-6)

@@ -241,6 +241,31 @@ def test_the_same_bits_in_another_layout(start: Start, data: Path, tmp_path: Pat
     assert all(torch.equal(there[name], here[name]) for name in there)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("forms", [pytest.param(FORMS[name], id=name) for name in FORMS])
+def test_it_trains_on_with_the_bits_of_a_run_that_begins_there(
+    start: Start, data: Path, forms: tuple[Form, Form]
+) -> None:
+    """What takes the state from memory, against what begins in the new layout with the same state from storage."""
+    before, after = forms
+    old = workers_of(1, before)
+    ends, sources = [], []
+    for memory in (True, False):
+        with start(spec_of(data, before)) as run:
+            hand_over(run, old, memory=memory)
+            go_on(run, spec_of(data, after), workers_of(1 + len(old), after))
+            (told,) = run.of(Taken, f"t.{1 + len(old)}")
+            assert isinstance(told, Taken) and told.iteration == BOUNDARY
+            sources.append(told.source)
+            losses = {iteration: commit.loss for iteration, commit in run.iterations().items()}
+            ends.append((losses, whole_state(run, after[:2])))
+    assert sources == ["peer", "checkpoint"]
+    (losses, here), (other_losses, there) = ends
+    assert losses == other_losses and max(losses) == ITERATIONS
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
 def test_where_a_shard_is_missing_the_older_state_on_storage_is_taken(start: Start, data: Path) -> None:
     spec = spec_of(data, (2, 1, 1))
     with start(replace(spec, checkpoint=replace(spec.checkpoint, interval=2))) as run:

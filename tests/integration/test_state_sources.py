@@ -12,12 +12,14 @@ from typing import TypeAlias
 import pytest
 from msgspec.structs import replace
 
+from agents.passes import Credentials
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory
 from agents.protocol.memory_exchange import Fetching, NoAnswer
-from agents.protocol.messages import Captured, Parked, Taken
+from agents.protocol.messages import Captured, Parked, Passes, Saved, Taken, Unsaved
 from events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
-from tests.integration.memory_nodes import TOKEN, OtherNode
+from tests.events.certified import Certified, now
+from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
 from tests.integration.test_regroup import complete, failure_free, last_commit, lose, regrouped, stopped, task
 
@@ -31,17 +33,15 @@ def rig(server: ForkServer, tmp_path: Path) -> Start:
 
 @pytest.fixture
 def spec(data: Path) -> TaskSpec:
-    """Captures after every iteration; storage never before the end. Exact sums: the end is the same, bit by bit."""
+    """Captures after every iteration; storage never before the end. The end is the same, bit by bit."""
     saves = CheckpointSpec(dir="(the rig says)", interval=0, memory_interval=1)
-    return task(data, iterations=6, checkpoint=saves, accumulation="exact")
+    return task(data, iterations=6, checkpoint=saves)
 
 
 @pytest.fixture(scope="module")
 def digest(server: ForkServer, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of the parameters after a failure-free run of `spec`."""
-    run = failure_free(
-        partial(Rig, server, tmp_path_factory.mktemp("control")), task(data, iterations=6, accumulation="exact"), 1
-    )[1]
+    run = failure_free(partial(Rig, server, tmp_path_factory.mktemp("control")), task(data, iterations=6), 1)[1]
     assert run.completed is not None
     return run.completed.params_digest
 
@@ -69,10 +69,10 @@ def lose_the_last(run: Rig) -> int:
     return newest.iteration  # 3, unless the machine was so slow that it was not sealed
 
 
-def restart(run: Rig, *, node: str = "n1", peers: tuple[MemoryService, ...] = ()) -> None:
+def restart(run: Rig, *, node: str = "n1", peers: tuple[MemoryService, ...] = (), passes: Passes | None = None) -> None:
     run.start("t.2", node=node, memory=True)
     run.until(lambda: run.ready("t.2"))
-    run.tell(2, ["t.2"], joiners=["t.2"], urgent=True, peers=peers)
+    run.tell(2, ["t.2"], joiners=["t.2"], urgent=True, peers=peers, passes=passes)
     complete(run)
 
 
@@ -102,15 +102,23 @@ def test_a_damaged_state_is_passed_over_for_the_one_before(rig: Start, spec: Tas
         assert run.completed is not None and run.completed.params_digest == digest
 
 
-def test_the_node_is_lost_and_another_nodes_memory_is_not(rig: Start, spec: TaskSpec, digest: str) -> None:
+@pytest.mark.parametrize("how", ["clear", "tls"])
+def test_the_node_is_lost_and_another_nodes_memory_is_not(
+    rig: Start, spec: TaskSpec, digest: str, how: str, tmp_path: Path
+) -> None:
+    sealed = how == "tls"
+    certified = Certified(tmp_path / "tls")
+    n1, n2, n3 = (Credentials(key, path) for path, key in map(certified.key, ("agent-n1", "agent-n2", "agent-n3")))
     with rig(spec) as run:
         kept = lose_the_last(run)
-        with OtherNode("n3", {0: run.memory("n3")}) as n3:
+        with OtherNode("n3", {0: run.memory("n3")}, n3 if sealed else None) as service:
             with run.memory("n1").reading(kept) as found:
                 assert found is not None
-                memory_exchange.push(n3, run.task, 0, "n1", *found)
-            gone = MemoryService(node="n1", host="127.0.0.1", port=1, token=TOKEN)
-            restart(run, node="n2", peers=(gone, n3))
+                brought = n1.passes(("n3",), run.task, certified.warrant("n1", run.task, 1), now()) if sealed else None
+                memory_exchange.push(service, run.task, 0, "n1", *found, brought)
+            gone = MemoryService(node="n1", host="127.0.0.1", port=1, token=service.token)
+            passes = n2.passes(("n1", "n3"), run.task, certified.warrant("n2", run.task, 2), now()) if sealed else None
+            restart(run, node="n2", peers=(gone, service), passes=passes)
         told = taken(run, "t.2")
         assert (told.source, told.iteration) == ("peer", kept)
         assert regrouped(run, "t.2").source == "peer"
@@ -130,6 +138,27 @@ def test_storage_is_the_last_resort(rig: Start, spec: TaskSpec, digest: str) -> 
         told = taken(run, "t.2")
         assert (told.source, told.iteration, told.storage_iteration) == ("checkpoint", 2, 2)
         assert run.completed is not None and run.completed.params_digest == digest
+
+
+def test_a_storage_that_fails_ends_no_training(rig: Start, spec: TaskSpec, digest: str) -> None:
+    """Its directory is a file until two saves have failed, from the node's memory or from the worker's own."""
+    for memory in (True, False):
+        with rig(replace(spec, checkpoint=replace(spec.checkpoint, interval=1))) as run:
+            run.checkpoints.write_text("no directory")
+            run.start("t.1", fault="stop@iteration=4,micro_batch=0", memory=memory)
+            run.until(lambda: run.ready("t.1"))
+            run.tell(1, ["t.1"])
+            run.until(lambda: len(run.of(Unsaved)) >= 2)
+            told = run.of(Unsaved)[0]
+            assert isinstance(told, Unsaved) and told.by == "unicron" and told.iteration == 1
+            assert told.reason.startswith(("NotADirectoryError", "FileExistsError"))
+            run.until(lambda: stopped(run.pids["t.1"]))
+            run.checkpoints.unlink()
+            run.signal("t.1", signal.SIGCONT)
+            complete(run)
+            assert run.completed is not None and run.completed.params_digest == digest
+            saved = [message.iteration for message in run.of(Saved) if isinstance(message, Saved)]
+            assert saved[-3:] == [4, 5, 6] and not {1, 2} & {*saved}
 
 
 def test_from_the_seed_where_there_is_nothing(rig: Start, spec: TaskSpec, digest: str) -> None:

@@ -2,8 +2,8 @@
 
 One line in `<first argument>/<worker>.trace` for each micro-batch whose forward begins ("computed ITERATION
 MICRO_BATCH") and for each step ("stepped ITERATION DIGEST LOSS TIME CPU", the digest of all parameters of this shard,
-seconds). Further arguments: `--recompute` (activation checkpointing), `--bf16` (a Float16Module and Megatron's
-optimizer for it), `--untraced` (steps alone, and no digests: for measuring).
+seconds). Further arguments: `--recompute` (activation checkpointing), `--bf16` (the task's precision), `--untraced`
+(steps alone, and no digests: for measuring).
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.module import Float16Module
+from msgspec.structs import replace
 
 from agents.trainer import pretrain_gpt
 from agents.trainer.corpus import Corpus
@@ -36,25 +34,23 @@ def digest(model: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
+def varied(spec: TaskSpec) -> TaskSpec:
+    """As the arguments ask for."""
+    return replace(spec, model=replace(spec.model, precision="bf16")) if "--bf16" in sys.argv else spec
+
+
 def build(spec: TaskSpec) -> torch.nn.Module:
     """The task's GPT, with the variants that the arguments ask for."""
     model: Any = pretrain_gpt.build_model(spec)
     config = model.config
     if "--recompute" in sys.argv:
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
-    if "--bf16" in sys.argv:
-        config.bf16, config.params_dtype = True, torch.bfloat16
-        config.pipeline_dtype = config.autocast_dtype = torch.bfloat16
-        wrapped = Float16Module(config, model)
-        wrapped.ddp_config = model.ddp_config
-        pretrain_gpt.OptimizerConfig = partial(OptimizerConfig, bf16=True, params_dtype=torch.bfloat16)
-        return wrapped
     return model
 
 
 def main() -> None:
     launch = context.current().launch
-    spec = launch.spec
+    spec = varied(launch.spec)
     traced = "--untraced" not in sys.argv
     if torch.cuda.is_available():  # digests are compared with those of a run that another number of ranks made
         torch.use_deterministic_algorithms(True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from random import Random
 
-from unicrond.core.planning.problem import Problem, TaskProblem
+from unicrond.core.planning.placement import Shape
+from unicrond.core.planning.problem import Alternative, Curve, Prices, Problem, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
 
 
@@ -31,6 +34,53 @@ def random_task(rng: Random, name: str, most: int, *, faulty: bool = False) -> T
         unit=unit,
         d_transition_us=rng.choice((None, None, 0, rng.randint(0, 9))),
     )
+
+
+def with_layouts(rng: Random, task: TaskProblem, most: int) -> TaskProblem:
+    """The task with other layouts and prices, drawn at random."""
+    small = max((float(flops) for flops in task.curve.points.values()), default=0.0) < 1000
+    others = []
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        shape = Shape(rng.choice((1, 1, 2, 2, 4)), rng.choice((1, 1, 1, 2)))
+        points = range(rng.randint(0, most + 1))
+        if rng.random() < 0.4:  # as good as the present one: nothing but ties
+            flops = {k: task.curve(k) for k in points}
+        elif small:
+            flops = {k: rng.choice((0, 1, 2, 3, 5, 8)) for k in points}
+        else:
+            flops = {k: int(k**0.9 * 1e14) + rng.randrange(1000) for k in points}
+        others.append(Alternative(shape, Curve(flops), rng.choice((None, None, rng.randint(0, most)))))
+    price = [rng.choice((None, 0, 1, rng.randint(0, 9), 20)) for _ in range(3)]
+    tp = rng.choice([size for size in (1, 2, 4) if task.unit % size == 0])
+    return replace(task, tp=tp, others=tuple(others), prices=Prices(*price))
+
+
+def random_seats(rng: Random, workers: int) -> tuple[tuple[int, int], ...]:
+    """Nodes of one to five slots for so many workers."""
+    slots: Counter[int] = Counter()
+    left = workers
+    while left:
+        size = min(left, rng.randint(1, 5))
+        slots[size] += 1
+        left -= size
+    return tuple(sorted(slots.items()))
+
+
+def with_turns(rng: Random, problem: Problem) -> Problem:
+    """Up to four tasks have a turn, in any order, and more tasks have floors."""
+    turns = rng.sample(range(1, 5), min(4, len(problem.tasks)))
+    tasks = [
+        replace(task, turn=turn if rng.random() < 0.6 else 0, floor=task.floor or rng.randint(0, 3))
+        for task, turn in zip(problem.tasks, turns, strict=False)
+    ]
+    return replace(problem, tasks=tuple(tasks) + problem.tasks[len(tasks) :])
+
+
+def random_problem_of_layouts(rng: Random, most_tasks: int = 3, most_workers: int = 8) -> Problem:
+    problem = random_problem(rng, most_tasks, most_workers)
+    tasks = tuple(with_layouts(rng, task, most_workers) for task in problem.tasks)
+    seats = random_seats(rng, problem.workers) if rng.random() < 0.7 else ()
+    return replace(problem, tasks=tasks, seats=seats)
 
 
 def random_problem(rng: Random, most_tasks: int = 4, most_workers: int = 9) -> Problem:

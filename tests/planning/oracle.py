@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from unicrond.core.planning.problem import Problem, TaskProblem
 
 
 def legal_counts(problem: Problem, task: TaskProblem) -> list[int]:
-    cap = problem.workers if task.max_workers is None else min(task.max_workers, problem.workers)
-    return list(range(0, cap + 1, task.unit))
+    return sorted({k for k, _ in legal_choices(problem, task)})
 
 
-def gain(problem: Problem, task: TaskProblem, workers: int) -> Fraction:
-    """G as the paper writes it, in exact rationals."""
-    curve = task.curve.points
+def legal_choices(problem: Problem, task: TaskProblem) -> list[tuple[int, int]]:
+    """Workers and layout, 0 being the present one."""
+    choices = []
+    forms = [(task.unit, task.max_workers), *((each.shape.workers, each.most) for each in task.others)]
+    for layout, (unit, most) in enumerate(forms):
+        cap = problem.workers if most is None else min(most, problem.workers)
+        choices += [(k, layout) for k in range(0, cap + 1, unit) if k or not layout]
+    return choices or [(0, 0)]
 
-    def waf(x: int) -> Fraction:
-        return Fraction(task.weight) * Fraction(curve.get(x, 0)) if x >= task.min_workers else Fraction(0)
 
+def waf(task: TaskProblem, workers: int, layout: int = 0) -> Fraction:
+    curve = task.others[layout - 1].curve.points if layout else task.curve.points
+    return Fraction(task.weight) * Fraction(curve.get(workers, 0)) if workers >= task.min_workers else Fraction(0)
+
+
+def gain(problem: Problem, task: TaskProblem, workers: int, layout: int | None = None) -> Fraction:
+    """G as the paper writes it, in exact rationals, with a price for each kind of change; None: in the best layout."""
+    if layout is None:
+        return max(gain(problem, task, k, one) for k, one in legal_choices(problem, task) if k == workers)
     d_transition = problem.d_transition_us if task.d_transition_us is None else task.d_transition_us
-    value = waf(workers) * Fraction(problem.d_running_us)
-    if task.faulty or workers != task.workers:
-        value -= waf(task.workers) * Fraction(d_transition)
-    if not task.faulty and workers != task.workers:
-        value -= waf(task.workers) * Fraction(problem.churn_us)
+    value = waf(task, workers, layout) * Fraction(problem.d_running_us)
+    stays = (workers, layout) == (task.workers, 0)
+    if stays and not task.faulty:
+        return value
+    if not waf(task, workers, layout):
+        own = (task.prices.move_us, task.prices.reshape_us, task.prices.restart_us)
+        price = max(d_transition, *(d_transition if one is None else one for one in own))
+    elif layout:
+        price = task.prices.reshape_us
+    elif task.faulty:
+        price = None
+    else:
+        price = task.prices.move_us
+    value -= waf(task, task.workers) * Fraction(d_transition if price is None else price)
+    if not task.faulty:
+        value -= waf(task, task.workers) * Fraction(problem.churn_us)
     return value
 
 
@@ -33,29 +55,67 @@ def unmet(task: TaskProblem, workers: int) -> int:
     return int(workers < task.floor)
 
 
+def shortfall(problem: Problem, counts: Sequence[int]) -> tuple[list[int], int]:
+    """Unmet floors: turn by turn from the highest (1: unmet), and how many of the others."""
+    pairs = list(zip(problem.tasks, counts, strict=True))
+    turns = sorted(((t.turn, unmet(t, k)) for t, k in pairs if t.turn), reverse=True)
+    return [missed for _, missed in turns], sum(unmet(t, k) for t, k in pairs if not t.turn)
+
+
+def finds_room(groups: list[int], slots: list[int]) -> bool:
+    """Every way to seat them, the largest first."""
+    if not groups:
+        return True
+    size, *rest = groups
+    for at in range(len(slots)):
+        if slots[at] >= size and slots[at] not in slots[:at]:
+            left = [*slots[:at], slots[at] - size, *slots[at + 1 :]]
+            if finds_room(rest, left):
+                return True
+    return False
+
+
 def brute_force(problem: Problem) -> tuple[tuple[int, ...], Fraction]:
     """The canonical optimum by looking at every plan; ties as `solver.py` orders them."""
+    workers, _, value = brute_force_in(problem)
+    return workers, value
 
-    def plans(index: int, left: int) -> Iterator[tuple[int, ...]]:
+
+def brute_force_in(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], Fraction]:
+    """The same with the layouts, and with seats where the problem has some."""
+
+    def plans(index: int, left: int) -> Iterator[tuple[tuple[int, int], ...]]:
         if index == len(problem.tasks):
             yield ()
             return
-        for count in legal_counts(problem, problem.tasks[index]):
+        for count, layout in legal_choices(problem, problem.tasks[index]):
             if count <= left:
                 for rest in plans(index + 1, left - count):
-                    yield (count, *rest)
+                    yield ((count, layout), *rest)
 
-    gains = [{k: gain(problem, t, k) for k in legal_counts(problem, t)} for t in problem.tasks]
+    slots = [size for size, nodes in problem.seats for _ in range(nodes)]
+
+    def seated(plan: tuple[tuple[int, int], ...]) -> bool:
+        groups: list[int] = []
+        for task, (count, layout) in zip(problem.tasks, plan, strict=True):
+            tp = task.others[layout - 1].shape.tp if layout else task.tp
+            groups += [tp] * (count // tp)
+        return finds_room(sorted(groups, reverse=True), slots)
+
+    gains = [{c: gain(problem, t, *c) for c in legal_choices(problem, t)} for t in problem.tasks]
     best = None
     for plan in plans(0, problem.workers):
-        missed = sum(unmet(t, k) for t, k in zip(problem.tasks, plan, strict=True))
-        value = sum((gains[i][k] for i, k in enumerate(plan)), Fraction(0))
-        taste = tuple((k != t.workers, k) for t, k in zip(problem.tasks, plan, strict=True))
+        missed = shortfall(problem, [k for k, _ in plan])
+        value = sum((gains[i][choice] for i, choice in enumerate(plan)), Fraction(0))
+        taste = tuple(
+            (k != t.workers, k, layout > 0, -waf(t, k, layout), layout)
+            for t, (k, layout) in zip(problem.tasks, plan, strict=True)
+        )
         rank = (missed, -value, taste)
-        if best is None or rank < best[0]:
+        if (best is None or rank < best[0]) and (not problem.seats or seated(plan)):
             best = (rank, plan, value)
     assert best is not None
-    return best[1], best[2]
+    return tuple(k for k, _ in best[1]), tuple(layout for _, layout in best[1]), best[2]
 
 
 def plain_dp(problem: Problem) -> tuple[int, Fraction]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
 import pytest
 
-from tests.planning.clusters import random_problem
-from tests.planning.oracle import brute_force, plain_dp, unmet
+from tests.planning.clusters import random_problem, with_turns
+from tests.planning.oracle import brute_force, plain_dp, shortfall, unmet
 from unicrond.core.planning import kernel
 from unicrond.core.planning.exact import PRECISION, solve_exactly, solve_precisely
 from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
@@ -98,6 +99,32 @@ def test_floors_that_cannot_all_be_met_the_most_are(each_kernel: str) -> None:
     assert solution.workers == (1, 2, 0)
     assert solution.unmet_floors == ("t2",)
     assert "floor unmet: t2" in solution.reason
+
+
+def test_turns_go_before_floors_and_gains(each_kernel: str) -> None:
+    """Against every plan there is, with floors that cannot all be met."""
+    exact = binding = 0
+    for seed in range(1500):
+        problem = with_turns(Random(-seed), random_problem(Random(seed)))
+        plan, objective = brute_force(problem)
+        solution = solve(problem)
+        assert shortfall(problem, solution.workers) == shortfall(problem, plan), seed
+        assert objective - Fraction(solution.resolution) <= solution.exact_objective <= objective, seed
+        without = solve(replace(problem, tasks=tuple(replace(task, turn=0) for task in problem.tasks)))
+        binding += without.workers != solution.workers
+        if small_numbers(problem):
+            exact += 1
+            assert solution.workers == plan == solve_exactly(problem).workers, seed
+    assert exact > 400 and binding > 50
+
+
+def test_the_highest_turn_goes_first_whatever_it_costs(each_kernel: str) -> None:
+    tasks = tuple(TaskProblem(f"t{i}", 10**i, 0, TEN_EACH, floor=2, turn=turn) for i, turn in enumerate((2, 1, 0, 0)))
+    assert solve(Problem(2, 10, 1, tasks)).workers == (2, 0, 0, 0)
+    large = replace(tasks[0], floor=8)
+    assert solve(Problem(8, 10, 1, (large, *tasks[1:]))).workers == (8, 0, 0, 0), "three others for one"
+    assert solve(Problem(7, 10, 1, (large, *tasks[1:]))).workers == (0, 2, 2, 3), "it cannot be met"
+    assert "in turn: t0" in solve(Problem(2, 10, 1, tasks)).reason
 
 
 def test_workers_come_in_units_and_the_rows_shrink_with_them(each_kernel: str) -> None:

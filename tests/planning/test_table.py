@@ -66,6 +66,19 @@ def test_table_is_fresh_solve_is_brute_force(each_kernel: str) -> None:
     assert entries > 5000 and checked > 500
 
 
+def test_turns_in_the_table(each_kernel: str) -> None:
+    for seed in range(200):
+        situation = random_situation(Random(seed))
+        turns = Random(-seed).sample(range(5), min(5, len(situation.tasks)))
+        tasks = tuple(
+            replace(t, turn=turn, floor=t.floor or 2) for t, turn in zip(situation.tasks, turns, strict=False)
+        )
+        situation = replace(situation, tasks=tasks)
+        table = Planner().refresh(situation)
+        for event in situation.expected():
+            assert table.solution(event) == solve(situation.after(event)), (seed, event)
+
+
 def test_larger_clusters(each_kernel: str) -> None:
     for seed in range(12):
         situation = random_situation(Random(seed), most_tasks=9, most_workers=40)

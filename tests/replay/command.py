@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def unicron_replay(*arguments: object, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
+def unicron_replay(
+    *arguments: object, hash_seed: str = "random", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `unicron-replay` to its end (at most four minutes)."""
     return subprocess.run(
         [sys.executable, "-m", "replay.cli", *map(str, arguments)],
@@ -18,5 +20,5 @@ def unicron_replay(*arguments: object, hash_seed: str = "random") -> subprocess.
         text=True,
         timeout=240,
         cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, **environment},
     )

@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from events.point import AtSeq
 from events.segments import read_entries
-from replay.reading.point import AtSeq
-from replay.reading.replayer import replay
 from tests.replay.logs import eventful, write_log
+from unicrond.core.replayer import replay
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest
 

@@ -236,6 +236,12 @@ def _by_people(scene: _Scene) -> None:
     cluster.cordon("n3", drain=True)
     cluster.run()
     cluster.uncordon("n3")
+    window = cluster.maintain("n3", after_s=10**10, for_s=600)  # to come by any clock that a copy may be stamped by
+    cluster.append(v.MaintenanceCancelled(window=window, reason="by hand"), "api", term)
+    cluster.drain_by("n3", 3600)
+    cluster.append(v.DrainBegun(node="n3", reason="no worker is on it"), "coordinator", term)
+    cluster.run()
+    cluster.uncordon("n3")
     cluster.append(v.NodeEnrolled(node="n4", key="U" + "A" * 55, expires_us=0), "api", term)
     cluster.append(v.NodeRevoked(node="n4", reason="by hand"), "api", term)
     cluster.run()
@@ -262,6 +268,10 @@ def _ends(scene: _Scene) -> None:
     first = lead.members[0]
     stop = v.StopAsked(node=first.node, task="big", worker=first.worker, iteration=iteration, reason="by hand")
     cluster.say(cluster.hosts[first.node], stop)
+    unsaved = v.SaveFailed(
+        node=first.node, task="big", worker=first.worker, iteration=iteration, by="program", reason="OSError: no space"
+    )
+    cluster.say(cluster.hosts[first.node], unsaved)
     cluster.say(
         cluster.hosts[first.node],
         v.TaskCompleted(
@@ -274,7 +284,17 @@ def _ends(scene: _Scene) -> None:
         ),
     )
     cluster.run()
+    cluster.say(cluster.hosts["n2"], v.NodeLeaving(node="n2", grace_us=9, reason="maintenance"))
     cluster.say(cluster.hosts["n2"], v.NodeLeft(node="n2", reason="maintenance"))
+    term = cluster.state.term
+    cluster.say(cluster.hosts["n0"], v.MachineReported(node="n0", hold="", reason=""))
+    cluster.append(v.ForgetRequested(node="n9", leave=True, reason="by hand"), "api", term)
+    leave = v.LeaveCluster(
+        command_id=f"{term}.1.n3.79", node="n3", epoch=1, for_good=False, limit_us=1, reason="by hand"
+    )
+    cluster.append(leave, "coordinator", term)
+    cluster.hosts["n3"].commands.clear()
+    cluster.append(v.NodeForgotten(node="n9", reason="by hand"), "coordinator", term)
 
 
 def _oddities(cluster: MiniCluster) -> list[Entry]:

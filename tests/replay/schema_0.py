@@ -23,9 +23,9 @@ from events.codec import encode
 from events.envelope import Recorded
 from events.segments import FORMAT, MAGIC, read_entries
 from events.upcast import Message
-from replay.reading.replayer import replay
 from tests.replay.golden import facts
 from tests.replay.logs import troubled
+from unicrond.core.replayer import replay
 
 LOG_0 = Path(__file__).parents[1] / "golden" / "log_v0.bin"
 

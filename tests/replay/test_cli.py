@@ -21,14 +21,14 @@ from events.nats_connection import Login, connect
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
+from events.point import AtSeq
+from events.selection import tasks_of
 from events.vocabulary import Fault, InjectionRequested
-from replay.reading.point import AtSeq
 from replay.reading.progress import with_bar
-from replay.reading.replayer import replay
-from replay.reading.selection import tasks_of
 from replay.reading.source import FileSource
 from tests.replay.command import ROOT, unicron_replay
 from tests.replay.logs import eventful, fill, troubled, write_log
+from unicrond.core.replayer import replay
 from unicrond.core.state_bytes import digest, to_json
 
 
@@ -199,7 +199,7 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
     ("arguments", "code", "said"),
     [
         ("", 2, "COMMAND"),
-        ("digest", 2, "one of the arguments --file --nats --state-dir is required"),
+        ("digest", 2, "one of the arguments --file --nats --state-dir --url is required"),
         ("digest --file LOG --nats nats://h:1", 2, "not allowed with"),
         ("digest --file LOG --at yesterday", 2, "--at: 'yesterday' is not a point of a log; give a sequence number"),
         ("digest --file LOG --at 2026-11-20T09:30:00", 2, "append Z"),
@@ -212,7 +212,7 @@ def test_an_export_beyond_the_end_leaves_nothing(log: Path, tmp_path: Path) -> N
         ("digest --file /missing", 2, "--file: /missing cannot be read: No such file"),
         ("export /missing/x --file LOG", 2, "FILE: /missing is not a directory"),
         ("digest --file README", 1, "not an event log"),
-        ("digest --state-dir /missing", 1, "no nats-server runs there"),
+        ("digest --state-dir /missing", 1, "/missing: holds no log; give the state_dir"),
     ],
 )
 def test_an_error_is_one_line_that_names_the_fix(

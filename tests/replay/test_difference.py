@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from replay.reading.point import AtSeq
-from replay.reading.replayer import EMPTY, replay
+from events.point import AtSeq
 from replay.views.difference import differences, lines
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, troubled, write_log
+from unicrond.core.replayer import EMPTY, replay
 from unicrond.core.state_bytes import digest
 
 

@@ -12,9 +12,9 @@ from events.envelope import Quarantined, Recorded
 from events.schemas import FIRST, SCHEMA
 from events.segments import read_entries
 from events.vocabulary import AnyEvent, Heartbeat
-from replay.reading.replayer import replay
 from tests.replay.golden import LOGS, SEED, expected, facts
 from tests.replay.logs import eventful
+from unicrond.core.replayer import replay
 
 #: The bytes themselves. A change here says that logs out there may no longer be what the golden log is.
 LOG_BLAKE2B = {

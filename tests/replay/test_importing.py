@@ -14,10 +14,10 @@ from events.nats_server import EmbeddedServer
 from events.nats_streams import create_streams
 from replay.reading.importing import NotEmpty, import_to_directory, import_to_nats
 from replay.reading.nats_source import open_nats
-from replay.reading.replayer import replay
 from replay.reading.source import FileSource, entries_of
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, write_log
+from unicrond.core.replayer import replay
 from unicrond.core.state_bytes import digest
 
 
@@ -28,7 +28,7 @@ async def read_all(source: FileSource) -> list[Entry]:
 async def test_files_keep_everything(tmp_path: Path) -> None:
     entries = eventful(3)
     source = FileSource(write_log(tmp_path / "log.bin", entries))
-    assert await import_to_directory(source.chunks(), tmp_path / "copy") == len(entries)
+    assert await import_to_directory(source.chunks(), tmp_path / "copy", source.beats()) == len(entries)
     copy = await read_all(FileSource(tmp_path / "copy"))
     assert repr(copy) == repr(entries)
     assert digest(replay(copy)) == digest(replay(entries))
@@ -39,7 +39,7 @@ async def test_a_directory_with_anything_in_it_is_refused(tmp_path: Path) -> Non
     (tmp_path / "copy" / "note").touch()
     source = FileSource(write_log(tmp_path / "log.bin", eventful(3)))
     with pytest.raises(NotEmpty, match="is not empty; import into a new directory"):
-        await import_to_directory(source.chunks(), tmp_path / "copy")
+        await import_to_directory(source.chunks(), tmp_path / "copy", source.beats())
     assert [each.name for each in (tmp_path / "copy").iterdir()] == ["note"]
 
 

@@ -20,11 +20,11 @@ from events.nats_connection import Connection, Login, connect
 from events.nats_log import NatsEventLog
 from events.nats_server import EmbeddedServer
 from events.nats_streams import api, create_streams, event_stream_config
+from events.point import AtSeq, Point
 from events.subjects import EVENT_STREAM, subject
 from events.vocabulary import ErrorReported
 from replay.reading import reading_process
 from replay.reading.nats_source import NatsSource, open_nats
-from replay.reading.point import AtSeq, Point
 from replay.reading.source import Source, read
 from tests.contracts.logs import fact, facts
 from tests.integration.nats_cluster import nats_cluster

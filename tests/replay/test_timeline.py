@@ -13,7 +13,7 @@ import pytest
 from events import vocabulary as v
 from events.envelope import Entry
 from replay.views.timeline import LOST, TRAINING, Timeline
-from replay.views.timeline_html import html_page
+from replay.views.timeline_html import html_page, ticks_us
 from replay.views.timeline_text import text_page
 from tests.replay.command import unicron_replay
 from tests.replay.logs import eventful, write_log
@@ -158,3 +158,11 @@ def test_the_command_draws(tmp_path: Path) -> None:
     log = log.rename(tmp_path / "log.html")
     wrong = unicron_replay("timeline", "--file", log, "--html", log)
     assert wrong.returncode == 2 and "is the log itself" in wrong.stderr
+
+
+@pytest.mark.parametrize("length_us", [1, 999, 1_000_000, 61_500_000, 3_600_000_000, 10**14])
+def test_the_axis_has_round_times(length_us: int) -> None:
+    ticks = ticks_us(length_us)
+    assert ticks[0] == 0 and ticks[-1] <= length_us and len(ticks) <= 11
+    assert len(ticks) >= 4 or length_us < 4
+    assert all(str(tick).rstrip("0") in ("", "1", "2", "5") for tick in ticks[1:2])

@@ -117,8 +117,8 @@ def test_what_cannot_be_changed_is_named(changes: Changes, told: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_fork_anywhere_in_a_troubled_log_is_sound(seed: int) -> None:
     log = troubled(seed).log
-    from replay.reading.point import AtSeq
-    from replay.reading.replayer import replay
+    from events.point import AtSeq
+    from unicrond.core.replayer import replay
 
     for seq in range(10, len(log), 23):
         without, forked = what_if(replay(log, AtSeq(seq)), Policy(), Changes(add_nodes=1))

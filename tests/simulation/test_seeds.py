@@ -51,6 +51,28 @@ def test_copies_go_on_where_a_full_disk_has_forgotten_the_peers(monkeypatch: pyt
     assert not outcome.rule, outcome.story
 
 
+def test_a_readmitted_nodes_peers_are_not_clearly_at_fault() -> None:
+    """Two replicas of two nodes; the links of n3 are bad for longer than it is isolated."""
+    faults = [
+        Fault(kind="crash_log", at_s=11.463, for_s=2.025, pick=2),
+        Fault(kind="break_links", at_s=12.094, for_s=14.489, nodes=("n3",), pick=1),
+    ]
+    outcome = simulate(9059, faults)
+    assert not outcome.rule, outcome.story
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_planned_departures_lose_no_step_and_redo_no_micro_batch(seed: int) -> None:
+    faults = [
+        Fault(kind="cordon", how="by", at_s=14.0, for_s=14.0, nodes=("n1",)),
+        Fault(kind="ill_accelerator", how="foretold", at_s=29.0, for_s=1.0, nodes=("n1",), pick=1),
+        Fault(kind="maintain", at_s=31.0, for_s=8.0, nodes=("n2",)),
+    ]
+    outcome = simulate(seed, faults)
+    assert not outcome.rule, outcome.story
+    assert outcome.redone == outcome.iterations_lost == 0
+
+
 def test_equal_seeds_are_equal_histories() -> None:
     assert simulate(33) == simulate(33)
     assert simulate(33) != simulate(34)
@@ -111,6 +133,7 @@ def test_a_failing_history_is_shrunk_to_what_it_needs() -> None:
         ("deal_what_is_held", "trainers_agree"),
         ("fold_by_the_machine", "replay_equals_live"),
         ("keep_states", "memory_is_given_back"),
+        ("lanes_out_of_order", "sums_are_the_reference"),
     ],
 )
 def test_a_deliberate_bug_is_caught_by_the_rule_that_it_breaks(mutant: str, rule: str) -> None:

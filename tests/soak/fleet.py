@@ -28,8 +28,8 @@ class Fleet:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._clock = Clock(settings["iteration_s"], settings["kept_every_s"])
-        keys = {name: Path(settings[name]) for name in ("nkey_seed", "tls_ca") if settings[name]}
-        self._login = Login(**keys)
+        seed, ca = (Path(settings[name]) if settings[name] else None for name in ("nkey_seed", "tls_ca"))
+        self._login = Login(nkey_seed=seed, tls_ca=ca)
         self.nodes: dict[str, Node] = {}
         #: (task, generation) -> urgent, members, nodes of these.
         self._memberships: dict[tuple[str, int], tuple[bool, int, int]] = {}
@@ -131,7 +131,6 @@ async def main(settings: dict[str, Any]) -> None:
         out.flush()
 
     fleet = Fleet(settings)
-    reporting = asyncio.create_task(fleet.report(say))
 
     async def switch_on() -> None:
         for name in settings["names"]:
@@ -139,15 +138,18 @@ async def main(settings: dict[str, Any]) -> None:
             await asyncio.sleep(settings["join_every_s"])
         gc.freeze()
 
-    starting = asyncio.create_task(switch_on())
-    while line := await reader.readline():
-        order = json.loads(line)
-        say(await fleet.obey(order))
-        if order["do"] == "end":
-            break
-    for task in (reporting, starting):
-        task.cancel()
-    await asyncio.gather(reporting, starting, return_exceptions=True)
+    async def obey() -> None:
+        while line := await reader.readline():
+            order = json.loads(line)
+            say(await fleet.obey(order))
+            if order["do"] == "end":
+                break
+        for task in working:
+            task.cancel()
+
+    async with asyncio.TaskGroup() as group:  # what fails ends the fleet, with its traceback
+        working = [group.create_task(fleet.report(say)), group.create_task(switch_on())]
+        group.create_task(obey())
 
 
 if __name__ == "__main__":

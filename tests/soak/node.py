@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
+from agents.agent_config import Config
 from agents.outbox import Outbox
 from agents.protocol.marks import Mark
 from agents.protocol.messages import (
@@ -31,7 +32,6 @@ from agents.protocol.messages import (
 from agents.shell import Shell
 from agents.state import (
     Checked,
-    Config,
     CopyState,
     Held,
     InjectIntoNode,
@@ -393,6 +393,9 @@ class Node(Shell):
     def disconnect(self, worker: str, why: str) -> None: ...
 
     def finish(self) -> None: ...
+
+    def outlived(self, boot: int) -> None:
+        """The node was switched on again while this life of it still reads."""
 
     def held_states(self) -> Iterable[Held]:
         return ()

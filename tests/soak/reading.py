@@ -1,17 +1,41 @@
-"""The log read once from its begin: what stands there, how large it is, and whether it holds what it acknowledged."""
+"""The log read once from its begin: what stands there, how large it is, whether it holds what it acknowledged, and when
+it took and gave what followed from each fault."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 from events.envelope import Recorded
 from events.nats_log import NatsEventLog
 from events.subjects import entry
+from events.vocabulary import MembershipDecided, WorkerExited
 
 
-async def read(log: NatsEventLog, acknowledged: dict[str, dict[str, dict[str, int]]]) -> dict[str, Any]:
+class Ways:
+    """Of each fault of a worker, as seconds of the wall clock: when the log had stored that it ended, when the
+    coordinator decided, and when that was stored. `faults`: of worker, tasks and s (monotonic)."""
+
+    def __init__(self, faults: Sequence[dict[str, Any]], wall_s: float) -> None:
+        self._faults = {fault["worker"]: fault for fault in faults if fault.get("worker")}
+        self._wall_s = wall_s
+        self._open: dict[str, dict[str, Any]] = {}
+
+    def see(self, found: Recorded) -> None:
+        event, stored_s = found.envelope.event, found.recorded_at_us / 1e6
+        if isinstance(event, WorkerExited) and event.worker in self._faults:
+            fault = self._faults.pop(event.worker)
+            fault["stored_s"] = stored_s - fault["s"] - self._wall_s
+            self._open[fault["tasks"][0]] = fault
+        elif isinstance(event, MembershipDecided) and event.urgent and event.task in self._open:
+            fault = self._open.pop(event.task)
+            begin_s = fault["s"] + self._wall_s
+            fault |= {"decided_s": found.envelope.observed_at_us / 1e6 - begin_s, "told_s": stored_s - begin_s}
+
+
+async def read(log: NatsEventLog, acknowledged: dict[str, dict[str, dict[str, int]]], ways: Ways) -> dict[str, Any]:
     """`acknowledged`: producer -> boot -> number -> the sequence number that was returned."""
     last = await log.last_seq()
     counts: Counter[str] = Counter()
@@ -24,6 +48,8 @@ async def read(log: NatsEventLog, acknowledged: dict[str, dict[str, dict[str, in
             for stored in batch:
                 found = entry(stored.seq, stored.recorded_at_us, stored.subject, stored.body, stored.message_id)
                 kind = type(found.envelope.event).__name__ if isinstance(found, Recorded) else "Quarantined"
+                if isinstance(found, Recorded):
+                    ways.see(found)
                 counts[kind] += 1
                 sizes[kind] += len(stored.body)
                 if isinstance(found, Recorded) and found.envelope.producer in acknowledged:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tests.soak.run import Soak
 
 DAY_S = 86_400
+#: From a worker's fault: the log has stored it, the coordinator has decided, the log has stored that.
+WAY = ("stored", "decided", "told")
 
 
 def percentile(values: list[float], share: float) -> float | None:
@@ -23,10 +25,10 @@ def percentile(values: list[float], share: float) -> float | None:
 
 
 def spread_ms(values: list[float | None]) -> dict[str, Any]:
-    values = [value for value in values if value is not None]
+    known = [value for value in values if value is not None]
     return {
-        "count": len(values),
-        **{name: _ms(percentile(values, share)) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
+        "count": len(known),
+        **{name: _ms(percentile(known, share)) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
     }
 
 
@@ -53,6 +55,7 @@ def figures(soak: Soak) -> dict[str, Any]:
     by_phase = {phase: [s for s in samples if s["phase"] == phase] for phase in ("staffing", "rest", "faults")}
     found: dict[str, Any] = {
         "faults": [{k: v for k, v in fault.items() if k != "before"} for fault in faults],
+        **{f"{name}_ms": spread_ms([f.get(f"{name}_s") for f in faults if f["kind"] == "worker"]) for name in WAY},
         "first_node_ms": spread_ms([f["first_s"] for f in faults if f["kind"] == "worker" and f["first_s"]]),
         "last_node_ms": spread_ms([f["last_s"] for f in faults if f["kind"] == "worker" and f["last_s"]]),
         "node_loss_last_node_ms": spread_ms([f["last_s"] for f in faults if f["kind"] == "node" and f["last_s"]]),
@@ -128,7 +131,8 @@ def _memory(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     lines = []
     for name in (
-        *("failed", "joining_s", "whole_after_last_join_s", "whole_after_submission_s", "first_node_ms"),
+        *("failed", "joining_s", "whole_after_last_join_s", "whole_after_submission_s"),
+        *("stored_ms", "decided_ms", "told_ms", "first_node_ms"),
         *("last_node_ms", "node_loss_last_node_ms", "in_the_takeover_last_node_ms", "whole_again_ms", "takeover_s"),
         *("in_the_leader_change_last_node_ms", "leader_changes", "phases", "loop_delay_ms"),
         *("fsyncs_per_s_at_rest", "log_bytes_per_fault", "log_bytes_per_node_and_day_at_rest"),

@@ -24,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ class FleetProcess:
         while line := await self.process.stdout.readline():
             told = json.loads(line)
             if "told" in told:
-                self._memberships.told(*told["told"], told["at"])
+                task, generation, urgent, members, hosts = told["told"]
+                self._memberships.told(task, generation, urgent, members, hosts, told["at"])
             elif "following" in told:
                 self._memberships.following(self.process.pid, told["following"], told["s"])
             elif "joined" in told:
@@ -274,7 +277,8 @@ class Soak:
         count = max(1, round(self.options.faults_per_hour * duration_s / 3600))
         begin_s = time.monotonic()
         due = sorted(begin_s + duration_s * (n + self.drawn.random()) / count for n in range(count))
-        happens = [(due_s, number, lambda number=number: self.fault(number)) for number, due_s in enumerate(due)]
+        happens: list[tuple[float, int, Callable[[], Awaitable[None]]]]
+        happens = [(due_s, number, partial(self.fault, number)) for number, due_s in enumerate(due)]
         happens.append((begin_s + duration_s / 2, -1, self.take_over))
         if self._cluster is not None:
             happens.append((begin_s + duration_s * 3 / 4, -1, self.step_down))
@@ -379,7 +383,8 @@ class Soak:
                 f"{one.kind} {one.worker or one.node}: {one.message}" for one in state.incidents.values()
             ],
         }
-        figures["log"] = found = await reading.read(NatsEventLog(connection), acknowledged)
+        ways = reading.Ways(self.faults, time.time() - time.monotonic())
+        figures["log"] = found = await reading.read(NatsEventLog(connection), acknowledged, ways)
         figures |= report.figures(self)
         healed = all(fault.get("whole_s") is not None for fault in figures["faults"])
         figures["nothing_lost"] = not found["missing"] and not found["doubled"] and not found["out_of_order"]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from agents.trainer.states import checkpoint, state_bytes
 from agents.trainer.states.state import BadState, TrainingState, flatten, shapes, unflatten
@@ -258,3 +259,25 @@ def test_a_state_of_another_model_is_refused_untouched() -> None:
     with pytest.raises(BadState, match=r"0\.weight"):
         target.restore(state(width=3).capture(1, 0.0))
     assert target.params_digest() == before
+
+
+def test_a_state_is_taken_over_with_another_learning_rate() -> None:
+    """`unicronctl set TASK --lr`: the schedule is the program's, where it stands is the state's."""
+
+    def trained(rate: float, iterations: int) -> tuple[TrainingState, OptimizerParamScheduler]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD([{"params": [*model.parameters()], "max_lr": rate, "min_lr": 0.0}], rate)
+        scheduler = OptimizerParamScheduler(
+            optimizer, init_lr=0.0, max_lr=rate, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=iterations,
+            lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+        )  # fmt: skip
+        return TrainingState([model], optimizer, scheduler), scheduler
+
+    before, scheduler = trained(0.5, 100)
+    scheduler.step(50)
+    assert before.optimizer.param_groups[0]["lr"] == 0.25
+    after, scheduler = trained(0.1, 200)
+    assert after.restore(before.capture(50, 1.0))[0] == 50
+    assert scheduler.num_steps == 50
+    assert after.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 150 / 200)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from agents.protocol.marks import Marker
 from agents.protocol.messages import Membership, Straggles
+from agents.trainer.detection import determinism
 from agents.trainer.detection.baseline import LAST_WRITE_US
+from agents.trainer.detection.checksum import checksum, checksum_of_pieces
 from agents.trainer.detection.observing import Detection, Sighting
 from agents.trainer.ledger import Account, Total
 from agents.trainer.process.context import Patience
 from events.vocabulary import Member, StoreAddress, TaskSpec
+from tests.agents.node import committed
 
 START_US = 600_000_000
 
@@ -94,3 +99,68 @@ def test_who_is_busy_does_not_compute() -> None:
         time.sleep(evaluation_s)
     detection.own_time.end(1)
     assert detection.own_time.taken_us <= (time.monotonic() - began_s - evaluation_s) * 1e6
+
+
+def test_a_commit_says_the_checksum_that_all_replicas_have_made() -> None:
+    """Of the parameters that its iteration began with; also where it is told again, in another group."""
+    context: Any = SimpleNamespace(
+        patience=Patience(120.0, 60.0, 600.0, checksum_every=2), launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        mark=Marker(None), channel=SimpleNamespace(send=lambda _: None),
+    )  # fmt: skip
+    detection = Detection(context, [torch.nn.Parameter(torch.ones(3))])
+    told = []
+    for iteration in (1, 2, 3):
+        own = detection.sighting(iteration, 4, 1.0)
+        if detection.checks(iteration):
+            detection.summed(77)
+        detection.agreed([own.row(), own.row()])
+        told.append(detection.checked(committed(1, iteration)))
+    assert [(commit.checked, commit.checksum > 0) for commit in told] == [(0, False), (1, True), (0, False)]
+    assert [commit.sums for commit in told] == [0, 77, 0]
+    own = detection.sighting(4, 4, 1.0)
+    detection.agreed([own.row(), replace(own, checksum=own.checksum + 1).row()])
+    assert detection.checked(committed(1, 4)).checksum == 0, "a replica has other parameters"
+
+
+def test_surroundings_that_differ_from_the_first_ones_are_told() -> None:
+    own = determinism.surroundings()
+    assert torch.__version__ in own and determinism.number_of(own) == determinism.number_of(own) > 0
+    here, there = determinism.number_of(own), determinism.number_of("another GPU")
+    assert determinism.odd_places([here, here]) == ()
+    assert determinism.odd_places([here, there, here]) == (1,)
+    told = determinism.told_of((1, 2), 1, own)
+    assert told == f"replicas 1, 2 compute on something else than replica 0 (this one too: {own})"
+    assert "this one not" in determinism.told_of((1,), 0, own)
+
+
+def test_a_checksum_of_pieces_depends_on_no_cut() -> None:
+    one, other = torch.arange(10.0), torch.arange(10.0, 13.0)
+    whole = checksum([one, other])
+    assert checksum_of_pieces([[one], [other]]) == checksum_of_pieces([one.split(3), other.split(2)]) == whole
+    assert checksum_of_pieces([[other], [one]]) != whole
+    one[3] += 1e-6
+    assert checksum([one, other]) != whole
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([(5, 5), (5, 5)], ""),
+        ([(5, 5), (5, 6), (7, 7)], "on replica 1 a micro-batch computed twice has different bits"),
+        ([(5, 5), (6, 6), (5, 5), (6, 6)], "replicas 1, 3 compute other bits than replica 0"),
+    ],
+    ids=["the same", "unsteady", "of another type"],
+)
+def test_bits_that_are_not_kept_are_told(rows: list[tuple[int, int]], told: str) -> None:
+    found = determinism.verdict(rows)
+    assert found.startswith(told) and bool(found) == bool(told)
+
+
+def test_norms_of_scaled_gradients_are_not_compared() -> None:
+    """They double with the scale, and are infinite where it was too large."""
+    context: Any = SimpleNamespace(
+        patience=Patience(120.0, 60.0, 600.0), launch=SimpleNamespace(spec=TaskSpec(name="t")),
+        mark=Marker(None), channel=None,
+    )  # fmt: skip
+    assert Detection(context, [], loss_scaled=True).sighting(1, 4, float("inf")).norm == 0.0
+    assert Detection(context, []).sighting(1, 4, 2.0).norm == 2.0

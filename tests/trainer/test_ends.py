@@ -64,7 +64,8 @@ def test_each_connection_is_known_whoever_made_it(mesh: Mesh) -> None:
     ends = mesh.ends()
     told = ends.told()
     assert [member for member, one in enumerate(told) if one] == list(range(RANK)), "it made those to members before it"
-    assert len({*told[:RANK]}) == RANK
+    # Two of them may leave by one port: Linux gives it again to a connection that goes elsewhere.
+    assert told[:RANK] == [mark(address(mesh.mine[member].getsockname())) for member in range(RANK)]
     mesh.theirs[7].close()
     mesh.theirs[90].close()
     assert ends.lost() == [7], "where 90 comes from, 90 has yet to tell"

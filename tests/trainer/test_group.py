@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +196,28 @@ def test_a_member_with_an_older_hook_is_met_its_way(
     theirs.wait()
     assert told.read() == [[1, 2], [3, 4]]
     group.close()
+
+
+@pytest.mark.parametrize("port", ["4711", "+4711"], ids=["without a sign", "with numbers"])
+def test_a_member_whose_fixed_sums_are_others_is_not_met(
+    store: StoreAddress, channels: tuple[AgentChannel, AgentChannel], port: str
+) -> None:
+    """A hook before lanes sums integers; it reads our port all the same."""
+    theirs = dist.PrefixStore("gen/t/1/0", Stores().take(store))
+    theirs.set("standby/1", "-")
+    theirs.set("port/1", port)
+    with pytest.raises(forming.OtherSums, match=r"^members 1 of the group have an older hook, .* numerics: follow$"):
+        form(replace(place(store, "gen/t/1/0", 0), lanes=True), 1, channels[0], 30)
+    assert int(theirs.get("port/0")) > 1023
+
+
+def test_members_that_sum_by_lanes_meet(store: StoreAddress, channels: tuple[AgentChannel, AgentChannel]) -> None:
+    made = [Attempt(replace(place(store, "gen/t/1/0", rank), lanes=True), channels[rank]) for rank in range(2)]
+    for attempt in made:
+        attempt._thread.join(30)
+    assert all(attempt.succeeded for attempt in made)
+    for attempt in made:
+        attempt.abandon()
 
 
 def test_the_connection_to_the_store_is_kept_while_the_store_lives(

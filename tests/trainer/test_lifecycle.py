@@ -31,7 +31,8 @@ DIRECTORY = Path(lifecycle.__file__).parent
 #: What the lifecycle may import beside itself.
 ALLOWED = {
     "__future__", "collections.abc", "dataclasses", "heapq", "re", "typing", "events", "events.vocabulary",
-    "agents.trainer", "agents.trainer.ledger", "agents.protocol.messages", "agents.trainer.sharded.parts",
+    "agents.trainer", "agents.trainer.gradients.lanes", "agents.trainer.ledger", "agents.protocol.messages",
+    "agents.trainer.sharded.parts",
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from agents.protocol import marks
 from agents.protocol.marks import Marker, path_of, read
 
@@ -101,3 +103,20 @@ def test_a_reading_is_never_torn(tmp_path: Path) -> None:
         writer.join()
     assert len(readings) > 1000
     assert all(mark.iteration == mark.micro_batch == mark.entered for mark in readings)
+
+
+@pytest.mark.parametrize("number", [2**53, 2**64 - 1])
+def test_a_number_that_no_log_takes_is_no_mark(tmp_path: Path, number: int) -> None:
+    """A task may write anything into its mark; the agent reads it all the same."""
+    marker = Marker(tmp_path / "m")
+    marker.begun(7, 1)
+    assert read(tmp_path / "m") is not None
+    record = bytearray((tmp_path / "m").read_bytes())
+    record[4 * 8 : 5 * 8] = number.to_bytes(8, "little")  # the iteration
+    (tmp_path / "m").write_bytes(record)
+    assert read(tmp_path / "m") is None
+
+
+def test_what_is_no_file_does_not_hold_up_its_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m")
+    assert read(tmp_path / "m") is None

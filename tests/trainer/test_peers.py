@@ -12,6 +12,7 @@ from agents.protocol.peers import agent_schema, plain, told_to, write_schema
 from agents.trainer.process.channel import AgentChannel
 from events.schemas import FIRST, SCHEMA
 from events.vocabulary import Fault, StoreAddress, TaskSpec
+from tests.agents.node import committed
 
 TROUBLE = Trouble(
     kind="connection_broken", generation=1, iteration=1, phase="reduce", message="", detail="", lost=("t.2",)
@@ -29,6 +30,12 @@ def test_a_worker_says_what_its_agent_reads() -> None:
     assert told_to(FIRST, BUSY) is None
     assert told_to(FIRST, TROUBLE) == msgspec.structs.replace(TROUBLE, lost=())
     assert told_to(SCHEMA, BUSY) is BUSY and told_to(SCHEMA, TROUBLE) is TROUBLE
+
+
+def test_an_older_agent_hears_of_no_checksum() -> None:
+    commit = committed(1, 50)
+    checked = msgspec.structs.replace(commit, checked=49, checksum=7, sums=9)
+    assert told_to(SCHEMA, checked) == checked and told_to(SCHEMA - 1, checked) == told_to(FIRST, checked) == commit
 
 
 def test_an_agent_that_says_nothing_of_its_schema_reads_the_first(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agents.trainer.gradients.lanes import Lanes
 from agents.trainer.lifecycle.dealing import deal
 from agents.trainer.lifecycle.verdict import Position, PositionsContradict, Verdict, judge, span_row, spans_of
 
@@ -103,6 +104,40 @@ def test_parts_of_who_was_left_behind_count_for_nothing() -> None:
     late = replace(at(7, (1,)), spans=((64, 128),))
     verdict = judge([replace(at(8, (0, 1)), spans=((0, 128),)), late], 4)
     assert verdict.shares == (((0, 128),), ())
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+
+def having(iteration: int, done: tuple[int, ...], dealt: tuple[int, ...]) -> Position:
+    return replace(at(iteration, dealt), done=done)
+
+
+@given(positions, st.sets(st.integers(0, 199)).map(lambda done: tuple(sorted(done))))
+def test_rows_carry_what_stands_in_sums(position: Position, done: tuple[int, ...]) -> None:
+    position = replace(position, done=done)
+    assert Position.from_row(position.row(200, 100, lanes=True), 200, lanes=True) == position
+
+
+def test_what_stands_in_sums_stays_and_all_else_is_dealt_anew() -> None:
+    verdict = judge([having(7, (0, 1), (0, 1, 2, 3)), having(7, (4, 5, 6, 7), (4, 5, 6, 7))], 12, lanes=Lanes(12, 3))
+    assert verdict.deal is not None and verdict.kept(0) == {0, 1} and verdict.kept(1) == {4, 5, 6, 7}
+    assert verdict.dealt == ((8, 9, 2, 3), (10, 11))
+    assert verdict.redone == (2, 2), "what was another's; 2 and 3 were its own"
+
+
+def test_of_a_running_sum_at_two_members_the_longer_one_counts() -> None:
+    verdict = judge([having(7, (2,), (0, 1, 2)), having(7, (2, 3), (3, 4, 5))], 6, lanes=Lanes(6, 3))
+    assert (verdict.kept(0), verdict.kept(1)) == (frozenset(), {2, 3})
+    assert sorted((*verdict.kept(0), *verdict.kept(1), *verdict.dealt[0], *verdict.dealt[1])) == list(range(6))
+
+
+def test_who_was_left_behind_in_the_same_iteration_has_as_good_sums_as_any() -> None:
+    """But not one that cannot follow to the others' iteration."""
+    others = [having(8, (0, 1), (0, 1, 2)), having(8, (), (3, 4, 5))]
+    verdict = judge([*others, having(8, (4, 5), (4, 5))], 6, lanes=Lanes(6, 3))
+    assert not verdict.receivers and verdict.kept(2) == {4, 5}
+    assert judge([*others, having(6, (4, 5), (4, 5))], 6, lanes=Lanes(6, 3)).receivers == {2}
 
 
 ACCOUNTS = -1

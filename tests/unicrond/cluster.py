@@ -79,6 +79,8 @@ class Host:
     follows: set[str] = field(default_factory=set)
     #: It fails its health checks; None: it never answers.
     ill: bool | None = False
+    #: Its agent was told to leave.
+    leaving: bool = False
 
 
 class MiniCluster:
@@ -98,6 +100,8 @@ class MiniCluster:
         self.iterations: dict[str, int] = {}
         #: Where whoever regroups says that its state came from.
         self.source: v.StateSource = "own"
+        #: By worker: the iteration in which it would end now, and how many micro-batches of it it has finished.
+        self.computed: dict[str, tuple[int, int]] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._passed: set[str] = set()
         self._members: dict[tuple[str, int], tuple[tuple[v.Member, ...], tuple[str, ...]]] = {}
@@ -158,7 +162,9 @@ class MiniCluster:
 
     # --- people ------------------------------------------------------------------------------
 
-    def add_host(self, name: str, slots: int = 1, memory: v.MemoryService | None = None) -> None:
+    def add_host(
+        self, name: str, slots: int = 1, memory: v.MemoryService | None = None, users: tuple[str, ...] = ()
+    ) -> None:
         host = self.hosts.setdefault(name, Host(name, slots))
         host.up = True
         host.boot += 1
@@ -176,6 +182,7 @@ class MiniCluster:
             version=told_version("test", SCHEMA),
             workers=running,
             memory=memory,
+            users=users,
         )
         self.say(host, joined)
 
@@ -188,6 +195,18 @@ class MiniCluster:
     def cordon(self, node: str, *, drain: bool = False) -> None:
         self.append(v.NodeCordoned(node=node, drain=drain, reason="test"), "api", self.state.term)
 
+    def drain_by(self, node: str, after_s: float) -> None:
+        """The node is to be empty so long from now."""
+        by_us = self.now_us + int(after_s * SECOND_US)
+        self.append(v.NodeCordoned(node=node, drain=True, reason="test", empty_by_us=by_us), "api", self.state.term)
+
+    def maintain(self, *nodes: str, after_s: float, for_s: float) -> str:
+        """A maintenance window; its id."""
+        from_us = self.now_us + int(after_s * SECOND_US)
+        until_us = from_us + int(for_s * SECOND_US)
+        asked = v.MaintenancePlanned(nodes=nodes, from_us=from_us, until_us=until_us, reason="test")
+        return f"w{self.append(asked, 'api', self.state.term).seq}"
+
     def uncordon(self, node: str) -> None:
         self.append(v.NodeUncordoned(node=node, reason="test"), "api", self.state.term)
 
@@ -195,9 +214,11 @@ class MiniCluster:
 
     def kill_worker(self, host: Host, worker: str) -> None:
         process = host.processes.pop(worker)
+        iteration, computed = self.computed.get(worker, (0, 0))
         exited = v.WorkerExited(
-            node=host.name, task=process.task, worker=worker, exit_code=None, signal=9, expected=False
-        )
+            node=host.name, task=process.task, worker=worker, exit_code=None, signal=9, expected=False,
+            iteration=iteration, computed=computed,
+        )  # fmt: skip
         if host.up:
             self.say(host, exited)
 
@@ -257,6 +278,7 @@ class MiniCluster:
         elif isinstance(command, v.StopWorker):
             process = host.processes.pop(command.worker, None)
             if process is not None:
+                iteration, computed = self.computed.get(command.worker, (0, 0))
                 exited = v.WorkerExited(
                     node=host.name,
                     task=process.task,
@@ -264,8 +286,16 @@ class MiniCluster:
                     exit_code=0,
                     signal=None,
                     expected=True,
+                    iteration=iteration,
+                    computed=computed,
                 )
                 self.say(host, exited)
+        elif isinstance(command, v.LeaveCluster):
+            host.leaving = True
+            if command.for_good:
+                self.say(host, v.NodeLeaving(node=host.name, grace_us=command.limit_us, reason=command.reason))
+            else:
+                host.processes.clear()
         elif isinstance(command, v.CheckNode) and host.ill is not None:
             self.checked(host, command, passed=not host.ill)
         elif isinstance(command, v.SetMembership | v.MembershipDecided):
@@ -403,8 +433,17 @@ class MiniCluster:
         """All that could happen next without a fault."""
         moves: list = [lambda h=h: self._obey(h) or True for h in self.hosts.values() if h.up and h.commands]
         moves += [lambda t=t: self.group_up(t) for t in self.state.tasks]
+        moves += [lambda h=h: self._leave(h) for h in self.hosts.values() if h.up and h.leaving]
         moves.append(self.decide)
         return moves
+
+    def _leave(self, host: Host) -> bool:
+        """The node has been told to, and its last worker is gone."""
+        if host.processes:
+            return False
+        host.up = host.leaving = False
+        self.say(host, v.NodeLeft(node=host.name, reason="it was told to"))
+        return True
 
     def standing(self) -> dict[str, int]:
         return deadlines(Survey(self.state, self.policy))

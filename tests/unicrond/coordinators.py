@@ -21,10 +21,18 @@ async def running(
     heartbeat_s: float = 0.2,
     severity: Mapping[ErrorKind, SeverityLevel] | None = None,
     snapshots: Snapshots | None = None,
+    taken_us: int = 0,
+    policy: Policy | None = None,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator that is live; it is cancelled at the end."""
     coordinator = Coordinator(
-        log, beats or MemoryBeatLog(), Policy(), heartbeat_s, severity=severity, snapshots=snapshots
+        log,
+        beats or MemoryBeatLog(),
+        policy or Policy(),
+        heartbeat_s,
+        severity=severity,
+        snapshots=snapshots,
+        taken_us=taken_us,
     )
     task = asyncio.create_task(coordinator.run())
     try:

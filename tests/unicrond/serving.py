@@ -10,7 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
+from events.collectives import Collective
 from events.envelope import Entry, Recorded
+from events.logs_request import LogsReply, WorkerMark
 from events.memory_log import MemoryBeatLog, MemoryLog
 from events.schemas import SCHEMA
 from events.vocabulary import AnyEvent, CoordinatorStarted
@@ -21,6 +23,7 @@ from unicrond.intake.config import Config
 from unicrond.service.access import Access
 from unicrond.service.api import Api
 from unicrond.service.coordinator import Coordinator
+from unicrond.service.log_reading import LogsUnavailable
 
 
 class Files:
@@ -30,12 +33,50 @@ class Files:
         self.directory = directory
         self.worker = "big.1"
         self.missed = asyncio.Event()
+        self.asked_for_marks = 0
+
+    async def stacks(self, _: ClusterState, task: str, rank: int) -> dict[str, Any]:
+        """As LogReader.stacks."""
+        if rank > 1:
+            raise LogsUnavailable("node n3: py-spy is not on this node; pip install 'unicrond[stacks]'")
+        told = {"worker": f"{task}.{rank + 1}", "node": "n1", "pid": 4711, "text": f"Thread of rank {rank}\n"}
+        one = Collective(
+            library="gloo", group=3, number=7, is_p2p=False, name="all_reduce", state="scheduled", is_over=not rank,
+            sizes="Float[4096]", since_us=2_500_000,
+        )  # fmt: skip
+        return {**told, "no_stacks": "", "collectives": [one], "no_flight": ""}
+
+    async def ask(self, node: str, body: bytes, timeout_s: float) -> LogsReply:
+        """As LogReader.ask, of checks: no agent is there."""
+        raise LogsUnavailable("no answer within 10 s")
+
+    async def marks(self, state: ClusterState, task: str) -> dict[str, Any]:
+        """As LogReader.marks: rank 1 waits in a collective."""
+        if task not in state.tasks:
+            raise LookupError(f"task: no task {task}")
+        membership = state.tasks[task].membership
+        self.asked_for_marks += 1
+        members = membership.members if membership else ()
+        marks = {
+            member.worker: WorkerMark(
+                worker=member.worker, phase="reduce" if rank else "forward", generation=2, iteration=11,
+                micro_batch=rank, entered=7, waiting=bool(rank), still_us=40_000 * (rank + 1),
+            )
+            for rank, member in enumerate(members)
+        }  # fmt: skip
+        return {"marks": marks, "silent": {}}
 
     async def read(
-        self, _: ClusterState, task: str, rank: int | None, tail_bytes: int | None, offset: int | None
+        self,
+        _: ClusterState,
+        task: str,
+        rank: int | None = None,
+        tail_bytes: int | None = None,
+        offset: int | None = None,
+        worker: str | None = None,
     ) -> dict[str, Any]:
-        """As LogReader.read: the end of the log, or what follows `offset`."""
-        path = self.directory / str(rank or 0)
+        """As LogReader.read: the end of the log, or what follows `offset`. The one of a worker is `<dir>/<worker>`."""
+        path = self.directory / (worker or str(rank or 0))
         if task != "big" or not path.exists():
             self.missed.set()
             raise LookupError(f"task: {task} has no worker of rank {rank or 0}")

@@ -94,6 +94,12 @@ def test_the_list_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) ->
     assert may(READS) and not may(new) and not access.alarms()
 
 
+def test_requests_with_a_right_token_are_not_limited(tmp_path: Path) -> None:
+    """docs/operate/security.md says so."""
+    access = Access(path=listed(tmp_path / "tokens"))
+    assert {access.grant("POST", "/v1/plan/whatif", READS, "10.0.0.1", 0.0).name for _ in range(1000)} == {"ci"}
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

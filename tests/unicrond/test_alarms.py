@@ -7,18 +7,20 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from msgspec.structs import replace
 
+from events import vocabulary as v
 from events.envelope import Entry, Quarantined
 from events.schemas import SCHEMA
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.fold import fold
 from unicrond.core.state_bytes import digest
-from unicrond.service.alarms import STANDS_US, Alarms, written_by
+from unicrond.service.alarms import STANDS_US, Alarms, unsaved_lines, written_by
 
 NOW_US = 1_700_000_000_000_000
 
@@ -58,6 +60,32 @@ def test_an_alarm_names_the_newer_version() -> None:
     cluster.say(cluster.hosts["n1"], replace(cluster.log[-1].envelope.event, version="9+schema9"))
     line = Alarms().quarantined(refused("unicron.v1.obs.n1.DiskSmelt"), cluster.state)
     assert line.endswith(f"its agent is of schema 9, this coordinator reads {SCHEMA}")
+
+
+def test_a_checkpoint_that_was_not_saved_is_an_alarm_until_a_later_one_is() -> None:
+    cluster = healed_cluster()
+
+    def told() -> list[str]:
+        return unsaved_lines(cluster.state)
+
+    task = next(iter(cluster.state.active))
+    worker = task.workers[next(iter(task.member_names))]
+
+    def say(event: type[v.CheckpointSaved] | type[v.SaveFailed], **fields: Any) -> None:
+        told_of = {"node": worker.node, "task": task.name, "worker": worker.worker, "iteration": 3}
+        cluster.say(cluster.hosts[worker.node], event(**(told_of | fields)))
+
+    assert told() == []
+    say(v.SaveFailed, by="unicron", reason="OSError: no space left")
+    say(v.SaveFailed, by="program", reason="RuntimeError: no")
+    say(v.SaveFailed, by="unicron", reason="from a stranger", worker=f"{task.name}.99999")
+    assert told() == [
+        f"task {task.name}: its program did not save its checkpoint of iteration 3: RuntimeError: no",
+        f"task {task.name}: did not save the checkpoint of iteration 3: OSError: no space left",
+    ]
+    say(v.CheckpointSaved, path="/x", size_bytes=1, duration_us=1)
+    say(v.SaveFailed, by="program", reason="")
+    assert told() == []
 
 
 def test_alarms_are_no_part_of_the_state() -> None:

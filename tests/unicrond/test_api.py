@@ -275,6 +275,7 @@ async def test_no_token_and_no_password_leaves_by_the_api(tmp_path: Path) -> Non
 async def test_until_the_log_is_folded_nobody_is_given_part_of_the_state(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         served.coordinator.live.clear()
+        served.coordinator.caught_up.clear()
         for path in ("/v1/state", "/v1/logs/big", "/v1/plan/table"):
             async with http.get(path) as response:
                 await refused(response, 503, "coordinator:", "reading its log")
@@ -320,6 +321,22 @@ async def test_logs(tmp_path: Path) -> None:
 # --- nodes ---------------------------------------------------------------------------------------
 
 
+async def test_forget(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        async with http.post("/v1/nodes/n1/forget") as response:
+            await refused(response, 409, "unicronctl forget --leave n1")
+        async with http.post("/v1/nodes/n9/forget") as response:
+            await refused(response, 404, "n9")
+        async with http.post("/v1/nodes/n1/forget", json={"leave": True, "boot": 7}) as response:
+            await refused(response, 409, "agent_boot")
+        async with http.post("/v1/nodes/n1/forget", json={"leave": True, "reason": "sold"}) as response:
+            assert response.status == 202
+        await served.until(v.ForgetRequested)
+        await served.until(v.LeaveCluster)
+        node = served.coordinator.state.nodes["n1"]
+        assert (node.draining, node.forgetting) == (True, "sold")
+
+
 async def test_cordon_drain_uncordon(tmp_path: Path) -> None:
     async with api(tmp_path) as (served, http):
         async with http.post("/v1/nodes/n1/cordon", json={"drain": True, "reason": "new fan"}) as response:
@@ -340,6 +357,35 @@ async def test_cordon_drain_uncordon(tmp_path: Path) -> None:
             await refused(response, 404, "n9")
         async with http.post("/v1/nodes/n1/cordon", json={"drain": "yes"}) as response:
             await refused(response, 400, "drain")
+
+
+async def test_drain_by_a_time_and_maintenance(tmp_path: Path) -> None:
+    async with api(tmp_path) as (served, http):
+        async with http.post("/v1/nodes/n1/cordon", json={"drain": True, "by": {"in_s": 3600}}) as response:
+            assert response.status == 202
+            by_us = (await response.json())["empty_by_us"]
+        await served.until(v.NodeCordoned)
+        assert served.coordinator.state.nodes["n1"].empty_by_us == by_us
+        async with http.post("/v1/nodes/n2/cordon", json={"by": {"in_s": 3600}}) as response:
+            await refused(response, 400, "by: only a drain has a time")
+        about = {"nodes": ["n2", "n3"], "begins": {"in_s": 7200}, "for_s": 600, "reason": "new cables"}
+        async with http.post("/v1/maintenance", json=about) as response:
+            assert response.status == 201
+            told = await response.json()
+        window = f"w{told['seq']}"
+        await served.until(v.MaintenancePlanned)
+        assert served.coordinator.state.windows[window].nodes == ("n2", "n3")
+        assert told["until_us"] - told["from_us"] == 600_000_000
+        async with http.post("/v1/maintenance", json={**about, "nodes": ["n9"]}) as response:
+            await refused(response, 404, "n9")
+        async with http.post("/v1/maintenance", json={**about, "begins": {"at_us": 1}}) as response:
+            await refused(response, 400, "from: the window would be over")
+        async with http.post("/v1/maintenance/w1/cancel") as response:
+            await refused(response, 404, "w1")
+        async with http.post(f"/v1/maintenance/{window}/cancel") as response:
+            assert response.status == 202
+        await served.until(v.MaintenanceCancelled)
+        assert not served.coordinator.state.windows
 
 
 # --- ordered faults ------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.losses import tell
-from unicrond.core.blame import Verdict, judge, links, reports, verdict, weights
+from unicrond.core.blame import PLAIN, Verdict, judge, links, reports, verdict, weights
+from unicrond.core.folding.strikes import readmitted
 from unicrond.core.state import Incident, Severity
+from unicrond.core.task_parts import Troubles
 
 draws = st.integers(0, 2**32).map(random.Random)
 
@@ -281,3 +283,12 @@ def test_what_a_report_names_that_is_no_member_is_left_out(lost: list[str]) -> N
     known = tuple(name for name in sorted(lost) if name in cluster.state.tasks["t"].workers and name != reporter)
     assert incident.links == ({reporter: known} if known else {})
     assert isinstance(cluster.log[-1].envelope.event, v.ErrorReported)
+
+
+def test_with_a_readmitted_node_its_peers_record_is_forgotten_but_for_equals() -> None:
+    held = Troubles(ends={"n1": 6, "n3": 6, "n5": 1}, breaks={"n3": 3}, unclear={"n3": 3})
+    forgiven = readmitted(held, "n3")
+    assert forgiven.ends == {"n1": 1, "n5": 1} and not forgiven.breaks and not forgiven.unclear
+    verdict = judge({("n1", "n3"): PLAIN}, forgiven.ends, {})
+    assert verdict.blamed == ("n1",) and verdict.clear == ()
+    assert readmitted(held, "n4") == held

@@ -14,6 +14,7 @@ import pytest
 
 from agents import cli
 from agents.trainer.process.context import Patience
+from events.logins import HEADS_BUCKET
 from events.subjects import BEAT_STREAM, EVENT_STREAM
 from unicrond.intake.config import Config
 from unicrond.intake.strict_yaml import parse
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "operate" / "configuration.md").read_text()
 ROW = re.compile(r"^\| `([^`]+)` \| (\w+) \| (?:`([^`]*)` )?\| (\S.*) \|$", re.MULTILINE)
 #: Names that look like variables, and are what the log and its snapshots are called.
-NO_VARIABLES = {EVENT_STREAM, BEAT_STREAM, BUCKET}
+NO_VARIABLES = {EVENT_STREAM, BEAT_STREAM, BUCKET, HEADS_BUCKET}
 NO_SETTINGS = {"--help", "--version", "--print-completion"}
 VARIABLE = re.compile(r"UNICRON_[A-Z]+(?:_[A-Z]+)*")
 #: Functions of the code that read the variable their first argument names.

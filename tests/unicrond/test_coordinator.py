@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,12 +15,15 @@ from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.log import MAX_BATCH, Fenced
 from events.memory_log import MemoryBeatLog, MemoryLog
+from replay.views.verify import Verifier, bases
 from tests.unicrond.coordinators import running
 from unicrond.core.fold import fold
 from unicrond.core.own_decisions import batches
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest
+from unicrond.core.survey import Survey
+from unicrond.service import coordinator
 from unicrond.service.coordinator import Coordinator
 
 
@@ -58,6 +62,17 @@ async def test_it_plans_and_starts_workers() -> None:
         assert state.plan.assignments["a"].workers == 1
 
 
+async def test_a_persons_word_on_the_log_is_said_by_every_later_coordinator() -> None:
+    """Also by another head, which has not heard it itself."""
+    log = MemoryLog()
+    for taken_us, said_us in ((0, 0), (70, 70), (0, 70), (50, 70)):
+        async with running(log, taken_us=taken_us) as coordinator:
+            newest = [e async for e in log.read(0, until_seq=await log.last_seq())]
+            claims = [e.envelope.event for e in newest if isinstance(e, Recorded)]
+            claim = [claim for claim in claims if isinstance(claim, v.CoordinatorStarted)][-1]
+            assert (claim.term, claim.taken_us) == (coordinator.state.term, said_us)
+
+
 async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
     log = MemoryLog()
     async with running(log) as coordinator:
@@ -72,6 +87,27 @@ async def test_a_restart_folds_the_log_and_decides_nothing_twice() -> None:
         read = await entries_until(log, lambda e: isinstance(e, v.MembershipDecided))
     again = [e.envelope.event for e in read[length:] if isinstance(e.envelope.event, v.StartWorker | v.PlanAdopted)]
     assert not again
+
+
+async def test_curves_that_take_a_while_are_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by: list[threading.Thread] = []
+    make = Survey.make_curves
+
+    def spied(survey: Survey) -> None:
+        made_by.append(threading.current_thread())
+        make(survey)
+
+    monkeypatch.setattr(Survey, "make_curves", spied)
+    monkeypatch.setattr(coordinator, "POINTS_ON_LOOP", 2)
+    log = MemoryLog()
+    async with running(log) as leads:
+        await log.append([observation(joined(), 1)])
+        await leads.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a", max_workers=2)), 1, "api"))
+        await entries_until(log, lambda e: isinstance(e, v.StartWorker))
+        assert not made_by
+        await leads.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="b", max_workers=3)), 2, "api"))
+        await entries_until(log, lambda e: isinstance(e, v.PlanAdopted) and e.epoch == 3)
+    assert made_by and threading.main_thread() not in made_by
 
 
 async def test_a_new_coordinator_fences_the_old_one() -> None:
@@ -201,3 +237,20 @@ def test_a_decision_and_its_commands_are_one_batch(commands: list[int]) -> None:
     for batch in written[1:]:
         torn = isinstance(batch[0], v.Command)
         assert not torn or commands[int(batch[0].command_id.rpartition(".")[2])] >= MAX_BATCH
+
+
+async def test_it_begins_another_term_when_it_is_asked_to_and_goes_on() -> None:
+    log = MemoryLog()
+    async with running(log) as coordinator:
+        await log.append([observation(joined(), 1)])
+        await entries_until(log, lambda e: isinstance(e, v.PlanAdopted))
+        coordinator.renew_term()
+        await entries_until(log, lambda e: isinstance(e, v.CoordinatorStarted) and e.term == 2)
+        await coordinator.submit(observation(v.TaskSubmitted(spec=v.TaskSpec(name="a")), 1, "api"))
+        read = await entries_until(log, lambda e: isinstance(e, v.StartWorker))
+        assert coordinator.live.is_set() and not coordinator.fault
+    assert [e.envelope.term for e in read if isinstance(e.envelope.event, v.StartWorker)] == [2]
+    verifier = Verifier(bases(read))
+    for entry in read:
+        verifier.feed(entry)
+    assert verifier.finish().decisions >= 3

@@ -11,7 +11,7 @@ from events.segments import read_entries
 from tests.replay.golden import LOGS
 from tests.unicrond.cluster import SECOND_US
 from tests.unicrond.stories import random_life, states_of, trained
-from unicrond.core.costs import _plus, costs_at, settle
+from unicrond.core.costs import costs_at, plus, settle
 from unicrond.core.ledger import ZERO, Ledger
 from unicrond.core.state import ClusterState, Incident, Task, TaskStatus
 from unicrond.core.waf import linear_flops, waf
@@ -176,4 +176,4 @@ def test_without_faults_nothing_is_lost_once_all_train() -> None:
 
 
 def test_sums_stay_exact_beyond_what_a_decimal_adds() -> None:
-    assert int(_plus(_plus(ZERO, 10**40), 1)) == 10**40 + 1
+    assert int(plus(plus(ZERO, 10**40), 1)) == 10**40 + 1

@@ -18,7 +18,18 @@ import pytest
 
 from events.codec import encode
 from events.envelope import Envelope
-from events.vocabulary import NodeLeft, PlanAdopted, StepCommitted, TaskCancelled, TaskReshaped, TaskSubmitted
+from events.vocabulary import (
+    LeaveCluster,
+    MaintenanceCancelled,
+    MaintenancePlanned,
+    NodeCordoned,
+    NodeLeft,
+    PlanAdopted,
+    StepCommitted,
+    TaskCancelled,
+    TaskReshaped,
+    TaskSubmitted,
+)
 from tests.unicrond.serving import Served, healed_cluster, serving
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +204,15 @@ async def test_submit_and_cancel(served: Served) -> None:
     await served.until(TaskCancelled, last)
     assert served.coordinator.state.tasks["third"].ending.reason == "done with it"
     assert "task: nobody is not active" in one_line(await ctl("cancel", "nobody", url=served.url), 1)
+
+
+async def test_more_replicas_than_lanes_are_warned_of(served: Served) -> None:
+    task = b"name: third\nmax_workers: 2\nglobal_batch: 8\nenv: {UNICRON_LANES: '1'}\n"
+    done = await ctl("submit", "-", url=served.url, stdin=task)
+    assert done.code == 0 and "warning: env.UNICRON_LANES: 1 lanes for up to 2 replicas" in done.err
+    await ctl("submit", "-", url=served.url, stdin=b"name: fourth\nmax_workers: 2\nglobal_batch: 8\n")
+    grown = await ctl("reshape", "fourth", "--max-workers", "3", url=served.url)
+    assert grown.code == 0 and "2 lanes for up to 3 replicas: those that share a lane compute one after" in grown.err
 
 
 async def test_reshape(served: Served) -> None:
@@ -372,3 +392,44 @@ async def test_events_decode_is_for_the_nats_cli() -> None:
     assert (decoded.code, decoded.err) == (0, "")
     assert "node n1 joined with 1 slot" in decoded.out
     assert await ctl("events", "decode", stdin=b"") == Outcome(0, "\n", "")
+
+
+async def test_nodes_are_emptied_by_a_time_and_in_windows(served: Served) -> None:
+    drained = await ctl("drain", "n3", "--by", "2h", "--reason", "new fan", url=served.url)
+    assert drained.code == 0 and "node n3 will be empty by 20" in drained.out, drained
+    await served.until(NodeCordoned)
+    window = await ctl("maintain", "n1,n2", "--from", "3h", "--for", "90m", "--reason", "cables", url=served.url)
+    assert window.code == 0 and " of n1, n2: 20" in window.out, window
+    name = window.out.split()[1]
+    await served.until(MaintenancePlanned)
+    listed, node, plan = await asyncio.gather(
+        ctl("maintain", url=served.url),
+        ctl("describe", "node", "n1", url=served.url),
+        ctl("plan", "show", url=served.url),
+    )
+    assert name in listed.out and "planned" in listed.out and "n1, n2" in listed.out and "cables" in listed.out
+    assert f"{name} from 20" in node.out
+    assert f"maintenance {name} of n1, n2: 20" in plan.out and "node n3 empty by 20" in plan.out
+    over = await ctl("maintain", "--cancel", name, url=served.url)
+    assert over.code == 0 and over.out == f"maintenance {name} is over\n"
+    await served.until(MaintenanceCancelled)
+    empty = await ctl("maintain", url=served.url)
+    assert "no window is planned" in empty.out
+    for wrong, told in (
+        (("drain", "n3", "--by", "-2h"), "is no time to come"),
+        (("drain", "n3", "--by", "1234"), "is no time to come"),
+        (("maintain", "n1", "--from", "3h"), "--from and --for"),
+        (("maintain", "n1", "--from", "3h", "--for", "tomorrow"), "is no duration"),
+        (("maintain", "--for", "3h"), "NODE: name the nodes"),
+        (("maintain", "n1", "--cancel", "w1"), "--cancel: "),
+    ):
+        refused = await ctl(*wrong, url=served.url)
+        assert refused.code == 2 and told in refused.err, refused
+
+
+async def test_forget(served: Served) -> None:
+    refused = one_line(await ctl("forget", "n1", url=served.url), 1)
+    assert "n1 is up; unicronctl forget --leave n1 has it leave for good first" in refused
+    told = await ctl("forget", "n1", "--leave", "--reason", "sold", url=served.url)
+    assert told.code == 0 and "node n1 leaves for good, then it is forgotten, from sequence" in told.out, told
+    await served.until(LeaveCluster)

@@ -1,4 +1,4 @@
-"""`unicronctl plan show|table|whatif` against a served coordinator."""
+"""`unicronctl plan show|table|whatif|spares` against a served coordinator."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Serv
     assert costs["transition_flop"] > 0, "the worker that died cost something"
     for word in ("failure free", "delivered", "detection", "transition", "sub health"):
         assert word in text.out
+    assert told["gradients"]["big"] == {"sums": 1, "healing": 0, "results": 1}
+    assert "gradients of a worker" in text.out and "in healing" in text.out
     assert told["way"] == "fresh" and told["healthy"] == {"big": 3, "small": 1}
     status = await ctl("status", url=served.url)
     assert "delivered" in status.out and "sub-health" in status.out
@@ -94,6 +96,21 @@ async def test_what_if_answers_and_changes_nothing(served: Served) -> None:
 async def test_a_wrong_question_gets_one_line_and_exit_code_2(served: Served, words: list[str], told: str) -> None:
     outcome = await ctl("plan", "whatif", *words, url=served.url)
     assert one_line(outcome, 2).startswith(told)
+
+
+async def test_it_says_how_many_spares_pay(served: Served) -> None:
+    before = await served.log.last_seq()
+    asked = ("plan", "spares", "--repair-s", "86400", "--mtbf-s", "8640000")
+    text, data = await asyncio.gather(*(ctl(*asked, *more, url=served.url) for more in ([], ["--json"])))
+    assert (text.code, data.code) == (0, 0), (text, data)
+    told = json.loads(data.out)
+    assert (told["nodes"], len(told["rows"]), told["pay"], told["repair_s"]) == (4, 4, 0, 86_400)
+    assert "no spare pays" in text.out and "0*" in text.out and "each fails once in 2400 h" in text.out
+    wrong = await ctl("plan", "spares", "--repair-s", "0", url=served.url)
+    assert one_line(wrong, 2).startswith("unicronctl: --repair-s: '0' is not a whole number of 1 to ")
+    rare = await ctl("plan", "spares", "--mtbf-s", "3600", url=served.url)
+    assert one_line(rare, 2).startswith("unicronctl: --mtbf-s: a node would fail once in 1 h and be away for 24 h")
+    assert await served.log.last_seq() == before
 
 
 async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:

@@ -251,3 +251,19 @@ def test_who_stands_in_the_exchange_that_the_others_have_left_is_found(stepped: 
         )  # fmt: skip
     kinds = [incident.kind for incident in made.state.incidents.values()]
     assert ("collective_timeout" in kinds) is found
+
+
+def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
+    made = MiniCluster(3)
+    for number in range(4):
+        made.add_host(f"n{number}")
+    made.submit("big", pp=2, min_workers=2, max_workers=4, global_batch=12)
+    made.run()
+    made.train("big", 3)
+    survivors = members(made)[:2]
+    killed(made, 3)
+    generation = until_decided(made, 2).generation
+    (incident,) = made.state.incidents
+    for worker in survivors:
+        regrouped(made, worker, generation, dealt=4)
+    assert made.state.incidents[incident].redone == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from events import vocabulary as v
 from events.envelope import Envelope, Recorded
 from events.keys import BadKey, kept_key, make_key, read_key, write_key
 from events.logins import BadLogin, Role, User
-from events.nats_commands import filters
+from events.nats_commands import NatsCommandFeed, filters
 from events.nats_connection import Connection
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
 from events.nats_streams import api
 from events.subjects import EVENT_STREAM, told_subjects
 from tests.unicrond.cluster import MiniCluster
@@ -85,6 +88,7 @@ def test_a_key_that_is_not_used_in_time_ends() -> None:
 
 def test_the_alarm_of_a_migration_names_who_has_no_key() -> None:
     log = Log()
+    assert "enroll the nodes, then set nats.auth" in migration_line(log.state), "no node is there yet"
     log.say(joined("n1"), "n1")
     assert "enroll the 1 node without a key (n1)" in migration_line(log.state)
     log.say(enrolled())
@@ -185,7 +189,8 @@ async def follows(connection: Connection, node: str) -> list[str]:
 async def test_consumers_are_there_before_they_are_needed(nats_connection: Connection) -> None:
     log = Log()
     log.say(enrolled())
-    consumers = Consumers(nats_connection, lambda: log.state)
+    read = {"n1": 0}
+    consumers = Consumers(nats_connection, lambda: log.state, lambda node: read[node])
     await consumers.look()
     assert await follows(nats_connection, "n1") == told_subjects("n1", ())
     start = v.StartWorkers(node="n1", epoch=1, command_id="1.1.n1.1", spec=SPEC, starts=())
@@ -193,9 +198,49 @@ async def test_consumers_are_there_before_they_are_needed(nats_connection: Conne
     assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a"]))
     await consumers.before([replace(start, spec=replace(SPEC, name="b"))])
     assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b"]))
+    read["n1"] = 7
     await api(nats_connection, f"CONSUMER.DELETE.{EVENT_STREAM}.agent-n1", {})
     await consumers.look()
     assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b"]))
+    info = await api(nats_connection, f"CONSUMER.INFO.{EVENT_STREAM}.agent-n1", {})
+    assert info["config"]["opt_start_seq"] == 8, "it begins behind what the agent has read"
+    await consumers.before([replace(start, spec=replace(SPEC, name="c"))])
+    assert await follows(nats_connection, "n1") == sorted(told_subjects("n1", ["a", "b", "c"]))
+
+
+async def test_a_server_that_was_started_anew_costs_an_agent_nothing(
+    nats_server: EmbeddedServer, nats_connection: Connection
+) -> None:
+    """It has forgotten what each agent has read. The coordinator has not, and does not wait for its next look."""
+    log, events = Log(), NatsEventLog(nats_connection)
+    log.say(enrolled())
+    feed = NatsCommandFeed(nats_connection, "n1", makes_consumer=False)
+    obeyed: asyncio.Queue[int] = asyncio.Queue()
+
+    async def say(number: int) -> None:
+        check = v.CheckNode(node="n1", epoch=1, command_id=f"1.1.n1.{number}", limit_us=1, reason="ill")
+        await events.append(
+            [Envelope(producer="coordinator", boot=1, number=number, term=1, observed_at_us=1, event=check)]
+        )
+
+    async def obey() -> None:
+        async for recorded in feed.read():
+            obeyed.put_nowait(recorded.seq)
+
+    consumers = Consumers(nats_connection, lambda: log.state, lambda _: feed.handled_seq)
+    at_work = [asyncio.create_task(consumers.run()), asyncio.create_task(obey())]
+    try:
+        async with asyncio.timeout(30):
+            await say(1)
+            await say(2)
+            assert [await obeyed.get(), await obeyed.get()] == [1, 2]
+            await nats_server.restart()
+            await say(3)
+            assert await obeyed.get() == 3, "nothing comes twice"
+    finally:
+        for task in at_work:
+            task.cancel()
+        await asyncio.gather(*at_work, return_exceptions=True)
 
 
 def test_what_a_node_follows() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster, membership_of
 from unicrond.core.ordering import Refused
 from unicrond.core.reshape_order import ReshapeOrder, asked_for
+from unicrond.core.reshaping import is_in_place, reshaped
 from unicrond.core.state import TaskStatus
 from unicrond.display.cluster_tables import tasks_table
 
@@ -262,3 +265,49 @@ def test_heads_that_do_not_divide() -> None:
     cluster.run()
     with pytest.raises(Refused, match=r"^model\.heads: 4 does not divide among tp \(3\); use 3 or 6, or another tp"):
         ask(cluster, tp=3)
+
+
+def test_another_end_and_another_rate_begin_with_new_processes_in_the_same_layout() -> None:
+    cluster = cluster_of(1)
+    before = len(cluster.log)
+    asked = ask(cluster, iterations=500, lr=1e-4)
+    assert (asked.tp, asked.pp, asked.max_workers) == (1, 1, 4)
+    cluster.source = "peer"
+    cluster.run()
+    cluster.assert_whole()
+    task = cluster.state.tasks["big"]
+    assert (task.spec.iterations, task.spec.optimizer.lr, task.reshaping.reshape) == (500, 1e-4, None)
+    leaving, _ = decided(cluster, v.MembershipDecided, before)
+    assert leaving.reason == "iterations 1000000 becomes 500; learning rate 0.001 becomes 0.0001: all leave"
+    assert all(order.spec == task.spec for order in decided(cluster, v.StartWorkers, before))
+    assert {worker.worker for worker in task.workers.values()} == {f"big.{number}" for number in (5, 6, 7, 8)}
+
+
+@pytest.mark.parametrize(
+    ("entry", "order", "status", "line"),
+    [
+        ("gpt", {"iterations": 3}, 409, "iterations: 5 are committed already; give more, or cancel the task"),
+        ("gpt", {"lr": 1e-3}, 409, "iterations, lr: task big has these already; give others"),
+        ("gpt", {"lr": 1e-9}, 400, "optimizer.min_lr: 1e-05 is more than lr (1e-09); lower it"),
+        ("/srv/own.py", {"lr": 1e-4}, 400, "lr: only the script knows its learning rate"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(entry: str, order: dict[str, float], status: int, line: str) -> None:
+    cluster = cluster_of(1, entry=entry, optimizer=v.OptimizerSpec(min_lr=1e-5))
+    with pytest.raises(Refused, match=re.escape(line)) as refused:
+        ask(cluster, **order)
+    assert refused.value.status == status
+
+
+def test_a_command_line_of_megatron_gets_the_flags() -> None:
+    words = (
+        "pretrain_gpt.py --lr 1e-3 --lr-decay-style cosine --train-iters 50 --use-checkpoint-opt_param-scheduler --bf16"
+    )
+    spec = v.TaskSpec(name="lm", entry="megatron-lm", args=tuple(words.split()), iterations=50)
+    asked = v.ReshapeRequested(task="lm", tp=1, pp=1, min_workers=1, max_workers=1, reason="", iterations=70, lr=2.5e-5)
+    of = reshaped(spec, asked)
+    assert of.iterations == 70 and not is_in_place(spec, asked)
+    assert " ".join(of.args) == (
+        "pretrain_gpt.py --lr-decay-style cosine --bf16 --train-iters 70 --lr 2.5e-05 --override-opt_param-scheduler"
+    )
+    assert reshaped(of, asked) == of

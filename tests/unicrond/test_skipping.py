@@ -11,9 +11,9 @@ import pytest
 
 from events import vocabulary as v
 from events.memory_log import MemoryBeatLog, MemoryLog
+from events.point import AtSeq
 from replay.reading.export import Export
 from replay.reading.opening import fold_to
-from replay.reading.point import AtSeq
 from replay.reading.source import FileSource
 from tests.unicrond.coordinators import running
 from tests.unicrond.test_coordinator import entries_until, joined, observation

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.unicrond.serving import healed_cluster
 from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.core.task_parts import Ending
-from unicrond.display.cluster_tables import incidents_table, nodes_table, tasks_table
+from unicrond.display.cluster_tables import incidents_table, nodes_table, tasks_table, workers_table
 from unicrond.display.tables import Table, for_terminal, show
 
 REASON = "struck 8 times: no heartbeat for 1.53 s (limit 1.50 s), and its peers have lost it as well"
@@ -49,6 +49,23 @@ def test_an_incident_shows_its_severity(state: ClusterState, width: int) -> None
     lines = shown(incidents_table(state, state.now_us), width)
     assert "SEV2" in " ".join(lines), lines
     assert state.closed[0].message in " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_worker_shows_what_kill_needs(state: ClusterState, width: int) -> None:
+    tasks = {
+        name: replace(
+            task,
+            workers={
+                worker: replace(its, pid=4194303, node="rack07-gpu0123", busy="an evaluation of the whole test set")
+                for worker, its in task.workers.items()
+            },
+        )
+        for name, task in state.tasks.items()
+    }
+    lines = shown(workers_table(replace(state, tasks=tasks)), width)
+    assert sum("4194303" in line and "rack07-gpu0123" in line and " member" in line for line in lines) == 4
+    assert " ".join(" ".join(lines).split()).count("busy: an evaluation of the whole test set") == 4
 
 
 @pytest.mark.parametrize("width", [40, 80])

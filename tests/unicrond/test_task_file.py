@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,10 @@ from msgspec.structs import replace
 
 from events.codec import encode
 from events.envelope import Envelope
-from events.schemas import TOLD_ONCE
+from events.schemas import TASK_USERS, TOLD_ONCE
+from events.task_env import SETTINGS
 from events.vocabulary import (
+    DETERMINISTIC,
     WORKERS_MAX,
     CheckpointSpec,
     Member,
@@ -24,6 +27,8 @@ from events.vocabulary import (
     StoreAddress,
     TaskSpec,
 )
+from unicrond.core.planning.placement import Shape
+from unicrond.core.reshaping import most_workers
 from unicrond.core.task_rules import SPEC_BYTES_MAX, spec_faults
 from unicrond.core.waf import modelled
 from unicrond.intake.strict_yaml import BadYaml, parse
@@ -58,6 +63,8 @@ def test_the_annotated_example_of_the_documentation_names_every_field(tmp_path: 
     example = text.partition("```yaml\n")[2].partition("```")[0]
     spec = loads(example, directory=tmp_path)
     named = parse(example).value
+    assert named.pop("numerics") == "fixed" and named.pop("deterministic") == "check"
+    named["accumulation"] = "exact"  # as the log has it
     for kind, part in (
         (TaskSpec, named),
         (ModelSpec, named["model"]),
@@ -71,7 +78,47 @@ def test_the_annotated_example_of_the_documentation_names_every_field(tmp_path: 
 
 
 def test_a_name_is_enough() -> None:
-    assert loads("name: a") == TaskSpec(name="a")
+    assert loads("name: a") == TaskSpec(name="a", accumulation="exact", env={"UNICRON_LANES": "1"})
+
+
+@pytest.mark.parametrize(
+    ("line", "on_the_log"),
+    [("numerics: fixed", "exact"), ("numerics: follow", "float"), ("accumulation: exact", "exact"),
+     ("accumulation: float", "float")],
+)  # fmt: skip
+def test_sums_are_fixed_or_follow_the_deal(line: str, on_the_log: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In older files they were called otherwise: these are taken, with a line that says so."""
+    assert loads(f"name: a\n{line}", where="t.yaml").accumulation == on_the_log
+    told = [record.getMessage() for record in caplog.records]
+    today = {"exact": "fixed", "float": "follow"}[on_the_log]
+    older = f"t.yaml:2: accumulation: {on_the_log} is called numerics: {today} now; write that"
+    assert told == ([older] if line.startswith("accumulation") else [])
+
+
+def test_numerics_that_say_nothing_clear_are_refused() -> None:
+    assert "numerics: 'exact' is not one of fixed, follow" in complaint("name: a\nnumerics: exact")
+    assert "keep numerics" in complaint("name: a\nnumerics: fixed\naccumulation: float")
+
+
+def test_what_is_done_about_other_bits_stands_in_the_environment() -> None:
+    assert loads("name: a\ndeterministic: require").env["UNICRON_DETERMINISTIC"] == "require"
+    assert loads("name: a\ndeterministic: off\nenv: {A: b}").env["A"] == "b"
+    assert "UNICRON_DETERMINISTIC" not in loads("name: a").env
+    assert "deterministic: 'yes' is not one of check, require, off" in complaint("name: a\ndeterministic: yes")
+    assert "keep one" in complaint("name: a\ndeterministic: off\nenv: {UNICRON_DETERMINISTIC: require}")
+    assert "env.UNICRON_DETERMINISTIC: 'no' is not one" in complaint("name: a\nenv: {UNICRON_DETERMINISTIC: no}")
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch", "lanes"), [(8, 32, 4), (6, 3, 3), (2, 8, 1)], ids=["replicas", "micro-batches", "one"]
+)
+def test_a_task_has_as_many_lanes_as_it_may_have_replicas(workers: int, batch: int, lanes: int) -> None:
+    spec = loads(f"name: a\nmax_workers: {workers}\nmin_workers: 2\ntp: 2\nglobal_batch: {batch}\nnumerics: fixed")
+    assert spec.lanes == lanes
+    assert replace(spec, max_workers=64).lanes == lanes, "it is a constant"
+    told = loads("name: a\nglobal_batch: 8\nenv: {UNICRON_LANES: '4'}")
+    assert told.lanes == 4
+    assert "UNICRON_LANES" in complaint("name: a\nglobal_batch: 8\nenv: {UNICRON_LANES: '9'}")
 
 
 def test_numbers_and_words_mean_what_people_mean() -> None:
@@ -82,7 +129,7 @@ def test_numbers_and_words_mean_what_people_mean() -> None:
     assert spec.name == "no"
     assert spec.optimizer.lr == 1e-3
     assert spec.seed == 10
-    assert spec.env == {"DEBUG": "on", "AT": "12:30"}
+    assert spec.env == {"DEBUG": "on", "AT": "12:30", "UNICRON_LANES": "2"}
     assert spec.throughput == {"1": 1_900_000_000_000, "2": 3_000_000_000_000}
 
 
@@ -120,13 +167,20 @@ MISTAKES = [
     ("name: a\nargs: [--lr, 3]", "t.yaml:2: args[1]: expected text, got 3; put it in quotes"),
     ("name: a\nenv: {A: 1}", "t.yaml:2: env.A: expected text, got 1; put it in quotes"),
     ("name: a\nenv: {A-B: x}", "t.yaml:2: env.A-B: is not a variable's name"),
+    ("name: a\nenv: {LD_PRELOAD: /x.so}", "t.yaml:2: env.LD_PRELOAD: would load other code into every process"),
+    ("name: a\nenv: {GLIBC_TUNABLES: x}", "t.yaml:2: env.GLIBC_TUNABLES: would load other code"),
+    ("name: a\nenv: {UNICRON_LEASE: '5'}", "t.yaml:2: env.UNICRON_LEASE: is not a setting of workers"),
+    ("name: a\nenv: {CUDA_VISIBLE_DEVICES: '0'}", "t.yaml:2: env.CUDA_VISIBLE_DEVICES: is the agent's to set"),
+    ("name: a\nenv: {NOTIFY_SOCKET: /x}", "t.yaml:2: env.NOTIFY_SOCKET: is the agent's to set; remove it"),
+    ("name: a\nrun_as: Not A User", "t.yaml:2: run_as:"),
+    ("name: a\nsecrets: {UNICRON_LEASE_S: 'env:X'}", "t.yaml:2: secrets.UNICRON_LEASE_S: is a variable that may not"),
     ("name: a\nsecrets: {A-B: 'env:X'}", "t.yaml:2: secrets.A-B: is not a variable's name"),
     ("name: a\nsecrets: {A: hunter2}", "t.yaml:2: secrets.A: the value itself would stand in the log; give file:/PATH"),
     ("name: a\nsecrets: {A: 'file:here'}", "t.yaml:2: secrets.A: the value itself"),
     ("name: a\nsecrets: {LD_PRELOAD: 'env:X'}", "t.yaml:2: secrets.LD_PRELOAD: is a variable that may not be set"),
     ("name: a\nenv: {A: b}\nsecrets: {A: 'env:X'}", "t.yaml:3: secrets.A: stands in env too; remove it there"),
     ("name: a\nbackend: ncl", "t.yaml:2: backend: unknown value 'ncl'; did you mean nccl?"),
-    ("name: a\nentry: nowhere.py", "nowhere.py' is not a file; give gpt or the path of a script"),
+    ("name: a\nentry: nowhere.py", "nowhere.py' is not a file; give gpt, megatron-lm or the path of a script"),
     ("name: a\nargs: [x]", "t.yaml:2: args: entry gpt takes none"),
     ("name: a\nmin_workers: 3\nmax_workers: 2", "t.yaml:2: min_workers: 3 is more than max_workers (2); lower it"),
     (
@@ -191,7 +245,7 @@ def test_the_largest_membership_fits_into_one_event(name: str) -> None:
 def test_a_spec_that_came_over_the_wire_is_checked_too() -> None:
     assert problems(TaskSpec(name="a")) == []
     assert "absolute path" in problems(TaskSpec(name="a", data="corpus/x"))[0]
-    assert "give gpt or an absolute path" in problems(TaskSpec(name="a", entry="train.py"))[0]
+    assert "give gpt, megatron-lm or an absolute path" in problems(TaskSpec(name="a", entry="train.py"))[0]
     many = {f"V{number}": "x" * 1000 for number in range(100)}
     assert f"more than {SPEC_BYTES_MAX}" in problems(TaskSpec(name="a", env=many))[0]
 
@@ -253,6 +307,17 @@ def test_a_preset_fills_in_the_table_and_what_the_task_leaves_out() -> None:
     assert other.global_batch == 512 and other.throughput != spec.throughput
 
 
+def test_a_layout_is_feasible_where_its_gradients_have_room() -> None:
+    """16 lanes on 2, 3, 4 or more of 16 replicas: the fewer, the more sums a worker holds."""
+    small = "throughput_model: {model: gpt3-7b, gpu: a100-40g}\n"
+    follow, fixed = loads(f"{SEVEN_B}numerics: follow\n{small}"), loads(SEVEN_B + small)
+    assert set(fixed.throughput) < set(follow.throughput)
+    assert {"64", "32"} <= set(fixed.throughput) and "8" not in fixed.throughput
+    assert all(fixed.throughput[workers] == follow.throughput[workers] for workers in fixed.throughput)
+    with pytest.raises(TaskFileError, match=r"fits nowhere .* \(1024 lanes; fewer UNICRON_LANES or numerics: follow"):
+        loads(f"{SEVEN_B}env: {{UNICRON_LANES: '1024'}}\n{small}")
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -272,3 +337,101 @@ def test_a_wrong_preset_is_told_in_one_line(line: str, told: str) -> None:
     with pytest.raises(TaskFileError) as error:
         loads(SEVEN_B + f"throughput_model: {line}\n", where="t.yaml")
     assert str(error.value).startswith(told), error.value
+
+
+def test_older_parts_of_a_cluster_know_no_users_and_look_at_no_variables() -> None:
+    spec = TaskSpec(name="a", run_as="alice", env={"LD_PRELOAD": "/x.so"})
+    assert [str(fault) for fault in spec_faults(spec, TASK_USERS - 1)] == [
+        "run_as: older parts of this cluster run all tasks as one user; upgrade them, or leave it out"
+    ]
+    (said,) = [str(fault) for fault in spec_faults(spec)]
+    assert said.startswith("env.LD_PRELOAD: ")
+
+
+def test_every_setting_of_a_worker_may_stand_in_a_task_file() -> None:
+    env = dict.fromkeys(SETTINGS, "1") | {DETERMINISTIC: "require"}
+    assert not [*spec_faults(TaskSpec(name="a", env=env))]
+    table = (ROOT / "docs" / "operate" / "configuration.md").read_text()
+    assert set(re.findall(r"^\| `(UNICRON_[A-Z_]+)` \| worker ", table, re.MULTILINE)) == SETTINGS
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+def layouts_of(text: str) -> list[tuple[int, int, int]]:
+    """tp, pp and the entries of the table of each layout."""
+    return [(one.tp, one.pp, len(one.throughput)) for one in loads(f"name: a\n{text}").layouts]
+
+
+@pytest.mark.parametrize(
+    ("text", "layouts"),
+    [
+        ("", []),
+        ("max_workers: 4", []),
+        ("tp: 2\nmin_workers: 2\nmax_workers: 4", [(2, 1, 0), (1, 1, 0), (1, 2, 0)]),
+        ("tp: 2\nmin_workers: 2\nmax_workers: 4\nlayouts: fixed", []),
+        ("tp: 2\nmax_workers: 3\nlayouts: auto", [(2, 1, 0), (1, 1, 0), (1, 2, 0)]),
+        ("max_workers: 8\nlayouts: [{tp: [1, 2, 3]}, {tp: 4, pp: 1..3}]", [(1, 1, 0), (2, 1, 0), (4, 1, 0), (4, 2, 0)]),
+        ("tp: 2\nmax_workers: 3\nlayouts: [{throughput: {1: 1e12, 2: 2e12}}]", [(2, 1, 0), (1, 1, 2)]),
+        (
+            "tp: 2\nmax_workers: 3\nthroughput: {2: 3e12}\nlayouts: [{pp: 2}, {throughput: {1: 1e12}}]",
+            [(2, 1, 1), (1, 2, 1), (1, 1, 1)],
+        ),
+        ("tp: 2\nmin_workers: 2\nmax_workers: 4\nmodel: {hidden: 8192, layers: 48}", [(2, 1, 0), (1, 2, 0)]),
+    ],
+)
+def test_layouts(text: str, layouts: list[tuple[int, int, int]]) -> None:
+    assert layouts_of(text) == layouts
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("layouts: many", "layouts: give auto, fixed, or a list like"),
+        ("layouts: []", "layouts: give auto, fixed, or a list like"),
+        ("layouts: [{tq: 2}]", "layouts[0]: unknown field tq; give tp, pp and throughput"),
+        ("layouts: [{tp: 0}]", "layouts[0].tp: 0 is no size"),
+        ("layouts: [{tp: 4..2}]", "layouts[0].tp: '4..2' is no size"),
+        ("max_workers: 6\nlayouts: [{tp: 3}]", "layouts[0]: no tp and pp of this entry divide the model"),
+        ("max_workers: 4\nlayouts: [{tp: [1, 2], throughput: {2: 5}}]", "layouts[0].throughput: is of one layout"),
+        (
+            "max_workers: 4\nlayouts: [{tp: 2, throughput: {8: 5}}]",
+            "throughput.8: must be a number of workers",
+        ),
+        ("tp: 2\nmin_workers: 2\nmax_workers: 3", "max_workers: 3 is not a multiple of tp * pp"),
+    ],
+)
+def test_wrong_layouts(text: str, told: str) -> None:
+    with pytest.raises(TaskFileError) as error:
+        loads(f"name: a\n{text}")
+    assert told in str(error.value)
+
+
+def test_own_loops_keep_their_layout_unless_they_say_otherwise(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text("")
+    text = f"entry: {script}\ntp: 2\nmin_workers: 2\nmax_workers: 4"
+    assert layouts_of(text) == []
+    assert layouts_of(f"{text}\nlayouts: [{{tp: 1}}]") == [(2, 1, 0), (1, 1, 0)]
+
+
+def test_lanes_are_as_many_as_replicas_in_any_layout() -> None:
+    text = "name: a\ntp: 2\nmin_workers: 2\nmax_workers: 4"
+    assert loads(f"{text}\nlayouts: auto").lanes == 4
+    spec = loads(text)
+    assert spec.lanes == loads(f"{text}\nlayouts: fixed").lanes == 2, "who says nothing of it keeps the bits"
+    assert most_workers(spec, Shape(1, 1)) == 2
+
+
+def test_a_preset_gives_a_table_for_each_layout_that_is_the_best_somewhere() -> None:
+    text = "name: a\nmax_workers: 64\nnumerics: follow\nthroughput_model: {model: gpt3-13b, gpu: a100-80g}\n"
+    spec = loads(f"{text}layouts: auto")
+    assert len(spec.layouts) > 1 and (spec.layouts[0].tp, spec.layouts[0].pp) == (spec.tp, spec.pp)
+    assert spec.throughput == spec.layouts[0].throughput
+    best: dict[int, int] = {}
+    for one in spec.layouts:
+        for workers, flops in one.throughput.items():
+            best[int(workers)] = max(flops, best.get(int(workers), 0))
+    fixed = loads(f"{text}tp: 8\nlayouts: fixed\nmin_workers: 8").throughput
+    assert all(flops <= best[int(workers)] for workers, flops in fixed.items())
+    assert spec.min_workers == min(best)

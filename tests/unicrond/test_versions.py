@@ -57,7 +57,7 @@ def test_each_node_is_commanded_in_words_that_it_knows() -> None:
         "newer": SCHEMA + 1,
     }
     starts = commands(made, v.StartWorker)
-    assert {name: schema_of(command) for name, command in starts.items()} == {"old": 1, "new": 2, "newer": 2}
+    assert {name: schema_of(command) for name, command in starts.items()} == {"old": 1, "new": 4, "newer": 4}
     assert {name: c.spec.start_timeout_s for name, c in starts.items() if isinstance(c, v.StartWorker)} == {
         "old": None,
         "new": 120.0,

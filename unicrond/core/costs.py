@@ -32,8 +32,9 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from unicrond.core.ledger import Account, Charge, Ledger
+from unicrond.core.planning.placement import Shape
 from unicrond.core.state import ClusterState, Incident, Task, TaskStatus
-from unicrond.core.waf import has_scale, linear_flops, waf, worth_stays
+from unicrond.core.waf import best_waf, has_scale, linear_flops, waf, worth_stays
 
 _SECOND_US = 1_000_000
 #: Events that change no rate, most of the log among them: nothing to add up.
@@ -41,6 +42,7 @@ _FREE = frozenset(
     (
         v.StepCommitted,
         v.CheckpointSaved,
+        v.SaveFailed,
         v.StartWorker,
         v.StartWorkers,
         v.WorkerStarted,
@@ -105,10 +107,10 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
     return replace(
         ledger,
         until_us=now_us,
-        failure_free=_plus(ledger.failure_free, free),
-        delivered=_plus(ledger.delivered, delivered),
-        transition=_plus(ledger.transition, lost),
-        sub_health=_plus(ledger.sub_health, free - delivered - lost),
+        failure_free=plus(ledger.failure_free, free),
+        delivered=plus(ledger.delivered, delivered),
+        transition=plus(ledger.transition, lost),
+        sub_health=plus(ledger.sub_health, free - delivered - lost),
         charges=charges,
         exposed_us=ledger.exposed_us + sum(account.workers for account in accounts) * lasted_us,
     )
@@ -135,7 +137,7 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
             accounts[task.name] = _account(after, task, old or Account(since_us=after.now_us), linear, same=same)
     healthy = after.ledger.healthy
     if not same_worth or before.plan is not after.plan:
-        healthy = sum(_waf(after.tasks[name], after.plan.healthy.get(name, 0), linear) for name in accounts)
+        healthy = sum(best_worth(after.tasks[name], after.plan.healthy.get(name, 0), linear) for name in accounts)
     if accounts == after.ledger.accounts and healthy == after.ledger.healthy and before.incidents is after.incidents:
         return after
     ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy)
@@ -192,11 +194,17 @@ def _rate(task: Task, old: Account, linear: Callable[[], int]) -> tuple[int, int
     if not _stands(task) or task.membership is None:
         return 0, 0
     members = len(task.membership.members)
-    return (_waf(task, members, linear), members) if task.confirmed else (old.rate, old.workers)
+    return (worth(task, members, linear), members) if task.confirmed else (old.rate, old.workers)
 
 
-def _waf(task: Task, workers: int, linear: Callable[[], int]) -> int:
-    return waf(task, workers) if has_scale(task) else waf(task, workers, linear())
+def worth(task: Task, workers: int, linear: Callable[[], int], shape: Shape | None = None) -> int:
+    """F(t, workers), in its present layout or in another; `linear`: asked for where its T has no scale of its own."""
+    return waf(task, workers, shape=shape) if has_scale(task) else waf(task, workers, linear(), shape)
+
+
+def best_worth(task: Task, workers: int, linear: Callable[[], int]) -> int:
+    """The same in the best of its layouts."""
+    return best_waf(task, workers) if has_scale(task) else best_waf(task, workers, linear())
 
 
 # --- incidents -------------------------------------------------------------------------------------
@@ -230,8 +238,8 @@ def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
         moved = account.had * (account.lost_from_us - from_us)
         ledger = replace(
             ledger,
-            delivered=_plus(ledger.delivered, -moved),
-            detection=_plus(ledger.detection, moved),
+            delivered=plus(ledger.delivered, -moved),
+            detection=plus(ledger.detection, moved),
             charges=_charged(ledger.charges, account.incident, detection=moved),
             accounts=ledger.accounts | {name: replace(account, lost_from_us=from_us)},
         )
@@ -242,10 +250,10 @@ def _charged(
     charges: dict[str, Charge], incident: str, *, detection: int = 0, transition: int = 0
 ) -> dict[str, Charge]:
     old = charges.get(incident, Charge())
-    charge = Charge(detection=_plus(old.detection, detection), transition=_plus(old.transition, transition))
+    charge = Charge(detection=plus(old.detection, detection), transition=plus(old.transition, transition))
     return charges | {incident: charge}
 
 
-def _plus(total: Decimal, work: int) -> Decimal:
-    """Exact at any size: a Decimal's own addition rounds to 28 digits."""
+def plus(total: Decimal, work: int) -> Decimal:
+    """Their sum, exact at any size: a Decimal's own addition rounds to 28 digits."""
     return Decimal(int(total) + work)

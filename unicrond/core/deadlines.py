@@ -3,18 +3,18 @@
 Ids name their subject so exactly that one which comes late means nothing any more:
 `start:<worker>`, `meet:<task>#<generation>.<nth>`, `regroup:<task>#<generation>` (all leave; in older logs any),
 `symptom:<incident>`, `exit:<incident>`, `isolation:<node>#<nth>`, `check:<node>#<nth>` (after failed attempts
-`#<nth>.<attempts>`).
+`#<nth>.<attempts>`), `drain:<node>#<us>.<lead>` and `empty:<node>#<us>` (near that time, and then),
+`window:<id>#near.<lead>` and `window:<id>#end`, `forget:<node>#<when it left>`, `wait:<task>#<us>` and
+`turn:<task>#<us>` (since then).
 """
 
 from __future__ import annotations
 
-from unicrond.core import isolation
+from unicrond.core import departures, forgetting, isolation, turns
 from unicrond.core.state import ClusterState, Severity, TaskStatus, WorkerStatus
 from unicrond.core.survey import Survey
 
 _SECOND_US = 1_000_000
-#: Where all leave, the lead's replica may have to write the whole state to storage before it does.
-_LAST_OUT = 10
 
 
 def deadlines(survey: Survey) -> dict[str, int]:
@@ -31,6 +31,9 @@ def deadlines(survey: Survey) -> dict[str, int]:
             length_s = policy.symptom_window_s if incident.kind == "hang" else policy.exit_s
             standing[f"exit:{incident.id}"] = int(length_s * _SECOND_US)
     standing.update(isolation.deadlines(state, survey.nodes.isolated, policy.isolation_s))
+    standing.update(turns.deadlines(state))
+    standing.update(departures.deadlines(state, policy, survey.nodes.dated))
+    standing.update(forgetting.deadlines(state, survey.nodes.left, policy.forget_s))
     for task in state.tasks.values():
         if task.status is not TaskStatus.ACTIVE or survey.settled(task):
             continue
@@ -46,7 +49,7 @@ def deadlines(survey: Survey) -> dict[str, int]:
                 name = f"meet:{task.name}#{task.generation}.{task.group.meetings}"
                 standing[name] = max(length_us, busy_us)
             else:
-                standing[f"regroup:{task.name}#{task.generation}"] = length_us * _LAST_OUT
+                standing[f"regroup:{task.name}#{task.generation}"] = length_us * departures.LAST_OUT
     return standing
 
 

@@ -9,8 +9,9 @@ Rules
 * A regroup never waits for a plan: survivors go on at once, with what they have. Everything else
   (workers to start, to add, to leave) waits for the plan that fits the present nodes and tasks.
 
-Order in one call: escalate incidents, isolate and readmit nodes, fail tasks; adopt a plan; per task regroup,
-staff; end what is unwanted; close incidents; pass on ordered faults; where none of this is asked for, learn.
+Order in one call: escalate incidents, isolate, readmit and empty nodes, fail tasks; adopt a plan; per task regroup,
+staff; end what is unwanted; close incidents; pass on ordered faults; forget nodes; where none of this is asked for,
+learn.
 
 The ladder, for one task's incident; each step is a decision with its reason:
   SEV3  a new generation of the same members; breaks it again before it is calm, `reattempts_max` times -> SEV2
@@ -25,7 +26,8 @@ A task's membership changes for five reasons:
   no member has state         -> all that are ready; state from a checkpoint, or from the seed
   the plan says otherwise     -> planned, at an iteration boundary, when all newcomers are ready
   it is to have another tp, pp -> planned, with no members at all: all hand over at an iteration boundary and park.
-                                 When the last has ended the task is described anew, and planned for.
+                                 When the last has ended the task is described anew, and planned for: unless the plan
+                                 itself has chosen them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from events import vocabulary as v
-from unicrond.core.deciding import closing, copies, ladder, memberships, plans, readmission, staff
+from unicrond.core.deciding import (
+    closing,
+    copies,
+    departing,
+    forgetting,
+    ladder,
+    memberships,
+    plans,
+    readmission,
+    staff,
+)
 from unicrond.core.deciding.batch import Batch
 from unicrond.core.deciding.plans import needed_solves
 from unicrond.core.estimates import corrections, failure_rate
@@ -59,6 +71,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
         ladder.fail_task(batch, task, policy)
     ladder.isolate_nodes(batch, policy)
     readmission.readmit_nodes(batch)
+    departing.begin_drains(batch)
     if batch.events:
         return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh
@@ -68,8 +81,9 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
             batch.add(plans.in_runs(survey, plan) if batch.tells_once else plan)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
-        if task.status is TaskStatus.ACTIVE and task.reshaping.reshape is not None:
-            memberships.reshape(batch, task, task.reshaping.reshape)
+        asked = task.reshaping.reshape
+        if task.status is TaskStatus.ACTIVE and asked is not None and (fresh or not task.reshaping.plan):
+            memberships.reshape(batch, task, asked)  # what an outdated plan has chosen, the next one may not want
         elif task.status is TaskStatus.ACTIVE:
             memberships.regroup(batch, task, fresh)
             if fresh:
@@ -82,6 +96,7 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     for incident in state.incidents.values():
         closing.close_incident(batch, incident, fresh)
     _inject(batch)
+    forgetting.forget_nodes(batch)
     if not batch.events and fresh:
         _learn(batch)
     return batch.events
@@ -105,6 +120,5 @@ def _inject(batch: Batch) -> None:
                 epoch=batch.state.plan.epoch,
                 injection=name,
                 fault=injection.fault,
-                agent_boot=batch.state.nodes[injection.node].agent_boot,
             )
         )

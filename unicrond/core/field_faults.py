@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
 
 import msgspec
 
@@ -39,6 +40,7 @@ def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
     """All that keeps `value` (dicts, lists, scalars) from being a `kind` (struct, dict, tuple or scalar type)."""
     while get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is not None:
         kind = get_args(kind)[0]
+    kind = _meant(value, kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         yield from _struct_faults(value, kind, place)
     elif get_origin(kind) is dict:
@@ -51,6 +53,16 @@ def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
             msgspec.convert(value, kind, strict=True)
         except msgspec.ValidationError as error:
             yield Fault(place, _sentence(str(error), value, kind))
+
+
+def _meant(value: Any, kind: Any) -> Any:
+    """Of a union of a struct and others, the kind that the value is closest to: the struct, but for text."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    structs = [one for one in kinds if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    if not structs:
+        return kind
+    others = [one for one in kinds if one not in structs]
+    return others[0] if isinstance(value, str) and others else structs[0]
 
 
 def _struct_faults(value: Any, kind: type[msgspec.Struct], place: Place) -> Iterator[Fault]:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Entry, Envelope, Recorded
 from events.schemas import spoken_schema
-from unicrond.core import admission, isolation
+from unicrond.core import admission, departures, isolation
 from unicrond.core.costs import accrue
 from unicrond.core.folding import (
     accelerators,
@@ -88,8 +88,10 @@ def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> Cl
         severity=dict(event.severity),
         injections={},
         schema=schema,
+        log_taken_us=max(state.log_taken_us, event.taken_us),
         check_limit_us=isolation.limit_us(event.policy, "check_timeout_s"),
         repair_limit_us=isolation.limit_us(event.policy, "repair_timeout_s"),
+        starvation_us=int(event.policy.get("starvation_s", 0.0) * 1e6),
     )
 
 
@@ -103,14 +105,21 @@ def _nothing(state: ClusterState, _event: Any, _envelope: Envelope) -> ClusterSt
 
 FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.NodeJoined: nodes.node_joined,
+    v.NodeLeaving: nodes.node_leaving,
     v.NodeLeft: nodes.node_left,
+    v.MachineReported: nodes.machine_reported,
     v.NodeLost: nodes.node_lost,
     v.NodeReturned: nodes.node_returned,
+    v.ForgetRequested: nodes.forget_requested,
+    v.NodeForgotten: nodes.node_forgotten,
     v.NodeIsolated: nodes.node_isolated,
     v.NodeReadmitted: nodes.node_readmitted,
+    v.DrainBegun: lambda state, event, _: departures.begun(state, event),
     v.RepairEnded: lambda state, event, _: isolation.repair_ended(state, event),
     v.NodeCordoned: nodes.node_cordoned,
     v.NodeUncordoned: nodes.node_uncordoned,
+    v.MaintenancePlanned: lambda state, event, _: departures.planned(state, event),
+    v.MaintenanceCancelled: lambda state, event, _: departures.cancelled(state, event),
     v.NodeEnrolled: logins.node_enrolled,
     v.NodeRevoked: logins.node_revoked,
     v.WorkerStarted: workers.worker_started,
@@ -121,6 +130,7 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.ErrorReported: workers.error_reported,
     v.StepCommitted: training.step_committed,
     v.CheckpointSaved: training.checkpoint_saved,
+    v.SaveFailed: training.save_failed,
     v.TaskCompleted: tasks.task_completed,
     v.HangSuspected: suspicions.hang_suspected,
     v.WorkerBusy: workers.worker_busy,
@@ -161,5 +171,6 @@ FOLDS: dict[type, Callable[[ClusterState, Any, Envelope], ClusterState]] = {
     v.SetPeers: commands.set_peers,
     v.DropState: kept_states.drop_state,
     v.InjectFault: injections.inject_fault,
+    v.LeaveCluster: nodes.leave_commanded,
     v.CheckNode: lambda state, event, _: isolation.check_begun(commands.count_command(state, event.node), event),
 }

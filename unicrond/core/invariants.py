@@ -64,8 +64,9 @@ def _stories(state: ClusterState, since: ClusterState) -> Iterator[str]:
         yield _strangers(workers, state.nodes)
         touched.update(dict.fromkeys([worker.node for worker in workers]))
     for name in touched:
-        node = state.nodes[name]
-        count = _seats(state, name)
+        node, count = state.nodes.get(name), _seats(state, name)
+        if node is None:
+            continue  # forgotten: a worker there would be a stranger
         if count > node.slots_max and node.status is NodeStatus.UP:
             yield f"{name}: {count} workers on {node.slots_max} slots"
     if state.plan is not since.plan:

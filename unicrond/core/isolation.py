@@ -2,9 +2,10 @@
 
 Rules
 -----
-* An isolation for hardware (SEV1 by a code, ECC or NVLink errors; workers that ended there again and again) is over
-  when a health check of the node has passed, or a person says so (`unicronctl uncordon`), not before. A node that was
-  lost and returned too often rests for a time, as ever; and so does every node under a coordinator without checks.
+* An isolation for hardware (SEV1 by a code, ECC or NVLink errors; a failure that is foretold; workers that ended there
+  again and again) is over when a health check of the node has passed, or a person says so (`unicronctl uncordon`), not
+  before. A node that was lost and returned too often rests for a time, as ever; and so does every node under a
+  coordinator without checks.
 * A node whose hardware needs a reboot or another part (`Node.needs`, by its vendor's or its driver's word) is not even
   checked before a person or the operator's repair command has been there.
 * Each isolation rests first (`isolation_s`, twice as long with each isolation of the node). A failed check, a failed
@@ -112,6 +113,8 @@ def begun(state: ClusterState, node: Node) -> Isolation | None:
     """What a node waits for that is isolated now; None: for a time."""
     if not state.check_limit_us:
         return None
+    if node.foretold:
+        return Isolation(cause="hardware")
     blamed = (i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost")
     if any(incident.node == node.name for incident in blamed):
         return Isolation(cause="hardware")
@@ -192,7 +195,7 @@ def pardoned(state: ClusterState, node: Node, reason: str) -> Node:
 
 def ended(node: Node) -> Node:
     """In service again, and nothing is held against its hardware."""
-    return replace(node, isolated=False, isolation_over=False, reason="", isolation=None, needs="")
+    return replace(node, isolated=False, isolation_over=False, reason="", isolation=None, needs="", foretold="")
 
 
 def _asked(node: Node, command_id: str) -> bool:

@@ -178,6 +178,11 @@ class Liveness:
         self._own_last = (beat.agent_boot, beat.beat)
         self._send_gap_us = 0
 
+    def read_seq(self, node: str) -> int:
+        """The last entry of its commands that the node's agent has handled, by its last beat; 0: not known."""
+        known = self.beats.get(node)
+        return known.beat.read_seq if known is not None and known.beat is not None else 0
+
     def joined(self, node: str, now_us: int) -> None:
         """The coordinator has seen a NodeJoined."""
         self._sign(node, now_us)

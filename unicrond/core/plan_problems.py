@@ -15,24 +15,32 @@ Rules
 
 from __future__ import annotations
 
+from events.schemas import CHOOSES_LAYOUTS
+from events.vocabulary import TaskAssignment
 from unicrond.core.planning.placement import Shape
-from unicrond.core.planning.problem import Problem, TaskProblem
+from unicrond.core.planning.problem import Alternative, Prices, Problem, TaskProblem
+from unicrond.core.planning.seating import seats_matter, seats_of
 from unicrond.core.planning.situation import NodeLoad, Situation
+from unicrond.core.reshaping import most_workers, planned_shape, shape_of
 from unicrond.core.state import NodeStatus, Task
 from unicrond.core.survey import Survey
 
 _SECOND_US = 1_000_000
+#: What a reshape costs until the task has had one, in transitions (docs/results/benchmarks.md#reshape).
+RESHAPE_TRANSITIONS = 3
 
 
 def problem_of(survey: Survey) -> Problem:
     """The problem that the present nodes and tasks pose, after what has happened since the last plan."""
     policy, workers = survey.policy, sum(survey.capacity.values())
+    tasks = tuple([_task_problem(survey, task, faulty=_is_faulty(survey, task)) for task in survey.active])
     return Problem(
         workers=workers,
         d_running_us=survey.worker_mtbf_us // max(1, workers),
         d_transition_us=int(policy.transition_s * _SECOND_US),
-        tasks=tuple([_task_problem(survey, task, faulty=_is_faulty(survey, task)) for task in survey.active]),
+        tasks=tasks,
         churn_us=int(policy.churn_s * _SECOND_US),
+        seats=seats_of(survey.capacity) if _asks_for_seats(survey, tasks) else (),
     )
 
 
@@ -47,14 +55,16 @@ def situation_of(survey: Survey) -> Situation | None:
         for nodes in assignment.replicas if assignment else ():
             for node in nodes:
                 on_node[node].add(task.name)
+    problems = tuple([_task_problem(survey, task) for task in tasks])
     known = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
     return Situation(
         nodes=tuple(NodeLoad(name, slots, frozenset(on_node[name])) for name, slots in capacity.items()),
-        tasks=tuple([_task_problem(survey, task) for task in tasks]),
+        tasks=problems,
         mtbf_us=survey.worker_mtbf_us,
         d_transition_us=int(policy.transition_s * _SECOND_US),
         churn_us=int(policy.churn_s * _SECOND_US),
         join_slots=tuple(sorted({node.slots for node in known})),
+        seats_matter=_asks_for_seats(survey, problems),
     )
 
 
@@ -62,27 +72,30 @@ def healthy_problem_of(survey: Survey) -> Problem:
     """The most WAF that the active tasks could reach on every node that has joined and not left on purpose.
 
     Nothing is there yet and nothing costs a transition: the same question whatever fails meanwhile.
-    A cordoned node counts as far as it is still used: it is on its way out.
+    A cordoned or leaving node counts as far as it is still used: it is on its way out.
     """
-    workers = sum(
-        survey.capacity.get(node.name, 0) if node.cordoned else node.slots
+    slots = {
+        node.name: survey.capacity.get(node.name, 0) if node.cordoned or node.leaving else node.slots
         for node in survey.state.nodes.values()
         if node.status is not NodeStatus.LEFT
-    )
-    tasks = [_task_problem(survey, task, at_rest=True) for task in survey.active]
-    return Problem(workers=workers, d_running_us=1, d_transition_us=0, tasks=tuple(tasks))
+    }
+    tasks = tuple([_task_problem(survey, task, at_rest=True) for task in survey.active])
+    seats = seats_of(slots) if _asks_for_seats(survey, tasks) else ()
+    return Problem(workers=sum(slots.values()), d_running_us=1, d_transition_us=0, tasks=tasks, seats=seats)
 
 
 def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
     """The replicas that the plan gives the task now; those on a cordoned node only while they live. Of a task that has
-    been reshaped since, those that have its present shape."""
+    been reshaped since, those that have its present shape; of one that is on its way to the layout that the plan has
+    chosen, those that it will have."""
     state = survey.state
     assignment = state.plan.assignments.get(task.name)
-    shape = Shape(task.spec.tp, task.spec.pp)
+    shape = _shape(task, assignment)
     replicas = [nodes for nodes in (assignment.replicas if assignment else ()) if shape.fits(nodes)]
-    if any(state.nodes[node].cordoned for nodes in replicas for node in nodes):
+    going = {node for nodes in replicas for node in nodes if node not in state.nodes or state.nodes[node].cordoned}
+    if going:
         for nodes in survey.staffing(task).missing:
-            if nodes in replicas and any(state.nodes[node].cordoned for node in nodes):
+            if nodes in replicas and not going.isdisjoint(nodes):
                 replicas.remove(nodes)
     return replicas
 
@@ -96,18 +109,58 @@ def _is_faulty(survey: Survey, task: Task) -> bool:
     return off or len(present_replicas(survey, task)) < len(assignment.replicas)
 
 
+def _shape(task: Task, assignment: TaskAssignment | None) -> Shape:
+    """The layout that the task has, or is on its way to because the plan has chosen it."""
+    return planned_shape(task.spec, assignment) if task.reshaping.plan else shape_of(task.spec)
+
+
 def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: bool = False) -> TaskProblem:
-    assignment = None if at_rest else survey.state.plan.assignments.get(task.name)
-    fits = task.spec.tp <= survey.largest
+    given = survey.state.plan.assignments.get(task.name)
+    assignment = None if at_rest else given
+    own = _shape(task, given)
+    chooses = _chooses(survey, task)
+    curves = survey.curves(task) if chooses else {}
+    most = most_workers(task.spec, own) if chooses else task.spec.max_workers
+    others = tuple(
+        [
+            Alternative(shape, curve, most_workers(task.spec, shape))
+            for shape, curve in curves.items()
+            if shape != own and shape.tp <= survey.largest
+        ]
+    )
+    fits = own.tp <= survey.largest
     return TaskProblem(
         name=task.name,
         weight=task.spec.weight,
         workers=assignment.workers if assignment else 0,
         faulty=faulty,
         min_workers=task.spec.min_workers,
-        max_workers=task.spec.max_workers if fits else 0,
-        floor=task.spec.min_workers if fits else 0,
-        unit=task.spec.replica_workers,
-        throughput=survey.throughput(task),
+        max_workers=most if fits else 0,
+        floor=task.spec.min_workers if fits or others else 0,
+        unit=own.workers,
+        tp=own.tp,
+        throughput=curves.get(own) or survey.throughput(task),
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
+        others=others,
+        prices=_prices(survey, task) if chooses and not at_rest else Prices(),
+        turn=0 if at_rest else survey.turns.get(task.name, 0),
+    )
+
+
+def _chooses(survey: Survey, task: Task) -> bool:
+    """A plan may give the task another layout; not while a person has asked for one."""
+    by_person = task.reshaping.reshape is not None and not task.reshaping.plan
+    return bool(task.spec.layouts) and not by_person and survey.state.schema >= CHOOSES_LAYOUTS
+
+
+def _asks_for_seats(survey: Survey, tasks: tuple[TaskProblem, ...]) -> bool:
+    """Coordinators of an older schema did not ask; what they have decided stays verifiable."""
+    return survey.state.schema >= CHOOSES_LAYOUTS and seats_matter(tasks)
+
+
+def _prices(survey: Survey, task: Task) -> Prices:
+    """What changes cost the task, as far as it was measured; a reshape otherwise RESHAPE_TRANSITIONS transitions."""
+    transition_us = task.pace.transition_us or int(survey.policy.transition_s * _SECOND_US)
+    return Prices(
+        move_us=task.pace.move_us or None, reshape_us=task.pace.reshape_us or RESHAPE_TRANSITIONS * transition_us
     )

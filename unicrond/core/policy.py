@@ -34,6 +34,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failure seen; those in the log correct it (estimates.py).
     `transition_s`: D_transition, the expected length of a transition, until a task has had its first.
     `churn_s`: what moving a task of which nothing is broken costs on top, as time of its work; 0 = nothing.
+    `forget_s`: how long after a node has left in order it is forgotten; 0: never (forgetting.py).
+    `starvation_s`: how long a task may wait without workers before its `min_workers` go first (turns.py); 0 = without
+    end.
     `part_bytes`: a membership whose seats take more is told in parts (events/seats.py).
     """
 
@@ -50,6 +53,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker_mtbf_s: Seconds = 7.0 * 86400
     transition_s: Seconds = 5.0
     churn_s: SecondsOrNone = 0.0
+    forget_s: SecondsOrNone = 7.0 * 86400
+    starvation_s: SecondsOrNone = 0.0
     part_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
 
 
@@ -69,11 +74,14 @@ class Settings(NamedTuple):
         """Field -> number by name, for the log."""
         fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
         fields |= {name: getattr(self, name) for name in _LIMITS if getattr(self, name)}
-        if self.policy.part_bytes == PART_BYTES:
-            del fields["part_bytes"]  # readers of older versions know of no such number
+        for name, usual in _USUAL.items():
+            if fields[name] == usual:
+                del fields[name]  # readers of older versions know of no such number
         return {name: float(value) for name, value in sorted(fields.items())}
 
 
+#: Numbers that came later, left out where nobody has set another.
+_USUAL = {"part_bytes": PART_BYTES, "forget_s": Policy().forget_s, "starvation_s": 0.0}
 _LIMITS = ("check_timeout_s", "repair_timeout_s")
 
 

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from events import vocabulary as v
 from events.codec import RESERVED_NAMES
+from events.vocabulary import TaskSpec
 from unicrond.core.reshaping import is_in_place, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.task_rules import spec_faults
+from unicrond.core.task_rules import ENTRIES, spec_faults
 
 #: As many as the event stream has room for consumers, and more than a cluster has nodes.
 LOGINS_MAX = 65_536
+#: Windows at a time, and nodes of one.
+_WINDOWS_MAX = 1024
+_WINDOW_NODES_MAX = 4096
 #: Faults of a node; the others are a worker's. `kill` is either.
 NODE_FAULTS = ("drop_network", "xid")
 
@@ -25,7 +29,9 @@ NODE_FAULTS = ("drop_network", "xid")
 def request_problem(state: ClusterState, event: v.Request) -> str:
     """Why `event` asks for what cannot be, as "field: what is wrong; the fix"; "" where nothing is wrong."""
     if isinstance(event, v.TaskSubmitted):
-        return next((str(fault) for fault in spec_faults(event.spec, state.schema)), "")
+        return next((str(fault) for fault in spec_faults(event.spec, state.schema)), "") or user_problem(
+            state, event.spec
+        )
     if isinstance(event, v.ReshapeRequested):
         task = state.tasks.get(event.task)
         return reshape_problem(state, task, event) if task and task.status is TaskStatus.ACTIVE else ""
@@ -33,7 +39,44 @@ def request_problem(state: ClusterState, event: v.Request) -> str:
         return fault_problem(event.fault)
     if isinstance(event, v.NodeEnrolled):
         return enrolment_problem(state, event)
+    if isinstance(event, v.MaintenancePlanned):
+        return maintenance_problem(state, event)
     return ""
+
+
+def other_agent(state: ClusterState, event: v.NodeCordoned | v.NodeUncordoned | v.ForgetRequested) -> str:
+    """Why the node is not the one that is meant; "" where it is, or where any is."""
+    node = state.nodes.get(event.node)
+    if node is None:
+        return ""
+    if event.agent_boot not in (0, node.agent_boot):
+        return f"agent_boot: {event.node} has an agent of boot {node.agent_boot}, not {event.agent_boot}"
+    if event.address not in ("", node.address):
+        return f"address: {event.node} is at {node.address}, not at {event.address}"
+    return ""
+
+
+def maintenance_problem(state: ClusterState, event: v.MaintenancePlanned) -> str:
+    """What keeps the window from being."""
+    if not 0 < len(event.nodes) <= _WINDOW_NODES_MAX:
+        return f"nodes: a window has 1 to {_WINDOW_NODES_MAX} nodes; give several windows"
+    if event.until_us <= event.from_us:
+        return "for: a window takes longer than nothing; give a duration"
+    if event.until_us <= state.now_us:
+        return "from: the window would be over; give another time"
+    if len(state.windows) >= _WINDOWS_MAX:
+        return f"maintenance: {_WINDOWS_MAX} windows are planned; cancel some"
+    return ""
+
+
+def user_problem(state: ClusterState, spec: TaskSpec) -> str:
+    """What keeps the task from running as the user that it names: workers may go to any node that is up."""
+    refusing = [node for node in state.nodes.values() if node.schedulable and spec.run_as not in ("", *node.users)]
+    if not refusing:
+        return ""
+    node, more = refusing[0], f" and {len(refusing) - 1} more" if len(refusing) > 1 else ""
+    allowed = f"allows {', '.join(node.users)}" if node.users else "runs all tasks as its agent's user"
+    return f"run_as: node {node.name}{more} does not run tasks as {spec.run_as} ({allowed}); add it to --run-as there"
 
 
 def enrolment_problem(state: ClusterState, event: v.NodeEnrolled) -> str:
@@ -52,6 +95,10 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
     Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that
     keeps tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
     """
+    if asked.lr is not None and task.spec.entry not in ENTRIES:
+        return "lr: only the script knows its learning rate; change it there and submit the task again"
+    if asked.iterations is not None and "--train-samples" in task.spec.args:
+        return "iterations: the task counts samples (--train-samples in args); cancel it and submit it again"
     needs_room = not is_in_place(task.spec, asked) or asked.min_workers > task.spec.min_workers
     stages = 0
     if needs_room:

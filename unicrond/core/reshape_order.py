@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from events.vocabulary import ReshapeRequested, SomeWorkers, TaskSpec, Text
+from events.vocabulary import FirstIteration, LearningRate, ReshapeRequested, SomeWorkers, TaskSpec, Text
 from unicrond.core.ordering import Refused
 from unicrond.core.requests import reshape_problem
 from unicrond.core.reshaping import changes_nothing
@@ -27,6 +27,8 @@ class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pp: SomeWorkers | None = None
     min_workers: SomeWorkers | None = None
     max_workers: SomeWorkers | None = None
+    iterations: FirstIteration | None = None
+    lr: LearningRate | None = None
     reason: Text = ""
 
 
@@ -42,11 +44,18 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
         min_workers=order.min_workers or least,
         max_workers=order.max_workers or most,
         reason=order.reason or "requested by an operator",
+        iterations=order.iterations,
+        lr=order.lr,
     )
     problem = reshape_problem(state, task, asked)
     if problem:
         raise Refused(400, problem)
+    if order.iterations is not None and order.iterations <= task.progress.iteration:
+        committed = task.progress.iteration
+        raise Refused(409, f"iterations: {committed} are committed already; give more, or cancel the task")
     if changes_nothing(spec, asked) and task.reshaping.reshape is None:
+        if order.iterations or order.lr:
+            raise Refused(409, f"iterations, lr: task {task.name} has these already; give others")
         raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; give others")
     return asked
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from events import vocabulary as v
 from unicrond.core.state import Severity
 
 SEVERITY: dict[str, Severity] = {
@@ -56,6 +57,25 @@ IMPOSSIBLE: dict[str, tuple[Severity, ...]] = {
     "process_exit": (Severity.SEV3,),
     "start_failed": (Severity.SEV3,),
 }
+
+
+def kind_of(event: v.AnyEvent) -> str:
+    """The kind of error that an event tells of; "" where it tells of none."""
+    match event:
+        case v.NodeLost():
+            return "node_lost"
+        case v.ErrorReported():
+            return event.kind
+        case v.AcceleratorReported():
+            return event.kind or ""
+        case v.WorkerExited():
+            return "" if event.expected else "process_exit"
+        case v.HangSuspected():
+            return "hang"
+        case v.CorruptionSuspected():
+            return "corruption"
+        case _:
+            return ""
 
 
 def severity_of(kind: str, overrides: Mapping[str, int]) -> Severity:

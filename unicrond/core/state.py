@@ -31,7 +31,7 @@ from unicrond.core.by_node import ByNode
 from unicrond.core.lateness import Lateness
 from unicrond.core.ledger import Ledger
 from unicrond.core.ordered_map import in_order
-from unicrond.core.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles
+from unicrond.core.task_parts import Copies, Ending, Group, Numbers, Pace, Progress, Reshaping, Troubles, Turn
 from unicrond.core.workers import NOBODY, Tally
 from unicrond.core.workers import Membership as Membership
 from unicrond.core.workers import Worker as Worker
@@ -85,9 +85,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
 
     `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
+    `until_return`: that ends when an agent comes back without workers.
     `returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
     `schema`: what its agent reads (events/schemas.py). `unread`: commands that it could not, since it joined.
     `injected`: somebody has ordered its loss; its next return is none of these.
+    `users`: that tasks may run as; empty: all run as its agent's own.
+    `empty_by_us`: when it is to be empty, 0: at no time; `overdue`: that time is over. `window`: the maintenance window
+    that wants it so, "" where a person does. `foretold`: why its failure is expected (departures.py).
+    `leaving`: its agent has announced its end; what ends there from then on is no failure.
+    `since_boot`: the first agent of its run directory; commands for an earlier one are void. 0: not known.
+    `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once it is away (forgetting.py);
+    `dismissed`: its agent was told to leave for that.
     """
 
     name: str
@@ -114,11 +122,32 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     injected: bool = False
     isolation: Isolation | None = None
     needs: RepairNeed = ""
+    users: tuple[str, ...] = ()
+    leaving: bool = False
+    since_boot: int = 0
+    until_return: bool = False
+    empty_by_us: int = 0
+    overdue: bool = False
+    window: str = ""
+    foretold: str = ""
+    left_us: int = 0
+    forgetting: str = ""
+    dismissed: bool = False
 
     @property
     def schedulable(self) -> bool:
         """May carry workers; a cordoned node those that it has (`reconcile.capacity`)."""
-        return self.status is NodeStatus.UP and not self.isolated and not self.draining
+        return self.status is NodeStatus.UP and not (self.isolated or self.draining or self.leaving)
+
+    @property
+    def may_go(self) -> bool:
+        """Its agent has announced its end, or its maintenance has begun: its loss is no failure."""
+        return self.leaving or (bool(self.window) and self.overdue)
+
+    @property
+    def left_on_purpose(self) -> bool:
+        """It may go, or has ended in order: its return without workers is no failure."""
+        return self.may_go or self.status is NodeStatus.LEFT
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -141,6 +170,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     copies: Copies = Copies()
     reshaping: Reshaping = Reshaping()
     ending: Ending = Ending()
+    turn: Turn = Turn()
     counted: Tally | None = None
     judged: Lateness | None = None
 
@@ -258,6 +288,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `iterations_lost`: committed ones that had to be trained again, since no live replica was left; `state_from`:
     where the state came from then.
     `resumed_us`: when the last task hit went on training, 0 = not yet.
+    `computed`: by "task/replica", in which iteration workers of the broken generation ended, and with how many
+    micro-batches of it; `micro_batches_lost`: those that no survivor could keep.
     """
 
     id: str
@@ -286,6 +318,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transition_flop: float = always(0.0)
     sub_health_flops: int = always(0)
     links: dict[str, tuple[str, ...]] = {}
+    computed: dict[str, tuple[int, int]] = {}
+    micro_batches_lost: int = 0
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -339,6 +373,16 @@ class NodeLogin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_used: bool = False
 
 
+class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A maintenance window (departures.py). `near`: it is time to empty its nodes."""
+
+    nodes: tuple[str, ...]
+    from_us: int
+    until_us: int
+    reason: str
+    near: bool = False
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything. `seen`: per producer, the last (boot, number) that was folded (de-duplication).
 
@@ -347,7 +391,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `ledger`: what was achieved and lost (costs.py). `worker_mtbf_us`: as learnt from the log; 0 = not yet.
     `schema`: what the coordinator of the present term reads and writes (events/schemas.py).
     `check_limit_us`, `repair_limit_us`: how long its health checks and repairs may take; 0: it has none (isolation.py).
-    `logins`: of nodes that were enrolled, by name.
+    `logins`: of nodes that were enrolled, by name. `log_taken_us`: when a person last took a log by name, 0: never.
+    `windows`: of maintenance, by id, until they are over.
+    `starvation_us`: how long a task may wait without workers, as the present coordinator has it; 0: without end.
     """
 
     seq: int = always(0)
@@ -372,6 +418,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     check_limit_us: int = 0
     repair_limit_us: int = 0
     logins: dict[str, NodeLogin] = {}
+    log_taken_us: int = 0
+    windows: dict[str, Window] = {}
+    starvation_us: int = 0
     placed: ByNode | None = None
 
     @property

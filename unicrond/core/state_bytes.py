@@ -69,6 +69,16 @@ TASK_FIELDS: tuple[str, ...] = (
     "group.telling",
     "group.met",
     "group.before",
+    "progress.unsaved",
+    "pace.elsewhere",
+    "pace.reshape_us",
+    "pace.move_us",
+    "reshaping.plan",
+    "reshaping.since_us",
+    "turn.waits_since_us",
+    "turn.overdue_us",
+    "turn.turn_since_us",
+    "turn.turn_over_us",
 )
 
 

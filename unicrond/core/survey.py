@@ -11,27 +11,33 @@ Rules
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from events.vocabulary import MemoryService, TaskAssignment, TaskSpec
-from unicrond.core import memory_places, reconcile
+from unicrond.core import memory_places, reconcile, turns
 from unicrond.core.ordered_map import changed
+from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Curve
 from unicrond.core.policy import Policy
 from unicrond.core.reconcile import Staffing, seat
+from unicrond.core.reshaping import layouts_of, shape_of
 from unicrond.core.state import ClusterState, Membership, Node, NodeStatus, Task, Worker
 from unicrond.core.waf import has_scale, linear_flops, throughput
 
 _SECOND_US = 1_000_000
+#: Of a task the parts that its curves were made of, and a curve for each layout.
+_Curves: TypeAlias = tuple[TaskSpec, Mapping[str, int], Mapping[str, dict[str, int]], int, Mapping[Shape, Curve]]
 
 
 class Nodes(NamedTuple):
     """What the rules ask of all nodes at once. `of`: the nodes.
 
     `slots`: of each that may carry workers; `cordoned`: those of them that are. `isolated`: those that are isolated;
-    `returned`: those that have come back from the lost, since they last were. `services`: see memory_places.py.
+    `returned`: those that have come back from the lost, since they last were. `left`: those that have left in order;
+    `forgetting`: those that are to be forgotten. `services`: see memory_places.py.
+    `dated`: those that are to be empty by a time; `foretold`: those that are expected to fail (departures.py).
     """
 
     of: Mapping[str, Node]
@@ -39,7 +45,11 @@ class Nodes(NamedTuple):
     cordoned: Sequence[str]
     isolated: Sequence[str]
     returned: Sequence[str]
+    left: Sequence[str]
+    forgetting: Sequence[str]
     services: tuple[MemoryService, ...]
+    dated: Sequence[str]
+    foretold: Sequence[str]
 
 
 def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
@@ -58,19 +68,26 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
         cordoned=cordoned,
         isolated=[node.name for node in every if node.isolated],
         returned=[node.name for node in every if node.returns_us],
+        left=[node.name for node in every if node.status is NodeStatus.LEFT],
+        forgetting=[node.name for node in every if node.forgetting],
         services=memory_places.services(every),
+        dated=[node.name for node in every if node.empty_by_us],
+        foretold=[node.name for node in every if node.foretold],
     )
 
 
 def _asked(node: Node) -> tuple[object, ...]:
-    return node.schedulable, node.slots, node.cordoned, node.isolated, bool(node.returns_us), node.status, node.memory
+    planned = bool(node.empty_by_us), bool(node.foretold), bool(node.forgetting)
+    known = node.schedulable, node.slots, node.cordoned, node.isolated, bool(node.returns_us), node.status, node.memory
+    return *known, *planned
 
 
 class Survey:
     """What the rules want to know of `state`. Several threads may ask.
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
-    depends on. `fresh`: the adopted plan was made for the present nodes and tasks.
+    depends on. `turns`: tasks whose floors go first (turns.py). `fresh`: the adopted plan was made for the present
+    nodes and tasks.
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -79,23 +96,35 @@ class Survey:
         self.active = state.active
         self.nodes: Nodes = of_nodes(state.nodes, before.nodes if before else None)
         self.capacity: Mapping[str, int] = reconcile.capacity(state, self.nodes.slots, self.nodes.cordoned)
-        self._planned = tuple([(task.spec.name, task.submitted_seq) for task in self.active])
+        self.turns: Mapping[str, int] = turns.ranks(state)
+        self._planned = tuple(
+            [(task.name, task.submitted_seq, *(("turn",) * (task.name in self.turns))) for task in self.active]
+        )
         same = before is not None and before._planned == self._planned
         same = same and before is not None and (before.capacity is self.capacity or before.capacity == self.capacity)
         self.basis: str = before.basis if before and same else _digest(self.capacity, self._planned)
         self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
         alike = before is not None and before.nodes.services == self.nodes.services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
-        #: Per task, the last answer and the parts that it was made of.
-        self._throughput: dict[str, tuple[TaskSpec, dict[str, int], int, Curve]] = before._throughput if before else {}
+        self._curves: dict[str, _Curves] = before._curves if before else {}
         #: Per task, whether the members stand where the plan wants them, once they all do.
         self._seated: dict[str, tuple[Membership | None, TaskAssignment | None, bool]] = (
             before._seated if before else {}
         )
+        #: Per node, whether the plan would have room without it, with the plan and what it was made for.
+        self._room: dict[str, tuple[tuple[int, str], bool]] = before._room if before else {}
         #: Per task, the last answer and the parts that it was made of.
         self._staffing: dict[str, tuple[Mapping[str, Worker], Membership | None, TaskAssignment | None, Staffing]] = (
             before._staffing if before else {}
         )
+
+    def room_without(self, node: str, look: Callable[[Survey, str], bool]) -> bool:
+        """What `look` says of the plan without the node; asked once for each plan, nodes and tasks."""
+        key = self.state.plan.epoch, self.basis
+        known = self._room.get(node)
+        if known is None or known[0] != key:
+            known = self._room[node] = key, look(self, node)
+        return known[1]
 
     def staffing(self, task: Task) -> Staffing:
         """What the task has against what the plan gives it."""
@@ -137,14 +166,36 @@ class Survey:
         """Mean time between failures of one worker."""
         return worker_mtbf_us(self.state, self.policy)
 
+    @property
+    def points_to_make(self) -> int:
+        """How many points `make_curves` would compute: all of them after a restart."""
+        unknown = [task.spec for task in self.active if self._known(task) is None]
+        return sum(spec.max_workers // shape.workers for spec in unknown for shape in layouts_of(spec))
+
+    def make_curves(self) -> None:
+        """Make the curves that are not there yet: of a large cluster that takes most of a second."""
+        for task in self.active:
+            self.curves(task)
+
     def throughput(self, task: Task) -> Curve:
-        """T(0..max_workers) of the task as far as it is known today, FLOP/s."""
-        name, linear = task.spec.name, 0 if has_scale(task) else self.linear
-        known = self._throughput.get(name)
-        if known is None or known[0] is not task.spec or known[1] is not task.pace.measured or known[2] != linear:
-            known = (task.spec, task.pace.measured, linear, throughput(task, self.linear))
-            self._throughput[name] = known
-        return known[3]
+        """T(0..max_workers) of the task in its present layout as far as it is known today, FLOP/s."""
+        return self.curves(task)[shape_of(task.spec)]
+
+    def curves(self, task: Task) -> Mapping[Shape, Curve]:
+        """The layouts that a plan may give the task, each with T as far as it is known today."""
+        known = self._known(task)
+        if known is None:
+            known = {shape: throughput(task, self.linear, shape) for shape in layouts_of(task.spec)}
+            linear = 0 if has_scale(task) else self.linear
+            self._curves[task.name] = (task.spec, task.pace.measured, task.pace.elsewhere, linear, known)
+        return known
+
+    def _known(self, task: Task) -> Mapping[Shape, Curve] | None:
+        known = self._curves.get(task.name)
+        if known is None or known[0] is not task.spec or known[1] is not task.pace.measured:
+            return None
+        same = known[2] is task.pace.elsewhere and known[3] == (0 if has_scale(task) else self.linear)
+        return known[4] if same else None
 
     @cached_property
     def linear(self) -> int:
@@ -168,7 +219,7 @@ def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:
     return state.worker_mtbf_us or int(policy.worker_mtbf_s * _SECOND_US)
 
 
-def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[str, int], ...]) -> str:
+def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[object, ...], ...]) -> str:
     """In no order of theirs."""
     told = repr((sorted(nodes.items()), sorted(tasks)))
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()

@@ -9,6 +9,7 @@
 | `Troubles` | what is held against nodes and against the task itself | folding/strikes.py |
 | `Copies` | where its state lies in nodes' memory | folding/kept_states.py, commands.py |
 | `Reshaping` | the layout that it is asked to have | folding/tasks.py |
+| `Turn` | how long it has waited for workers, or has had them in its turn | turns.py |
 | `Ending` | why it stopped, and with which parameters | folding/tasks.py |
 
 Each field's name is one of a kind among all of these: in bytes and in JSON a task is flat (state_bytes.py).
@@ -66,7 +67,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration`: the last one committed; it falls back when the last replica was lost. `best_iteration` never does.
 
-    `committed_generation`: the generation that committed it.
+    `committed_generation`: the generation that committed it. `unsaved`: why the last checkpoint was not written, by
+    whose it was (events.vocabulary.SaveFailed).
     """
 
     iteration: int = always(0)
@@ -77,12 +79,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first_commit_us: int = always(0)
     last_commit_us: int = always(0)
     checkpoint_iteration: int = always(0)
+    unsaved: dict[str, str] = {}
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`iteration_us`: per iteration, by the last report. `timings`: by the last TIMINGS_MAX reports of the present
     generation, its first WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were
     measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
+    `elsewhere`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and D_move,
+    likewise, of a task that has a choice of layouts.
     """
 
     iteration_us: int = always(0)
@@ -90,6 +95,9 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     warm: int = always(0)
     measured: dict[str, int] = always({})
     transition_us: int = always(0)
+    elsewhere: dict[str, dict[str, int]] = {}
+    reshape_us: int = 0
+    move_us: int = 0
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,10 +170,16 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Reshaping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`reshape`: the layout that the task is asked to have (reshaping.py). `reshaped_us`: when it last got another."""
+    """`reshape`: the layout that the task is to have (reshaping.py). `reshaped_us`: when it last got another.
+
+    `plan`: the epoch of the plan that wants it; 0: a person does. `since_us`: the last commit in the layout before,
+    until the first group in the new one has met.
+    """
 
     reshape: ReshapeRequested | None = always(None)
     reshaped_us: int = always(0)
+    plan: int = 0
+    since_us: int = 0
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -179,3 +193,14 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     params_digest: str = always("")
     stop: str = ""
     left: dict[str, int] = {}
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Log times, 0 = not so (turns.py). `waits_since_us`: since when no plan has given it workers. `overdue_us`: when
+    that had been too long. `turn_since_us`: when the turn began that it has. `turn_over_us`: when its last one ended.
+    """
+
+    waits_since_us: int = 0
+    overdue_us: int = 0
+    turn_since_us: int = 0
+    turn_over_us: int = 0

@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from events import megatron_lm
 from events.codec import MAX_EVENT_BYTES
-from events.schemas import SCHEMA, TOLD_ONCE
-from events.vocabulary import TaskSpec
+from events.schemas import BF16, SCHEMA, TASK_USERS, TOLD_ONCE
+from events.task_env import refusal
+from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.core.field_faults import Fault, Place
+from unicrond.core.planning.placement import Shape
 from unicrond.core.work import LINEAR_FLOPS
 
 #: The built-in GPT pretraining.
 BUILT_IN = "gpt"
+#: Entries that are no script.
+ENTRIES = (BUILT_IN, megatron_lm.ENTRY)
 #: A spec travels inside commands, and is not to fill them.
 SPEC_BYTES_MAX = 64 * 1024
 #: A name up to this long is not worth shortening.
 SHORT_NAME = 12
+#: As many layouts a task may have: a plan weighs them all.
+LAYOUTS_MAX = 64
 #: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
 WAF_MAX = 2**62
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 #: Where a secret is: a file of the node, or a variable of its agent.
 _SOURCE = re.compile(r"file:/[^\0]+|env:[A-Za-z_][A-Za-z0-9_]*")
 PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir"))
@@ -38,11 +46,17 @@ def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[Fault]:
     yield from _not_finite(spec)
     yield from _workers(spec, schema)
     yield from _batches(spec)
+    yield from _precision(spec, schema)
     yield from _shape(spec)
+    yield from _layouts(spec)
     yield from _worth(spec)
     yield from _schedule(spec)
     yield from _program(spec)
     yield from _secrets(spec)
+    if schema >= TASK_USERS:
+        yield from _variables(spec)
+    elif spec.run_as:
+        yield Fault(("run_as",), "older parts of this cluster run all tasks as one user; upgrade them, or leave it out")
     size_bytes = len(msgspec.msgpack.encode(spec))
     if size_bytes > SPEC_BYTES_MAX:
         yield Fault((), f"the task is {size_bytes} bytes long, more than {SPEC_BYTES_MAX}; shorten args, env or tables")
@@ -66,7 +80,7 @@ def _workers(spec: TaskSpec, schema: int) -> Iterator[Fault]:
         yield Fault(("max_workers",), f"the membership of more than {most} workers does not fit into one event; {fix}")
     for name in ("min_workers", "max_workers"):
         value = getattr(spec, name)
-        if value % unit:
+        if value % unit and not spec.layouts:
             near = " or ".join(str(n) for n in (value // unit * unit, (value // unit + 1) * unit) if n)
             yield Fault((name,), f"{value} is not a multiple of tp * pp = {spec.tp} * {spec.pp}; use {near}")
 
@@ -87,12 +101,17 @@ def _batches(spec: TaskSpec) -> Iterator[Fault]:
         )
         return
     replicas = spec.max_workers // spec.replica_workers
-    if replicas > spec.micro_batches:
+    if replicas > spec.micro_batches and not spec.layouts:
         yield Fault(
             ("max_workers",),
             f"{replicas} replicas share {spec.micro_batches} micro-batches, so some would idle;"
             f" use at most {spec.micro_batches * spec.replica_workers}, or a larger global_batch",
         )
+
+
+def _precision(spec: TaskSpec, schema: int) -> Iterator[Fault]:
+    if spec.model.precision == "bf16" and spec.entry == BUILT_IN and schema < BF16:
+        yield Fault(("model", "precision"), "bf16 is not known to agents of the schema that is written; upgrade them")
 
 
 def _shape(spec: TaskSpec) -> Iterator[Fault]:
@@ -120,6 +139,40 @@ def _shape(spec: TaskSpec) -> Iterator[Fault]:
         )
 
 
+def divides(spec: TaskSpec, shape: Shape) -> bool:
+    """Whether the model can be cut so; of programs other than the built-in GPT nothing is known against it."""
+    model = spec.model
+    if spec.entry != BUILT_IN:
+        return True
+    return not any(size % shape.tp for size in (model.heads, model.hidden, model.vocab)) and not model.layers % shape.pp
+
+
+def _layouts(spec: TaskSpec) -> Iterator[Fault]:
+    if not spec.layouts:
+        return
+    if len(spec.layouts) > LAYOUTS_MAX:
+        yield Fault(("layouts",), f"are {len(spec.layouts)}, more than {LAYOUTS_MAX}; give fewer")
+    for n, layout in enumerate(spec.layouts):
+        place: Place = ("layouts", n)
+        if not divides(spec, Shape(layout.tp, layout.pp)):
+            yield Fault(place, f"tp {layout.tp}, pp {layout.pp} does not divide the model; leave it out")
+        yield from _table(layout.throughput, spec.max_workers, (*place, "throughput"))
+    fewest = min(layout.tp * layout.pp for layout in spec.layouts)
+    least = max(spec.min_workers, 1)
+    if -(-least // fewest) * fewest > spec.max_workers and spec.min_workers <= spec.max_workers:
+        text = (
+            f"no layout has replicas that come to {spec.min_workers} to {spec.max_workers} workers; raise max_workers"
+        )
+        yield Fault(("max_workers",), text)
+
+
+def _table(table: Mapping[str, int], most: int, place: Place) -> Iterator[Fault]:
+    for key in table:
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", key) or int(key) > most:
+            yield Fault((*place, key), f"must be a number of workers, 1 to max_workers ({most})")
+            return
+
+
 def _multiples(value: int, unit: int) -> str:
     """The multiples of `unit` beside `value`, as words."""
     below = value // unit * unit
@@ -128,11 +181,12 @@ def _multiples(value: int, unit: int) -> str:
 
 def _worth(spec: TaskSpec) -> Iterator[Fault]:
     table = spec.throughput
-    for key in table:
-        if not re.fullmatch(r"[1-9][0-9]{0,8}", key) or int(key) > spec.max_workers:
-            yield Fault(("throughput", key), f"must be a number of workers, 1 to max_workers ({spec.max_workers})")
-            return
-    best = max(table.values()) if table else spec.max_workers * LINEAR_FLOPS
+    wrong = list(_table(table, spec.max_workers, ("throughput",)))
+    if wrong:
+        yield from wrong
+        return
+    every = [*table.values(), *(flops for layout in spec.layouts for flops in layout.throughput.values())]
+    best = max(every) if every else spec.max_workers * LINEAR_FLOPS
     if not math.isfinite(spec.weight):
         return
     if not best:
@@ -161,16 +215,47 @@ def _program(spec: TaskSpec) -> Iterator[Fault]:
         value: Any = spec
         for name in place:
             value = getattr(value, str(name))
-        if value and not value.startswith("/") and (place, value) != (("entry",), BUILT_IN):
-            choice = f"; give {BUILT_IN} or an absolute path" if place == ("entry",) else "; give an absolute path"
+        if value and not value.startswith("/") and not (place == ("entry",) and value in ENTRIES):
+            named = f"; give {', '.join(ENTRIES)} or an absolute path"
+            choice = named if place == ("entry",) else "; give an absolute path"
             yield Fault(place, f"{value!r} is a relative path, and nodes have other directories{choice}")
     if spec.entry == BUILT_IN and spec.args:
         yield Fault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
+    if spec.entry == megatron_lm.ENTRY and not spec.cwd:
+        yield Fault(("cwd",), "is not given; give the checkout of Megatron-LM that the script in args is in")
     for name, text in spec.env.items():
         if not _VARIABLE.fullmatch(name):
             yield Fault(("env", name), "is not a variable's name; use letters, digits and _")
         elif "\0" in text:
             yield Fault(("env", name), "holds a NUL character; remove it")
+    wish = spec.env.get(DETERMINISTIC, DETERMINISM[0])
+    if wish not in DETERMINISM:
+        yield Fault(("env", DETERMINISTIC), f"{wish!r} is not one of {', '.join(DETERMINISM)}")
+    lanes = spec.env.get(LANES, "1")
+    if not (lanes.isascii() and lanes.isdecimal() and 1 <= int(lanes[:9]) <= spec.micro_batches):
+        yield Fault(
+            ("env", LANES), f"{lanes!r} is not a number of lanes; give 1 to {spec.micro_batches} (micro-batches)"
+        )
+
+
+def too_few_lanes(spec: TaskSpec) -> list[str]:
+    """A warning where the task may have more replicas than lanes."""
+    replicas = min(spec.max_workers // spec.replica_workers, spec.micro_batches)
+    if not 0 < spec.lanes < replicas:
+        return []
+    return [
+        f"env.{LANES}: {spec.lanes} lanes for up to {replicas} replicas: those that share a lane compute one after the"
+        " other, so more replicas are hardly faster; submit anew with more lanes, or with numerics: follow"
+    ]
+
+
+def _variables(spec: TaskSpec) -> Iterator[Fault]:
+    for number, name in enumerate(spec.preload):
+        if not _MODULE.fullmatch(name):
+            yield Fault(("preload", number), f"{name!r} is not a module's name; give one such as datasets or my.model")
+    for name in spec.env:
+        if why := refusal(name):
+            yield Fault(("env", name), why)
 
 
 def _secrets(spec: TaskSpec) -> Iterator[Fault]:
@@ -178,7 +263,7 @@ def _secrets(spec: TaskSpec) -> Iterator[Fault]:
         place: Place = ("secrets", name)
         if not _VARIABLE.fullmatch(name):
             yield Fault(place, "is not a variable's name; use letters, digits and _")
-        elif name.startswith(("LD_", "UNICRON_")):
+        elif name.startswith("UNICRON_") or refusal(name):
             yield Fault(place, "is a variable that may not be set by a task; use another name")
         elif name in spec.env:
             yield Fault(place, "stands in env too; remove it there")

@@ -8,6 +8,8 @@ Rules
 * The *model* of T is the task file's table; where there is none, a straight line.
 * What was *measured* (`ThroughputCorrected`) holds at its number of workers, and corrects the model elsewhere:
   by the ratio of measured to modelled at the nearest measured number, between two by what lies between theirs.
+* A task that may have several layouts has a T for each. What was measured in one corrects those in which nothing was:
+  by the ratio at as many workers, from the nearest layout (fewest doublings of tp and pp, the first of equals).
 * A straight line has no scale of its own. Until the task is measured, one of its workers is worth what one
   of the others' is (the median over measured and tabled tasks); where nothing is known, LINEAR_FLOPS.
 """
@@ -15,11 +17,17 @@ Rules
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from math import log2
 from statistics import median_low
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from events.vocabulary import TaskSpec
+from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Curve, Number
+from unicrond.core.reshaping import layout_key, layouts_of, most_workers, shape_of
 from unicrond.core.state import ClusterState, Task
 from unicrond.core.work import LINEAR_FLOPS
 
@@ -58,26 +66,94 @@ class Corrected(NamedTuple):
         right = min(bisect_left(self.at, workers), len(self.at) - 1)
         if self.at[right] == workers:
             return self.flops[right]
+        return round(float(self.model(workers)) * self.ratio_at(workers))
+
+    def ratio_at(self, workers: int) -> float:
+        """Measured over modelled."""
+        right = min(bisect_left(self.at, workers), len(self.at) - 1)
         # Additions, products and quotients of float64, one at a time: the same bits on every machine.
         left = max(right - 1, 0)
         span = float(self.at[right]) - float(self.at[left])
         share = min(max((workers - float(self.at[left])) / (span or 1.0), 0.0), 1.0)
-        return round(float(self.model(workers)) * (self.ratio[left] + (self.ratio[right] - self.ratio[left]) * share))
+        return self.ratio[left] + (self.ratio[right] - self.ratio[left]) * share
+
+
+class Presumed(NamedTuple):
+    """The model of a layout in which nothing was measured, corrected by what was in `near`."""
+
+    model: Model
+    near: Corrected
+
+    def __call__(self, workers: int) -> int:
+        """FLOP/s on that many workers."""
+        return round(float(self.model(workers)) * self.near.ratio_at(workers))
 
 
 def model_of(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Model:
     """T before any measurement. `linear`: FLOP/s of one worker without a table."""
-    table = sorted((int(workers), flops) for workers, flops in spec.throughput.items())
-    at, flops = tuple([workers for workers, _ in table]), tuple([flops for _, flops in table])
+    at, flops = _sorted(spec.throughput)
     return Model(spec.replica_workers, spec.max_workers, at, flops, linear)
 
 
-def flops_of(task: Task, linear: int = LINEAR_FLOPS) -> Model | Corrected:
-    """T as far as it is known today: call it with a number of workers."""
-    if not task.pace.measured:
-        return model_of(task.spec, linear)
-    model = model_of(task.spec)
-    measured = sorted((int(workers), flops) for workers, flops in task.pace.measured.items())
+#: By a table's identity: the table itself, so that no other gets the same, and what `_sorted` returns.
+_tables: dict[int, tuple[Mapping[str, int], tuple[int, ...], tuple[int, ...]]] = {}
+_TABLES_MAX = 8192
+
+
+def _sorted(table: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Its workers, rising, and their FLOP/s. This is most of what T of a task costs: once for each table."""
+    if not table:
+        return (), ()
+    known = _tables.get(id(table))
+    if known is None:
+        if len(_tables) >= _TABLES_MAX:
+            _tables.clear()
+        points = sorted((int(workers), flops) for workers, flops in table.items())
+        known = (table, tuple([workers for workers, _ in points]), tuple([flops for _, flops in points]))
+        _tables[id(table)] = known
+    return known[1], known[2]
+
+
+def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
+    """The task as its model of T has it in this layout: whole replicas, and no more than micro-batches."""
+    if not spec.layouts:
+        return spec
+    given = next((one.throughput for one in spec.layouts if Shape(one.tp, one.pp) == shape), spec.throughput)
+    if shape == shape_of(spec):
+        given = spec.throughput
+    most = max(1, most_workers(spec, shape))
+    return replace(spec, tp=shape.tp, pp=shape.pp, throughput=given, max_workers=most)
+
+
+def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Model | Corrected | Presumed:
+    """T as far as it is known today, in its present layout or in another: call it with a number of workers."""
+    shape = shape or shape_of(task.spec)
+    spec = in_layout(task.spec, shape)
+    measured = _measured_in(task, shape)
+    if measured:
+        return _corrected(model_of(spec), measured)
+    if spec.layouts:
+        for other in sorted(layouts_of(task.spec), key=lambda one: _doublings(one, shape)):
+            near = _measured_in(task, other)
+            known = _corrected(model_of(in_layout(task.spec, other)), near) if near else None
+            if isinstance(known, Corrected):
+                return Presumed(model_of(spec), known)
+    return model_of(spec, linear)
+
+
+def _measured_in(task: Task, shape: Shape) -> dict[str, int]:
+    if shape == shape_of(task.spec):
+        return task.pace.measured
+    return task.pace.elsewhere.get(layout_key(shape.tp, shape.pp), {})
+
+
+def _doublings(one: Shape, other: Shape) -> float:
+    """How far two layouts are apart."""
+    return abs(log2(one.tp / other.tp)) + abs(log2(one.pp / other.pp))
+
+
+def _corrected(model: Model, known: Mapping[str, int]) -> Model | Corrected:
+    measured = sorted((int(workers), flops) for workers, flops in known.items())
     anchors = [(workers, flops) for workers, flops in measured if model(workers)]
     if not anchors:
         return model
@@ -99,19 +175,20 @@ def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
     return _curve(spec, model_of(spec, linear))
 
 
-def throughput(task: Task, linear: int = LINEAR_FLOPS) -> Curve:
-    """T(0..max_workers) as far as it is known today, FLOP/s."""
-    return _curve(task.spec, flops_of(task, linear))
+def throughput(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Curve:
+    """T(0..max_workers) as far as it is known today, FLOP/s; in its present layout, or in another."""
+    spec = in_layout(task.spec, shape or shape_of(task.spec))
+    return _curve(spec, flops_of(task, linear, shape))
 
 
-def _curve(spec: TaskSpec, flops: Model | Corrected) -> Curve:
+def _curve(spec: TaskSpec, flops: Model | Corrected | Presumed) -> Curve:
     unit = spec.replica_workers
     return Curve({workers: flops(workers) for workers in range(unit, spec.max_workers + 1, unit)})
 
 
 def has_scale(task: Task) -> bool:
     """Its T is known in FLOP/s; of others it is a line of `linear_flops`."""
-    return bool(task.pace.measured or task.spec.throughput)
+    return bool(task.pace.measured or task.pace.elsewhere or task.spec.throughput)
 
 
 def linear_flops(state: ClusterState) -> int:
@@ -120,11 +197,16 @@ def linear_flops(state: ClusterState) -> int:
     return max(1, median_low(known)) if known else LINEAR_FLOPS
 
 
-def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
-    """F(t, workers), weighted FLOP/s."""
+def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> int:
+    """F(t, workers), weighted FLOP/s, in its present layout or in another."""
     if workers < task.spec.min_workers or workers > task.spec.max_workers:
         return 0
-    return int(task.spec.weight * flops_of(task, linear)(workers))
+    return int(task.spec.weight * flops_of(task, linear, shape)(workers))
+
+
+def best_waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
+    """F(t, workers) in the best of its layouts."""
+    return max(waf(task, workers, linear, shape) for shape in layouts_of(task.spec))
 
 
 def worth_stays(before: ClusterState, after: ClusterState) -> bool:
@@ -139,13 +221,13 @@ def worth_stays(before: ClusterState, after: ClusterState) -> bool:
             continue
         if was is None or was.spec is not task.spec or was.status is not task.status:
             return False
-        if was.pace.measured is not task.pace.measured:
+        if was.pace.measured is not task.pace.measured or was.pace.elsewhere is not task.pace.elsewhere:
             return False
     return True
 
 
 def _per_worker(task: Task) -> int:
     """FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is known."""
-    known = task.pace.measured or task.spec.throughput
+    known = task.pace.measured or next(iter(task.pace.elsewhere.values()), {}) or task.spec.throughput
     most = max(known, key=int, default="")
     return known[most] // int(most) if most else 0

@@ -53,7 +53,8 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What one next event would lead to. `nodes`: further nodes whose loss would lead to the same.
 
-    `workers`: per task that would be there. `waf`: weighted FLOP/s of that, as far as all find a seat.
+    `workers`: per task that would be there. `waf`: weighted FLOP/s of that, as far as all find a seat. `layouts`: of
+    the tasks that have a choice and would have workers, "tp 2, pp 1".
     """
 
     event: str
@@ -62,6 +63,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     waf: int
     reason: str
     nodes: tuple[str, ...] = ()
+    layouts: dict[str, str] = {}
 
 
 _WORDS: dict[type, str] = {
@@ -94,6 +96,11 @@ def foreseen(table: Table) -> list[Row]:
                 waf=min(solution.waf, FLOPS_MAX),
                 reason=solution.reason,
                 nodes=others,
+                layouts={
+                    task.name: f"tp {shape.tp}, pp {shape.pp}"
+                    for (task, workers), shape in zip(solution, solution.shapes, strict=True)
+                    if task.others and workers
+                },
             )
         )
     return rows

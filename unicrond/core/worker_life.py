@@ -43,6 +43,7 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
     v.IncidentEscalated: GIVEN_UP,
     v.NodeLost: dict.fromkeys(WorkerStatus, _S.LOST),
     v.NodeLeft: _GONE,
+    v.NodeForgotten: _GONE,  # a start may have been decided before the node was seen to leave
     v.TaskSubmitted: {_S.LOST: None},  # the next life of a task that is at rest
     # A process without a command behind it; `decide` stops lost ones as soon as their node is up.
     v.WorkerStarted: {None: _S.LOST},

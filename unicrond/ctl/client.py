@@ -1,6 +1,9 @@
 """The client of the HTTP API, on the standard library alone: quick to import, no proxy in between.
 
 Its calls block. In an event loop they run in threads; `follow` does so for the events.
+
+Where there are several heads, it asks the one that leads: the one that says so, and after that the same one until it
+cannot be reached or stands by. What may have been carried out is not asked for a second time.
 """
 
 from __future__ import annotations
@@ -9,21 +12,29 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
+from events.envelope import Entry
+from events.tls import BadCa, client_context, trouble
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import from_json
-from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser
+from unicrond.display.event_lines import BadEventStream, EventLine, EventStreamParser, entry_of
 from unicrond.display.tables import clean
 
 DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
+#: Of the question which head leads, to each.
+#: Until the agents have looked at what doctor asks.
+_CHECKS_S = 300.0
+_WHO_LEADS_S = 3.0
 RETRY_S = 0.5
 
 
@@ -35,12 +46,23 @@ class Unreachable(ApiError, ConnectionError):
     """No answer, or not a coordinator's; it may pass."""
 
 
+class NotReached(Unreachable):
+    """No connection: what was asked for was not carried out."""
+
+
 class Refused(ApiError):
     """The coordinator says no; `status` is HTTP's."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
         self.status = status
+
+
+class StandsBy(Refused):
+    """The head that was asked does not lead."""
+
+
+_Answer: TypeAlias = tuple[http.client.HTTPConnection, http.client.HTTPResponse]
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -50,11 +72,51 @@ class Snapshot(msgspec.Struct, frozen=True):
     state: ClusterState
 
 
-class Client:
-    """One coordinator. Every call opens a connection of its own. All raise Unreachable and Refused."""
+class _Https(http.client.HTTPConnection):
+    """HTTPS to a server whose certificate may have another name than its address."""
 
-    def __init__(self, url: str = DEFAULT_URL, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        """Raises ValueError where `url` is not an http or https address."""
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(
+        self, host: str, port: int | None, timeout_s: float, context: ssl.SSLContext, server_name: str
+    ) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._tls = context
+        self._server_name = server_name or host
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name)
+
+
+class Client:
+    """The coordinator, at one address or at that of one of several heads, with commas between: `url` is the one that is
+    asked now. Every call opens a connection of its own. All raise Unreachable and Refused."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        token: str = "",
+        timeout_s: float = TIMEOUT_S,
+        *,
+        ca: Path | None = None,
+        server_name: str = "",
+    ) -> None:
+        """`ca`: who signs the coordinator's certificate; None: a CA that this machine knows. `server_name`: whom it is
+        for; "": the host of `url`. Raises ValueError where `url` holds something else than http or https addresses."""
+        self.urls = [one.strip() for one in url.split(",")]
+        for each in reversed(self.urls):
+            self._point_at(each)
+        self._knows_leader = False
+        self._pointing = threading.Lock()
+        self._ca = ca
+        self._server_name = server_name
+        self._context: ssl.SSLContext | None = None
+        self.token = token
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+
+    def _point_at(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is not an http address; give one like {DEFAULT_URL}")
@@ -63,12 +125,9 @@ class Client:
         self._port = parts.port  # a ValueError that says what is wrong, too
         self._base = parts.path.rstrip("/")
         self._tls = parts.scheme == "https"
-        self.token = token
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._timeout_s = timeout_s
 
     def health(self) -> dict[str, Any]:
-        """{"status": "live", "catching up", "log takes nothing" or "stopped deciding", "trouble", "term", "seq"}."""
+        """{"status": "live", "standby", "catching up", "log takes nothing" or "stopped deciding", "trouble", ...}."""
         return self._object("GET", "/healthz")
 
     def snapshot(self) -> Snapshot:
@@ -90,9 +149,17 @@ class Client:
         """Submit a task; {"task", "seq"}."""
         return self._object("POST", "/v1/tasks", body=spec)
 
+    def goodput(self, peak_tflops: int = 0) -> dict[str, Any]:
+        """What became of the cluster's work and time (core/goodput_report.py)."""
+        return self._object("GET", f"/v1/goodput?peak_tflops={peak_tflops}")
+
     def plan_table(self) -> dict[str, Any]:
         """What each next event would lead to: {"epoch", "rows": [what_if.Row]}."""
         return self._object("GET", "/v1/plan/table")
+
+    def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
+        """How many nodes to keep back: core/spares.py. `mtbf_s`: of one worker; 0: as it is known."""
+        return self._object("GET", f"/v1/plan/spares?repair_s={repair_s}&mtbf_s={mtbf_s}")
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
         """The plan now, and the one that would be adopted were it so: {"now": Plan, "then": PlanAdopted}."""
@@ -106,13 +173,30 @@ class Client:
         """Ask for another layout (unicrond.core.reshape_order.ReshapeOrder); the request in full, and {"seq"}."""
         return self._object("POST", f"/v1/tasks/{quote(task, safe='')}/reshape", body=order)
 
-    def cordon(self, node: str, *, drain: bool, reason: str) -> dict[str, Any]:
-        """No new workers for the node (drain: nor those that it has); {"node", "seq"}."""
-        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/cordon", body={"drain": drain, "reason": reason})
+    def cordon(self, node: str, *, drain: bool, reason: str, **meant: Any) -> dict[str, Any]:
+        """No new workers for the node (drain: nor those that it has); {"node", "seq"}. `meant`: `boot` or `address`
+        that the node must have, `until_return`, `by`."""
+        body = {"drain": drain, "reason": reason, **meant}
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/cordon", body=body)
 
-    def uncordon(self, node: str, reason: str) -> dict[str, Any]:
-        """The node may have workers again; {"node", "seq"}."""
-        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/uncordon", body={"reason": reason})
+    def forget(self, node: str, reason: str, *, leave: bool, **meant: Any) -> dict[str, Any]:
+        """A node that has gone is forgotten (leave: one that is up leaves first); {"node", "seq"}. `meant`: see
+        `cordon`."""
+        body = {"reason": reason, "leave": leave, **meant}
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/forget", body=body)
+
+    def uncordon(self, node: str, reason: str, **meant: Any) -> dict[str, Any]:
+        """The node may have workers again; {"node", "seq"}. `meant`: see `cordon`."""
+        return self._object("POST", f"/v1/nodes/{quote(node, safe='')}/uncordon", body={"reason": reason, **meant})
+
+    def maintain(self, nodes: Sequence[str], begins: dict[str, Any], for_s: float, reason: str) -> dict[str, Any]:
+        """A maintenance window `w<seq>`; {"nodes", "from_us", "until_us", "seq"}."""
+        body = {"nodes": list(nodes), "begins": begins, "for_s": for_s, "reason": reason}
+        return self._object("POST", "/v1/maintenance", body=body)
+
+    def cancel_maintenance(self, window: str, reason: str) -> dict[str, Any]:
+        """The window is no longer wanted; {"window", "seq"}."""
+        return self._object("POST", f"/v1/maintenance/{quote(window, safe='')}/cancel", body={"reason": reason})
 
     def enroll(self, node: str, key: str, unused_h: float) -> dict[str, Any]:
         """The node's agent may log in with this public key; {"node", "seq"}."""
@@ -127,17 +211,66 @@ class Client:
         """Order a fault (unicrond.core.ordering.FaultOrder); {"node", "worker", "seq"}."""
         return self._object("POST", "/v1/faults", body=order)
 
-    def logs(
-        self, task: str, *, rank: int | None = None, tail_bytes: int | None = None, offset: int | None = None
-    ) -> dict[str, Any]:
-        """A piece of a worker's log: {"worker", "node", "offset", "text"}; `offset` is where the next piece begins."""
-        query = {"rank": rank, "tail_bytes": tail_bytes, "offset": offset}
-        given = urlencode({name: value for name, value in query.items() if value is not None})
-        return self._object("GET", f"/v1/logs/{quote(task, safe='')}" + (f"?{given}" if given else ""))
+    def logs(self, task: str, **which: int | str | None) -> dict[str, Any]:
+        """A piece of a worker's log: {"worker", "node", "offset", "text"}; `offset` is where the next piece begins.
 
-    def events(self, after: int = 0, *, follow: bool = False) -> Iterator[EventLine]:
-        """Entries after sequence number `after`; with `follow` without end, otherwise to the log's end."""
-        connection, response = self._open("GET", f"/v1/events?after={after}&follow={int(follow)}")
+        `which`: `rank` or `worker`, and `tail_bytes` or `offset`; None is as left out."""
+        return self._object("GET", f"/v1/logs/{quote(task, safe='')}{_query(which)}")
+
+    def stacks(self, task: str, rank: int) -> dict[str, Any]:
+        """What a worker is doing: {"worker", "node", "pid", "text", "no_stacks", "collectives", "no_flight"}."""
+        return self._object("GET", f"/v1/stacks/{quote(task, safe='')}{_query({'rank': rank})}")
+
+    def marks(self, task: str) -> dict[str, Any]:
+        """Where each worker of the task is: {"marks": {worker: mark}, "silent": {node: why}}."""
+        return self._object("GET", f"/v1/marks/{quote(task, safe='')}")
+
+    def checks(self, library: str) -> dict[str, Any]:
+        """What the agents see of nodes, links and storage (display/doctor_nodes.py); takes up to a minute or two."""
+        timeout_s, self._timeout_s = self._timeout_s, _CHECKS_S
+        try:
+            return self._object("POST", "/v1/checks", body={"library": library})
+        finally:
+            self._timeout_s = timeout_s
+
+    def metrics(self) -> str:
+        """Prometheus' text."""
+        connection, response = self._open("GET", "/metrics")
+        try:
+            return response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+        finally:
+            connection.close()
+
+    def skips(self) -> dict[int, str]:
+        """The entries that every reader passes over, and why (events/skips.py)."""
+        return {int(seq): str(why) for seq, why in self._object("GET", "/v1/skips").items()}
+
+    def entries(self, after: int, until: int) -> Iterator[Entry]:
+        """Entries `after` + 1 to `until`, as they are folded (`entry_of`). Unreachable where one is missing."""
+        from events.skips import passed_over  # brings 60 ms with it
+
+        seq, skips = after, self.skips()
+        for line in self.events(after, until=until) if until > after else ():
+            if line.seq != seq + 1:
+                break
+            seq = line.seq
+            yield passed_over(self.entry_of(line), skips)
+        if seq < until:
+            raise Unreachable(f"{self.url} sent entries up to {seq}, not up to {until}; try again")
+
+    def entry_of(self, line: EventLine) -> Entry:
+        """The entry that a line of `events` tells. Unreachable where another version wrote it."""
+        try:
+            return entry_of(line)
+        except BadEventStream as error:
+            raise Unreachable(f"{self.url}: {error}; is it a coordinator of this version?") from None
+
+    def events(self, after: int = 0, *, follow: bool = False, until: int | None = None) -> Iterator[EventLine]:
+        """Entries after sequence number `after`; with `follow` without end, otherwise to `until`, or the log's end."""
+        end = "" if until is None else f"&until={until}"
+        connection, response = self._open("GET", f"/v1/events?after={after}&follow={int(follow)}{end}")
         try:
             if follow and connection.sock is not None:
                 # A quiet log is not a sign of trouble; a peer that is gone is found by the kernel's probes.
@@ -168,12 +301,57 @@ class Client:
             raise Unreachable(f"{self.url} answers, but not like a coordinator; check --url")
         return answer
 
-    def _open(
-        self, method: str, path: str, body: Any = None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self._timeout_s)
+    def _open(self, method: str, path: str, body: Any = None) -> _Answer:
+        if len(self.urls) == 1:
+            return self._open_here(method, path, body)
+        with self._pointing:
+            return self._open_at_leader(method, path, body)
+
+    def _open_at_leader(self, method: str, path: str, body: Any) -> _Answer:
+        if not self._knows_leader:
+            self._find_leader()
+        try:
+            return self._open_here(method, path, body)
+        except (Unreachable, StandsBy) as error:
+            is_done_once = method == "GET" or isinstance(error, NotReached | StandsBy)
+            if not is_done_once:
+                raise
+        self._find_leader()
+        return self._open_here(method, path, body)
+
+    def _find_leader(self) -> None:
+        """Point at the head that says that it leads; else at the first that answers."""
+        timeout_s, self._timeout_s = self._timeout_s, min(self._timeout_s, _WHO_LEADS_S)
+        answering, troubles = "", []
+        try:
+            for url in self.urls:
+                self._point_at(url)
+                try:
+                    connection, response = self._open_here("GET", "/healthz")
+                    with contextlib.closing(connection):
+                        told = json.loads(response.read())
+                except (ApiError, OSError, http.client.HTTPException, ValueError) as error:
+                    troubles.append(f"{url}: {getattr(error, 'strerror', None) or error}")
+                    continue
+                answering = answering or url
+                if isinstance(told, dict) and told.get("leads"):
+                    self._knows_leader = True
+                    return
+        finally:
+            self._timeout_s = timeout_s
+        self._knows_leader = False
+        if not answering:
+            raise NotReached(f"no coordinator at any of {', '.join(self.urls)}; {clean('; '.join(troubles))}")
+        self._point_at(answering)
+
+    def _open_here(self, method: str, path: str, body: Any = None) -> _Answer:
+        connection = self._connection()
         data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise NotReached(str(self._unreachable(error))) from None
         try:
             connection.request(method, self._base + path, body=data, headers=self._headers)
             response = connection.getresponse()
@@ -187,11 +365,27 @@ class Client:
             connection.close()
             raise
         connection.close()
-        raise Refused(_error_text(text, status), status)
+        raise (StandsBy if _stands_by(text) else Refused)(_error_text(text, status), status)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not self._tls:
+            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        if self._context is None:
+            try:
+                self._context = client_context(self._ca)
+            except BadCa as error:
+                raise Unreachable(str(error)) from None
+        return _Https(self._host, self._port, self._timeout_s, self._context, self._server_name)
 
     def _unreachable(self, error: Exception) -> Unreachable:
+        trusts = f"the CA in {self._ca}" if self._ca else ""
+        remedy = "give the head's STATE_DIR/tls/ca.pem as --tls-ca or UNICRON_TLS_CA"
+        if line := trouble(error, f"the coordinator at {self.url}", trusts=trusts, remedy=remedy):
+            return Unreachable(line)
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         check = "check that `unicrond run` is up there, or give --url or UNICRON_URL"
+        if not self._tls and isinstance(error, ConnectionResetError):
+            check = f"if it speaks TLS, give https://; {check}"
         return Unreachable(f"no coordinator at {self.url} ({clean(why)}); {check}")
 
 
@@ -216,6 +410,18 @@ async def follow(client: Client, after: int = 0) -> AsyncIterator[EventLine]:
     threading.Thread(target=read, name="events", daemon=True).start()
     while True:
         yield await came.get()
+
+
+def _query(which: dict[str, Any]) -> str:
+    given = urlencode({name: value for name, value in which.items() if value is not None})
+    return f"?{given}" if given else ""
+
+
+def _stands_by(body: bytes) -> bool:
+    try:
+        return bool(json.loads(body).get("standby"))
+    except (ValueError, AttributeError):
+        return False
 
 
 def _error_text(body: bytes, status: int) -> str:

@@ -5,47 +5,54 @@ What was asked for goes to stdout, what went wrong to stderr, in one line.
 
 from __future__ import annotations
 
+import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
+from events import extras
 from events.command_line import UsageError
-from events.guess import guess
-from events.vocabulary import AnyEvent
 from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.core.work import achieved_waf
-from unicrond.ctl.asking import client_of, print_json
-from unicrond.ctl.client import RETRY_S, ApiError, Client, Refused, Unreachable, follow
+from unicrond.ctl import history
+from unicrond.ctl.asking import client_of, health_of, now_us, print_json, snapshot_of
+from unicrond.ctl.client import Refused
+from unicrond.ctl.nats_context import nats_context
+from unicrond.ctl.node_control import cordon, drain, forget, maintain, uncordon
+from unicrond.ctl.reading import events, last_events_about, logs, stacks, top, watch
+from unicrond.ctl.slurm import slurm_sync
+from unicrond.ctl.waiting import wait
 from unicrond.display.cluster_tables import (
     incidents_table,
     node_status,
     nodes_table,
     planned_waf,
+    ranks_of,
     si,
     stragglers,
     stragglers_table,
     tasks_table,
+    workers_table,
 )
-from unicrond.display.event_lines import EventLine
-from unicrond.display.tables import Table, show
+from unicrond.display.describe import Unknown, data_of, described
+from unicrond.display.doctor import findings, without_clocks
+from unicrond.display.doctor_nodes import of_nodes
+from unicrond.display.tables import Table, clean, show, visible
 
 if TYPE_CHECKING:
     import argparse
 
-#: How long a follower bears a coordinator that is away, and how often it asks anew.
-AWAY_MAX_S = 60.0
-LOG_POLL_S = 0.5
 
+#: So many of the last events are looked at for the nodes' clocks.
+EVENTS_JUDGED = 2000
 
 # --- looking -------------------------------------------------------------------------------------
 
 
 def status(options: argparse.Namespace) -> None:
     """The cluster at a glance."""
-    client = client_of(options)
-    health, snapshot = client.health(), client.snapshot()
+    health, snapshot = health_of(options), snapshot_of(options)
     state = snapshot.state
     if options.json:
         print_json({"health": health, **snapshot.body})
@@ -54,27 +61,40 @@ def status(options: argparse.Namespace) -> None:
     planned = planned_waf(state, state.plan.waf, state.plan.workers)
     achieved = si(sum(achieved_waf(task, state.now_us) for task in _active(state)), "FLOP/s")
     lines = {
-        "coordinator": f"{health.get('status')}, term {state.term}, sequence {state.seq}, at {client.url}",
+        "coordinator": f"{health['status']}, term {state.term}, sequence {state.seq}, at {client_of(options).url}",
+        **_heads(health),
         **({"TROUBLE": str(health["trouble"])} if health.get("trouble") else {}),
         **{f"ALARM {number}": str(alarm) for number, alarm in enumerate(health.get("alarms") or (), start=1)},
+        **{f"weaker {number}": str(line) for number, line in enumerate(health.get("weaker") or (), start=1)},
         "plan": f"epoch {state.plan.epoch}, {workers} workers, WAF {planned} planned, {achieved} achieved",
         "because of": f"{state.plan.trigger}; {state.plan.reason}" if state.plan.epoch else "no plan yet",
         "costs": costs_line(snapshot.body.get("costs")),
         "nodes": _tally([node_status(node) for node in state.nodes.values()]),
         "tasks": _tally([task.status.value for task in state.tasks.values()]),
         "incidents": f"{len(state.incidents)} open, {state.incidents_total - len(state.incidents)} closed",
-        "digest": str(snapshot.body.get("digest")),
     }
+    if options.at is None:
+        lines["digest"] = str(snapshot.body.get("digest"))
     if state.quarantined:
         lines["quarantined"] = f"{state.quarantined} messages in the log are not valid events"
     for name, text in lines.items():
         print(f"{name:<12} {text}")
     if state.incidents:
         print()
-        show(incidents_table(state, time.time_ns() // 1000, last=0))
+        show(incidents_table(state, now_us(options, state), last=0))
     if stragglers(state):
         print()
         show(stragglers_table(state))
+
+
+def _heads(health: dict[str, Any]) -> dict[str, str]:
+    """Where there is more to say than that one head leads."""
+    told = health.get("heads") or {}
+    others, leader = told.get("standing_by") or [], told.get("leader")
+    if not others and health.get("leads", True):
+        return {}
+    leads = f"{leader['process']} (API {leader['api']}) leads" if leader else "none leads"
+    return {"heads": ", ".join([leads, *(f"{other} stands by" for other in others)])}
 
 
 def _active(state: ClusterState) -> list[Any]:
@@ -99,20 +119,100 @@ def _tally(words: list[str]) -> str:
 
 def nodes(options: argparse.Namespace) -> None:
     """The nodes, and what runs on them."""
-    snapshot = client_of(options).snapshot()
+    snapshot = snapshot_of(options)
     table = nodes_table(snapshot.state, kept_back=snapshot.body.get("kept_back"))
     show_or_json(options, snapshot.body["state"]["nodes"], table)
 
 
 def tasks(options: argparse.Namespace) -> None:
     """The tasks and their progress; JSON adds what the coordinator derives ("waf", "delivered_flop")."""
-    snapshot = client_of(options).snapshot()
+    snapshot = snapshot_of(options)
     derived = snapshot.body.get("derived", {})
     data = {
         name: task | {key: values.get(name) for key, values in derived.items()}
         for name, task in snapshot.body["state"]["tasks"].items()
     }
     show_or_json(options, data, tasks_table(snapshot.state))
+
+
+def workers(options: argparse.Namespace) -> None:
+    """The workers: rank, node, process."""
+    snapshot = snapshot_of(options)
+    if options.task and options.task not in snapshot.state.tasks:
+        raise Refused(f"task: no task {options.task}; see `unicronctl tasks`", 404)
+    data = [
+        {"task": name, "rank": ranks_of(snapshot.state.tasks[name]).get(worker), **its}
+        for name, task in snapshot.body["state"]["tasks"].items()
+        for worker, its in task["workers"].items()
+        if options.task in (None, name)
+    ]
+    show_or_json(options, data, workers_table(snapshot.state, options.task or ""))
+
+
+def describe(options: argparse.Namespace) -> None:
+    """Everything about one task, node or incident, and its last events."""
+    snapshot = snapshot_of(options)
+    try:
+        if options.json:
+            print_json(data_of(snapshot.state, options.kind, options.name))
+            return
+        events = last_events_about(options, snapshot.state, options.kind, options.name)
+        sections = described(snapshot.state, options.kind, options.name, events)
+    except Unknown as error:
+        raise Refused(str(error), 404) from None
+    for number, section in enumerate(sections):
+        print("\n" * bool(number) + section.title)
+        if isinstance(section.body, dict):
+            for name, text in section.body.items():
+                print(f"  {name:<12} {clean(text)}")
+        elif isinstance(section.body, list):
+            print("\n".join(f"  {visible(line)}" for line in section.body))
+        else:
+            show(section.body)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """What is likely to go wrong; 1 where there is something."""
+    client = client_of(options)
+    health, state = client.health(), client.snapshot().state
+    events = list(client.events(max(0, state.seq - EVENTS_JUDGED), until=state.seq))
+    found, notes = findings(state, health, events), []
+    if options.quick:
+        notes = ["nodes, links and storage (--quick)"]
+    else:
+        try:
+            seen = client.checks(options.library)
+            look = of_nodes(seen)
+            found, notes = [*without_clocks(found, seen["facts"]), *look.findings], look.notes
+        except Refused as error:
+            notes = [f"nodes, links and storage: {error}"]
+    if options.json:
+        print_json([one._asdict() for one in found])
+    elif found:
+        show(Table(("about", "what", "fix"), tuple(found)))
+    else:
+        print(f"nothing found: coordinator {health['status']}, {len(state.nodes)} nodes")
+    for note in notes:
+        print(f"not looked at: {note}", file=sys.stderr)
+    return 1 if found else 0
+
+
+def goodput(options: argparse.Namespace) -> int | None:
+    """Where the work and the time went, up to the newest entry of the log; an interval is counted from the log here."""
+    from unicrond.display.goodput_tables import goodput_tables, hints
+
+    if options.after is not None or options.at is not None:
+        return history.run(options)
+    told = client_of(options).goodput(options.peak_tflops)
+    if options.json:
+        print_json(told)
+        return None
+    for number, (title, table) in enumerate(goodput_tables(told)):
+        print(f"{chr(10) * bool(number)}{title}")
+        show(table)
+    for hint in hints(told):
+        print(f"\n{hint}")
+    return None
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -137,6 +237,8 @@ def submit(options: argparse.Namespace) -> None:
     """Check a task file here, then hand the task to the coordinator, which checks it again."""
     import msgspec
 
+    from events import megatron_lm
+    from unicrond.intake import megatron_task
     from unicrond.intake.task_file import TaskFileError, load, loads
 
     try:
@@ -146,12 +248,48 @@ def submit(options: argparse.Namespace) -> None:
     except UnicodeDecodeError:
         raise UsageError("stdin: is not UTF-8 text; give a YAML file") from None
     if options.check:
-        _say(options, {"task": spec.name, "ok": True}, f"{options.file}: task {spec.name} is valid")
+        told = megatron_task.lines(spec.args) if spec.entry == megatron_lm.ENTRY else []
+        _say(
+            options,
+            {"task": spec.name, "ok": True, **({"understood": told} if told else {})},
+            "\n  ".join([f"{options.file}: task {spec.name} is valid", *told]),
+        )
         return
     answer = client_of(options).submit(msgspec.to_builtins(spec))
+    _warn(answer)
+    _say(options, answer, f"task {spec.name} submitted, at sequence {answer.get('seq')}")
+
+
+def _warn(answer: Mapping[str, Any]) -> None:
     for warning in answer.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
-    _say(options, answer, f"task {spec.name} submitted, at sequence {answer.get('seq')}")
+
+
+def init_megatron(options: argparse.Namespace) -> None:
+    """A task file for a command line of Megatron-LM."""
+    from events.megatron_lm import BadFlags
+    from unicrond.intake import megatron_init
+    from unicrond.intake.task_file import TaskFileError, loads
+
+    try:
+        if options.script is None:
+            command = megatron_init.of_words(options.words)
+        else:
+            command = megatron_init.of_script(options.script.read_text())
+        text = megatron_init.task_file(command, name=options.name, here=Path.cwd())
+        loads(text, where="the task file that would come of it")
+    except (megatron_init.BadScript, BadFlags, TaskFileError, OSError, UnicodeDecodeError) as error:
+        raise UsageError(str(error)) from None
+    _say(options, {"task_file": text}, text.rstrip("\n"))
+
+
+def checkpoint(options: argparse.Namespace) -> int:
+    """A checkpoint without its layout, and back. (torch is loaded in a process of its own.)"""
+    if (options.what == "import") != bool(options.task):
+        raise UsageError("give --task with import, and with import alone")
+    extras.require("unicronctl checkpoint", "node")
+    words = [options.what, str(options.source), str(options.directory), f"--task={options.task}"]
+    return subprocess.run([sys.executable, "-m", "agents.trainer.states.portable", *words], check=False).returncode
 
 
 def cancel(options: argparse.Namespace) -> None:
@@ -165,28 +303,22 @@ def reshape(options: argparse.Namespace) -> None:
     fields = ("tp", "pp", "min_workers", "max_workers", "reason")
     order = {name: value for name in fields if (value := getattr(options, name)) is not None}
     answer = client_of(options).reshape(options.task, order)
+    _warn(answer)
     form = f"tp {answer.get('tp')}, pp {answer.get('pp')}"
     workers = f"{answer.get('min_workers')} to {answer.get('max_workers')} workers"
     _say(options, answer, f"task {options.task} changes to {form} and {workers}, from sequence {answer.get('seq')} on")
 
 
-def cordon(options: argparse.Namespace) -> None:
-    """No new workers for a node."""
-    answer = client_of(options).cordon(options.node, drain=False, reason=options.reason)
-    _say(options, answer, f"node {options.node} gets no new workers, from sequence {answer.get('seq')} on")
-
-
-def drain(options: argparse.Namespace) -> None:
-    """No workers at all for a node."""
-    answer = client_of(options).cordon(options.node, drain=True, reason=options.reason)
-    text = f"node {options.node} is being emptied, from sequence {answer.get('seq')} on; see `unicronctl nodes`"
-    _say(options, answer, text)
-
-
-def uncordon(options: argparse.Namespace) -> None:
-    """Workers again for a node."""
-    answer = client_of(options).uncordon(options.node, options.reason)
-    _say(options, answer, f"node {options.node} may have workers again, from sequence {answer.get('seq')} on")
+def set_task(options: argparse.Namespace) -> None:
+    """Another end, or another learning rate, for a task."""
+    fields = ("iterations", "lr", "reason")
+    order = {name: value for name in fields if (value := getattr(options, name)) is not None}
+    if not order.keys() & {"iterations", "lr"}:
+        raise UsageError("give --iterations, --lr, or both")
+    answer = client_of(options).reshape(options.task, order)
+    _warn(answer)
+    told = [f"{name} {answer[name]:g}" for name in ("iterations", "lr") if answer.get(name) is not None]
+    _say(options, answer, f"task {options.task} goes on with {', '.join(told)}, from sequence {answer.get('seq')} on")
 
 
 def inject(options: argparse.Namespace) -> None:
@@ -205,139 +337,35 @@ def _say(options: argparse.Namespace, data: Any, text: str) -> None:
         print(text)
 
 
-# --- reading on and on ---------------------------------------------------------------------------
-
-
-def events(options: argparse.Namespace) -> None:
-    """The event log from a sequence number on, as sentences or JSON lines."""
-    known = [kind.__name__ for kind in get_args(AnyEvent)] + ["Quarantined"]
-    for name in options.type:
-        if name not in known:
-            raise UsageError(f"--type: no event type {name!r}; {guess(name, known)}")
-
-    def tell(event: EventLine) -> None:
-        if options.type and event.type not in options.type:
-            return
-        if options.json:
-            print_json({name: getattr(event, name) for name in event.__struct_fields__}, indent=None)
-        else:
-            print(f"{event.seq:>7}  {event.clock('milliseconds')}  {event.type:<19}  {event.text}")
-        if options.follow:
-            sys.stdout.flush()
-
-    client = client_of(options)
-    if not options.follow:
-        for event in client.events(options.after):
-            tell(event)
-        return
-    _follow(client, options.after, tell)
-
-
-def _follow(client: Client, after: int, tell: Callable[[EventLine], None]) -> None:
-    """Tell the events after `after` as they come, over interruptions; ends only by an exception."""
-    away = Away()
-    while True:
-        try:
-            for event in client.events(after, follow=True):
-                away.over()
-                tell(event)
-                after = event.seq
-        except Unreachable as error:
-            away.bear(error)
-        else:
-            away.bear(Unreachable("the coordinator closed the stream"))
-
-
-class Away:
-    """Patience with a coordinator that was there, or may just be starting: say so once, give up after AWAY_MAX_S."""
-
-    def __init__(self) -> None:
-        self._since_s = 0.0
-        self._seen = False
-
-    def over(self) -> None:
-        """It answers."""
-        self._since_s, self._seen = 0.0, True
-
-    def bear(self, error: ApiError) -> None:
-        """Wait a little; raises `error` where that has lasted too long, or where it never answered."""
-        now_s = time.monotonic()
-        if not self._seen or (self._since_s and now_s - self._since_s > AWAY_MAX_S):
-            raise error
-        if not self._since_s:
-            self._since_s = now_s
-            print(f"unicronctl: {error}; trying again", file=sys.stderr)
-        time.sleep(RETRY_S)
-
-
-def logs(options: argparse.Namespace) -> None:
-    """A worker's output; following it goes on with the worker that takes its place."""
-    client = client_of(options)
-    piece = client.logs(options.task, rank=options.rank, tail_bytes=options.tail_bytes)
-    if options.json and not options.follow:
-        print_json(piece)
-        return
-    _write_piece(options, piece)
-    away = Away()
-    away.over()
-    while options.follow:
-        try:
-            following = client.logs(options.task, rank=options.rank, offset=piece["offset"])
-            if following["worker"] != piece["worker"]:
-                print(f"--- {following['worker']} on {following['node']}", file=sys.stderr)
-                following = client.logs(options.task, rank=options.rank, offset=0)
-            away.over()
-        except (Unreachable, Refused) as error:
-            away.bear(error)  # between two lives of a worker the rank is empty
-            continue
-        piece = following
-        _write_piece(options, piece)
-        if not piece["text"]:
-            time.sleep(LOG_POLL_S)
-
-
-def _write_piece(options: argparse.Namespace, piece: dict[str, Any]) -> None:
-    missing = [name for name in ("worker", "node", "offset", "text") if name not in piece]
-    if missing:
-        raise Unreachable(f"the answer lacks {missing[0]}; is it another version of unicrond?")
-    if options.json:
-        print_json(piece, indent=None)
-    else:
-        sys.stdout.write(piece["text"])
-    sys.stdout.flush()
-
-
-def watch(options: argparse.Namespace) -> None:
-    """The live view, until Ctrl-C."""
-    import asyncio
-
-    from unicrond.ctl import view
-
-    client = client_of(options)
-    client.health()  # say now that nothing answers
-
-    async def get_state() -> tuple[ClusterState, str]:
-        return await asyncio.to_thread(client.state)
-
-    async def until_interrupted() -> None:
-        await view.watch(get_state, asyncio.Event(), follow(client))
-
-    asyncio.run(until_interrupted())
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+#: Those that give no exit code of their own end with 0.
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "status": status,
     "nodes": nodes,
     "tasks": tasks,
+    "workers": workers,
+    "describe": describe,
+    "doctor": doctor,
     "plan": plan,
     "submit": submit,
+    "init-megatron": init_megatron,
+    "checkpoint": checkpoint,
     "cancel": cancel,
     "reshape": reshape,
+    "set": set_task,
     "cordon": cordon,
     "drain": drain,
     "uncordon": uncordon,
+    "maintain": maintain,
+    "forget": forget,
     "inject": inject,
     "events": events,
     "logs": logs,
+    "stacks": stacks,
     "watch": watch,
+    "top": top,
+    "wait": wait,
+    "slurm-sync": slurm_sync,
+    "nats-context": nats_context,
+    **dict.fromkeys(history.VIEWS, history.run),
+    "goodput": goodput,
 }

@@ -28,9 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    from events.command_line import with_spans_marked
     from unicrond.ctl.parser import parser
 
-    options = parser().parse_args(arguments)
+    options = parser().parse_args(with_spans_marked(arguments))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if options.command == "throughput":
@@ -44,8 +45,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     from unicrond.ctl.commands import COMMANDS
 
-    COMMANDS[options.command](options)
-    return 0
+    return COMMANDS[options.command](options) or 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`unicronctl plan show|table|whatif`: the plan that is, those that would follow, and those of other clusters.
+"""`unicronctl plan show|table|whatif|spares`: the plan that is, those that would follow, and those of other clusters.
 
 `plan solve` needs no coordinator and lives in `solve.py`.
 """
@@ -6,13 +6,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from events.command_line import UsageError
-from unicrond.ctl.asking import client_of, print_json
+from unicrond.core.gradient_memory import gradients
+from unicrond.ctl.asking import client_of, print_json, snapshot_of
 from unicrond.ctl.client import Refused
-from unicrond.display.cluster_tables import costs_table, plan_table, planned_waf, si
+from unicrond.display.cluster_tables import (
+    costs_table,
+    departures,
+    gradients_table,
+    layout_words,
+    plan_table,
+    planned_waf,
+    si,
+    turns,
+)
+from unicrond.display.plan_words import why, why_layouts
 from unicrond.display.tables import Table, show
 
 if TYPE_CHECKING:
@@ -24,11 +36,11 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def plan_show(options: argparse.Namespace) -> None:
-    """Each task's slots and WAF, the reason, how the plan was obtained, and what everything has cost."""
-    snapshot = client_of(options).snapshot()
+    """Each task's slots, WAF and gradients, the reason, how the plan was obtained, and what everything has cost."""
+    snapshot = snapshot_of(options)
     plan, costs = snapshot.state.plan, snapshot.body.get("costs")
     if options.json:
-        print_json({**snapshot.body["state"]["plan"], "costs": costs})
+        print_json({**snapshot.body["state"]["plan"], "gradients": _gradients(snapshot.state), "costs": costs})
         return
     if not plan.epoch:
         print("no plan yet")
@@ -37,6 +49,8 @@ def plan_show(options: argparse.Namespace) -> None:
         print(f"{name:<12} {text}")
     print()
     show(plan_table(snapshot.state))
+    print()
+    show(gradients_table(snapshot.state))
     if costs:
         print()
         show(costs_table(costs))
@@ -51,8 +65,22 @@ def _told(state: ClusterState) -> dict[str, str]:
         "plan": f"epoch {plan.epoch}, WAF {planned_waf(state, plan.waf, plan.workers)} of {healthy} in health",
         "because of": plan.trigger,
         "reason": plan.reason,
+        **({"why": why(state)} if why(state) else {}),
+        **({"layouts": told} if (told := why_layouts(state)) else {}),
         "answered": f"{ways.get(plan.way, plan.way)} in {_microseconds(plan.took_us)}{reused}",
+        **({"turns": "; ".join(waiting)} if (waiting := turns(state)) else {}),
+        **({"departures": "; ".join(leaving)} if (leaving := departures(state)) else {}),
         "cost": f"{si(plan.transition_flop, 'FLOP')} expected for the change",
+    }
+
+
+def _gradients(state: ClusterState) -> dict[str, dict[str, int]]:
+    """Of each planned task, what a worker holds."""
+    planned = {name: len(own.replicas) for name, own in state.plan.assignments.items() if own.replicas}
+    return {
+        name: asdict(gradients(state.tasks[name].spec, replicas))
+        for name, replicas in planned.items()
+        if name in state.tasks
     }
 
 
@@ -72,7 +100,11 @@ def plan_foreseen(options: argparse.Namespace) -> None:
     rows = []
     for row in body["rows"]:
         others = f" and {len(row['nodes'])} alike" if row["nodes"] else ""
-        changes = [f"{task} {now.get(task, 0)} -> {n}" for task, n in row["workers"].items() if n != now.get(task, 0)]
+        changes = [
+            f"{task} {now.get(task, 0)} -> {n}{in_layout}"
+            for task, n in row["workers"].items()
+            if (in_layout := _new_layout(state, task, row.get("layouts", {}))) or n != now.get(task, 0)
+        ]
         waf = planned_waf(state, row["waf"], row["workers"]) if row["workers"] else "0"
         rows.append((row["event"], f"{row['subject']}{others}", waf, ", ".join(changes) or "no change"))
     print(f"after plan {body['epoch']}, should this come next:")
@@ -103,7 +135,9 @@ def plan_whatif(options: argparse.Namespace) -> None:
     for share in then["assignments"]:
         name = share["task"]
         had = now[name].workers if name in now else 0
-        mark = "" if had == share["workers"] else "*"
+        tp, pp = share.get("tp", 0), share.get("pp", 0)
+        in_layout = _new_layout(state, name, {name: f"tp {tp}, pp {pp}"} if tp else {})
+        mark = f"*{in_layout}" if in_layout or had != share["workers"] else ""
         waf_now = planned_waf(state, now[name].waf, {name: had}) if name in now else "-"
         waf_then = planned_waf(state, share["waf"], {name: share["workers"]})
         rows.append((name, str(had), f"{share['workers']}{mark}", waf_now, waf_then))
@@ -113,6 +147,51 @@ def plan_whatif(options: argparse.Namespace) -> None:
     would = planned_waf(state, then["waf"], {share["task"]: share["workers"] for share in then["assignments"]})
     print(f"\nWAF {was} now, {would} then; the change would cost {si(then['transition_flop'], 'FLOP')}")
     print(f"reason: {then['reason']}")
+
+
+def plan_spares(options: argparse.Namespace) -> None:
+    """What the cluster would achieve with some of its nodes kept back, and how many pay."""
+    client = client_of(options)
+    try:
+        told = client.plan_spares(options.repair_s, options.mtbf_s)
+    except Refused as refusal:
+        if refusal.status == 400:
+            raise UsageError(f"--{refusal}".replace("_", "-") if "mtbf_s" in str(refusal) else str(refusal)) from None
+        raise
+    if options.json:
+        print_json(told)
+        return
+    full, rows = told["rows"][0]["waf"], []
+    for row in told["rows"]:
+        mark = "*" if row["kept"] == told["pay"] else ""
+        shares = (_share(row["waf"], full), _share(row["expected_waf"], full), f"{100 * row['covered']:.1f} %")
+        rows.append((f"{row['kept']}{mark}", *shares))
+    headers = ("kept back", "WAF while none is away", "WAF on average", "time with a spare for each that is away")
+    show(Table(headers, tuple(rows), frozenset(headers), "there are no nodes"))
+    away = f"{told['away']:.2g} of {told['nodes']} nodes are away on average"
+    rates = f"each fails once in {told['node_mtbf_s'] / 3600:.4g} h and is repaired in {told['repair_s'] / 3600:.4g} h"
+    print(f"\n{away}: {rates}; WAF in percent of that of all nodes")
+    print(_advice(told, full))
+
+
+def _advice(told: Mapping[str, Any], full: int) -> str:
+    pay, more = told["pay"], f"one more node would add {_share(told['next_node_waf'], full)}"
+    if not pay:
+        return f"no spare pays: a node that waits would achieve more by training; {more}"
+    gain = told["rows"][pay]["expected_waf"] - told["rows"][0]["expected_waf"]
+    brings = f"brings {_share(gain, full)}" if gain else "costs nothing: they would add nothing by training"
+    return f"to keep back {pay} node{'s' * (pay > 1)} {brings}; {more}"
+
+
+def _share(waf: int, of: int) -> str:
+    return f"{100 * waf / of:.1f} %" if of else "0.0 %"
+
+
+def _new_layout(state: ClusterState, task: str, then: dict[str, str]) -> str:
+    """The layout that the task would have, where that is another than now."""
+    assignment = state.plan.assignments.get(task)
+    now = layout_words(assignment) if assignment is not None else ""
+    return f" in {then[task]}" if then.get(task, now) != now else ""
 
 
 def _task_changes(given: list[str]) -> dict[str, dict[str, float]]:
@@ -134,4 +213,5 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "show": plan_show,
     "table": plan_foreseen,
     "whatif": plan_whatif,
+    "spares": plan_spares,
 }

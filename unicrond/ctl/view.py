@@ -35,12 +35,17 @@ from unicrond.display.cluster_tables import (
     stragglers,
     stragglers_table,
     task_workers,
+    tasks_table,
+    workers_table,
 )
 from unicrond.display.event_lines import EventLine
-from unicrond.display.tables import STYLES, clean, console, for_terminal, interactive, show
+from unicrond.display.tables import STYLES, Table, clean, console, for_terminal, interactive, show
 
 #: Gives the state and its digest; raises ApiError while the coordinator is away.
 GetState: TypeAlias = Callable[[], Awaitable[tuple[ClusterState, str]]]
+
+#: See `render`.
+Render: TypeAlias = Callable[[ClusterState, int, Sequence[EventLine], float], RenderableType]
 
 REFRESH_S = 0.25
 PROGRESS_S = 10.0
@@ -54,15 +59,17 @@ async def watch(
     events: AsyncIterator[EventLine] | None = None,
     *,
     stream: TextIO | None = None,
+    draw: Render | None = None,
 ) -> None:
-    """Show the cluster on `stream` (default: stdout) until `stop` is set. `events`: see client.follow."""
+    """Show the cluster on `stream` (default: stdout) until `stop` is set. `events`: see client.follow. `draw`: what
+    a terminal shows; default: `render`."""
     stream = stream or sys.stdout
     lines: deque[EventLine] = deque(maxlen=EVENTS_SHOWN)
     tell = lines.append if interactive(stream) else _teller(stream)
     reader = None if events is None else asyncio.create_task(_read(events, tell), name="events")
     try:
         if interactive(stream):
-            await _draw(get_state, stop, lines, console(stream))
+            await _draw(get_state, stop, lines, console(stream), draw or render)
         else:
             await _print_progress(get_state, stop, stream)
     finally:
@@ -85,7 +92,9 @@ async def _wait(stop: asyncio.Event, timeout_s: float) -> None:
 # --- on a terminal -------------------------------------------------------------------------------
 
 
-async def _draw(get_state: GetState, stop: asyncio.Event, lines: Sequence[EventLine], console: Console) -> None:
+async def _draw(
+    get_state: GetState, stop: asyncio.Event, lines: Sequence[EventLine], console: Console, draw: Render
+) -> None:
     state = ClusterState()
     seen_s = time.monotonic()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
@@ -95,7 +104,7 @@ async def _draw(get_state: GetState, stop: asyncio.Event, lines: Sequence[EventL
                 seen_s = time.monotonic()
             except (ApiError, OSError):
                 pass  # the view says for how long it has heard nothing
-            live.update(render(state, time.time_ns() // 1000, tuple(lines), time.monotonic() - seen_s), refresh=True)
+            live.update(draw(state, time.time_ns() // 1000, tuple(lines), time.monotonic() - seen_s), refresh=True)
             await _wait(stop, REFRESH_S)
 
 
@@ -114,6 +123,21 @@ def render(state: ClusterState, now_us: int, events: Sequence[EventLine] = (), a
             for event in events
         ]
     return Group(*parts)
+
+
+def render_top(
+    state: ClusterState, now_us: int, events: Sequence[EventLine] = (), away_s: float = 0.0
+) -> RenderableType:
+    """The tasks and every worker, in place of the nodes, the plan and the past; see `render`."""
+    parts: list[RenderableType] = [_headline(state, away_s)]
+    for title, table in top_tables(state).items():
+        parts += ["", for_terminal(table, title)]
+    return Group(*parts)
+
+
+def top_tables(state: ClusterState) -> dict[str, Table]:
+    """What `top` shows, by title."""
+    return {"tasks": tasks_table(state), "workers": workers_table(state)}
 
 
 def _headline(state: ClusterState, away_s: float) -> Text:

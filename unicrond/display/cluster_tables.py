@@ -6,15 +6,22 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
+from events.point import to_the_second
+from events.vocabulary import TaskAssignment
+from unicrond.core.departures import told as told_of
+from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.core.isolation import waits_for
 from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus, WorkerStatus
 from unicrond.core.task_parts import Straggler
+from unicrond.core.task_rules import BUILT_IN
 from unicrond.core.work import LINEAR_FLOPS, achieved_waf
 from unicrond.display.tables import Table
 
 #: Rows of a live view before it says "and N more".
 NODES_SHOWN = 16
+#: What `node_status` says.
+NODE_STATUSES = ("up", "leaving", "isolated", "drained", "cordoned", "lost", "left")
 
 
 def si(value: float, unit: str = "") -> str:
@@ -44,9 +51,11 @@ def milliseconds(duration_us: int) -> str:
 
 
 def node_status(node: Node) -> str:
-    """up, lost or left; of those up, what keeps workers away: isolated, drained or cordoned."""
+    """up, lost or left; of those up, what keeps workers away: leaving, isolated, drained or cordoned."""
     if node.status is not NodeStatus.UP:
         return node.status.value
+    if node.leaving:
+        return "leaving"
     if node.isolated:
         return "isolated"
     return ("drained" if node.draining else "cordoned") if node.cordoned else "up"
@@ -54,7 +63,8 @@ def node_status(node: Node) -> str:
 
 def _why(state: ClusterState, node: Node) -> str:
     """Why it does not work, and what it waits for; "" where it does."""
-    return "; ".join(filter(None, (waits_for(state, node), node.reason or node.cordon_reason)))
+    foretold = "" if node.isolated or not node.foretold else f"expected to fail: {node.foretold}"
+    return "; ".join(filter(None, (waits_for(state, node), node.reason or node.cordon_reason, told_of(node), foretold)))
 
 
 def nodes_table(
@@ -88,11 +98,101 @@ def nodes_table(
     return Table(("node", "status", "used", "workers", "reason"), tuple(rows), frozenset({"used"}), "no nodes")
 
 
+def windows_table(state: ClusterState) -> Table:
+    """The maintenance windows that are planned, the next first."""
+    rows = [
+        (
+            name,
+            "open" if window.from_us <= state.now_us else "near" if window.near else "planned",
+            ", ".join(window.nodes),
+            to_the_second(window.from_us),
+            to_the_second(window.until_us),
+            window.reason,
+        )
+        for name, window in sorted(state.windows.items(), key=lambda one: one[1].from_us)
+    ]
+    headers = ("window", "status", "nodes", "from", "until", "reason")
+    return Table(headers, tuple(rows), frozenset(), "no window is planned")
+
+
+def windows_of(state: ClusterState, node: str) -> list[str]:
+    """The windows that the node is in, a line each."""
+    return [
+        f"{name} from {to_the_second(window.from_us)} to {to_the_second(window.until_us)}: {window.reason}"
+        for name, window in state.windows.items()
+        if node in window.nodes
+    ]
+
+
+def turns(state: ClusterState) -> list[str]:
+    """A line for each task that waits for workers under a bound, or has them in its turn (turns.py)."""
+    told = []
+    for task in state.tasks.values():
+        turn, need = task.turn, f"{task.spec.min_workers} worker{'s' * (task.spec.min_workers != 1)}"
+        if not state.starvation_us or task.status is not TaskStatus.ACTIVE:
+            continue
+        if turn.turn_since_us:
+            until = to_the_second(turn.turn_since_us + state.starvation_us)
+            told.append(f"{task.name} has its turn: {need} before others until {until}")
+        elif turn.overdue_us:
+            told.append(f"{task.name} is overdue: {need} before others as soon as they can be had")
+        elif turn.waits_since_us:
+            since, due = map(to_the_second, (turn.waits_since_us, turn.waits_since_us + state.starvation_us))
+            told.append(f"{task.name} has waited since {since}: {need} before others at {due}")
+    return told
+
+
+def departures(state: ClusterState) -> list[str]:
+    """A line for each departure that is planned and not over: of nodes, and of windows."""
+    told = [f"node {node.name} {when}" for node in state.nodes.values() if not node.window and (when := told_of(node))]
+    told += [f"node {node.name} is expected to fail: {node.foretold}" for node in state.nodes.values() if node.foretold]
+    for name, window in state.windows.items():
+        when = f"{to_the_second(window.from_us)} to {to_the_second(window.until_us)}"
+        told.append(f"maintenance {name} of {', '.join(window.nodes)}: {when}")
+    return told
+
+
 def _keeps_back(kept_back: Mapping[str, Mapping[str, float]] | None, node: Node) -> str:
     kept = (kept_back or {}).get(node.name)
     if kept is None:
         return ""
     return f"holds back {kept['entries']:.0f} observations, the oldest for {kept['oldest_s']:.0f} s"
+
+
+def workers_table(state: ClusterState, task: str = "", node: str = "") -> Table:
+    """One row per worker, by task and rank; `task`, `node`: of these alone. The pid is the one on the node, for `kill`
+    and `py-spy`."""
+    rows = []
+    for each in state.tasks.values():
+        if task not in ("", each.name):
+            continue
+        ranks = ranks_of(each)
+        for worker in sorted(each.workers.values(), key=lambda one: (ranks.get(one.worker, 1 << 30), one.worker)):
+            if node not in ("", worker.node):
+                continue
+            slow = each.group.stragglers.get(worker.worker)
+            notes = [f"busy: {worker.busy}"] if worker.busy else []
+            notes += [f"{slow.factor:.2f} times as slow as the others"] if slow else []
+            rows.append(
+                (
+                    worker.worker,
+                    str(ranks.get(worker.worker, "-")),
+                    worker.node,
+                    str(worker.pid or "-"),
+                    worker.status.value,
+                    str(each.generation_of(worker)),
+                    f"{worker.replica}/{worker.shard}",
+                    "; ".join(notes) or "-",
+                )
+            )
+    headers = ("worker", "rank", "node", "pid", "status", "generation", "replica/shard", "note")
+    return Table(headers, tuple(rows), frozenset({"rank", "pid", "generation"}), "no workers")
+
+
+def ranks_of(task: Task) -> dict[str, int]:
+    """Each member's rank in the newest membership."""
+    members = task.membership.members if task.membership is not None else ()
+    return {member.worker: rank for rank, member in enumerate(members)}
 
 
 def task_workers(task: Task) -> str:
@@ -151,7 +251,7 @@ def stragglers(state: ClusterState) -> list[tuple[int, Straggler]]:
     found = []
     for task in state.tasks.values():
         if task.group.stragglers and task.membership is not None and task.status is TaskStatus.ACTIVE:
-            ranks = {member.worker: rank for rank, member in enumerate(task.membership.members)}
+            ranks = ranks_of(task)
             found += [(ranks[name], one) for name, one in task.group.stragglers.items() if name in ranks]
     return found
 
@@ -172,7 +272,7 @@ def _reshaping(task: Task) -> str:
 
 def plan_table(state: ClusterState) -> Table:
     """Each task's share under the adopted plan, and its worth."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, assignment in state.plan.assignments.items():
         task = state.tasks.get(name)
         counts = Counter(node for nodes in assignment.replicas for node in nodes)
@@ -187,9 +287,44 @@ def plan_table(state: ClusterState) -> Table:
                 where or "waits for workers",
             )
         )
-    headers = ("task", "workers", "replicas", "planned WAF", "achieved WAF", "nodes")
+    headers: tuple[str, ...] = ("task", "workers", "replicas", "planned WAF", "achieved WAF", "nodes")
     right = frozenset({"workers", "replicas", "planned WAF", "achieved WAF"})
+    chosen = [layout_words(assignment) for assignment in state.plan.assignments.values()]
+    if any(chosen):
+        headers = (*headers, "layout")
+        rows = [(*row, layout) for row, layout in zip(rows, chosen, strict=True)]
     return Table(headers, tuple(rows), right, "no task is planned")
+
+
+def layout_words(assignment: TaskAssignment) -> str:
+    """The layout that a plan has chosen, "" where the task had no choice."""
+    return f"tp {assignment.tp}, pp {assignment.pp}" if assignment.tp else ""
+
+
+def gradients_table(state: ClusterState) -> Table:
+    """What the gradients of a worker take, of each planned task (gradient_memory.py)."""
+    rows = []
+    for name, assignment in state.plan.assignments.items():
+        task, replicas = state.tasks.get(name), len(assignment.replicas)
+        if task is None or not replicas:
+            continue
+        held = gradients(task.spec, replicas)
+        size_bytes = ELEMENT_BYTES * parameters(task.spec)
+        built_in = task.spec.entry == BUILT_IN
+        rows.append(
+            (
+                name,
+                f"fixed, {task.spec.lanes} lanes" if task.spec.lanes else "follow",
+                str(replicas),
+                str(held.sums),
+                str(held.results),
+                str(held.healing),
+                si(size_bytes, "B") if built_in else "a gradient",
+                si(held.most * size_bytes, "B") if built_in else f"{held.most} gradients",
+            )
+        )
+    headers = ("task", "numerics", "replicas", "sums", "result", "in healing", "each", "gradients of a worker")
+    return Table(headers, tuple(rows), frozenset(headers[2:]), "no task is planned")
 
 
 def costs_table(costs: Mapping[str, float]) -> Table:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
-from events.envelope import Entry, Quarantined
+from events.envelope import Entry, Envelope, Quarantined, Recorded
 from events.prose import summary
 from unicrond.display.tables import clean
 
@@ -20,11 +21,18 @@ NOTEWORTHY = frozenset(
         "CheckpointSaved",
         "CommandFailed",
         "CoordinatorStarted",
+        "DrainBegun",
         "ErrorReported",
+        "MachineReported",
+        "MaintenanceCancelled",
+        "MaintenancePlanned",
         "MembershipDecided",
+        "ForgetRequested",
         "NodeChecked",
+        "NodeForgotten",
         "NodeIsolated",
         "NodeJoined",
+        "NodeLeaving",
         "NodeLeft",
         "NodeLost",
         "NodeReadmitted",
@@ -33,6 +41,7 @@ NOTEWORTHY = frozenset(
         "Quarantined",
         "RepairEnded",
         "ReshapeRequested",
+        "SaveFailed",
         "TaskCancelled",
         "TaskCompleted",
         "TaskFailed",
@@ -42,6 +51,9 @@ NOTEWORTHY = frozenset(
         "WorkerExited",
     }
 )
+
+#: Numbers of events that may be NaN, which JSON writes as null.
+_MAY_BE_NAN = ("loss", "value", "usual")
 
 #: An event is at most 768 KiB of msgpack; as JSON it is not much longer.
 LINE_BYTES_MAX = 4 * 1024 * 1024
@@ -57,6 +69,21 @@ def entry_json(entry: Entry) -> dict[str, Any]:
         "summary": summary(entry.envelope.event),
         "envelope": msgspec.to_builtins(entry.envelope),
     }
+
+
+def entry_of(line: EventLine) -> Entry:
+    """The entry that `entry_json` was given, as far as it tells: what the API hides stays hidden, and an infinite loss
+    is NaN. Raises BadEventStream."""
+    if line.quarantined:
+        return Quarantined(line.seq, line.recorded_at_us, "", line.quarantined, 0)
+    event = line.envelope.get("event")
+    if isinstance(event, dict):
+        event = event | {name: math.nan for name in _MAY_BE_NAN if name in event and event[name] is None}
+    try:
+        envelope = msgspec.convert({**line.envelope, "event": event}, Envelope, strict=True)
+    except msgspec.ValidationError as error:
+        raise BadEventStream(f"entry {line.seq}: {clean(str(error))}") from None
+    return Recorded(line.seq, line.recorded_at_us, envelope)
 
 
 class BadEventStream(ValueError):

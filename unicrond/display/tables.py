@@ -33,6 +33,7 @@ STYLES = {
     "cordoned": "yellow",
     "drained": "yellow",
     "draining": "yellow",
+    "leaving": "yellow",
     "left": "dim",
     "cancelled": "dim",
     "open": "bold yellow",
@@ -55,6 +56,11 @@ class Table:
 def clean(text: str) -> str:
     """`text` on one line, without control characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def visible(text: str) -> str:
+    """`text` without control characters, its blanks as they are."""
+    return "".join(char if char.isprintable() else " " for char in text).rstrip()
 
 
 def plain(table: Table) -> list[str]:

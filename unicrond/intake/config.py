@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from events.logins import Role
 from events.nats_connection import Login
+from events.nats_server import ServerTls
 from events.nats_url import parse_urls
 from events.schemas import FIRST, SCHEMA
 from events.vocabulary import ErrorKind, SeverityLevel
-from unicrond.core.field_faults import faults
+from unicrond.core.field_faults import Place, faults
 from unicrond.core.policy import Policy
 from unicrond.core.severity import IMPOSSIBLE
+from unicrond.intake import settings
+from unicrond.intake.notify import Notify
 from unicrond.intake.readmission import Readmission
-from unicrond.intake.strict_yaml import BadYaml, parse, text_of
+from unicrond.intake.strict_yaml import BadYaml, Document, parse, text_of
+from unicrond.intake.tls import BadTls, Files, Tls, expected_name, files_of, server_tls
 from unicrond.intake.tokens import BadTokens, read_tokens
 
+#: How many days of the log stay in NATS, where nothing else is configured.
+KEEP_D = 30.0
 PortNumber = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -71,12 +79,28 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens_file: str = ""
 
 
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The log's life. `archive_every_s`: how often it is copied to `archive_dir` ("": <state_dir>/archive); 0: never.
+    `keep_d`: days that stay in NATS; None: 30 where the server is embedded or `archive_dir` is set, else all.
+    Alarms: `alarm_gib` of the stream, `alarm_free` of a volume as a share of it, `alarm_append_s` of the usual append.
+    """
+
+    archive_every_s: Annotated[float, Meta(ge=0.0, le=480.0)] = 300.0
+    archive_dir: str = ""
+    keep_d: Annotated[float, Meta(ge=1.0, le=36_500.0)] | None = None
+    alarm_gib: Annotated[float, Meta(gt=0.0)] = 16.0
+    alarm_free: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+    alarm_append_s: Annotated[float, Meta(gt=0.0)] = 0.5
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of it. `checkpoint_dir`: where tasks that name none keep theirs; every node must see it.
 
     `severity`: error kind -> 1, 2 or 3, in place of severity.py's. `injection`: people may order faults.
     `write_schema`: the newest schema to be written, by the agents too: that of the version to which one may go back.
-    `readmission`: how nodes come back that were isolated for their hardware (isolation.py).
+    `readmission`: how nodes come back that were isolated for their hardware (isolation.py). `tls`: "off", or with which
+    certificates NATS and the API speak where others reach them; on loopback they speak in clear. `notify`: whom to
+    tell of what (notify.py). `traces_url`: where spans of incidents and commands go (OTLP over HTTP); empty: nowhere.
     """
 
     state_dir: str = "unicron-state"
@@ -84,11 +108,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_s: Annotated[float, Meta(ge=0.05, le=60.0)] = 1.0
     nats: NatsConfig = NatsConfig()
     api: ApiConfig = ApiConfig()
+    log: LogConfig = LogConfig()
     policy: Policy = Policy()
     severity: dict[ErrorKind, SeverityLevel] = {}
     injection: bool = False
     write_schema: Annotated[int, Meta(ge=FIRST, le=SCHEMA)] = SCHEMA
     readmission: Readmission = Readmission()
+    tls: Tls | Literal["off"] = Tls()
+    notify: Notify = Notify()
+    traces_url: str = ""
 
     @property
     def checkpoints(self) -> Path:
@@ -100,20 +128,77 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The directory of the keys of this machine's logins, and of the list of the nodes' logins."""
         return Path(self.nats.keys or Path(self.state_dir) / "keys")
 
+    @property
+    def nats_tls(self) -> bool:
+        """The embedded NATS server speaks TLS."""
+        return self.tls != "off" and not self.nats.url and not is_loopback(self.nats.host)
 
-def load(path: Path) -> Config:
-    """The configuration in `path`. Raises ConfigError."""
-    try:
-        document = parse(text_of(path, ConfigError, "give another --config"))
-    except BadYaml as error:
-        raise ConfigError(f"{path}:{error.line}: {error.what}") from None
-    value = {} if document.value is None else document.value
+    @property
+    def certifies_nodes(self) -> bool:
+        """Nodes' keys carry certificates, which the CA of `unicrond tls-init` signs; with NATS servers of one's own,
+        where it has been run."""
+        if not isinstance(self.tls, Tls) or self.tls.ca:
+            return False
+        return self.certificates.cert.is_file() if self.nats.url else self.nats_tls
+
+    @property
+    def api_tls(self) -> bool:
+        """The API speaks TLS."""
+        return self.tls != "off" and not is_loopback(self.api.host)
+
+    @property
+    def certificates(self) -> Files:
+        """The files of the server's certificates, where it has any."""
+        return files_of(self.tls if isinstance(self.tls, Tls) else Tls(), Path(self.state_dir))
+
+    @property
+    def archive(self) -> Path:
+        """The directory with the older part of the log."""
+        return Path(self.log.archive_dir or Path(self.state_dir) / "archive")
+
+    @property
+    def keep_s(self) -> float | None:
+        """What the timer leaves in NATS, in seconds; None: all. Heads on several machines have one archive only where
+        `log.archive_dir` names it."""
+        if not self.log.archive_every_s:
+            return None
+        if self.log.keep_d is None:
+            return None if self.nats.url and not self.log.archive_dir else KEEP_D * 86_400.0
+        return self.log.keep_d * 86_400.0
+
+
+def load(path: Path | None, environ: Mapping[str, str] = MappingProxyType({})) -> Config:
+    """The configuration in `path` (None: no file), with what the variables in `environ` say. Raises ConfigError."""
+    value, lines = read(path, environ)
     for fault in faults(value, Config):
-        line = document.lines.get(fault.place)
-        raise ConfigError(f"{path}{f':{line}' if line else ''}: {fault}")
+        name = settings.origin(fault.place, environ)
+        line = f":{lines[fault.place]}" if fault.place in lines else ""
+        raise ConfigError(f"{name}: {fault.what}" if name else f"{path}{line}: {fault}")
     config = msgspec.convert(value, Config, strict=True)
-    check(config, str(path))
+    check(config, where(path, environ))
     return config
+
+
+def read(path: Path | None, environ: Mapping[str, str]) -> tuple[Any, dict[Place, int]]:
+    """What file and variables say, unchecked, and on which lines of the file. Raises ConfigError."""
+    document = Document({}, {})
+    if path is not None:
+        try:
+            document = parse(text_of(path, ConfigError, "give another --config"))
+        except BadYaml as error:
+            raise ConfigError(f"{path}:{error.line}: {error.what}") from None
+    value = {} if document.value is None else document.value
+    try:
+        return (settings.overlaid(value, Config, environ) if isinstance(value, dict) else value), document.lines
+    except BadYaml as error:
+        raise ConfigError(error.what) from None
+
+
+def where(path: Path | None, environ: Mapping[str, str]) -> str:
+    """What a message about several fields calls the configuration."""
+    if not settings.given(Config, environ):
+        return str(path or "without --config")
+    return f"{path} and UNICROND_ variables" if path else "UNICROND_ variables"
 
 
 def check(config: Config, where: str) -> None:
@@ -143,6 +228,25 @@ def check(config: Config, where: str) -> None:
         path = getattr(config.nats, field)
         if path and not Path(path).is_file():
             raise ConfigError(f"{where}: nats.{field}: {path} is not a file; create it or fix the path")
+    if problem := config.notify.problem():
+        raise ConfigError(f"{where}: notify.{problem}")
+    if config.traces_url and not config.traces_url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{where}: traces_url: {config.traces_url!r} is not an http address; give http://COLLECTOR:4318/v1/traces"
+        )
+    _check_tls(config, where)
+
+
+def _check_tls(config: Config, where: str) -> None:
+    tls = config.tls
+    if not isinstance(tls, Tls):
+        return
+    if len({bool(tls.ca), bool(tls.cert), bool(tls.key)}) > 1:
+        raise ConfigError(f"{where}: tls: give ca, cert and key together, or none of them")
+    for field in ("ca", "cert", "key"):
+        path = getattr(tls, field)
+        if path and not Path(path).is_file():
+            raise ConfigError(f"{where}: tls.{field}: {path} is not a file; create it or fix the path")
 
 
 def _check_api(api: ApiConfig, where: str) -> None:
@@ -162,12 +266,41 @@ def _check_api(api: ApiConfig, where: str) -> None:
             raise ConfigError(f"{where}: api.tokens_file: {api.tokens_file}: {error}") from None
 
 
+def check_certificates(config: Config, where: str) -> None:
+    """Those that are needed are there. Raises ConfigError."""
+    if not (config.nats_tls or config.api_tls):
+        return
+    field = f"nats.host: {config.nats.host}" if config.nats_tls else f"api.host: {config.api.host}"
+    for path in config.certificates:
+        if not path.is_file():
+            raise ConfigError(
+                f"{where}: {field} is open to others and speaks TLS, but {path} is not there; run `unicrond tls-init`, "
+                "set tls to certificates of your own, or set tls: off"
+            )
+    try:
+        expected_name(config.certificates, "")
+    except BadTls as error:
+        raise ConfigError(f"{where}: tls: {error}") from None
+
+
+def embedded_tls(config: Config) -> ServerTls | None:
+    """For the embedded NATS server; None: in clear. Raises BadTls."""
+    if not config.nats_tls or not isinstance(config.tls, Tls):
+        return None
+    wide = config.nats.host in ("0.0.0.0", "::")
+    return server_tls(config.tls, config.certificates, "127.0.0.1" if wide else config.nats.host)
+
+
 def login_as(config: Config, role: Role) -> Login:
-    """How this machine logs in to NATS as `role`: with its key, or all as the same where there are none."""
+    """How this machine logs in to NATS as `role`: with its key, or all as the same where there are none. Raises
+    BadTls."""
     if not config.nats.has_keys:
         return login(config.nats)
-    path = config.keys / f"{role}.key"
-    return Login(key=path, tls_ca=Path(config.nats.tls_ca) if config.nats.tls_ca else None)
+    path, tls = config.keys / f"{role}.key", embedded_tls(config)
+    if tls is None:
+        return Login(key=path, tls_ca=Path(config.nats.tls_ca) if config.nats.tls_ca else None)
+    cert, key = (tls.cert, tls.key) if tls.wants_clients else (None, None)
+    return Login(key=path, tls_ca=tls.ca, tls_name=tls.name, tls_cert=cert, tls_key=key)
 
 
 def login(nats: NatsConfig) -> Login:

@@ -13,17 +13,25 @@ Every field is described in docs/use/task-files.md.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from events.vocabulary import TaskSpec
+from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.core.field_faults import Fault, Place, faults
-from unicrond.core.task_rules import BUILT_IN, PATHS, spec_faults
+from unicrond.core.task_rules import ENTRIES, PATHS, spec_faults
+from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
-from unicrond.intake.throughput_preset import fill, take
+from unicrond.intake.throughput_preset import Preset, fill, take
+
+log = logging.getLogger(__name__)
+
+#: `numerics` in a task file -> `accumulation` on the log.
+_ON_THE_LOG = {"fixed": "exact", "follow": "float"}
 
 
 class TaskFileError(ValueError):
@@ -48,8 +56,15 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
     if data is None:
         raise TaskFileError(f"{where}: is empty; the minimum is `name: my-task` (see docs/use/task-files.md)")
     if isinstance(data, dict):
-        _whole_numbers(data.get("throughput"))
+        for part in (data, *(listed if isinstance(listed := data.get(layouts.FIELD), list) else ())):
+            if isinstance(part, dict):
+                _whole_numbers(part.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())
+        older = data.get("accumulation")
+        for today, on_the_log in _ON_THE_LOG.items():
+            if older == on_the_log:
+                place = f"{where}{_line(document.lines, ('accumulation',))}"
+                log.warning("%s: accumulation: %s is called numerics: %s now; write that", place, older, today)
     spec, found = understood(data)
     if spec is not None:
         return spec
@@ -61,15 +76,31 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
 
 def understood(data: Any) -> tuple[TaskSpec | None, list[Fault]]:
     """The task that plain data (of YAML or JSON) describes, `throughput_model` filled in; or all that is wrong."""
-    preset, found = take(data) if isinstance(data, dict) else (None, [])
+    preset: Preset | None = None
+    wish, is_asked, found = layouts.take(data)
+    if isinstance(data, dict):
+        preset, wrong = take(data)
+        found += [*wrong, *_numerics(data), *_deterministic(data), *megatron_task.take(data)]
     found += faults(data, TaskSpec)
     if found:
         return None, found
     spec = msgspec.convert(data, TaskSpec, strict=True)
-    found = list(_problems(spec))
-    if preset is not None and not found:
-        spec, found = fill(spec, preset)
-        found += _problems(spec) if not found else []
+    found = [] if is_asked and wish != "fixed" else list(_problems(spec))
+    if found:
+        return None, found
+    if spec.lanes and not is_asked:  # who says nothing of layouts gets the sums of the task's own
+        spec = replace(spec, env={**spec.env, LANES: str(spec.lanes)})
+    if preset is None:
+        spec, found = layouts.filled(spec, wish)
+    else:
+        shapes, found = layouts.shapes_of(spec, wish)
+        if not found:
+            is_free = is_asked and wish != "fixed" and not {"tp", "pp"} & set(data)
+            spec, found = fill(spec, preset, shapes, is_free=is_free)
+    spec = layouts.with_bounds(spec) if is_asked and wish != "fixed" and not found else spec
+    found = found or list(_problems(spec))
+    if not found and spec.lanes:
+        spec = replace(spec, env={**spec.env, LANES: str(spec.lanes)})
     return (None, found) if found else (spec, [])
 
 
@@ -92,13 +123,40 @@ def _whole_numbers(table: Any) -> None:
                 table[key] = int(value)
 
 
+def _numerics(data: dict[str, Any]) -> list[Fault]:
+    """`numerics` is `accumulation` on the log; without either the sum is fixed. (How many lanes that means for good is
+    noted in its environment.)"""
+    if "numerics" not in data:
+        data.setdefault("accumulation", _ON_THE_LOG["fixed"])
+        return []
+    given = data.pop("numerics")
+    if given not in _ON_THE_LOG:
+        return [Fault(("numerics",), f"{given!r} is not one of fixed, follow")]
+    if "accumulation" in data:
+        return [Fault(("numerics",), "and accumulation are both given; keep numerics")]
+    data["accumulation"] = _ON_THE_LOG[given]
+    return []
+
+
+def _deterministic(data: dict[str, Any]) -> list[Fault]:
+    """`deterministic` stands in its environment as well."""
+    if "deterministic" not in data:
+        return []
+    given, env = data.pop("deterministic"), data.setdefault("env", {})
+    if given not in DETERMINISM:
+        return [Fault(("deterministic",), f"{given!r} is not one of {', '.join(DETERMINISM)}")]
+    if isinstance(env, dict) and env.setdefault(DETERMINISTIC, given) != given:
+        return [Fault(("deterministic",), f"and env.{DETERMINISTIC} contradict each other; keep one")]
+    return []
+
+
 def _absolute_paths(data: dict[str, Any], directory: Path) -> None:
     for *parents, name in PATHS:
         part: Any = data
         for parent in parents:
             part = part.get(parent) if isinstance(part, dict) else None
         value = part.get(name) if isinstance(part, dict) else None
-        if isinstance(value, str) and value and (name, value) != ("entry", BUILT_IN):
+        if isinstance(value, str) and value and not (name == "entry" and value in ENTRIES):
             part[name] = str(directory / Path(value).expanduser())
 
 
@@ -113,5 +171,5 @@ def _line(lines: dict[Place, int], place: Place) -> str:
 
 def _problems(spec: TaskSpec) -> Iterator[Fault]:
     yield from spec_faults(spec)
-    if spec.entry != BUILT_IN and Path(spec.entry).is_absolute() and not Path(spec.entry).is_file():
-        yield Fault(("entry",), f"{spec.entry!r} is not a file; give {BUILT_IN} or the path of a script")
+    if spec.entry not in ENTRIES and Path(spec.entry).is_absolute() and not Path(spec.entry).is_file():
+        yield Fault(("entry",), f"{spec.entry!r} is not a file; give {', '.join(ENTRIES)} or the path of a script")

@@ -2,24 +2,29 @@
 
 Rules
 -----
-* The log never sees it: what is submitted holds the table that follows from it, with the task's own tp, pp,
-  global_batch, micro_batch and seq.
+* The log never sees it: what is submitted holds the tables that follow from it, one for each of the task's layouts
+  (`layouts.py`), with its global_batch, micro_batch and seq.
 * What the task leaves out of `model` and `global_batch` is the preset's. What it gives must agree: an iteration
   must be worth the same FLOP by both, or measured times would be held against another model's.
+* Feasible is what has room for the gradients of the task's numerics as well, a loss being healed among them
+  (`unicrond/core/gradient_memory.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from events.guess import guess
-from events.vocabulary import TaskSpec
+from events.vocabulary import LANES, TaskSpec
 from unicrond.core.field_faults import Fault, faults
+from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients
+from unicrond.core.planning.placement import Shape
 from unicrond.core.work import iteration_flop
+from unicrond.intake.layouts import with_layouts
 
 FIELD = "throughput_model"
 #: A task's FLOP per iteration may differ so much from its preset's: models of one size differ in details.
@@ -58,11 +63,10 @@ def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
     return preset, []
 
 
-def fill(spec: TaskSpec, preset: Preset) -> tuple[TaskSpec, list[Fault]]:
-    """The task with the table that its preset stands for; or what keeps it from having one."""
-    from unicrond.throughput.layouts import job
-    from unicrond.throughput.model import table
-    from unicrond.throughput.presets import GPUS, MODELS, STACKS
+def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool) -> tuple[TaskSpec, list[Fault]]:
+    """The task with the tables that its preset stands for, one for each of `shapes` that is worth it; or what keeps it
+    from having one. `is_free`: the file gives neither tp nor pp, so its own layout is the best for most workers."""
+    from unicrond.throughput.presets import MODELS
 
     known = MODELS[preset.model]
     expected, told = known.flops_per_sequence(spec.model.seq) * spec.global_batch, iteration_flop(spec)
@@ -70,24 +74,116 @@ def fill(spec: TaskSpec, preset: Preset) -> tuple[TaskSpec, list[Fault]]:
         text = f"an iteration of this model is {told:.3g} FLOP, of {preset.model} {expected:.3g}; leave model out"
         return spec, [Fault(("model",), text)]
     try:
-        question = job(
-            known,
-            GPUS[preset.gpu],
-            stack=STACKS[preset.stack] if preset.stack else None,
-            batch=spec.global_batch,
-            seq=spec.model.seq,
-            tp=spec.tp,
-            pp=spec.pp,
-            micro_batch=spec.micro_batch,
-        )
-        points = table(question, spec.max_workers)
+        if len(shapes) > 1:
+            chosen = _chosen(spec, preset, shapes, is_free=is_free)
+            if chosen is not None:
+                return chosen, []
+        points = _tables(spec, preset, [Shape(spec.tp, spec.pp)])[Shape(spec.tp, spec.pp)]
     except ValueError as error:
         return spec, [Fault((FIELD,), str(error))]
     if not points:
         shape = f"tp {spec.tp}, pp {spec.pp} and micro_batch {spec.micro_batch}"
         where = f"on up to {spec.max_workers} {preset.gpu}"
-        return spec, [Fault((FIELD,), f"{preset.model} with {shape} fits nowhere {where}; see `unicronctl throughput`")]
-    return replace(spec, throughput={str(workers): flops for workers, flops in points.items()}), []
+        text = f"{preset.model} with {shape} fits nowhere {where}; see `unicronctl throughput`"
+        if spec.lanes:
+            text += f" ({spec.lanes} lanes; fewer {LANES} or numerics: follow take less memory)"
+        return spec, [Fault((FIELD,), text)]
+    return replace(spec, throughput=points), []
+
+
+def _chosen(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool) -> TaskSpec | None:
+    """The task with the layouts that are worth it; None where its own fits nowhere.
+
+    There are as many lanes as there may be replicas in any of them; where its own then had no room on some numbers of
+    workers, as many as in its own: no layout has more replicas than lanes.
+    """
+    own = Shape(spec.tp, spec.pp)
+    narrow = _in_lanes(spec, 1) if is_free else _in_lanes(spec, spec.lanes)
+    tables = _tables(narrow, preset, shapes)
+    if not is_free and not tables[own]:
+        return None
+    kept = _kept(tables, own, is_free=is_free)
+    if not kept:
+        return None
+    replicas = min(spec.max_workers // min(shape.workers for shape in kept), spec.micro_batches)
+    wide = _in_lanes(spec, replicas)
+    wider = _tables(wide, preset, kept)
+    if is_free or wider[own].keys() == tables[own].keys():
+        spec, tables = wide, wider
+    else:
+        spec = narrow
+        most = {shape: (spec.lanes or replicas) * shape.workers for shape in kept}
+        tables = {one: {n: flops for n, flops in tables[one].items() if int(n) <= most[one]} for one in kept}
+    kept = _kept(tables, own, is_free=is_free)
+    if not kept:
+        return None
+    if is_free:
+        own = max(kept, key=lambda one: max((int(workers), flops) for workers, flops in tables[one].items()))
+        kept = list(dict.fromkeys([own, *kept]))
+    spec = replace(spec, tp=own.tp, pp=own.pp, throughput=tables[own])
+    return with_layouts(spec, kept, tables)
+
+
+def _kept(tables: Mapping[Shape, Mapping[str, int]], own: Shape, *, is_free: bool) -> list[Shape]:
+    best = worth(tables)
+    return best if is_free else list(dict.fromkeys([own, *best]))
+
+
+def _in_lanes(spec: TaskSpec, lanes: int) -> TaskSpec:
+    """The task with so many lanes, unless its file says how many, or it has none."""
+    return spec if not spec.lanes or LANES in spec.env else replace(spec, env={**spec.env, LANES: str(lanes)})
+
+
+def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Shape, dict[str, int]]:
+    """T of each layout, by workers; empty where it fits nowhere. Raises ValueError for what cannot be."""
+    import numpy as np
+
+    from unicrond.throughput.layouts import Job, Layout, job, pipeline_degrees, tensor_degrees
+    from unicrond.throughput.model import Floats, Ints, memory_bytes, parameters, table
+    from unicrond.throughput.presets import GPUS, MODELS, STACKS
+
+    def needed_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
+        """In the place of the one gradient that Megatron has: all that a worker holds."""
+        held = np.array([gradients(spec, replicas).most for replicas in dp.tolist()])
+        more_bytes = parameters(job, layout) * (held * ELEMENT_BYTES - job.stack.gradient_bytes)
+        return memory_bytes(job, layout, dp) + more_bytes
+
+    known, gpu = MODELS[preset.model], GPUS[preset.gpu]
+    stack = STACKS[preset.stack] if preset.stack else STACKS[gpu.stack]
+    tps, pps = tensor_degrees(known, gpu), pipeline_degrees(known, stack)
+    found: dict[Shape, dict[str, int]] = {}
+    for shape in shapes:
+        if len(shapes) > 1 and (shape.tp not in tps or shape.pp not in pps):
+            found[shape] = {}  # of several, those that divide the preset's model
+            continue
+        question = job(
+            known,
+            gpu,
+            stack=stack,
+            batch=spec.global_batch,
+            seq=spec.model.seq,
+            tp=shape.tp,
+            pp=shape.pp,
+            micro_batch=spec.micro_batch,
+        )
+        points = table(question, spec.max_workers, needed_bytes=needed_bytes)
+        found[shape] = {str(workers): flops for workers, flops in points.items()}
+    return found
+
+
+def worth(tables: Mapping[Shape, Mapping[str, int]]) -> list[Shape]:
+    """The layouts that are the best for some number of workers, and better than any for fewer."""
+    by_count: dict[int, tuple[int, Shape]] = {}
+    for shape, table in tables.items():
+        for workers, flops in table.items():
+            if int(workers) not in by_count or flops > by_count[int(workers)][0]:
+                by_count[int(workers)] = (flops, shape)
+    best, found = 0, []
+    for _, (flops, shape) in sorted(by_count.items()):
+        if flops > best:
+            best = flops
+            found.append(shape)
+    return list(dict.fromkeys(found))
 
 
 def _unknown(preset: Preset) -> Iterator[Fault]:

@@ -31,8 +31,10 @@ from typing import Any
 import psutil
 import yaml
 
+from events import nats_cli, variables
 from events.keys import kept_key
-from events.logins import agent_login
+from events.logins import Role, agent_login
+from events.nats_login import Login
 from unicrond.core.state import ClusterState
 from unicrond.ctl.client import ApiError, Client, follow
 
@@ -46,14 +48,21 @@ _STOP_TIMEOUT_S = 20.0
 HANG_FLOOR_S = "3"
 
 
+#: Of an agent: it was told to leave for good; a newer one has its name.
+_FINAL = frozenset((0, 4))
+
+
 class DevError(RuntimeError):
     """The small cluster cannot start; the message is one line that says why."""
 
 
 class Part:
-    """One process, kept running until `rest`."""
+    """One process, kept running until `rest`, or until it ends with a status that is `final`."""
 
-    def __init__(self, name: str, command: list[str], output: Path, env: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, command: list[str], output: Path, env: dict[str, str], final: frozenset[int] = frozenset()
+    ) -> None:
+        self._final = final
         self.name = name
         self.process: asyncio.subprocess.Process | None = None
         self.command = command
@@ -106,6 +115,9 @@ class Part:
             assert self.process is not None
             started = time.monotonic()
             status = await self.process.wait()
+            if status in self._final:
+                log.info("%s ended with status %d, for good (its output: %s)", self.name, status, self.output)
+                return
             if time.monotonic() - started > 10 * _RESTART_DELAY_MAX_S:
                 delay_s = _RESTART_DELAY_S
             log.info("%s ended with status %d; starting it again (its output: %s)", self.name, status, self.output)
@@ -127,8 +139,10 @@ class DevCluster:
         settings: dict[str, Any] | None = None,
         *,
         keys: bool = False,
+        agents_hand_over: bool = True,
     ) -> None:
-        """`settings`: further fields of the coordinator's configuration. `keys`: every login has one."""
+        """`settings`: further fields of the coordinator's configuration. `keys`: every login has one.
+        `agents_hand_over`: an agent that gets SIGTERM leaves its workers to the next one."""
         self.directory = directory
         self.api_port = api_port or free_port()
         self.nats_port = free_port()
@@ -137,7 +151,9 @@ class DevCluster:
         self.node_names = [f"node{number}" for number in range(1, nodes + 1)]
         self.state_dir = directory / "state"
         self._keys = directory / "keys" if keys else None
-        env = {"UNICRON_HANG_FLOOR_S": HANG_FLOOR_S} | os.environ | {"PYTHONUNBUFFERED": "1"}
+        own = variables.without(os.environ, "unicrond", "unicron-agent")
+        env = {"UNICRON_HANG_FLOOR_S": HANG_FLOOR_S} | own | {"PYTHONUNBUFFERED": "1"}
+        env |= {variables.prefix("unicron-agent") + "HAND_OVER": "yes"} if agents_hand_over else {}
         config = {
             "state_dir": str(self.state_dir),
             "checkpoint_dir": str(directory / "checkpoints"),
@@ -166,10 +182,17 @@ class DevCluster:
                 ],
                 directory / f"{name}.log",
                 env,
+                _FINAL,
             )
             for name in self.node_names
         }
         self.client = Client(self.url)
+
+    @property
+    def nats_command(self) -> str:
+        """How NATS's own client reaches its server, as the operator."""
+        key = self.state_dir / "keys" / f"{Role.OPERATOR}.key" if self._keys else None
+        return nats_cli.command(self.nats_url, Login(key=key))
 
     async def start(self) -> None:
         """Start everything; returns when the coordinator is live and every node has joined."""
@@ -263,9 +286,12 @@ async def small_cluster(
     heartbeat_s: float = 0.5,
     settings: dict[str, Any] | None = None,
     keys: bool = False,
+    agents_hand_over: bool = True,
 ) -> AsyncIterator[DevCluster]:
     """A DevCluster that has started and will have ended."""
-    cluster = DevCluster(directory, nodes, slots, api_port, heartbeat_s, settings, keys=keys)
+    cluster = DevCluster(
+        directory, nodes, slots, api_port, heartbeat_s, settings, keys=keys, agents_hand_over=agents_hand_over
+    )
     try:
         await cluster.start()
         yield cluster
@@ -362,5 +388,6 @@ async def _main(arguments: argparse.Namespace, directory: Path) -> int:
         print(f"API {cluster.url}   NATS {cluster.nats_url}   files {directory}")
         print(f"submit a task:  UNICRON_URL={cluster.url} unicronctl submit examples/big.yaml   (Ctrl-C ends all)")
         print(f"read its log:   unicron-replay timeline --state-dir {cluster.state_dir}")
+        print(f"or with nats:   {cluster.nats_command} stream ls")
         await watch(cluster.state, stop, follow(cluster.client))
     return 0

@@ -2,8 +2,8 @@
 
 Rules
 -----
-* Every request but /healthz needs a token with the scope of its route (`intake/tokens.py`), if there are tokens at all.
-  The one of `api.token_file` has every scope.
+* Every request but the probes (PROBES) and the web page's files needs a token with the scope of its route
+  (`intake/tokens.py`), if there are tokens at all. The one of `api.token_file` has every scope.
 * The list is read again when its file changes. One that cannot be used leaves the last in force, and is an alarm.
 * A refusal is logged with the address, at most once in SAY_EVERY_S for each; the token itself never is. An address with
   FAILURES_MAX refusals within WINDOW_S hears 429 to wrong tokens until they are old. Right ones always count: several
@@ -18,9 +18,12 @@ from pathlib import Path
 
 from unicrond.display.tables import clean
 from unicrond.intake.tokens import EVERYTHING, BadTokens, Grant, Scope, hashed, read_tokens
+from unicrond.page.files import is_page
 
 log = logging.getLogger("unicrond")
 
+#: What a probe may ask without a token.
+PROBES = ("/livez", "/readyz", "/healthz")
 SAY_EVERY_S = 10.0
 WINDOW_S = 60.0
 FAILURES_MAX = 20
@@ -122,10 +125,12 @@ class Access:
 
 def scope_of(method: str, path: str) -> Scope | None:
     """What a request needs; None: nothing."""
-    if path == "/healthz":
+    if path in PROBES or (method in ("GET", "HEAD") and is_page(path)):
         return None
     if path == "/metrics":
         return Scope.METRICS
+    if path.startswith("/v1/stacks/"):  # the worker stands still meanwhile
+        return Scope.OPERATE
     if method in ("GET", "HEAD") or path == "/v1/plan/whatif":
         return Scope.READ
     return Scope.SUBMIT if path.startswith("/v1/tasks") else Scope.OPERATE

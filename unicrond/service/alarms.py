@@ -7,6 +7,7 @@ Rules
 * They follow from the log and the time alone, so that a restart brings none back that is over. The state knows nothing
   of them: nothing is decided from them.
 * One stands until STANDS_US after its producer's last such message.
+* A checkpoint that could not be written is one until a later one is, or the task has ended: that the state knows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from unicrond.core.state import ClusterState
 log = logging.getLogger("unicrond")
 
 STANDS_US = 3600 * 1_000_000
+_WHOSE = {
+    "unicron": "did not save the checkpoint",
+    "program": "its program did not save its checkpoint",
+}
 _BEATS = f"{PREFIX}.beat."
 
 
@@ -67,6 +72,15 @@ class Alarms:
         many = f"{it.count} unreadable messages, the last" if it.count > 1 else "an unreadable message"
         newer = f"; its agent is of schema {reads}, this coordinator reads {SCHEMA}" if reads > SCHEMA else ""
         return f"{who}: {many} at sequence {it.seq} ({it.kind}): {it.reason}{newer}"
+
+
+def unsaved_lines(state: ClusterState) -> list[str]:
+    """Of active tasks whose last checkpoint was not written."""
+    return [
+        f"task {task.name}: {_WHOSE[by]} {why}"
+        for task in state.active
+        for by, why in sorted(task.progress.unsaved.items())
+    ]
 
 
 def written_by(subject: str) -> tuple[str, str]:

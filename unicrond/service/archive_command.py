@@ -1,22 +1,51 @@
-"""`unicrond archive`: copy the event log's older part to <state_dir>/archive, and remove it from NATS if asked."""
+"""`unicrond archive`: copy the event log to the archive, and remove its older part from NATS if asked.
+
+The coordinator's timer does the same in a process of its own (`main`), told by JSON on stdin (log_life.py).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from events.archive import CannotTrim, archive, trim
+import msgspec
+
+from events.archive import CannotTrim, TermTooOld, archive, trim
 from events.log import LogError
 from events.logins import Role
-from events.nats_connection import connect
+from events.nats_connection import Login, connect
 from events.nats_server import EmbeddedServer
 from unicrond.intake.config import Config, login_as
 
 CONNECT_TIMEOUT_S = 5.0
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """The archive holds entries 1 to `last_seq`, `copied` of them new, with `beats` heartbeats as evidence; `removed`:
+    from NATS. `error`: why nothing was archived. `trim_error`: why nothing was removed though it was asked for;
+    `term_too_old`: a coordinator must begin another term first."""
+
+    last_seq: int = 0
+    copied: int = 0
+    beats: int = 0
+    removed: int = 0
+    error: str = ""
+    trim_error: str = ""
+    term_too_old: bool = False
+
+
+class Asked(NamedTuple):
+    """What to do: archive, and trim what is older than `keep_s` (None: nothing)."""
+
+    config: Config
+    keep_s: float | None
+
+
 class Done(NamedTuple):
-    """The archive holds entries 1 to `last_seq`, `copied` of them new; `removed`: from NATS, None: not asked for."""
+    """What the command did. `removed`: None where it was not asked for."""
 
     directory: str
     last_seq: int
@@ -30,29 +59,50 @@ class Done(NamedTuple):
         return told if self.removed is None else f"{told}; {self.removed} removed from NATS"
 
 
-def archive_directory(config: Config) -> Path:
-    """Where the coordinator of this configuration looks for the older part of its log."""
-    return Path(config.state_dir) / "archive"
-
-
 async def run(config: Config, keep_s: float | None) -> Done:
     """Archive, and trim what is older than `keep_s` (None: nothing). Raises LogError, OSError."""
-    directory = archive_directory(config)
+    outcome = await work(Asked(config, keep_s))
+    done = Done(str(config.archive), outcome.last_seq, outcome.copied)
+    if outcome.trim_error:
+        raise LogError(f"{done}; nothing removed: {outcome.trim_error}")
+    return done if keep_s is None or not outcome.last_seq else done._replace(removed=outcome.removed)
+
+
+async def work(asked: Asked) -> Outcome:
+    """Do it. Raises LogError, OSError."""
+    config, keep_s = asked
+    directory = config.archive
     url = config.nats.url or await _embedded_url(config)
-    connection = await connect(
-        url, name="unicrond-archive", login=login_as(config, Role.OPERATOR), timeout_s=CONNECT_TIMEOUT_S
-    )
+    connection = await connect(url, name="unicrond-archive", login=_login(config), timeout_s=CONNECT_TIMEOUT_S)
     try:
         held = await archive(connection, directory)
-        done = Done(str(directory), held.last_seq, held.copied)
+        outcome = Outcome(held.last_seq, held.copied, held.beats)
         if keep_s is None or not held.last_seq:
-            return done
+            return outcome
         try:
-            return done._replace(removed=await trim(connection, directory, keep_s))
+            return msgspec.structs.replace(outcome, removed=await trim(connection, directory, keep_s))
         except CannotTrim as error:
-            raise LogError(f"{done}; nothing removed: {error}") from None
+            too_old = isinstance(error, TermTooOld)
+            return msgspec.structs.replace(outcome, trim_error=str(error), term_too_old=too_old)
     finally:
         await connection.close()
+
+
+def main() -> None:
+    """The timer's process: an `Asked` on stdin, an `Outcome` on stdout."""
+    os.nice(10)
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
+    try:
+        outcome = asyncio.run(work(asked))
+    except (LogError, OSError) as error:
+        outcome = Outcome(error=" ".join(str(error).split()))
+    sys.stdout.buffer.write(msgspec.json.encode(outcome))
+
+
+def _login(config: Config) -> Login:
+    """The operator's; a head with servers of its own may lack that key, and then only archives."""
+    has_operator = not config.nats.has_keys or (config.keys / f"{Role.OPERATOR}.key").exists()
+    return login_as(config, Role.OPERATOR if has_operator else Role.COORDINATOR)
 
 
 async def _embedded_url(config: Config) -> str:

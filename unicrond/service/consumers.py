@@ -9,8 +9,10 @@ Rules
   behind the command is then matched, however soon it comes; what came before it concerns no worker of the node.
 * A task leaves a filter when it has ended, and not when its workers left the node: to hear of a task too long costs a
   few messages, too short a worker.
-* The server forgets consumers (a restored backup, a `nats consumer rm`) and others change them (an agent of before,
-  with the shared login). So all are compared at the start of a term, when a node is enrolled, and every LOOK_EVERY_S.
+* The server forgets consumers (all, where it was started anew; one, by a `nats consumer rm`) and others change them (an
+  agent of before, with the shared login). So all are compared at the start of a term, when a node is enrolled, when the
+  connection was lost, and every LOOK_EVERY_S. One that is made again begins behind what its agent's last beat says that
+  it has read: earlier costs deliveries, later could cost a command.
 * A node that is not enrolled has an agent with the shared login, which makes and fits its own; both at once would undo
   each other's work.
 * A consumer that NATS refuses keeps nobody from deciding: it is said, and tried again; its agent waits.
@@ -21,11 +23,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from events.log import LogError
-from events.nats_commands import command_consumer_config, filters
+from events.nats_commands import command_consumer_config, filters, fitted
 from events.nats_connection import Connection
-from events.nats_streams import api
+from events.nats_streams import api, consumers_of
 from events.subjects import EVENT_STREAM, agent_consumer, told_subjects
 from events.vocabulary import AnyEvent, StartWorker, StartWorkers
 from unicrond.core.state import ClusterState, TaskStatus
@@ -40,14 +43,30 @@ _AT_ONCE = 32
 
 
 class Consumers:
-    """`state`: the coordinator's, as folded. `before` and `look` may run side by side."""
+    """`state`: the coordinator's, as folded. `read_seq`: of a node, the last entry that its agent has read. `leads`:
+    whether the coordinator decides; one that stands by leaves them alone. `before` and `look` may run side by side."""
 
-    def __init__(self, connection: Connection, state: Callable[[], ClusterState]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        state: Callable[[], ClusterState],
+        read_seq: Callable[[str], int],
+        leads: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._connection = connection
         self._state = state
+        self._read_seq = read_seq
+        self._leads = leads
         self._follows: dict[str, frozenset[str]] = {}
+        #: As the server told them last, by node.
+        self._there: dict[str, dict[str, Any]] = {}
         self._busy = asyncio.Lock()
         self._refused: set[str] = set()
+        self._has_looked = False
+
+    def forget(self) -> None:
+        """A term begins: another head may have changed them."""
+        self._follows.clear()
         self._has_looked = False
 
     async def before(self, events: Iterable[AnyEvent]) -> None:
@@ -73,12 +92,12 @@ class Consumers:
     async def look(self) -> None:
         """Compare all consumers with the state, and fit those that lack something."""
         async with self._busy:
-            there = await self._there()
+            self._there = await self._listed()
             wanted = following(self._state())
             lacking = {}
             for node, tasks in wanted.items():
                 follows = self._kept(node) | tasks
-                if set(told_subjects(node, follows)) <= set(there.get(node, ())):
+                if set(told_subjects(node, follows)) <= set(filters(self._there.get(node, {}))):
                     self._follows[node] = follows
                 else:
                     lacking[node] = follows
@@ -88,14 +107,16 @@ class Consumers:
     async def run(self) -> None:
         """Look now and then, and whenever somebody is enrolled; until cancelled."""
         while True:
-            enrolled = self._state().logins
+            enrolled, session = self._state().logins, await self._connection.session()
             try:
-                await self.look()
+                if self._leads():
+                    await self.look()
             except LogError as error:
                 log.error("cannot compare the agents' consumers: %s", error)
             for _ in range(int(max(LOOK_EVERY_S, LOOK_PER_NODE_S * len(enrolled)) / 0.25)):
                 await asyncio.sleep(0.25)
-                if self._state().logins is not enrolled:
+                is_due = self._leads() and (session.lost.is_set() or not self._has_looked)
+                if self._state().logins is not enrolled or is_due:
                     break
 
     def _kept(self, node: str) -> frozenset[str]:
@@ -104,25 +125,19 @@ class Consumers:
         known = self._follows.get(node, frozenset())
         return frozenset(name for name in known if name not in tasks or tasks[name].status is TaskStatus.ACTIVE)
 
-    async def _there(self) -> dict[str, list[str]]:
-        """The filters of all consumers for agents, by node."""
-        found: dict[str, list[str]] = {}
-        offset = 0
-        while True:
-            page = await api(self._connection, f"CONSUMER.LIST.{EVENT_STREAM}", {"offset": offset})
-            consumers = page.get("consumers") or []
-            for each in consumers:
-                found[each["name"]] = filters(each["config"])
-            offset += len(consumers)
-            if not consumers or offset >= int(page.get("total", 0)):
-                prefix = agent_consumer("")
-                return {name.removeprefix(prefix): its for name, its in found.items() if name.startswith(prefix)}
+    async def _listed(self) -> dict[str, dict[str, Any]]:
+        """The configurations of all consumers for agents, by node."""
+        prefix = agent_consumer("")
+        known = await consumers_of(self._connection, EVENT_STREAM)
+        return {each["name"].removeprefix(prefix): each["config"] for each in known if each["name"].startswith(prefix)}
 
     async def _fit(self, wanted: Mapping[str, frozenset[str]]) -> None:
         room = asyncio.Semaphore(_AT_ONCE)
 
         async def fit(node: str, tasks: frozenset[str]) -> None:
-            request = {"stream_name": EVENT_STREAM, "config": command_consumer_config(node, tasks)}
+            known = self._there.get(node)
+            config = fitted(known, node, tasks) if known else command_consumer_config(node, tasks, self._read_seq(node))
+            request = {"stream_name": EVENT_STREAM, "config": config}
             async with room:
                 try:
                     await api(self._connection, f"CONSUMER.CREATE.{EVENT_STREAM}.{agent_consumer(node)}", request)
@@ -132,6 +147,7 @@ class Consumers:
                         log.error("NODE %s CANNOT BE COMMANDED: NATS refuses its consumer (%s)", node, error)
                     return
             self._refused.discard(node)
+            self._there[node] = config
             self._follows[node] = tasks
 
         await asyncio.gather(*(fit(node, tasks) for node, tasks in wanted.items()))

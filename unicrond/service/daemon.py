@@ -2,11 +2,16 @@
 
 Rules
 -----
-* The API answers before the log is folded; it says "catching up" until the coordinator is live.
-* SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too.
+* The API answers before the log is folded; it says "catching up" until the coordinator is live. Before the log can be
+  reached its port says what the head waits for (porch.py); a NATS that is away is waited for.
+* SIGTERM leaves the embedded nats-server to the next coordinator (systemd restart); SIGINT ends it too, unless another
+  head uses it. As process 1 of a container both do, else it would die with its lease held.
+* Of several heads on one log one leads, the others stand by (heads.py). A login that may not use the lease (rights of
+  before it) leads alone, as ever.
 * An embedded nats-server that dies is started again on its port and store; so is one that stays closed after
   its disk was full (log_keeper.py).
 * One coordinator at a time uses a `state_dir`.
+* Where others reach them, NATS and the API speak TLS (certificates.py).
 * Where logins have keys, what the coordinator decides and what people ask for go by two connections with different
   rights, and streams are made and brought up to date as the operator, at the start alone.
 """
@@ -14,13 +19,13 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,94 +33,172 @@ from aiohttp import web
 
 from events.archived_log import ArchivedLog
 from events.keys import BadKey, kept_key, read_key
-from events.log import Fenced, LogError
+from events.lease import Holder
+from events.log import EventLog, Fenced
 from events.logins import Role, User
-from events.nats_connection import Connection, Denied, Login, Refused, connect
+from events.nats_connection import Connection, Denied, Login, Refused
+from events.nats_lease import NatsLease
 from events.nats_log import NatsBeatLog, NatsEventLog
 from events.nats_server import EmbeddedServer, ServerError
-from events.nats_streams import create_streams
-from events.nats_url import parse_urls
+from events.nats_streams import ApiError, create_streams, forget_restored_readers
+from events.pid_one import ends_all
+from events.systemd import Systemd
 from unicrond.core.skipping import SkipRefused
 from unicrond.display.tables import clean
-from unicrond.intake.config import Config, login, login_as, read_secret
+from unicrond.intake.config import Config, login_as
 from unicrond.intake.timeouts import contradictions
-from unicrond.service.access import Access
+from unicrond.intake.tls import Tls
+from unicrond.service.alarms import unsaved_lines
 from unicrond.service.api import Api
-from unicrond.service.archive_command import archive_directory
+from unicrond.service.append_times import AppendTimes
+from unicrond.service.arrival import Stopped, Waiting, reach, unless_stopped
+from unicrond.service.certificates import Certificates
 from unicrond.service.clock import CLOCK
+from unicrond.service.collector import short_pauses
 from unicrond.service.consumers import Consumers
 from unicrond.service.coordinator import Coordinator
+from unicrond.service.from_config import access_of, beside, server_of
+from unicrond.service.heads import Head, others, this_process
+from unicrond.service.known_log import KnownLog
 from unicrond.service.log_keeper import LogKeeper
+from unicrond.service.log_life import LogLife
 from unicrond.service.log_reading import LogReader
 from unicrond.service.nats_snapshots import NatsSnapshotStore
-from unicrond.service.node_logins import NodeLogins, remembered
+from unicrond.service.node_logins import NodeLogins
+from unicrond.service.porch import porch
+from unicrond.service.promises import Promises
+from unicrond.service.shown import Shown
 from unicrond.service.snapshots import Snapshots
+from unicrond.service.state_lock import InUse, sole_user
 from unicrond.service.stream_probe import StreamProbe
+from unicrond.service.telling import telling
 
 log = logging.getLogger("unicrond")
-
-CONNECT_TIMEOUT_S = 15.0
 
 
 class Fatal(RuntimeError):
     """The daemon cannot go on; the message says why and what to do."""
 
 
-async def serve(config: Config, skip: Sequence[int] = ()) -> None:
-    """Run until SIGTERM or SIGINT. `skip`: entries of the log to pass over. Raises Fatal."""
+async def serve(config: Config, skip: Sequence[int] = (), *, stands_by: bool = False, new_log: bool = False) -> None:
+    """Run until SIGTERM or SIGINT. `skip`: entries of the log to pass over. `stands_by`: another head is to lead, where
+    there is one. `new_log`: take whatever log there is. Raises Fatal, BadTls."""
     stop: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.put_nowait, signum)
-    with nullcontext() if config.nats.url else _sole_user(Path(config.state_dir)):
-        await _serve(config, skip, stop)
+    with short_pauses(), nullcontext() if config.nats.url else _sole_user(Path(config.state_dir)):
+        if new_log:
+            KnownLog(Path(config.state_dir)).take(CLOCK.wall_us())
+        await _serve(config, Orders(stop, skip, stands_by, Systemd()))
 
 
-async def _serve(config: Config, skip: Sequence[int], stop: asyncio.Queue[signal.Signals]) -> None:
-    roles = _roles(config)
-    server = None if config.nats.url else await _embedded(config, roles)
-    url = server.url if server else config.nats.url
-    ended_by = None
+class Orders(NamedTuple):
+    """What this run was told, beside its configuration. `systemd`: made before any child is."""
+
+    stop: asyncio.Queue[signal.Signals]
+    skip: Sequence[int]
+    stands_by: bool
+    systemd: Systemd
+
+
+async def _serve(config: Config, orders: Orders) -> None:
+    waiting = Waiting()
+    server = None if config.nats.url else server_of(config, _roles(config), waiting)
+    certificates = Certificates(config.certificates, server if config.nats_tls else None, is_for_api=config.api_tls)
+    ended_by, is_used, has_begun = None, False, False
     try:
-        if config.nats.has_keys and (config.keys / f"{Role.OPERATOR}.key").exists():
-            async with _connected(url, login_as(config, Role.OPERATOR), "unicrond-start") as operator:
-                await create_streams(operator, replicas=config.nats.replicas)
-        async with AsyncExitStack() as connections:
-            connection = asking = await connections.enter_async_context(
-                _connected(url, login_as(config, Role.COORDINATOR), "unicrond")
-            )
-            if config.nats.has_keys:
-                asking = await connections.enter_async_context(
-                    _connected(url, login_as(config, Role.API), "unicrond-api")
-                )
-            await create_streams(connection, replicas=config.nats.replicas)
-            ended_by = await _serve_until_stopped(config, Links(connection, asking, server, roles), stop, skip)
+        async with AsyncExitStack() as connections, AsyncExitStack() as outside:
+            await _receive(outside, config, certificates, orders, waiting)
+            if server is not None:
+                await unless_stopped(orders.stop, _start(server))
+                has_begun = True
+            links = await unless_stopped(orders.stop, _links(config, orders, server, connections, waiting))
+            try:
+                ended_by = await _serve_until_stopped(config, links, orders, certificates, outside)
+            finally:
+                is_used = server is not None and links.lease is not None and bool(await others(links.lease, links.me))
+    except Stopped as stopped:
+        ended_by = stopped.by
     except Denied as error:
         raise Fatal(f"nats: {error}; give the server the rights that `unicrond nats-config` prints") from None
     finally:
-        if server is not None and ended_by is not signal.SIGTERM:
+        if is_used:
+            log.warning("nats-server stays: another head uses it")
+        elif server is not None and has_begun and (ended_by is not signal.SIGTERM or ends_all()):
             await server.stop()
 
 
+async def _receive(
+    stack: AsyncExitStack, config: Config, certificates: Certificates, orders: Orders, waiting: Waiting
+) -> None:
+    """Until the stack is closed: answer those who ask for a head that has not begun. Raises Fatal."""
+    try:
+        await stack.enter_async_context(
+            porch(config.api.host, config.api.port, certificates.context, lambda: waiting.text)
+        )
+    except OSError as error:
+        raise _no_port(config, error) from None
+    living = asyncio.create_task(orders.systemd.live(lambda: waiting.text), name="systemd")
+    stack.callback(living.cancel)
+
+
+async def _links(
+    config: Config, orders: Orders, server: EmbeddedServer | None, connections: AsyncExitStack, waiting: Waiting
+) -> Links:
+    """Connections that live as long as the stack, to streams that are there. Raises Fatal."""
+    url, known = server.url if server else config.nats.url, KnownLog(Path(config.state_dir))
+    if config.nats.has_keys and (config.keys / f"{Role.OPERATOR}.key").exists():
+        async with _connected(url, login_as(config, Role.OPERATOR), "unicrond-start", waiting) as operator:
+            await known.wait(operator, waiting.say)
+            await create_streams(operator, replicas=config.nats.replicas)
+            await forget_restored_readers(operator)
+    connection = asking = await connections.enter_async_context(
+        _connected(url, login_as(config, Role.COORDINATOR), "unicrond", waiting)
+    )
+    if config.nats.has_keys:
+        asking = await connections.enter_async_context(
+            _connected(url, login_as(config, Role.API), "unicrond-api", waiting)
+        )
+    await known.wait(connection, waiting.say)
+    await create_streams(connection, replicas=config.nats.replicas)
+    if not config.nats.has_keys:
+        await forget_restored_readers(connection)
+    lease = await _lease(connection, config, orders)
+    return Links(connection, asking, server, lease, this_process(f"{socket.gethostname()}:{config.api.port}"))
+
+
 class Links(NamedTuple):
-    """`asking`: the connection of the API's login. `server`: None where it is not ours. `roles`: the logins with keys
-    that are no agents'."""
+    """`asking`: the connection of the API's login. `server`: None where it is not ours. `lease`: None where this login
+    may not use it. `me`: this process in it."""
 
     connection: Connection
     asking: Connection
     server: EmbeddedServer | None
-    roles: list[User]
+    lease: NatsLease | None
+    me: Holder
+
+
+async def _lease(connection: Connection, config: Config, orders: Orders) -> NatsLease | None:
+    """Raises Fatal where this head is to stand by and cannot."""
+    lease = NatsLease(connection, replicas=config.nats.replicas)
+    try:
+        await lease.make()
+    except (ApiError, Denied) as error:
+        if orders.stands_by:
+            raise
+        log.error("ALARM: no second head can stand by: %s; give the server the rights of `unicrond nats-config`", error)
+        return None
+    return lease
 
 
 @asynccontextmanager
-async def _connected(url: str, login: Login, name: str) -> AsyncIterator[Connection]:
+async def _connected(url: str, login: Login, name: str, waiting: Waiting) -> AsyncIterator[Connection]:
     """Raises Fatal."""
     try:
-        connection = await connect(parse_urls(url), name=name, login=login, timeout_s=CONNECT_TIMEOUT_S)
+        connection = await reach(url, login, name, waiting)
     except Refused as error:
         raise Fatal(str(error)) from None
-    except LogError as error:
-        raise Fatal(f"nats.url: no NATS at {url}: {error}; check that it runs and that the login is right") from None
     try:
         yield connection
     finally:
@@ -137,36 +220,17 @@ def _roles(config: Config) -> list[User]:
 
 @contextmanager
 def _sole_user(state_dir: Path) -> Iterator[None]:
-    """Hold the directory: a second coordinator would adopt the first one's nats-server, and end it. Raises Fatal."""
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        lock = (state_dir / "unicrond.lock").open("a")
-    except OSError as error:
-        raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
-    with lock:
+    """Raises Fatal."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Fatal(
-                f"state_dir: another coordinator runs in {state_dir}; stop it first, or set another state_dir"
-            ) from None
+            stack.enter_context(sole_user(state_dir))
+        except InUse as error:
+            raise Fatal(str(error)) from None
         yield
 
 
-def _nodes_path(config: Config) -> Path:
-    return config.keys / "nodes"
-
-
-async def _embedded(config: Config, roles: list[User]) -> EmbeddedServer:
-    has_keys = config.nats.has_keys
-    shared = config.nats.shared if has_keys else login(config.nats)
-    server = EmbeddedServer(
-        Path(config.state_dir) / "nats",
-        host=config.nats.host,
-        port=config.nats.port,
-        login=shared if config.nats.user else None,
-        users=[*roles, *remembered(_nodes_path(config))] if has_keys else None,
-    )
+async def _start(server: EmbeddedServer) -> None:
+    """Raises Fatal."""
     try:
         adopted = await server.start()
     except (OSError, ServerError) as error:
@@ -174,100 +238,180 @@ async def _embedded(config: Config, roles: list[User]) -> EmbeddedServer:
             raise Fatal(f"state_dir: cannot use {error.filename}: {error.strerror}; set another state_dir") from None
         raise Fatal(f"nats-server: {clean(str(error))}") from None
     log.info("nats-server at %s (%s, pid %s)", server.url, "adopted" if adopted else "started", server.pid)
-    return server
 
 
-async def _serve_until_stopped(
-    config: Config,
-    links: Links,
-    stop: asyncio.Queue[signal.Signals],
-    skip: Sequence[int],
-) -> signal.Signals:
-    connection, server = links.connection, links.server
-    stream = NatsEventLog(connection)
-    event_log = ArchivedLog(stream, archive_directory(config))
-    snapshots = Snapshots(NatsSnapshotStore(connection, replicas=config.nats.replicas))
-    coordinator = Coordinator(
+def _coordinator(config: Config, links: Links, orders: Orders, event_log: EventLog) -> Coordinator:
+    known = KnownLog(Path(config.state_dir)).read()
+    return Coordinator(
         event_log,
-        NatsBeatLog(connection),
+        NatsBeatLog(links.connection),
         config.policy,
         config.heartbeat_s,
         severity=config.severity,
-        snapshots=snapshots,
+        snapshots=Snapshots(NatsSnapshotStore(links.connection, replicas=config.nats.replicas)),
         process=f"{socket.gethostname()}:{os.getpid()}",
-        skip=skip,
+        skip=orders.skip,
         schema=config.write_schema,
         readmission=config.readmission,
+        taken_us=known.taken_us if known is not None else 0,
     )
-    coordinator.around.requests = NatsEventLog(links.asking)
-    for warning in contradictions(config.policy, config.heartbeat_s, {}):
-        log.warning("%s", warning)
-    if config.injection:
-        log.warning("injection is on: anyone with access to the API may order faults")
-    probe = StreamProbe(connection, lambda: coordinator.state.seq)
+
+
+async def _serve_until_stopped(
+    config: Config, links: Links, orders: Orders, certificates: Certificates, outside: AsyncExitStack
+) -> signal.Signals:
+    """`outside`: what answers on the API's port until now."""
+    server = links.server
+    appends = AppendTimes(time.monotonic)
+    stream = NatsEventLog(links.connection, beside=beside(config), took=appends.took)
+    event_log = ArchivedLog(stream, config.archive)
+    coordinator = _coordinator(config, links, orders, event_log)
+    coordinator.around.requests = NatsEventLog(links.asking, took=appends.took)
+    _warn(config, orders)
+    probe = _probe(links, coordinator)
+    known = KnownLog(Path(config.state_dir))
+    life = _log_life(config, coordinator, probe, appends)
     keeper = LogKeeper(stream, coordinator.liveness, server, probe=probe, nodes=coordinator)
-    api = Api(config, coordinator, event_log, LogReader(links.asking), _access(config), lambda: keeper.trouble)
+    head = None
+    if links.lease is not None:
+        head = Head(coordinator, links.lease, links.me, config.heartbeat_s, is_patient=orders.stands_by)
+    promises = _promises(config, links, head)
+    shown = Shown(lambda: keeper.trouble, head, lambda: promises.lines)
+    api = Api(config, coordinator, event_log, LogReader(links.asking), access_of(config), shown)
     runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        try:
-            await web.TCPSite(runner, config.api.host, config.api.port).start()
-        except OSError as error:
-            where = f"{config.api.host}:{config.api.port}"
-            raise Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port") from None
-        log.info("API at http://%s:%d", config.api.host, config.api.port)
-        work = [
-            asyncio.create_task(coordinator.run(), name="coordinator"),
-            asyncio.create_task(keeper.run(), name="log-keeper"),
-        ]
+        await outside.aclose()
+        await _open(runner, config, certificates)
+        runs = {
+            "coordinator": head.run() if head is not None else coordinator.run(),
+            "log-keeper": keeper.run(),
+            "log-life": life.run(),
+            "promises": promises.run(),
+            "known-log": known.keep(
+                lambda: probe.created, lambda: coordinator.mark, lambda: not (probe.another or coordinator.fault)
+            ),
+        }
+        work = [asyncio.create_task(run, name=name) for name, run in runs.items()]
         if server is not None:
             work.append(asyncio.create_task(_keep_running(server), name="nats-server"))
         work += _keep_logins(config, links, coordinator, api)
-        stopped = asyncio.create_task(stop.get(), name="stop")
-        done, _ = await asyncio.wait([*work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for task in [*work, stopped]:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
-        if stopped in done:
-            log.info("stopping on %s", stopped.result().name)
-            return stopped.result()
-        _raise_cause(done.pop())
-        raise Fatal("a part of the daemon ended without a reason")
+        work += telling(config, coordinator, api)
+        coordinator.around.add_alarms(lambda: unsaved_lines(coordinator.state))
+        if config.nats_tls or config.api_tls:
+            work.append(asyncio.create_task(certificates.run(), name="certificates"))
+            coordinator.around.add_alarms(certificates.alarms)
+        told = orders.systemd.accompany(coordinator.caught_up.wait(), api.status)  # one that stands by is ready too
+        work.append(asyncio.create_task(told, name="systemd"))
+        return await _until_stopped(work, orders.stop)
     finally:
         with suppress(asyncio.TimeoutError):
             await runner.cleanup()
 
 
-def _access(config: Config) -> Access:
-    """Who may use the API."""
-    token = read_secret(config.api.token_file) if config.api.token_file else ""
-    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)
+async def _until_stopped(work: list[asyncio.Task[None]], stop: asyncio.Queue[signal.Signals]) -> signal.Signals:
+    """The signal that came; all work has ended then. Raises what a part of it raised, and Fatal."""
+    stopped = asyncio.create_task(stop.get(), name="stop")
+    done, _ = await asyncio.wait([*work, stopped], return_when=asyncio.FIRST_COMPLETED)
+    for task in [*work, stopped]:
+        task.cancel()
+    await asyncio.gather(*work, return_exceptions=True)
+    if stopped in done:
+        log.info("stopping on %s", stopped.result().name)
+        return stopped.result()
+    _raise_cause(done.pop())
+    raise Fatal("a part of the daemon ended without a reason")
+
+
+def _warn(config: Config, orders: Orders) -> None:
+    for warning in contradictions(config.policy, config.heartbeat_s, {}):
+        log.warning("%s", warning)
+    if config.injection:
+        log.warning("injection is on: anyone with access to the API may order faults")
+    may_sign = isinstance(config.tls, Tls) and not config.tls.ca
+    if orders.stands_by and config.nats.has_keys and may_sign and not config.certifies_nodes:
+        log.warning(
+            "%s is missing: if the other head has it, copy its directory, or nodes will exchange no states while this "
+            "head leads (docs/operate/heads.md)",
+            config.certificates.cert,
+        )
+
+
+async def _open(runner: web.AppRunner, config: Config, certificates: Certificates) -> None:
+    """Have the API listen. Raises Fatal."""
+    host, port = config.api.host, config.api.port
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=certificates.context).start()
+    except OSError as error:
+        raise _no_port(config, error) from None
+    log.info("API at %s://%s:%d", "https" if config.api_tls else "http", host, port)
+
+
+def _no_port(config: Config, error: OSError) -> Fatal:
+    where = f"{config.api.host}:{config.api.port}"
+    return Fatal(f"api.port: cannot listen on {where}: {error.strerror}; set another api.port")
+
+
+def _probe(links: Links, coordinator: Coordinator) -> StreamProbe:
+    read_seq, heard = coordinator.liveness.read_seq, coordinator.liveness.beats
+    probe = StreamProbe(
+        links.connection,
+        lambda: coordinator.state.seq,
+        lambda: {node: read_seq(node) for node in heard},
+        coordinator.log_is_another,
+    )
+    coordinator.around.add_alarms(probe.alarms)
+    return probe
+
+
+def _log_life(config: Config, coordinator: Coordinator, probe: StreamProbe, appends: AppendTimes) -> LogLife:
+    """What archives, trims and measures the log."""
+    life = LogLife(config, coordinator, lambda: probe.info, appends, time.monotonic)
+    coordinator.around.add_alarms(life.alarms)
+    coordinator.around.metrics = life.metrics
+    return life
+
+
+def _promises(config: Config, links: Links, head: Head | None) -> Promises:
+    system = config.keys / f"{Role.SYSTEM}.key"
+    return Promises(
+        links.connection,
+        Role.COORDINATOR if config.nats.has_keys else None,
+        login_as(config, Role.SYSTEM) if config.nats.has_keys and system.exists() else None,
+        config.nats.replicas,
+        is_embedded=links.server is not None,
+        has_others=lambda: head is not None and (head.standing_by or not head.leads),
+    )
 
 
 def _keep_logins(config: Config, links: Links, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
     """What follows from the log for logins with keys: who is let in, and what each agent may read."""
     if not config.nats.has_keys:
         return []
-    consumers = Consumers(links.connection, lambda: coordinator.state)
+    consumers = Consumers(
+        links.connection, lambda: coordinator.state, coordinator.liveness.read_seq, coordinator.live.is_set
+    )
     coordinator.around.prepare = consumers.before
+    coordinator.around.begin = consumers.forget
     logins = NodeLogins(
-        links.roles,
+        _roles(config),
         links.server,
-        _nodes_path(config),
+        config.keys / "nodes",
         lambda: coordinator.state,
         api.ask,
         CLOCK.wall_us,
+        coordinator.live.is_set,
         has_shared=config.nats.shared is not None,
     )
-    coordinator.around.alarms = logins.alarms
+    coordinator.around.add_alarms(logins.alarms)
     return [
-        asyncio.create_task(_once_live(coordinator, consumers.run), name="consumers"),
-        asyncio.create_task(_once_live(coordinator, logins.run), name="logins"),
+        asyncio.create_task(_once_folded(coordinator, consumers.run), name="consumers"),
+        asyncio.create_task(_once_folded(coordinator, logins.run), name="logins"),
     ]
 
 
-async def _once_live(coordinator: Coordinator, run: Callable[[], Awaitable[None]]) -> None:
-    await coordinator.live.wait()
+async def _once_folded(coordinator: Coordinator, run: Callable[[], Awaitable[None]]) -> None:
+    await coordinator.caught_up.wait()
     await run()
 
 

@@ -1,63 +1,117 @@
-"""What does not leave by the HTTP API: the tokens of nodes' memory services, and secrets in tasks' environments.
+"""What does not leave the log for people: the tokens of nodes' memory services, and secrets of tasks.
 
-Both stand in the log, which agents need whole; a task that names where its nodes have a secret (`TaskSpec.secrets`)
-keeps it out. What is hidden keeps its place and its type. Pure.
+Both may stand in the log, which agents need whole; a task that names where its nodes have a secret
+(`TaskSpec.secrets`) keeps it out. What is hidden keeps its place and its type. Pure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
-HIDDEN = "(hidden)"
-#: Names of environment variables that hold secrets: HF_TOKEN, WANDB_API_KEY, DB_PASSWORD.
-_SECRET_NAME = re.compile(r"token|secret|passw|credential|apikey|(^|_)key(_|$)|(^|_)pass(_|$)", re.IGNORECASE)
-#: An address with a password in it.
-_SECRET_ADDRESS = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+import msgspec
+
+from events.envelope import Entry, Recorded
+from events.masking import HIDDEN, LINE_LEAST, LOOKS, Mask, secrets_in, values_in
+from events.vocabulary import StartWorker, StartWorkers, TaskSpec, TaskSubmitted
+from unicrond.core.state import ClusterState
+
+#: An argument of a program after which a secret comes.
+_SECRET_FLAG = re.compile(
+    r"--?(?:[\w-]*[-_])?(?:token|secret|password|passwd|api[-_]?key|access[-_]?key)", re.IGNORECASE
+)
 
 
-def discreet_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A state (state.to_json), changed in place: quick, as it is asked for several times a second."""
+def discreet_state(state: dict[str, Any], mask: Mask = LOOKS) -> dict[str, Any]:
+    """A state (state.to_json), changed in place: quick, as it is asked for several times a second. Of the texts only
+    those are looked at that workers wrote."""
+    hide = mask.text
     for node in state["nodes"].values():
         _hide_token(node.get("memory"))
     for task in state["tasks"].values():
-        _hide_environment(task["spec"].get("env"))
+        _hide_spec(task["spec"])
         for service in task.get("peers", ()):
             _hide_token(service)
+        for part in ("ending", "failures", "strikes"):
+            if part in task:
+                task[part] = discreet(task[part], hide)
+    for part in ("incidents", "closed", "refused"):
+        if part in state:
+            state[part] = discreet(state[part], hide)
     return state
 
 
-def discreet_entry(value: Any) -> Any:
-    """An entry of the log (event_lines.entry_json), changed in place, wherever in it such things stand."""
+def discreet(value: Any, hide: Callable[[str], str]) -> Any:
+    """Plain JSON types, with what must not be shown hidden. `hide`: what becomes of a text; it keeps its type."""
+    if isinstance(value, str):
+        return hide(value)
     if isinstance(value, dict):
-        _hide_token(value)
-        _hide_environment(value.get("env"))
-        for inner in value.values():
-            discreet_entry(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            discreet_entry(inner)
-    return value
+        shown = {name: discreet(inner, hide) for name, inner in value.items()}
+        _hide_token(shown)
+        _hide_spec(shown)
+        return shown
+    if isinstance(value, list):
+        return [discreet(inner, hide) for inner in value]
+    return tuple(discreet(inner, hide) for inner in value) if isinstance(value, tuple) else value
 
 
-def _hide_token(service: dict[str, Any] | None) -> None:
-    if service is not None and isinstance(service.get("token"), str) and "port" in service:
-        service["token"] = HIDDEN
+def secret_values(specs: Iterable[TaskSpec]) -> frozenset[str]:
+    """Values in these tasks' environments and arguments that are secrets by their names."""
+    found = set()
+    for spec in specs:
+        found |= {*values_in(spec.env), *(spec.args[place] for place in _secret_places(spec.args))}
+    return frozenset(found)
 
 
-def _hide_environment(env: Any) -> None:
-    if isinstance(env, dict):
-        for name in _secrets_in(env):
-            env[name] = HIDDEN
+def mask_of(state: ClusterState) -> Mask:
+    """What hides the secrets that this state knows."""
+    return _mask(secret_values(task.spec for task in state.tasks.values()))
 
 
-def _secrets_in(env: Mapping[str, Any]) -> list[str]:
-    return [
-        name
-        for name, value in env.items()
-        if isinstance(value, str) and (_SECRET_NAME.search(name) or _SECRET_ADDRESS.search(value))
-    ]
+@lru_cache(maxsize=8)
+def _mask(values: frozenset[str]) -> Mask:
+    return Mask(values) if values else LOOKS
+
+
+class Discretion:
+    """Learns the values of secrets from the entries of a log, in the order in which they are shown, and hides them."""
+
+    def __init__(self, specs: Iterable[TaskSpec] = ()) -> None:
+        self._values = secret_values(specs)
+        self._mask: Mask | None = None
+        self._hide: Callable[[str], str] = str
+
+    def see(self, entry: Entry) -> None:
+        """Learn what this entry tells. (The tokens of nodes' memories stand in no text.)"""
+        event = entry.envelope.event if isinstance(entry, Recorded) else None
+        if isinstance(event, TaskSubmitted | StartWorker | StartWorkers):
+            self.learn([event.spec])
+
+    def learn(self, specs: Iterable[TaskSpec]) -> None:
+        """Learn what these tasks tell."""
+        known = self._values | secret_values(specs)
+        if known != self._values:
+            self._values, self._mask = known, None
+
+    def text(self, text: str) -> str:
+        """The text without secrets."""
+        self.mask()
+        return self._hide(text)
+
+    def plain(self, value: Any) -> Any:
+        """The value as plain JSON types, without secrets."""
+        self.mask()
+        return discreet(msgspec.to_builtins(value), self._hide)
+
+    def mask(self) -> Mask:
+        """What hides all that is known by now."""
+        if self._mask is None:
+            self._mask = Mask(self._values)
+            self._hide = lru_cache(maxsize=100_000)(self._mask.text)
+        return self._mask
 
 
 def warnings_of(env: Mapping[str, str]) -> list[str]:
@@ -65,5 +119,29 @@ def warnings_of(env: Mapping[str, str]) -> list[str]:
     return [
         f"env.{name} looks like a secret, and stays in the log for whoever reads it; "
         f"use secrets: {{{name}: file:/PATH}}, with the file on each node"
-        for name in _secrets_in(env)
+        for name in secrets_in(env)
     ]
+
+
+def _hide_token(service: dict[str, Any] | None) -> None:
+    if service is not None and isinstance(service.get("token"), str) and "port" in service:
+        service["token"] = HIDDEN
+
+
+def _hide_spec(spec: dict[str, Any]) -> None:
+    """What is in a task's environment and arguments."""
+    env, arguments = spec.get("env"), spec.get("args")
+    if isinstance(env, dict):
+        for name in secrets_in(env):
+            env[name] = HIDDEN
+    if isinstance(arguments, list | tuple) and (places := _secret_places(arguments)):
+        spec["args"] = [HIDDEN if place in places else one for place, one in enumerate(arguments)]
+
+
+def _secret_places(arguments: Iterable[Any]) -> set[int]:
+    given = [one if isinstance(one, str) else "" for one in arguments]
+    return {
+        place + 1
+        for place, (flag, value) in enumerate(pairwise(given))
+        if _SECRET_FLAG.fullmatch(flag) and len(value) >= LINE_LEAST
+    }

@@ -7,7 +7,8 @@ Rules
 * The table is made anew when the cluster is at rest and something has changed that plans depend on: nodes, tasks,
   the plan, or what was learnt. Only the newest state counts; what comes while a table is made makes the next one.
 * With it the healthy cluster's problem is solved, so that no lost node waits for that either.
-* The planner's rows belong to one thread at a time. While they are in use, others are solved from nothing.
+* The planner's rows belong to one thread at a time. While they are in use, others are solved from nothing. What waits
+  for the thread may be cancelled (a term begins, or ends): the rows stay in use until the thread has ended.
 * A small cluster is planned in plain numpy within milliseconds; where that would take longer, the compiled
   kernel is loaded first, in the thread, never on the loop.
 * The way never changes the plan (`planning/table.py`).
@@ -17,17 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from unicrond.core.plan_problems import healthy_problem_of, situation_of
 from unicrond.core.planning import kernel
 from unicrond.core.planning.problem import Problem, ProblemError
 from unicrond.core.planning.solver import Solution, solve
-from unicrond.core.planning.table import Planner, Table
+from unicrond.core.planning.table import Answer, Planner, Table
 from unicrond.core.provenance import Answered
 from unicrond.core.survey import Survey
 
 log = logging.getLogger("unicrond")
+T = TypeVar("T")
 
 #: Workers times tasks from which on the compiled kernel is worth its loading (a second, 100 MB).
 WARM_FROM = 1000
@@ -46,6 +49,7 @@ class Foresight:
         self._planner = Planner()
         self._healthy: Solution | None = None
         self._rows = asyncio.Lock()
+        self._working: set[asyncio.Task[Any]] = set()
         self._wanted = asyncio.Event()
         self._survey: Survey | None = None
         self._seen: object = None
@@ -66,8 +70,7 @@ class Foresight:
         if self._rows.locked():
             solution = await asyncio.to_thread(solve, problem)
             return Answered(solution, "fresh", self._monotonic_us() - asked_us)
-        async with self._rows:
-            answer = await asyncio.to_thread(self._planner.answer, problem)
+        answer = await self._to_its_end(self._answer(problem))
         return Answered(answer.solution, answer.way, self._monotonic_us() - asked_us, answer.rows_reused)
 
     def look_from(self, survey: Survey) -> None:
@@ -76,7 +79,10 @@ class Foresight:
         if not survey.fresh or not state.plan.epoch:
             return
         paces = [(task.name, task.pace) for task in survey.active]
-        learnt = tuple((name, tuple(pace.measured.items()), pace.transition_us) for name, pace in paces)
+        learnt = tuple(
+            (name, tuple(pace.measured.items()), pace.transition_us, pace.move_us, pace.reshape_us, len(pace.elsewhere))
+            for name, pace in paces
+        )
         seen = (state.plan.epoch, survey.basis, state.worker_mtbf_us, learnt)
         if seen != self._seen:
             self._seen, self._survey = seen, survey
@@ -86,23 +92,43 @@ class Foresight:
         """Make tables as they are wanted, without end."""
         while True:
             await self._wanted.wait()
-            async with self._rows:
-                self._wanted.clear()
-                asked_us, survey = self._monotonic_us(), self._survey
-                assert survey is not None
-                try:
-                    self.table = await asyncio.to_thread(self._foresee, survey)
-                    self.epoch = survey.state.plan.epoch
-                except asyncio.CancelledError:
-                    self._wanted.set()  # the next term's run makes it
-                    raise
-                except ProblemError as error:
-                    log.warning("no table of plans: %s", error)
-                    self.table = None
-            if self.table is not None:
-                effort, took_ms = self.table.effort, (self._monotonic_us() - asked_us) / 1000
-                rows = f"{effort.rows_computed} rows computed, {effort.rows_reused} reused"
-                log.debug("table of plans: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
+            await self._to_its_end(self._make())
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. It goes on where this is cancelled."""
+        task = asyncio.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._working.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may be waiting for it
+
+    async def _answer(self, problem: Problem) -> Answer:
+        async with self._rows:
+            return await asyncio.to_thread(self._planner.answer, problem)
+
+    async def _make(self) -> None:
+        """The table of the newest state that was looked from."""
+        async with self._rows:
+            self._wanted.clear()
+            asked_us, survey = self._monotonic_us(), self._survey
+            assert survey is not None
+            try:
+                self.table = await asyncio.to_thread(self._foresee, survey)
+                self.epoch = survey.state.plan.epoch
+            except asyncio.CancelledError:
+                self._wanted.set()
+                raise
+            except ProblemError as error:
+                log.warning("no table of plans: %s", error)
+                self.table = None
+        if self.table is not None:
+            effort, took_ms = self.table.effort, (self._monotonic_us() - asked_us) / 1000
+            rows = f"{effort.rows_computed} rows computed, {effort.rows_reused} reused"
+            log.debug("table of plans: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
 
     def _foresee(self, survey: Survey) -> Table | None:
         """In the thread."""

@@ -1,4 +1,4 @@
-"""Reading workers' logs from the nodes that have them, over NATS request and reply (events/logs_request.py)."""
+"""Reading workers' logs, stacks and marks on their nodes, over NATS request and reply (logs_request.py)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from events.logs_request import (
     ANSWERS,
     MAX_LOG_BYTES,
     BadLogsMessage,
+    LogsReply,
     LogsRequest,
+    WorkerMark,
     answer_subject,
+    decode_flight,
+    decode_marks,
     decode_reply,
     encode,
     logs_subject,
 )
 from events.nats_connection import Connection
 from events.nats_inquiry import came
-from unicrond.core.state import ClusterState
+from unicrond.core.state import ClusterState, Incident, NodeStatus
 
 _TIMEOUT_S = 3.0
+_STACKS_TIMEOUT_S = 8.0
+#: So many nodes are asked for a log of which the state does not know the place.
+_NODES_ASKED_MAX = 512
 _DEFAULT_TAIL_BYTES = 16 * 1024
 
 
@@ -41,33 +48,116 @@ class LogReader:
         self._listens = False
 
     async def read(
-        self, state: ClusterState, task: str, rank: int | None, tail_bytes: int | None, offset: int | None
+        self,
+        state: ClusterState,
+        task: str,
+        rank: int | None = None,
+        tail_bytes: int | None = None,
+        offset: int | None = None,
+        worker: str | None = None,
     ) -> dict[str, Any]:
-        """A piece of the log of the task's rank (default 0): worker, node, next offset, text.
+        """A piece of the log of the task's rank (default 0), or of `worker`: worker, node, next offset, text.
 
-        Raises LookupError for an unknown task or rank, LogsUnavailable where its node does not answer.
+        A worker that the state does not know any more is looked for on all nodes that are up; of a task that has never
+        formed a group, the newest worker that has left a log. Raises LookupError for an unknown task or rank,
+        LogsUnavailable where no node has the log.
         """
-        worker, node = _worker_of(state, task, rank or 0)
-        request = LogsRequest(
-            task=task,
-            worker=worker,
-            tail_bytes=min(max(tail_bytes or _DEFAULT_TAIL_BYTES, 1), MAX_LOG_BYTES),
-            offset=offset,
-        )
-        try:
-            reply = decode_reply(await self._ask(node, encode(request)))
-        except (LogError, BadLogsMessage) as error:
-            raise LogsUnavailable(f"node {node} does not send its logs: {error}") from None
+        _require_task(state, task)
+        tail_bytes = min(max(tail_bytes or _DEFAULT_TAIL_BYTES, 1), MAX_LOG_BYTES)
+        worker, node = _named(state, task, worker) if worker else _of_rank(state, task, rank or 0)
+        request = LogsRequest(task=task, worker=worker, tail_bytes=tail_bytes, offset=offset)
+        if node is None:
+            reply = await self._look_for(state, request)
+        else:
+            reply = await self._reply(node, request, _TIMEOUT_S)
         if reply.error:
             raise LogsUnavailable(reply.error)
         return {
-            "worker": worker,
-            "node": node,
+            "worker": reply.worker,
+            "node": reply.node,
             "offset": reply.next_offset,
             "text": reply.data.decode(errors="replace"),
         }
 
-    async def _ask(self, node: str, body: bytes) -> bytes:
+    async def stacks(self, state: ClusterState, task: str, rank: int) -> dict[str, Any]:
+        """What the task's rank is doing: worker, node, pid, `text` of its threads' stacks, `collectives` of its flight
+        recorder. Where one of the two cannot be had, `no_stacks` or `no_flight` says why. Raises as `read` does, and
+        LogsUnavailable where neither can."""
+        _require_task(state, task)
+        worker, node = _of_rank(state, task, rank)
+        if worker is None or node is None:
+            raise LookupError(f"task: no worker of {task} runs; see `unicronctl workers`")
+        known = state.tasks[task].workers.get(worker)
+        asked = (LogsRequest(task=task, worker=worker, stacks=True), LogsRequest(task=task, worker=worker, flight=True))
+        stacks, flight = await asyncio.gather(
+            *(self._reply(node, request, _STACKS_TIMEOUT_S) for request in asked), return_exceptions=True
+        )
+        text, no_stacks = _data(node, stacks)
+        recorded, no_flight = _data(node, flight)
+        if no_stacks and no_flight:
+            raise LogsUnavailable(no_stacks)
+        try:
+            collectives = decode_flight(recorded) if recorded else []
+        except BadLogsMessage as error:
+            collectives, no_flight = [], f"node {node}: {error}"
+        told = {"worker": worker, "node": node, "pid": known.pid if known else 0}
+        told |= {"text": text.decode(errors="replace"), "no_stacks": no_stacks}
+        return {**told, "collectives": collectives, "no_flight": no_flight}
+
+    async def marks(self, state: ClusterState, task: str) -> dict[str, Any]:
+        """Where each worker of the task is: {"marks": {worker: WorkerMark}, "silent": {node: why}}. Raises LookupError.
+
+        Nodes that do not answer are silent; so are those beyond the first _NODES_ASKED_MAX.
+        """
+        _require_task(state, task)
+        membership = state.tasks[task].membership
+        nodes = list(dict.fromkeys(member.node for member in membership.members)) if membership else []
+        request = LogsRequest(task=task, marks=True)
+        asked = nodes[:_NODES_ASKED_MAX]
+        replies = await asyncio.gather(
+            *(self._reply(node, request, _TIMEOUT_S) for node in asked), return_exceptions=True
+        )
+        found: dict[str, WorkerMark] = {}
+        silent = dict.fromkeys(nodes[_NODES_ASKED_MAX:], "not asked: the task is too large")
+        for node, reply in zip(asked, replies, strict=True):
+            try:
+                if isinstance(reply, BaseException):
+                    raise reply
+                if reply.error:
+                    raise LogsUnavailable(_too_old(node) if "unknown field" in reply.error else reply.error)
+                found |= {mark.worker: mark for mark in decode_marks(reply.data)}
+            except (LogsUnavailable, BadLogsMessage) as error:
+                silent[node] = str(error)
+        return {"marks": found, "silent": silent}
+
+    async def _look_for(self, state: ClusterState, request: LogsRequest) -> LogsReply:
+        """The reply of the node that has the log, or the newest of the task's; else what the event log says."""
+        up = [node.name for node in state.nodes.values() if node.status is NodeStatus.UP][:_NODES_ASKED_MAX]
+        replies = await asyncio.gather(*(self._reply(node, request, _TIMEOUT_S) for node in up), return_exceptions=True)
+        found = [reply for reply in replies if isinstance(reply, LogsReply) and not reply.error]
+        if found:
+            return max(found, key=lambda reply: int((reply.worker or "0").rpartition(".")[2]))
+        which = f"worker {request.worker}" if request.worker else f"any worker of {request.task}"
+        told = _told(state, request.task, request.worker)
+        if told is None:
+            raise LogsUnavailable(f"no node that is up has a log of {which}; see `unicronctl describe task`")
+        text = f"(no node that is up has a log of {which}; this is in the event log)\n{told.log_tail}\n"
+        return LogsReply(node=told.node, worker=told.worker, data=text.encode()[:MAX_LOG_BYTES])
+
+    async def _reply(self, node: str, request: LogsRequest, timeout_s: float) -> LogsReply:
+        try:
+            return await self.ask(node, encode(request), timeout_s)
+        except LogsUnavailable as error:
+            raise LogsUnavailable(f"node {node} does not send its logs: {error}") from None
+
+    async def ask(self, node: str, body: bytes, timeout_s: float) -> LogsReply:
+        """The node's answer to any request. Raises LogsUnavailable."""
+        try:
+            return decode_reply(await self._ask(node, body, timeout_s))
+        except (LogError, BadLogsMessage) as error:
+            raise LogsUnavailable(str(error)) from None
+
+    async def _ask(self, node: str, body: bytes, timeout_s: float) -> bytes:
         """The answer's body. LogError where none comes."""
         async with self._listening:
             if not self._listens:
@@ -76,11 +166,11 @@ class LogReader:
         subject = answer_subject(node, secrets.token_hex(16))
         answer = self._waiting[subject] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 session = await self._connection.session()
                 await session.publish(logs_subject(node), body, reply=subject)
-            if not await came(answer, _TIMEOUT_S):
-                raise LogError(f"no answer within {_TIMEOUT_S:g} s")
+            if not await came(answer, timeout_s):
+                raise LogError(f"no answer within {timeout_s:g} s")
         except TimeoutError:
             raise LogError(f"no connection to {self._connection.urls}") from None
         finally:
@@ -96,15 +186,54 @@ class LogReader:
             waiting.set_result(message)
 
 
-def _worker_of(state: ClusterState, name: str, rank: int) -> tuple[str, str]:
-    """(worker, node) of the task's rank: of the newest membership, also when its workers have ended."""
-    task = state.tasks.get(name)
-    if task is None:
+def _data(node: str, reply: LogsReply | BaseException) -> tuple[bytes, str]:
+    """What came, and why nothing did."""
+    if isinstance(reply, LogsUnavailable):
+        return b"", str(reply)
+    if isinstance(reply, BaseException):
+        raise reply
+    if "unknown field" in reply.error:
+        return b"", _too_old(node)
+    return reply.data, reply.error
+
+
+def _too_old(node: str) -> str:
+    return f"node {node} runs an agent that is too old for this; upgrade it"
+
+
+def _require_task(state: ClusterState, name: str) -> None:
+    if name not in state.tasks:
         raise LookupError(f"task: no task {name}; see `unicronctl tasks`")
+
+
+def _of_rank(state: ClusterState, name: str, rank: int) -> tuple[str | None, str | None]:
+    """(worker, node) of the task's rank: of the newest membership, also when its workers have ended. Both None where
+    the task has never formed a group: its workers have no ranks."""
+    task = state.tasks[name]
     members = task.membership.members if task.membership is not None else ()
-    known = [(m.worker, m.node) for m in members] or [(w.worker, w.node) for w in task.workers.values()]
-    if not known:
-        raise LookupError(f"task: no worker of {name} has run yet; see `unicronctl tasks`")
-    if rank >= len(known):
-        raise LookupError(f"rank: task {name} has {len(known)} workers; give 0 to {len(known) - 1}")
-    return known[rank]
+    if not members and not rank:
+        return None, None
+    if rank >= len(members):
+        had = f"{len(members)} workers; give 0 to {len(members) - 1}" if members else "formed no group yet; give 0"
+        raise LookupError(f"rank: task {name} has {had}, or --worker as `unicronctl workers` names it")
+    return members[rank].worker, members[rank].node
+
+
+def _named(state: ClusterState, name: str, worker: str) -> tuple[str, str | None]:
+    """(worker, node): None where the state does not know it any more."""
+    task = state.tasks[name]
+    if worker.rpartition(".")[0] != name or not worker.rpartition(".")[2].isdecimal():
+        raise LookupError(
+            f"worker: {worker[:80]} is not a worker of task {name}; they are called {name}.1, {name}.2, ..."
+        )
+    if worker in task.workers:
+        return worker, task.workers[worker].node
+    members = task.membership.members if task.membership is not None else ()
+    return worker, next((member.node for member in members if member.worker == worker), None)
+
+
+def _told(state: ClusterState, task: str, worker: str | None) -> Incident | None:
+    """The newest incident that quotes the end of the log of the worker, or of any of the task's."""
+    known = [*state.closed, *state.incidents.values()]
+    of_it = [one for one in known if one.log_tail and one.worker.rpartition(".")[0] == task]
+    return next((one for one in reversed(of_it) if worker in (None, one.worker)), None)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from unicrond.core.costs import costs_at
+from unicrond.core.goodput_report import reading, report
 from unicrond.core.isolation import phase
 from unicrond.core.liveness import KeptBack
-from unicrond.core.state import ClusterState, NodeStatus, Task, TaskStatus, WorkerStatus
+from unicrond.core.state import ClusterState, Task, TaskStatus, WorkerStatus
 from unicrond.core.work import achieved_waf, delivered_flop
-from unicrond.display.cluster_tables import stragglers
+from unicrond.display.cluster_tables import NODE_STATUSES, node_status, stragglers
 from unicrond.service.alarms import Alarms
+from unicrond.service.bookkeeper import Bookkeeper
+from unicrond.service.code_identity import code_version
 
 TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
     "unicron_task_iteration": ("Last committed iteration", lambda task: task.progress.iteration),
@@ -26,7 +36,7 @@ TASK_GAUGES: dict[str, tuple[str, Callable[[Task], float]]] = {
     "unicron_task_generation": ("Generation of the membership", lambda task: task.generation),
     "unicron_task_members": (
         "Workers in the membership",
-        lambda task: len(task.membership.members) if task.membership else 0,
+        lambda task: len(task.membership.members) if task.membership and task.status is TaskStatus.ACTIVE else 0,
     ),
     "unicron_task_delivered_flop": ("Weighted FLOP committed", delivered_flop),
 }
@@ -42,18 +52,26 @@ class StateCollector(Collector):
         fault: Callable[[], str] = str,
         trouble: Callable[[], str] = str,
         kept_back: Callable[[], Mapping[str, KeptBack]] = dict,
+        more: Callable[[], Iterable[Metric]] = list,
+        leads: Callable[[], bool] = lambda: True,
+        bookkeeper: Bookkeeper | None = None,
     ) -> None:
+        self._leads = leads
         self._get = get
+        self._bookkeeper = bookkeeper or Bookkeeper()
         self._alarms = alarms
         self._fault = fault
         self._trouble = trouble
         self._kept_back = kept_back
+        self._more = more
 
     def collect(self) -> Iterator[Metric]:
         """One family per question that a dashboard asks."""
         state = self._get()
+        yield from self._process(state)
         yield _gauge("unicron_sequence", "Sequence number of the last folded entry", state.seq)
         yield _gauge("unicron_deciding", "0 once the coordinator has stopped deciding", 0 if self._fault() else 1)
+        yield _gauge("unicron_leads", "1, or 0 while this head stands by", float(self._leads()))
         yield _gauge("unicron_term", "Term of the active coordinator", state.term)
         yield _gauge("unicron_plan_epoch", "Epoch of the adopted plan", state.plan.epoch)
         yield _gauge("unicron_plan_waf_flops", "Planned weighted achieved FLOP/s", state.plan.waf)
@@ -68,6 +86,7 @@ class StateCollector(Collector):
         text = "Weighted FLOP: delivered and the three losses add up to failure_free (docs/design/planning.md)"
         costs = costs_at(state, state.now_us)._asdict().items()
         yield _labelled("unicron_work_flop", text, "kind", ((name.removesuffix("_flop"), flop) for name, flop in costs))
+        yield from self._goodput(state)
         yield _counter("unicron_quarantined", "Messages in the log that are not valid events", state.quarantined)
         text = "Invalid messages from known producers: facts or orders are missing"
         refused = ((producer, one.count) for producer, one in self._alarms.refused.items())
@@ -77,7 +96,9 @@ class StateCollector(Collector):
         yield _counter("unicron_incidents", "Incidents ever opened", state.incidents_total)
         yield _gauge("unicron_incidents_open", "Incidents not yet healed", len(state.incidents))
         nodes, tasks = state.nodes.values(), state.tasks.values()
-        yield _by("unicron_nodes", "Nodes by status", "status", NodeStatus, [node.status for node in nodes])
+        shown = Counter(node_status(node) for node in nodes)
+        counts = ((status, shown[status]) for status in NODE_STATUSES)
+        yield _labelled("unicron_nodes", "Nodes by status, as unicronctl shows it", "status", counts)
         yield _by("unicron_tasks", "Tasks by status", "status", TaskStatus, [task.status for task in tasks])
         statuses = [worker.status for task in tasks for worker in task.workers.values()]
         yield _by("unicron_workers", "Workers by status", "status", WorkerStatus, statuses)
@@ -100,6 +121,46 @@ class StateCollector(Collector):
             last = state.closed[-1]
             yield _gauge("unicron_last_detection_seconds", "Detection time, last incident", last.detection_us / 1e6)
             yield _gauge("unicron_last_transition_seconds", "Transition time, last incident", last.transition_us / 1e6)
+        yield from self._more()
+
+    def _process(self, state: ClusterState) -> Iterator[Metric]:
+        """This process, and what it has seen."""
+        about = {"version": code_version(), "schema": str(state.schema), "python": platform.python_version()}
+        yield InfoMetricFamily("unicron_build", "The coordinator's code", value=about)
+        text = "Transitions by phase, since this process began (docs/operate/traces.md)"
+        phases = SummaryMetricFamily("unicron_transition_phase_seconds", text, labels=["phase"])
+        for name, lasted in self._bookkeeper.phases.items():
+            phases.add_metric([name], lasted.times, lasted.total_us / 1e6)
+        yield phases
+
+    def _goodput(self, state: ClusterState) -> Iterator[Metric]:
+        """What `unicronctl goodput` says."""
+        books = self._bookkeeper.books
+        if books is None:
+            return
+        told = report(reading(books, state), state)
+        text = "Weighted FLOP: goodput and the badput by cause add up to failure_free (docs/operate/goodput.md)"
+        work = told["cluster"]
+        rows = [("goodput", "", work["goodput_flop"])]
+        rows += [(part["group"], part["cause"], part["flop"]) for part in work["badput"]]
+        yield _labelled("unicron_goodput_flop", text, "group cause", rows)
+        tasks = told["tasks"]
+        text = "Effective training time ratio since the task's submission"
+        yield _labelled("unicron_task_ettr", text, "task", ((one["task"], one["ettr"] or 0.0) for one in tasks))
+        times = ((one["task"], what, us / 1e6) for one in tasks for what, us in one["times_us"].items())
+        yield _labelled("unicron_task_time_seconds", "Where the task's time went", "task in", times)
+        text = "Times that an incident stopped the task's training"
+        stops = ((one["task"], kind, n) for one in tasks for kind, n in one["interruptions_by_kind"].items())
+        yield _labelled("unicron_task_interruptions", text, "task kind", stops, CounterMetricFamily)
+        text = "Committed iterations that were trained again"
+        lost = ((one["task"], one["iterations_lost"]) for one in tasks)
+        yield _labelled("unicron_task_iterations_lost", text, "task", lost, CounterMetricFamily)
+        text = "Closed incidents by kind and severity"
+        closed = ((*kind.rsplit(" ", 1), n) for kind, n in told["incidents"].items())
+        yield _labelled("unicron_incidents_closed", text, "kind severity", closed, CounterMetricFamily)
+        text = "Points against a node (docs/operate/goodput.md#lemon-nodes)"
+        scores = ((one["node"], one["score"]) for one in told["lemons"])
+        yield _labelled("unicron_node_lemon_score", text, "node", scores)
 
 
 def exposition(
@@ -108,10 +169,14 @@ def exposition(
     fault: Callable[[], str] = str,
     trouble: Callable[[], str] = str,
     kept_back: Callable[[], Mapping[str, KeptBack]] = dict,
+    more: Callable[[], Iterable[Metric]] = list,
+    leads: Callable[[], bool] = lambda: True,
+    bookkeeper: Bookkeeper | None = None,
 ) -> Callable[[], bytes]:
-    """A function that renders the text exposition format. `trouble`: why the log takes nothing, or ""."""
+    """A function that renders the text exposition format. `trouble`: why the log takes nothing, or "". `more`: of other
+    parts of this process."""
     registry = CollectorRegistry(auto_describe=False)
-    collector = StateCollector(get, alarms or Alarms(), fault, trouble, kept_back)
+    collector = StateCollector(get, alarms or Alarms(), fault, trouble, kept_back, more, leads, bookkeeper)
     registry.register(collector)  # type: ignore[no-untyped-call,unused-ignore]
     return lambda: generate_latest(registry)
 

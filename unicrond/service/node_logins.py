@@ -6,6 +6,7 @@ Rules
   server, at once and without a restart, and keeps the list in a file beside the server's store: a server that starts
   before the log is folded lets in who was let in before.
 * A login that was never used ends after its time: this asks for it, by a request like a person's.
+* The head that has the server tells it, whether it leads or stands by; the one that leads asks.
 * On a NATS server of one's own the list is the operator's (`unicrond nats-config`); here nothing is told to it.
 """
 
@@ -50,6 +51,7 @@ class NodeLogins:
         state: Callable[[], ClusterState],
         ask: Callable[[NodeRevoked], Awaitable[None]],
         now_us: Callable[[], int],
+        leads: Callable[[], bool] = lambda: True,
         *,
         has_shared: bool = False,
     ) -> None:
@@ -59,6 +61,7 @@ class NodeLogins:
         self._state = state
         self._ask = ask
         self._now_us = now_us
+        self._leads = leads
         self._has_shared = has_shared
         self._said: list[str] = []
         #: Why the server's list is not the log's; "" where it is.
@@ -72,7 +75,7 @@ class NodeLogins:
             logins = self._state().logins
             if logins is not told and await self._tell(logins):
                 told = logins
-            for node in expired(logins, self._now_us()):
+            for node in expired(logins, self._now_us()) if self._leads() else ():
                 if logins[node] not in ended:  # else it is asked for
                     ended.append(logins[node])
                     log.warning("the key of node %s was not used in time: it ends", node)
@@ -95,10 +98,11 @@ class NodeLogins:
 
     async def _tell(self, logins: Mapping[str, NodeLogin]) -> bool:
         users = [User(agent_login(node), login.key) for node, login in logins.items()]
+        if self._server is None:
+            return True
         try:
             await asyncio.to_thread(remember, self._path, users)
-            if self._server is not None:
-                await self._server.let_in([*self._roles, *users])
+            await self._server.let_in([*self._roles, *users])
         except (ServerError, OSError) as error:
             self.trouble = str(error)
             return False
@@ -121,6 +125,8 @@ def without_key(state: ClusterState) -> list[str]:
 def migration_line(state: ClusterState) -> str:
     """What stands in the way of `auth: keys`."""
     missing = without_key(state)
+    if not missing and not any(node.status is NodeStatus.UP for node in state.nodes.values()):
+        return "NATS accepts the shared login, which may do everything: enroll the nodes, then set nats.auth to keys"
     if not missing:
         return "NATS accepts the shared login, though every node has a key: set nats.auth to keys"
     names = ", ".join([*missing[:3], *(["..."] if len(missing) > 3 else [])])

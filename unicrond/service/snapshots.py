@@ -24,8 +24,10 @@ import msgspec
 from events.envelope import Entry, Quarantined
 from events.log import EventLog, LogError
 from unicrond.core import state_bytes
+from unicrond.core.goodput import Books
 from unicrond.core.state import ClusterState
 from unicrond.core.state_bytes import digest
+from unicrond.service import bookkeeper
 from unicrond.service.code_identity import fingerprint
 
 log = logging.getLogger("unicrond")
@@ -48,6 +50,7 @@ class _Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: bytes
     state: bytes
     skipped: tuple[int, ...] = ()
+    books: bytes = b""
 
 
 class BadSnapshot(ValueError):
@@ -72,36 +75,36 @@ def mark_of(entry: Entry) -> Mark:
     return Mark(entry.seq, entry.recorded_at_us, event_id)
 
 
-def encode_snapshot(state: ClusterState, mark: Mark, skips: Collection[int] = ()) -> bytes:
-    """The bytes of a snapshot. `skips`: the entries that were passed over."""
-    body = state_bytes.encode(state)
-    skipped = _up_to(mark.seq, skips)
-    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), _checksum(body), body, skipped))
+def encode_snapshot(state: ClusterState, mark: Mark, skips: Collection[int] = (), books: Books | None = None) -> bytes:
+    """The bytes of a snapshot. `skips`: the entries that were passed over. `books`: of goodput, up to the state."""
+    body, kept = state_bytes.encode(state), bookkeeper.encoded(books)
+    skipped, checksum = _up_to(mark.seq, skips), _checksum(body + kept)
+    return msgspec.msgpack.encode(_Snapshot(fingerprint(), mark, digest(state), checksum, body, skipped, kept))
 
 
 def _up_to(seq: int, skips: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(skip for skip in skips if skip <= seq))
 
 
-def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterState, Mark]:
-    """The state and the entry that it ends with. `skips`: the entries to pass over. BadSnapshot."""
+def decode_snapshot(body: bytes, skips: Collection[int] = ()) -> tuple[ClusterState, Mark, Books | None]:
+    """The state, the entry that it ends with, and the books. `skips`: the entries to pass over. BadSnapshot."""
     try:
         snapshot = msgspec.msgpack.decode(body, type=_Snapshot)
     except msgspec.MsgspecError as error:
         raise BadSnapshot(f"not a snapshot: {error}") from None
     if snapshot.fingerprint != fingerprint():
         raise BadSnapshot("another version's fold wrote it")
-    if snapshot.checksum != _checksum(snapshot.state):
+    if snapshot.checksum != _checksum(snapshot.state + snapshot.books):
         raise BadSnapshot("its checksum is wrong")
     try:
-        state = state_bytes.decode(snapshot.state)
+        state, books = state_bytes.decode(snapshot.state), bookkeeper.decoded(snapshot.books)
     except msgspec.MsgspecError as error:
         raise BadSnapshot(f"its state does not fit: {error}") from None
     if digest(state) != snapshot.digest or state.seq != snapshot.mark.seq:
         raise BadSnapshot("its state has another digest")
     if snapshot.skipped != _up_to(snapshot.mark.seq, skips):
         raise BadSnapshot("other entries are skipped now")
-    return state, snapshot.mark
+    return state, snapshot.mark, books
 
 
 def _checksum(body: bytes) -> bytes:
@@ -119,30 +122,32 @@ class Snapshots:
 
     async def restore(
         self, event_log: EventLog, skips: Collection[int] | None = None
-    ) -> tuple[ClusterState, Mark] | None:
+    ) -> tuple[ClusterState, Mark, Books | None] | None:
         """The newest snapshot of this very log; None, with one line in the log, if there is none that fits."""
         try:
             body = await self._store.load()
             if body is None:
                 return None
-            state, mark = decode_snapshot(body, await event_log.skips() if skips is None else skips)
+            state, mark, books = decode_snapshot(body, await event_log.skips() if skips is None else skips)
             await _require_same_log(event_log, mark)
         except (BadSnapshot, LogError) as error:
             log.warning("not using the snapshot: %s; folding the log from its beginning", error)
             return None
         self._saved_seq = state.seq
         log.info("snapshot of entry %d", state.seq)
-        return state, mark
+        return state, mark, books
 
     def due(self, seq: int) -> bool:
         """Whether it is time for the next; then call `save`."""
         return not self._saving and seq - self._saved_seq >= self._every
 
-    async def save(self, state: ClusterState, mark: Mark, skips: Collection[int] = ()) -> None:
+    async def save(
+        self, state: ClusterState, mark: Mark, skips: Collection[int] = (), books: Books | None = None
+    ) -> None:
         """Write one. Never raises because the store is away; the next is tried after as many entries again."""
         self._saving = True
         try:
-            await self._store.save(encode_snapshot(state, mark, skips))
+            await self._store.save(encode_snapshot(state, mark, skips, books))
             log.info("wrote a snapshot of entry %d", state.seq)
         except LogError as error:
             log.warning("could not write a snapshot of entry %d: %s", state.seq, error)

@@ -329,7 +329,12 @@ def memory_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
 
 def state_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
     """Bytes of weights, gradients, master weights and moments on the GPU that has the most of them."""
-    return np.asarray(max(_stage_parameters(job, layout)) * _bytes_per_parameter(job, dp), dtype=np.float64)
+    return np.asarray(parameters(job, layout) * _bytes_per_parameter(job, dp), dtype=np.float64)
+
+
+def parameters(job: Job, layout: Layout) -> float:
+    """Of the GPU that has the most."""
+    return max(_stage_parameters(job, layout))
 
 
 def _bytes_per_parameter(job: Job, dp: Ints) -> Floats:

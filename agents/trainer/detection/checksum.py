@@ -18,12 +18,23 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**62
 
 
-def checksum(parameters: Iterable[torch.Tensor]) -> int:
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Of the tensors' bits, below 2**62 and above 0 (0 says: none was made)."""
-    sums = [_bits(parameter).sum(dtype=torch.int64) for parameter in parameters if parameter.numel()]
+    return checksum_of_pieces([tensor] for tensor in tensors if tensor.numel())
+
+
+def checksum_of_pieces(tensors: Iterable[Iterable[torch.Tensor]]) -> int:
+    """As `checksum`, of tensors that are there in pieces: the same however one is cut."""
+    sums = [
+        (2 * number + 1, _bits(piece).sum(dtype=torch.int64))
+        for number, pieces in enumerate(tensors)
+        for piece in pieces
+    ]
     if not sums:
         return 1
-    total = sum((2 * number + 1) * value for number, value in enumerate(torch.stack(sums).tolist()))
+    total = sum(
+        factor * value for (factor, _), value in zip(sums, torch.stack([own for _, own in sums]).tolist(), strict=True)
+    )
     return int(total % (_MODULUS - 1)) + 1
 
 

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 
 from agents.protocol.marks import Marker, now_us
-from agents.protocol.messages import Busy, CaughtUp, Degraded, Membership, Straggles, Suspected
+from agents.protocol.messages import Busy, CaughtUp, Committed, Degraded, Membership, Straggles, Suspected
+from agents.protocol.sampling import DIGEST_MODULUS
 from agents.trainer.detection.baseline import RECENT, SLOW, Baseline
 from agents.trainer.detection.checksum import checksum, odd_ones
 from agents.trainer.detection.own_time import OwnTime
@@ -73,7 +75,12 @@ class Sighting:
 class Detection:
     """One worker's. `parameters` are this shard's."""
 
-    def __init__(self, context: Context, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, context: Context, parameters: Iterable[torch.nn.Parameter], *, loss_scaled: bool = False
+    ) -> None:
+        """`loss_scaled`: gradients grow with a scale that changes, and overflow when it is too large: their norms say
+        nothing."""
+        self._loss_scaled = loss_scaled
         patience, spec = context.patience, context.launch.spec
         self._mark: Marker = context.mark
         self._channel: AgentChannel = context.channel
@@ -91,6 +98,10 @@ class Detection:
         self._saving_us = self._busy_us = 0
         self._busiest_s = 0.0
         self._sightings: list[Sighting] = []
+        #: The iteration that they are of, and the checksum that all replicas have made in it, 0 for none.
+        self._sighted = self._made = 0
+        #: Of the sums of that iteration's gradients, where this worker has made it.
+        self._sums = 0
 
     # --- where the iteration stands --------------------------------------------------------------
 
@@ -162,6 +173,8 @@ class Detection:
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """All have agreed; `rows` are the sightings of all replicas, in rank order."""
         self._sightings = [Sighting.from_row(row) for row in rows]
+        made = {sighting.checksum for sighting in self._sightings}
+        self._made = made.pop() if len(made) == 1 else 0
 
     def committed(self, iteration: int, duration_us: int, group: Group) -> None:
         """The iteration is over, after `duration_us`."""
@@ -183,12 +196,33 @@ class Detection:
 
     def sighting(self, iteration: int, micro_batches: int, norm: float) -> Sighting:
         """This shard's row for the agreement on `iteration`."""
-        every = self._patience.checksum_every
-        made = checksum(self._parameters) if every and iteration % every == 0 else 0
+        self._sighted, self._sums = iteration, 0
+        made = checksum(self._parameters) if self.checks(iteration) else 0
         own = self.own_time
         compute_us = own.taken_us * micro_batches // max(1, own.micro_batches)  # some may have been of another group
         own.clear()
-        return Sighting(compute_us, micro_batches, norm, made)
+        return Sighting(compute_us, micro_batches, 0.0 if self._loss_scaled else norm, made)
+
+    def checks(self, iteration: int) -> bool:
+        """Whether checksums are made in the iteration."""
+        every = self._patience.checksum_every
+        return bool(every) and iteration % every == 0
+
+    def summed(self, made: int) -> None:
+        """The checksum of the sums of gradients of the iteration that was sighted last."""
+        self._sums = made
+
+    def checked(self, commit: Committed) -> Committed:
+        """The commit with the checksums of the parameters that it began with, if all replicas have made the same, and
+        of its sums."""
+        if commit.iteration != self._sighted or not self._made:
+            return commit
+        return msgspec.structs.replace(
+            commit,
+            checked=commit.iteration - 1,
+            checksum=self._made % DIGEST_MODULUS,
+            sums=self._sums % DIGEST_MODULUS,
+        )
 
     # --- reports to the agent -------------------------------------------------------------------
 

@@ -1,57 +1,101 @@
-"""Gradients in flat buckets: accumulated over micro-batches, reduced on a copy.
+"""Gradients, accumulated over micro-batches in flat memory, from which they are reduced bucket by bucket.
 
 Rules
 -----
-* A hook adds each finished gradient to its parameter's place in a bucket (what Megatron's DistributedDataParallel
-  does, without its collectives, its scaling and its groups).
-* Reduction works on a copy. A collective that dies half-way leaves partial sums in the copy alone, and an abandoned
-  one may go on writing there: a new attempt takes a new copy. The accumulation stays until the iteration is agreed.
+* A hook adds each finished gradient to its parameter's place in the present *store* (what Megatron's
+  DistributedDataParallel does, without its collectives, its scaling and its groups): all parameters one after the
+  other, in fp32, cut into buckets.
+* Where the sum is fixed (`lanes.py`) there is a store for each running sum and each block of lanes that this replica
+  has: as a rule one. Before another lane begins, blocks are added up, so of n lanes in a row there are at most
+  log2(n) + 4 stores. Otherwise there is one, which takes everything in the order in which it is computed.
+* Reduction never writes here. A collective that dies half-way leaves partial sums elsewhere; the accumulation stays
+  until the iteration is agreed.
 * `settle` makes sum / tokens the gradients: from then on every parameter's `main_grad` (and `grad`, for plain torch
   optimizers) is the mean gradient of the whole global batch, in fp32, until `clear`.
 * What may be reduced during a backward is counted: `expect` says how many gradients each parameter will still get,
   and learns of each bucket whose parameters have had theirs. A gradient beyond that is a `surplus`.
-
-Float mode sums in fp32, in the order of computation: the last bits depend on which replica computed what.
-
-Exact mode sums integers, so that they do not. A gradient is taken in units of 2**-40, rounded to the nearest, as a
-64-bit integer, and integers add up to the same in any order, in any grouping, on any number of replicas. The scale is
-fixed: a scale taken from the data would depend on the deal. What that costs and what it holds:
-
-* memory: 8 bytes an element for the sum and 8 for its copy, where float mode has 4 and 4;
-* resolution: a gradient (of the sum of a micro-batch's token losses) of 7.7e-6 or more is held with all of fp32's 24
-  bits; below that to +-4.5e-13;
-* range: +-2**22 (4.2 million) for the sum over the global batch. `peak` bounds what any element can have come to, from
-  the largest element of every gradient; it travels with the accounts, and beyond the range (or where a gradient was
-  not finite) the iteration fails with one clear error, on all replicas, before anything is stepped (`ledger.py`).
+* Where a framework adds gradients to buffers of its own, the stores are laid out as these (`Plan`), and it adds to
+  whichever is the present one (`megatron/buffers.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from agents.trainer.gradients.lanes import Lanes, Sums
+
 BUCKET_BYTES = 32 * 1024 * 1024
-UNITS = 2.0**40
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a store is laid out, in elements. `starts`: of each parameter; `spans`: of each bucket, [start, stop), in
+    the order opposite to that in which a backward finishes them; `bucket_of`: each parameter's; `numel`: of a store."""
+
+    starts: Sequence[int]
+    spans: Sequence[tuple[int, int]]
+    bucket_of: Sequence[int]
+    numel: int
+
+
+def one_after_the_other(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> Plan:
+    """All parameters in their order, without gaps; at most `bucket_bytes` of gradients in a bucket (a larger parameter
+    has one of its own)."""
+    starts: list[int] = []
+    spans: list[tuple[int, int]] = []
+    bucket_of: list[int] = []
+    end = 0
+    for group in _groups(parameters, bucket_bytes // 4):
+        bucket_of += [len(spans)] * len(group)
+        spans.append((end, end + sum(map(torch.numel, group))))
+        for parameter in group:
+            starts.append(end)
+            end += parameter.numel()
+    return Plan(starts, spans, bucket_of, end)
+
+
+class Store:
+    """Room for one gradient of each parameter: `flat`, and each parameter's place in it."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: Plan) -> None:
+        device = parameters[0].device if parameters else None
+        self.flat = torch.zeros(plan.numel, dtype=torch.float32, device=device)
+        self.places = [
+            self.flat[start : start + parameter.numel()].view(parameter.shape)
+            for start, parameter in zip(plan.starts, parameters, strict=True)
+        ]
 
 
 class Accumulation:
-    """The buckets of the parameters that need gradients. `bucket_bytes`: of fp32 gradients in one bucket, at most
-    (a larger parameter has one of its own)."""
+    """Of the parameters that need gradients. `lanes`: of a fixed sum. `bucket_bytes`: of gradients in one bucket, at
+    most (a larger parameter has one of its own). `plan`: how the stores are laid out, if not one after the other."""
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], *, exact: bool = False, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        lanes: Lanes | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        plan: Plan | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._exact = exact
-        self._buckets: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []
-        self._bucket_of: list[int] = []
-        self._members: list[int] = []
-        for group in _groups(self._parameters, bucket_bytes // 4):
-            self._add_bucket(group)
-        self._peaks = [torch.zeros((), dtype=torch.float64, device=place.device) for place in self._places]
+        self._lanes = lanes
+        self._plan = plan = plan or one_after_the_other(self._parameters, bucket_bytes)
+        self._bucket_of = list(plan.bucket_of)
+        #: Of each bucket, [start, stop) in a store.
+        self.spans = list(plan.spans)
+        self._members = [self._bucket_of.count(bucket) for bucket in range(len(self.spans))]
+        self._first = self._new_store()
+        self._present = self._first
+        self._free: list[Store] = []
+        self._ahead: list[Store] = []
+        self._most = 1
+        self.sums: Sums[Store] = Sums(self._add_up)
         self._awaited: list[int] | None = None
         self._unready: list[int] = []
         self._ready: Callable[[int], None] | None = None
@@ -59,17 +103,33 @@ class Accumulation:
         self.arriving: Callable[[], None] = _nothing
         #: Whether a parameter got more gradients than were expected.
         self.surplus = False
+        self._take_over()
+        self.clear()
+
+    def _new_store(self) -> Store:
+        return Store(self._parameters, self._plan)
+
+    def _take_over(self) -> None:
+        """From now on gradients are added here."""
         for index, parameter in enumerate(self._parameters):
-            parameter.grad = None
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
+            parameter.main_grad = self._first.places[index]
+            parameter.register_post_accumulate_grad_hook(partial(self._take, index))
+
+    def _enter(self, store: Store) -> None:
+        """Gradients are added to this store."""
+        self._present = store
 
     def __len__(self) -> int:
         """The number of buckets, in the parameters' order."""
-        return len(self._buckets)
+        return len(self.spans)
+
+    def room_of(self, numel: int) -> torch.Tensor:
+        """Uninitialized, where the gradients are."""
+        return torch.empty(numel, dtype=torch.float32, device=self._first.flat.device)
 
     def copy(self, bucket: int) -> torch.Tensor:
-        """What is accumulated in the bucket, copied, to be reduced."""
-        return self._buckets[bucket].clone()
+        """What is accumulated in the bucket of the only store, copied, to be reduced."""
+        return self._first.flat[slice(*self.spans[bucket])].clone()
 
     def expect(self, gradients: int, ready: Callable[[int], None] | None) -> None:
         """Each parameter is about to get that many gradients more: call `ready` with each bucket that has them all.
@@ -78,54 +138,111 @@ class Accumulation:
         self._awaited = None if ready is None else [gradients] * len(self._parameters)
         self._unready = list(self._members)
 
-    def peak(self) -> float:
-        """Exact mode: no element has come to more than this; not finite if a gradient was not. Float mode: 0."""
-        return max(map(float, self._peaks), default=0.0) if self._exact else 0.0
-
-    def settle(self, sums: Sequence[torch.Tensor], tokens: float) -> None:
-        """Make `sums` / `tokens` the gradients."""
-        for bucket, total in zip(self._buckets, sums, strict=True):
-            if self._exact:
-                # What was accumulated has served: its memory takes the means.
-                bucket.view(torch.float32)[: total.numel()].copy_(total.double().div_(UNITS * tokens))
-            else:
-                torch.div(total, tokens, out=bucket)
+    def settle(self, sums: Iterable[tuple[int, torch.Tensor]], tokens: float) -> None:
+        """Make `sums` / `tokens` the gradients; each sum with the place where it starts."""
+        for start, total in sums:
+            torch.div(total, tokens, out=self._first.flat[start : start + total.numel()])
         for parameter in self._parameters:
             if parameter.dtype == torch.float32:
                 parameter.grad = parameter.main_grad
 
     def clear(self) -> None:
-        """Begin an iteration: nothing accumulated or expected, no `grad` that aliases a bucket."""
+        """Begin an iteration: nothing accumulated or expected, no `grad` that aliases a store. Stores beyond what the
+        last one has needed at a time are given back."""
         self.expect(0, None)
         self.surplus = False
-        for tensor in (*self._buckets, *self._peaks):
-            tensor.zero_()
+        self._give_back_ahead()
+        others = [store for store in (*self.sums.stored(), *self._free) if store is not self._first]
+        self._free = [self._first, *others[: self._most - 1]]
+        for store in self._free:
+            store.flat.zero_()
+        self._most = 1
+        self.sums = Sums(self._add_up)
+        self._enter(self._first)
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _add_bucket(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        count = sum(parameter.numel() for parameter in parameters)
-        dtype = torch.int64 if self._exact else torch.float32
-        bucket = torch.zeros(count, dtype=dtype, device=parameters[0].device)
-        means = bucket.view(torch.float32)
-        offset = 0
-        for parameter in parameters:
-            place = slice(offset, offset + parameter.numel())
-            parameter.main_grad = means[place].view(parameter.shape)
-            self._places.append(bucket[place].view(parameter.shape))
-            self._bucket_of.append(len(self._buckets))
-            offset += parameter.numel()
-        self._buckets.append(bucket)
-        self._members.append(len(parameters))
+    # --- lanes -----------------------------------------------------------------------------------
 
-    def _arrived(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient is finished, in the middle of a backward."""
-        self.arriving()
+    def turn(self, lane: int) -> None:
+        """From now on gradients are added to this lane's running sum."""
+        if self._lanes is not None:
+            if lane not in self.sums.running:
+                self.sums.merge(self._lanes.root)
+                self.sums.running[lane] = self.room()
+            self._enter(self.sums.running[lane])
+            self._most = max(self._most, len(self.sums.stored()))
+
+    @property
+    def store_bytes(self) -> int:
+        """Of each store."""
+        return int(self._first.flat.nbytes)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a GPU, if the gradients are on one, has memory for some more stores. What it frees is counted."""
+        flat = self._first.flat
+        if not flat.is_cuda:
+            return True
+        kept_bytes = torch.cuda.memory_reserved(flat.device) - torch.cuda.memory_allocated(flat.device)
+        return bool(torch.cuda.mem_get_info(flat.device)[0] + kept_bytes > 4 * flat.nbytes)
+
+    def go_ahead(self) -> None:
+        """From now on gradients are of a micro-batch whose lane's running sum is not here yet: they are kept apart."""
+        store = self.room(spare=True)
+        self._ahead.append(store)
+        self._enter(store)
+
+    def go_on(self, lane: int, store: Store) -> None:
+        """That is the lane's running sum; what was computed ahead is added to it, in its order."""
+        for ahead in self._ahead:
+            store.flat.add_(ahead.flat)
+        self._give_back_ahead()
+        self.sums.running[lane] = store
+
+    def _give_back_ahead(self) -> None:
+        for store in self._ahead:
+            self._give_back(store)
+        self._ahead = []
+
+    def room(self, *, spare: bool = False) -> Store:
+        """A store of zeros. `spare`: not the first, in which the means will stand."""
+        places = [place for place, store in enumerate(self._free) if not spare or store is not self._first]
+        return self._free.pop(places[0]) if places else self._new_store()
+
+    @contextmanager
+    def aside(self) -> Iterator[torch.Tensor]:
+        """What arrives meanwhile is kept apart, and then forgotten; it is given, from zeros."""
+        before, store = self._present, self.room(spare=True)
+        self._enter(store)
+        yield store.flat
+        self._enter(before)
+        self._give_back(store)
+
+    def keep(self, kept: Collection[int]) -> None:
+        """What is not made of these micro-batches does not count."""
+        if self._lanes is not None:
+            self._give_back_ahead()
+            for store in self.sums.keep(kept, self._lanes):
+                self._give_back(store)
+
+    def _add_up(self, left: Store, right: Store) -> Store:
+        left.flat.add_(right.flat)
+        self._give_back(right)
+        return left
+
+    def _give_back(self, store: Store) -> None:
+        store.flat.zero_()
+        self._free.append(store)
+
+    def _take(self, index: int, parameter: torch.nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if self._exact:
-            self._add_exactly(index, gradient)
-        else:
-            self._places[index].add_(gradient)
+        self._present.places[index].add_(gradient)
+        self._arrived(index)
+
+    def _arrived(self, index: int) -> None:
+        """A gradient is finished and added, in the middle of a backward."""
+        self.arriving()
         if self._awaited is None or self._ready is None:
             return
         self._awaited[index] -= 1
@@ -135,13 +252,6 @@ class Accumulation:
             self._unready[bucket] -= 1
             if self._unready[bucket] == 0:
                 self._ready(bucket)
-
-    def _add_exactly(self, index: int, gradient: torch.Tensor) -> None:
-        # fp32 times a power of two, rounded, is exact in fp32; what overflows there is infinite, and shows in the peak.
-        units = gradient.float().mul(UNITS).round_()
-        if units.numel():
-            self._peaks[index].add_(units.abs().amax().double() / UNITS)
-        self._places[index].add_(units.to(torch.int64))
 
 
 def _nothing() -> None:

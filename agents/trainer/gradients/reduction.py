@@ -2,39 +2,87 @@
 
 Rules
 -----
-* A bucket is *started* when a copy of this replica's share is on its way through the group, *complete* here when the
-  sum has arrived, and *final* when it is complete on every member that is left (`verdict.py`): then it is not
-  reduced again, whichever member is lost.
+* A bucket is *started* when this replica's share is on its way through the group, *complete* here when the sum has
+  arrived, and *final* when it is complete on every member that is left (`verdict.py`): then it is not reduced again,
+  whichever member is lost.
 * Buckets are started from the last to the first, the order in which a backward finishes them, and never otherwise: a
   collective must be every member's n-th. One that is ready before its turn waits for it.
 * `overlap` starts buckets inside the backward of the last micro-batches, each as soon as its gradients are there;
   `start` starts the others. Neither ever raises: a broken group shows where it is waited for (`Group.finish`).
-* `keep` throws away everything but the final sums. What is still in flight then writes into copies without a reader.
+* `keep` throws away everything but the final sums. What is still in flight then writes where no reader is.
+
+Where the sum follows the deal, a bucket's share is copied and reduced by the library.
+
+Where it is fixed (`lanes.py`) a bucket is reduced strip by strip, and each strip in chunks, one for each member, its
+*owner*: all members give each owner its chunk of their blocks' sums; it adds them in the tree's order; and all gather
+the chunks. The bytes that travel are those of an all-reduce, where each member has one block. The exchange of one strip
+begins when that of the strip before has come; so its chunks are gathered meanwhile, and the order of collectives is
+that of the strips on every member: exchange, gather, exchange, gather. With gloo its threads go from one to the next,
+with NCCL a stream does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from agents.trainer.gradients.accumulation import Accumulation
+from agents.trainer.gradients.accumulation import Accumulation, Store
+from agents.trainer.gradients.lanes import Block, Lanes, halves, tree
 from agents.trainer.groups.group import Group, Operation
+
+#: Elements of gradients in one exchange (4 MiB), and at least in one chunk of it (64 KiB): of many members' smaller
+#: ones the messages would cost more than what is in them.
+STRIP, CHUNK = 1024 * 1024, 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """[start, stop) of the gradients, in one bucket. `sums`: by block, what this replica has."""
+
+    bucket: int
+    start: int
+    stop: int
+    sums: Mapping[Block, Store]
+
+
+@dataclass
+class _Round:
+    """One attempt, in one group. `arriving`: of each bucket that is started, its stretches: where each begins, what it
+    is when its operation is done, None as long as that has not begun. `strips`: to be exchanged next, with what this
+    replica has for them; `ends`: the blocks that each member has, in rank order; `busy`: one is on
+    its way; `beginning`: about to be. `behind`: to be done when none is left."""
+
+    group: Group | None = None
+    arriving: dict[int, dict[int, tuple[torch.Tensor, Operation] | None]] = field(default_factory=dict)
+    strips: list[_Strip] = field(default_factory=list)
+    ends: Sequence[Sequence[Block]] = ()
+    busy: bool = False
+    beginning: bool = False
+    behind: Callable[[], None] | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 class Reduction:
-    """An iteration's sums."""
+    """An iteration's sums. `lanes`: None where the sum follows the deal."""
 
-    def __init__(self, accumulation: Accumulation) -> None:
+    def __init__(self, accumulation: Accumulation, lanes: Lanes | None = None) -> None:
         self._accumulation = accumulation
+        self._lanes = lanes
         #: Called after each start, inside a backward or not (for ordered faults).
         self.started_one: Callable[[], None] = _nothing
-        self._group: Group | None = None
-        self._final: dict[int, torch.Tensor] = {}
-        self._under_way: dict[int, tuple[torch.Tensor, Operation]] = {}
+        #: The blocks that each member has, in rank order; `ending`: lanes that end with the present backward.
+        self.ends: Sequence[Sequence[Block]] = ()
+        self.ending: Collection[int] = ()
+        self._final: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._norms: dict[int, torch.Tensor] = {}
         self._turns: list[int] = []
         self._waiting: set[int] = set()
+        self._round = _Round()
+        self._taken: torch.Tensor | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -45,56 +93,163 @@ class Reduction:
 
     def overlap(self, group: Group, gradients: int) -> None:
         """The last of this replica's micro-batches are about to be computed: `gradients` per parameter."""
-        self._group = group
+        self._round.group = group
         self._accumulation.expect(gradients, self._ready)
 
-    def start(self, group: Group) -> None:
-        """Start every bucket that is not final and not started."""
-        self._group = group
+    def start(self, group: Group, behind: Callable[[], None]) -> None:
+        """Start every bucket that is not final and not started, and then do `behind`, which starts another collective:
+        from this thread, or from one of the group's."""
+        self._round.group = group
         self._accumulation.expect(0, None)
-        self._waiting.update(self._turns)
-        self._start_in_turn()
+        for bucket in list(self._turns):
+            self._ready(bucket)
+        with self._round.lock:
+            self._round.behind = behind
+            self._exchange(self._round)
 
-    def complete(self) -> dict[int, torch.Tensor]:
-        """The sums that are complete here, final ones among them."""
-        arrived = {bucket: copy for bucket, (copy, operation) in self._under_way.items() if operation.succeeded}
-        return self._final | arrived
+    @property
+    def started(self) -> int:
+        """How many buckets are on their way, or have come, in the present group."""
+        return len(self._round.arriving)
 
-    def sums(self) -> list[torch.Tensor]:
-        """All sums in the buckets' order. Raises KeyError unless all are complete."""
+    def complete(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
+        """The sums that are complete here, final ones among them: of each bucket the stretches, with their places."""
+        found = dict(self._final)
+        for bucket, stretches in self._round.arriving.items():
+            arrived = [(start, told[0]) for start, told in stretches.items() if told is not None and told[1].succeeded]
+            if len(arrived) == len(stretches):
+                found[bucket] = arrived
+        return found
+
+    def sums(self) -> list[tuple[int, torch.Tensor]]:
+        """All of them, with their places. Raises KeyError unless all are complete."""
         complete = self.complete()
-        return [complete[bucket] for bucket in range(len(self._accumulation))]
+        return [stretch for bucket in range(len(self._accumulation)) for stretch in complete[bucket]]
 
     def norm(self) -> float:
-        """The norm of this replica's own share, as it was when each bucket was started first; 0 in exact mode."""
+        """The norm of what this replica has given, as it was when each bucket was started first."""
         return float(torch.linalg.vector_norm(torch.stack([*self._norms.values()]))) if self._norms else 0.0
 
     def keep(self, final: Collection[int]) -> None:
         """These buckets are final, all others are to be reduced again."""
         complete = self.complete()
         self._final = {bucket: complete[bucket] for bucket in final}
+        self._taken = None
         self._again()
 
     def _again(self) -> None:
-        self._under_way = {}
+        with self._round.lock:
+            self._round.strips, self._round.behind = [], None
+            if self._round.busy:  # what was on its way may still arrive
+                self._taken = None
+        self._round = _Round()
         self._turns = [bucket for bucket in reversed(range(len(self._accumulation))) if bucket not in self._final]
         self._waiting = set()
-        self._group = None
+        self.ending = ()
         self._accumulation.expect(0, None)
 
     def _ready(self, bucket: int) -> None:
         self._waiting.add(bucket)
-        self._start_in_turn()
-
-    def _start_in_turn(self) -> None:
-        assert self._group is not None
         while self._turns and self._turns[0] in self._waiting:
-            bucket = self._turns.pop(0)
-            copy = self._accumulation.copy(bucket)
-            if copy.is_floating_point() and bucket not in self._norms:
-                self._norms[bucket] = torch.linalg.vector_norm(copy)
-            self._under_way[bucket] = (copy, self._group.all_reduce(copy))
+            begin = self._all_reduce if self._lanes is None else self._ordered
+            begin(self._turns.pop(0))
             self.started_one()
+
+    def _all_reduce(self, bucket: int) -> None:
+        group = self._round.group
+        assert group is not None
+        copy = self._accumulation.copy(bucket)
+        self._note_norm(bucket, copy)
+        self._round.arriving[bucket] = {self._accumulation.spans[bucket][0]: (copy, group.all_reduce(copy))}
+
+    def _note_norm(self, place: int, *given: torch.Tensor) -> None:
+        if place not in self._norms and given:
+            self._norms[place] = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in given]))
+
+    # --- a fixed sum -----------------------------------------------------------------------------
+
+    def _ordered(self, bucket: int) -> None:
+        first, last = self._accumulation.spans[bucket]
+        sums = self._accumulation.sums.ended(self.ending)
+        this = self._round
+        assert this.group is not None
+        length = max(STRIP, CHUNK * this.group.size)
+        strips = [_Strip(bucket, start, min(start + length, last), sums) for start in range(first, last, length)]
+        with this.lock:
+            this.ends = self.ends
+            this.arriving[bucket] = dict.fromkeys(strip.start for strip in strips)
+            this.strips += strips
+            self._exchange(this)
+
+    def _exchange(self, this: _Round) -> None:
+        """Begin the next strip's, unless one is on its way; behind the last, what is to be done there."""
+        if this.beginning:
+            return
+        this.beginning = True
+        while this.strips and not this.busy:
+            self._begin(this, this.strips.pop(0))
+        this.beginning = False
+        if not this.busy and this.behind is not None:
+            behind, this.behind = this.behind, None
+            behind()
+
+    def _begin(self, this: _Round, strip: _Strip) -> None:
+        this.busy = True
+        group, size = this.group, strip.stop - strip.start
+        assert group is not None
+        have = {block: store.flat[strip.start : strip.stop] for block, store in strip.sums.items()}
+        mine = [tree(block, have, torch.add) for block in this.ends[group.rank]]
+        self._note_norm(strip.start, *mine)
+        if group.size == 1:
+            this.arriving[strip.bucket][strip.start] = mine[0].clone(), Operation(done=True)
+            this.busy = False
+            return
+        chunk = -(-size // group.size)
+        lengths = [max(0, min(chunk, size - member * chunk)) for member in range(group.size)]
+        own = lengths[group.rank]
+        given = mine[0] if len(mine) == 1 else self._by_owner(mine, lengths)
+        taken = self._room(sum(map(len, this.ends)) * own)
+        group.all_to_all(
+            taken,
+            given,
+            [len(blocks) * own for blocks in this.ends],
+            [len(mine) * length for length in lengths],
+            then=partial(self._gather, this, strip, taken, chunk, own),
+        )
+
+    def _gather(self, this: _Round, strip: _Strip, taken: torch.Tensor, chunk: int, own: int) -> None:
+        """All have given this member its chunk: add it up, and have all gather it."""
+        group = this.group
+        assert group is not None and self._lanes is not None
+        every = [block for blocks in this.ends for block in blocks]
+        pieces = dict(zip(every, taken.split(own) if own else [taken] * len(every), strict=True))
+        whole = self._accumulation.room_of(chunk * group.size)
+        part = whole[group.rank * chunk : (group.rank + 1) * chunk]
+        _sum_into(part[:own], self._lanes.root, pieces)
+        with this.lock:
+            this.arriving[strip.bucket][strip.start] = whole[: strip.stop - strip.start], group.gather(whole, part)
+            this.busy = False
+            self._exchange(this)
+
+    def _room(self, numel: int) -> torch.Tensor:
+        """What the chunks of one strip arrive in: the same for all, as long as no group breaks."""
+        if self._taken is None or self._taken.numel() < numel:
+            self._taken = self._accumulation.room_of(numel)
+        return self._taken[:numel]
+
+    def _by_owner(self, pieces: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+        """What each owner gets of all pieces, one owner after the other."""
+        cut = [piece.split(list(lengths)) for piece in pieces]
+        return torch.cat([self._accumulation.room_of(0), *(own for owner in zip(*cut, strict=True) for own in owner)])
+
+
+def _sum_into(part: torch.Tensor, block: Block, pieces: Mapping[Block, torch.Tensor]) -> None:
+    """The sum of the pieces, which it writes over."""
+    if block in pieces:
+        part.copy_(pieces[block])
+    else:
+        left, right = (tree(half, pieces, torch.Tensor.add_) for half in halves(block))
+        torch.add(left, right, out=part)
 
 
 def _nothing() -> None:

@@ -9,6 +9,8 @@ Rules
 * Gloo would have each member read of every other, in the store, an address and a number for each member: n * n reads of
   n numbers. Here each says its own once (`gloo_words.py`), and gloo asks no store but that. Where a member's hook is
   older (its port has no sign), gloo has the store itself, as that hook expects.
+* Members of a task with fixed sums must make the same sums. A hook before lanes summed integers there: it says its port
+  without `_LANES`, and no group forms with it.
 * Before that it says which standby group it could use instead (`standby.py`), if any. A member that has one waits for
   what the others say; where all name the same one, that is the group, and no more connections are made. Else no member
   uses one: all members read the same words, so they agree.
@@ -16,9 +18,11 @@ Rules
   groups form in other threads and the user's code opens sockets of its own. With gloo they are known by their ports:
   every group listens on a port of its own, an accepted connection has it on this side, one made to a member has that
   member's on the other side. A NCCL communicator is aborted, and needs none of that.
-* NCCL connects at a communicator's first collective, and blocks until all members are there. So the thread makes the
-  first one, on a stream of its own: the main thread's must not wait for a member that never comes. What it cannot walk
-  away from is NCCL's own meeting; then the thread stays behind until NCCL gives up.
+* NCCL connects at a communicator's first collective, and blocks until all members are there. So the thread connects
+  it, and makes the first collective on a stream of its own: the main thread's must not wait for a member that never
+  comes. What it cannot walk away from is NCCL's own meeting; then the thread stays behind until NCCL gives up. (It is
+  connected by name, so that what one member gives another goes through this communicator too; torch would else make
+  one for each pair, in the main thread.)
 """
 
 from __future__ import annotations
@@ -46,14 +50,21 @@ from events.vocabulary import StoreAddress
 _NO_STANDBY = "-"
 #: Before the port of a member that reads `gloo_words`. (Older hooks read the port without it.)
 _SIGN = "+"
+#: Before the port of a member that sums by lanes (`gradients/lanes.py`): a zero, which older hooks read over.
+_LANES = _SIGN + "0"
 _POLL_CUDA_S = 0.002
 #: While a device is made, the listening socket that appears is its own.
 _listening = threading.Lock()
 
 
+class OtherSums(RuntimeError):
+    """A member has another version of the hook, whose fixed sums are others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A member's place in a group that is to be formed. `address`: its own, to listen on."""
+    """A member's place in a group that is to be formed. `address`: its own, to listen on. `lanes`: the task's sums are
+    fixed."""
 
     store: StoreAddress
     prefix: str
@@ -62,6 +73,7 @@ class Place:
     address: str
     device: torch.device
     collective_timeout_s: float
+    lanes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,8 @@ class Attempt:
         self._abandoned = False
         self._formed: Formed | None = None
         self._error: str | None = None
+        #: It can never succeed.
+        self.hopeless: OtherSums | None = None
         #: What is left to do in the store when the main thread goes on.
         self._tidy: Callable[[], None] = lambda: None
         self.over = False
@@ -127,6 +141,8 @@ class Attempt:
         try:
             server = self._stores.take(self._place.store)
             formed = self._build(self._place, server)
+        except OtherSums as failure:
+            self.hopeless, error = failure.with_traceback(None), str(failure)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         with self._lock:
@@ -158,10 +174,16 @@ class Attempt:
         cuda = place.device.type == "cuda"
         device, listening = (None, " 0") if cuda else _listen(place.address)
         own = listening.rpartition(" ")[2]
-        words.say("port", _SIGN + own)
+        words.say("port", (_LANES if place.lanes else _SIGN) + own)
         ports = words.heard("port")
         if ports is None:
             return None
+        others = [rank for rank, port in enumerate(ports) if place.lanes and not port.startswith(_LANES.encode())]
+        if others:
+            raise OtherSums(
+                f"members {', '.join(map(str, others))} of the group have an older hook, whose fixed sums are others:"
+                " have their nodes leave and join, or submit the task with numerics: follow"
+            )
         alike = all(port.startswith(_SIGN.encode()) for port in ports)
         if alike:
             self._tidy = words.unsay
@@ -177,6 +199,7 @@ class Attempt:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=place.collective_timeout_s)
         process_group: object = dist.ProcessGroupNCCL(store, place.rank, place.size, options)
+        process_group.eager_connect_single_device(place.device)  # type: ignore[attr-defined]
         formed = Formed(process_group)
         stream, one = torch.cuda.Stream(place.device), torch.zeros(1, device=place.device)
         met = event_behind(process_group.allreduce([one]), stream)  # type: ignore[attr-defined]

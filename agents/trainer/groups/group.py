@@ -15,6 +15,9 @@ Rules
   process's end: it says so, and another takes its place.
 * Gloo may reduce CUDA tensors (`backend: gloo` on a GPU). It copies back on streams of its own, so the user of a sum
   makes its stream wait for them first. Everything else a gloo group exchanges is on the CPU.
+* What follows an operation of this member's own accord (`then`) does so before the operation counts as finished: with
+  gloo in the library's thread, with NCCL at once, on a stream behind the operation.
+* Gloo tells nothing of what one member gives another but to the one that waits for it: a thread does.
 * An error is kept as text, never as an exception object: a traceback would keep the group alive.
 """
 
@@ -85,6 +88,11 @@ class Group:
         """The process group, if it is one of NCCL's: then everything that it exchanges is on the GPU."""
         return self._process_group if self.device.type == "cuda" else None
 
+    @property
+    def keeps_order(self) -> bool:
+        """Its operations run one after the other, in the order in which they were begun."""
+        return self._nccl is not None
+
     def introduce(self) -> torch.Tensor | None:
         """Start telling each member which end of the connection to it is this member's (`ends.py`): `know` what comes,
         when it has come. None with NCCL, or where a member's hook is older."""
@@ -108,7 +116,7 @@ class Group:
         self._timeout_s = timeout_s
         self._process_group._set_default_timeout(timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
 
-    def all_gather(self, row: Sequence[int]) -> _Rows:
+    def all_gather(self, row: Sequence[int]) -> Rows:
         """Start gathering every member's row of signed 64-bit integers (all of one length)."""
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
@@ -117,7 +125,7 @@ class Group:
         else:
             begin = partial(self._process_group.allgather, [rows], [mine])  # type: ignore[attr-defined]
             self._in_flight.start(begin, mine, *rows)
-        return _Rows(rows)
+        return Rows(rows)
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
         """Start summing the tensor over the members, in place. Never raises: `finish` does."""
@@ -126,15 +134,39 @@ class Group:
         return self._in_flight.start(lambda: self._process_group.allreduce([tensor]), tensor)  # type: ignore[attr-defined]
 
     def all_to_all(
-        self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: Sequence[int], given_sizes: Sequence[int]
-    ) -> None:
+        self, taken: torch.Tensor, given: torch.Tensor, taken_sizes: Sequence[int], given_sizes: Sequence[int],
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Start exchanging: member m gets `given_sizes[m]` elements of `given`, in rank order, and `taken` is filled
-        with `taken_sizes[m]` elements of each."""
-        if self._process_group is not None:
-            options = dist.AllToAllOptions()
-            exchange = self._process_group.alltoall_base  # type: ignore[attr-defined]
-            begin = partial(exchange, taken, given, list(taken_sizes), list(given_sizes), options)
-            self._in_flight.start(begin, taken, given)
+        with `taken_sizes[m]` elements of each; `then` do that."""
+        if self.size == 1:
+            taken.copy_(given)
+            if then is not None:
+                then()
+            return
+        sizes = list(taken_sizes), list(given_sizes)
+
+        def begin() -> object:
+            return self._process_group.alltoall_base(taken, given, *sizes, dist.AllToAllOptions())  # type: ignore[attr-defined]
+
+        self._in_flight.start(begin, taken, given, then=then)
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor) -> Operation:
+        """Start filling `whole` with every member's part, in rank order; all have the same length."""
+        if self.size == 1:
+            return Operation(done=True)
+        return self._in_flight.start(lambda: self._process_group._allgather_base(whole, part), whole, part)  # type: ignore[attr-defined]
+
+    def give(self, tensor: torch.Tensor, member: int, tag: int) -> None:
+        """Start giving the tensor to a member, which takes it by the same tag; it must not change meanwhile."""
+        self._in_flight.start(lambda: self._process_group.send([tensor], member, tag), tensor, waited_for=True)  # type: ignore[attr-defined]
+
+    def take(self, tensor: torch.Tensor, member: int, tag: int) -> Operation:
+        """Start overwriting the tensor with what the member gives by the same tag."""
+        return self._in_flight.start(
+            lambda: self._process_group.recv([tensor], member, tag),  # type: ignore[attr-defined]
+            tensor, waited_for=True,
+        )  # fmt: skip
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Start overwriting `tensor` with member `source`'s."""
@@ -144,13 +176,14 @@ class Group:
             begin = partial(self._process_group.broadcast, [tensor], options)  # type: ignore[attr-defined]
             self._in_flight.start(begin, tensor)
 
-    def finish(self) -> None:
-        """Wait for everything started. Raises Broken, Superseded (an urgent membership came) or QuitAsked."""
+    def finish(self, *only: Operation) -> None:
+        """Wait for everything started, or for these operations. Raises Broken, Superseded (an urgent membership came)
+        or QuitAsked."""
         flight = self._in_flight
         self.mark.entering()
 
         def settled() -> bool:
-            return flight.settled() or self._channel.newest(self.generation, urgent_only=True) is not None
+            return flight.settled(*only) or self._channel.newest(self.generation, urgent_only=True) is not None
 
         poll_s = None if self._nccl is None else _POLL_CUDA_S
         waits, late_s = self.waits, time.monotonic() + WAITS_S
@@ -160,9 +193,10 @@ class Group:
                 waits = None
         if flight.error is not None:
             raise Broken(flight.error)
-        if not flight.settled():
+        if not flight.settled(*only):
             raise Superseded(f"generation {self.generation} is superseded")
-        flight.forget()
+        if not only:
+            flight.forget()
         self.mark.leaving()
 
     def close(self) -> None:
@@ -200,13 +234,14 @@ def _abort(nccl: object, flight: _InFlight) -> None:
         raise AbortHangs(f"the NCCL communicator cannot be aborted within {_ABORT_TIMEOUT_S:g} s")
 
 
-class _Rows:
+class Rows:
     """Rows that are being gathered; read them after `Group.finish`."""
 
     def __init__(self, rows: list[torch.Tensor]) -> None:
         self._rows = rows
 
     def read(self) -> list[list[int]]:
+        """By rank."""
         return [row.tolist() for row in self._rows]
 
 
@@ -253,40 +288,53 @@ class _InFlight:
         self._over = threading.Condition()
         self.error: str | None = None
 
-    def start(self, begin: Callable[[], object], *held: torch.Tensor) -> Operation:
+    def start(
+        self, begin: Callable[[], object], *held: torch.Tensor, then: Callable[[], None] | None = None,
+        waited_for: bool = False,
+    ) -> Operation:  # fmt: skip
         """Begin an operation. One that cannot even begin counts as failed; what comes after it is not tried."""
         operation = Operation(*held)
         if self.error is not None:
             return operation
         try:
-            operation.work = begin()
+            operation.work = work = begin()
             if self._nccl is not None:
                 self._stream = self._stream or torch.cuda.Stream(held[0].device)
-                operation.over = event_behind(operation.work, self._stream)
-        except RuntimeError as error:
+                operation.over = event_behind(work, self._stream)
+        except (AttributeError, RuntimeError) as error:  # no attributes: the group has been left meanwhile
             self.error = str(error)
             return operation
         self._operations.append(operation)
-        if self._nccl is None:
-            operation.work.get_future().add_done_callback(partial(self._note, operation))  # type: ignore[attr-defined]
+        if self._nccl is not None:
+            if then is not None:
+                with torch.cuda.stream(self._stream):
+                    then()
+        elif waited_for:
+            ending = partial(self._note, operation, work.wait, None)  # type: ignore[attr-defined]
+            threading.Thread(target=ending, name="waits", daemon=True).start()
+        else:
+            work.get_future().add_done_callback(lambda future: self._note(operation, future.value, then))  # type: ignore[attr-defined]
         return operation
 
-    def _note(self, operation: Operation, future: object) -> None:
+    def _note(self, operation: Operation, ended: Callable[[], object], then: Callable[[], None] | None) -> None:
         try:
-            future.value()  # type: ignore[attr-defined]
+            ended()
             operation.end_well(lands=True)
+            if then is not None and operation.succeeded:
+                then()
         except Exception as error:
-            self.error = self.error or str(error)
+            self.error = self.error or str(error) or repr(error)
         with self._over:
             self._finished += 1
             self._over.notify_all()
         self._channel.wake()
 
-    def settled(self) -> bool:
-        """Whether one has failed or all are done."""
+    def settled(self, *only: Operation) -> bool:
+        """Whether one has failed or all, or only these, are done."""
         if self._nccl is not None:
             self._poll(self._nccl)
-        return self.error is not None or self._finished == len(self._operations)
+        done = all(operation.succeeded for operation in only) if only else self._finished == len(self._operations)
+        return self.error is not None or done
 
     def _poll(self, nccl: object) -> None:
         """In their order: that is how they run."""
@@ -317,7 +365,7 @@ def form(
 
     `standby`: a group that may be used instead; `stores`: where the connection to the store is kept. Raises Superseded
     when a newer membership (urgent or not) comes meanwhile, Broken when forming fails or takes longer than `timeout_s`,
-    QuitAsked.
+    OtherSums where a member has an older hook, QuitAsked.
     """
     if place.size == 1:
         return Group(None, generation, place.rank, place.size, channel, place.device)
@@ -335,6 +383,8 @@ def form(
         attempt.abandon()
         raise
     formed, error = attempt.take()
+    if attempt.hopeless is not None:
+        raise attempt.hopeless
     if formed is None:
         if error is not None:
             raise Broken(error)

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 from agents.protocol.messages import Membership, Trouble, Waits
+from agents.trainer.detection.determinism import number_of, surroundings
 from agents.trainer.groups.ends import Ends
 from agents.trainer.groups.forming import Place
 from agents.trainer.groups.group import Group, form
@@ -61,6 +62,8 @@ class Rendezvous:
         self._workers: list[str] = []
         #: Of the last group's connections, also when it is left.
         self._ends = Ends({})
+        #: With fixed sums: what each member of the present group computes on, as a number.
+        self.surroundings: tuple[int, ...] = ()
         #: To whom the connections were dead when the last group was left.
         self._lost: tuple[str, ...] = ()
 
@@ -116,6 +119,7 @@ class Rendezvous:
             address=launch.address,
             device=self._replica.device,
             collective_timeout_s=self._context.patience.collective_timeout_s,
+            lanes=launch.spec.lanes > 0,
         )
 
     def report(self, failure: str, iteration: int, phase: Phase) -> None:
@@ -196,14 +200,19 @@ class Rendezvous:
     def _exchange(self, position: Position, micro_batches: int, buckets: int, sharded: bool) -> list[Position]:
         group, workers = self.group, self._workers
         assert group is not None
-        unused = [0] * (len(workers) if len(workers) <= _NUMBERS_MAX else 0)
+        lanes = self._context.launch.spec.lanes > 0
+        unused = [0] * (len(workers) if len(workers) <= _NUMBERS_MAX and not lanes else 0)
         ends = group.introduce()
-        rows = group.all_gather([len(position.spans), *unused, *position.row(micro_batches, buckets)])
+        own = [number_of(surroundings())] if lanes else []
+        row = position.row(micro_batches, buckets, lanes=lanes)
+        rows = group.all_gather([len(position.spans), *own, *unused, *row])
         group.finish()
         group.know(ends)
         self._ends = group.ends
         told = rows.read()
-        positions = [Position.from_row(row[1 + len(unused) :], micro_batches) for row in told]
+        begins = 1 + len(own) + len(unused)
+        positions = [Position.from_row(row[begins:], micro_batches, lanes=lanes) for row in told]
+        self.surroundings = tuple(row[1] for row in told) if lanes else ()
         if not sharded:
             return positions
         length = max(row[0] for row in told)

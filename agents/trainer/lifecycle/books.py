@@ -6,30 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agents.protocol.messages import Committed, Launch, Membership, StopWanted
-from agents.trainer.ledger import Ledger, Total
+from agents.trainer.gradients.lanes import Lanes
+from agents.trainer.gradients.lanes import begin as dealt_fairly
+from agents.trainer.ledger import LaneLedger, Ledger, Total
 from agents.trainer.lifecycle.effects import Begun, Clear, Flow, Leave, Report, Tell
 from agents.trainer.lifecycle.results import NOTHING, Due, Stock
 from agents.trainer.lifecycle.shares import Shares
 from agents.trainer.lifecycle.table import FOLLOWS, State
 from agents.trainer.lifecycle.verdict import Position, Verdict
-from events.vocabulary import Member, Phase, StateSource
+from events.vocabulary import Member, Phase, StateSource, TaskSpec
 
 _REASON_CHARS = 512
 
 
 @dataclass(slots=True)
 class Turn:
-    """What the last verdict left to do: a transfer that is owed, and the next iteration's micro-batches."""
+    """What the last verdict left to do: a transfer that is owed, and, if `deals_next`, the next iteration's
+    micro-batches. `tried`: a micro-batch has been computed for its bits alone (`detection/determinism.py`)."""
 
     verdict: Verdict
     transfer_owed: bool
-    next_dealt: tuple[int, ...] | None = None
+    deals_next: bool = False
+    tried: bool = False
 
 
 @dataclass(slots=True)
 class Books:
     """`clock`: monotonic seconds. `buckets`: of gradients. `extents`: elements of each space of the sharded optimizer
-    state; none: it is not sharded.
+    state; none: it is not sharded. `brings`: the program came with the state after this iteration, 0: with the seed's;
+    None: no program of this task brings any.
 
     `ledger`: of the iteration that is worked on, the last committed + 1. `total`: its sums, once they are complete.
     `stepped`: the loop has stepped it. `trained`: parameters are no longer those of the seed. `target`: the generation
@@ -62,6 +67,7 @@ class Books:
     stop_reason: str = ""
     stopped: bool = False
     boundary_s: float = 0.0
+    brings: int | None = None
 
     def __post_init__(self) -> None:
         self.shares = Shares(self.extents) if self.extents else None
@@ -127,14 +133,32 @@ class Books:
             iteration=self.ledger.iteration if self.has_state else 0,
             sums_complete=self.total is not None,
             held=tuple(self.ledger.held) if self.has_state else (),
+            done=self.ledger.done if self.has_state else (),
             complete=stock.complete if self.has_state else (),
             stepped=self.stepped,
             spans=stock.spans if self.has_state else (),
         )
 
-    def fair_deal(self) -> range:
-        """Round-robin: this replica's share of an iteration from the start (what `deal` gives to empty hands)."""
-        return range(self.rank, self.micro_batches, len(self.peers))
+    @property
+    def is_new(self) -> bool:
+        """No member of the present group had state when it met, and none has computed anything yet."""
+        return self.turn is not None and self.turn.verdict.fresh and not self.turn.tried
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """None: the sum follows the deal."""
+        return lanes_of(self.launch.spec)
+
+    def hold(self, verdict: Verdict | None, *, redone: bool = False) -> None:
+        """Hold what the verdict deals this member, or a fair share of an iteration (what is dealt to empty hands).
+        `redone`: what is new to it was another's."""
+        rank, size, ledger = self.rank, len(self.peers), self.ledger
+        if isinstance(ledger, LaneLedger):
+            deal = dealt_fairly(size, ledger.lanes) if verdict is None else verdict.deal
+            assert deal is not None
+            ledger.hold(deal, rank, verdict.redone[rank] if verdict is not None and redone else 0)
+        else:
+            ledger.deal(range(rank, self.micro_batches, size) if verdict is None else verdict.dealt[rank], redone)
 
     def stop(self, reason: str) -> StopWanted | None:
         """The program wants training to end; what is to be told of it. None: it has been told."""
@@ -144,17 +168,23 @@ class Books:
         return StopWanted(iteration=self.last, reason=self.stop_reason)
 
 
+def lanes_of(spec: TaskSpec) -> Lanes | None:
+    """Of the task's sums; None: they follow the deal."""
+    return Lanes(spec.micro_batches, spec.lanes) if spec.lanes else None
+
+
 def begin(books: Books, iteration: int) -> Flow[None]:
     """Another iteration, with empty hands."""
     yield from Clear(iteration)
-    books.ledger = Ledger(iteration=iteration)
+    lanes = books.lanes
+    books.ledger = Ledger(iteration) if lanes is None else LaneLedger(iteration, lanes=lanes)
 
 
 def stand_after(books: Books, iteration: int) -> Flow[None]:
     """It has the state after `iteration`; what it was dealt stays dealt."""
-    dealt = list(books.ledger.held)
+    before = books.ledger
     yield from begin(books, iteration + 1)
-    books.ledger.deal(dealt, redone=False)
+    books.ledger = before.anew(iteration + 1)
     books.has_state = True
 
 

@@ -89,13 +89,13 @@ def _tell(books: Books, total: Total) -> Flow[int]:
 def _stay(books: Books, present: Membership, turn: Turn | None, target: Membership | None) -> Flow[bool]:
     """Get ready for the next iteration in this group, with what the last verdict left to do. False: it is to happen in
     the target's. Throws Broken, Superseded."""
-    dealt = turn.next_dealt if turn is not None else None
+    verdict = turn.verdict if turn is not None and turn.deals_next else None
     if turn is not None and turn.transfer_owed:
-        books.ledger.deal(dealt or (), redone=False)
+        books.hold(turn.verdict)
         yield from transfer(books, turn)
         return True
     if target is None:
-        books.ledger.deal(books.fair_deal() if dealt is None else dealt, redone=False)
+        books.hold(verdict)
         yield from StandBy(present)
         return True
     if books.shares is not None:

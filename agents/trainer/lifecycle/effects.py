@@ -53,8 +53,9 @@ Flow: TypeAlias = Generator[Effect[Any], Any, T]
 
 @dataclass(frozen=True, slots=True)
 class Compute(Effect[None]):
-    """Compute `ledger.todo()` until nothing is left, counting `ledger.finished` up. Between micro-batches the driver
-    looks for an urgent membership. Throws Broken, Superseded, QuitAsked, Stopped."""
+    """Compute the ledger's runs until none is left, and tell it of each micro-batch that is finished. Between
+    micro-batches the driver looks for an urgent membership. Before a run it waits for the running sum that another
+    member gives, behind it it gives its own away. Throws Broken, Superseded, QuitAsked, Stopped."""
 
     ledger: Ledger
 
@@ -297,9 +298,11 @@ class Clear(Effect[None]):
 
 @dataclass(frozen=True, slots=True)
 class KeepSums(Effect[None]):
-    """The sums of these buckets are final; all others are to be made again."""
+    """The sums of these buckets are final; all others are to be made again. `kept`: with lanes, the micro-batches whose
+    sums count here."""
 
     final: frozenset[int]
+    kept: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)

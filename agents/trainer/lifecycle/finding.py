@@ -23,7 +23,10 @@ def find_state(books: Books) -> Flow[int]:
     tried: list[str] = []
     row = yield from LookAround(rank == 0, books.membership)
     rows = yield from Rows(row)
+    brought, bringer = yield from _brought(books)
     for candidate in ordered(rows):
+        if candidate.iteration <= brought:
+            break
         taken: Loaded | str = ""
         if candidate.rank == rank:
             taken = yield from Take(candidate)
@@ -40,12 +43,21 @@ def find_state(books: Books) -> Flow[int]:
                 stored = newest(rows, "checkpoint")
                 yield from tell_taken(books, candidate.kind, taken, started_s, tried, stored)
             return candidate.rank
-    seed = yield from _untouched(books)
+    seed = bringer if brought else (yield from _untouched(books))
     if rank == seed:
-        books.origin = "init"
-        yield from stand_after(books, 0)
-        yield from tell_taken(books, "init", Loaded(0, 0.0, 0), started_s, tried)
+        books.origin = "checkpoint" if brought else "init"
+        yield from stand_after(books, brought)
+        yield from tell_taken(books, books.origin, Loaded(brought, 0.0, 0), started_s, tried, brought)
     return seed
+
+
+def _brought(books: Books) -> Flow[tuple[int, int]]:
+    """The newest iteration whose state a member's program came with, and that member's rank; 0 for none."""
+    if books.brings is None:
+        return 0, 0
+    rows = yield from Rows([0 if books.trained else books.brings])
+    iteration = max(row[0] for row in rows)
+    return iteration, [row[0] for row in rows].index(iteration)
 
 
 def _untouched(books: Books) -> Flow[int]:

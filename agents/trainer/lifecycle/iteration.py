@@ -59,7 +59,7 @@ def _reduce(books: Books) -> Flow[None]:
     ledger, membership = books.ledger, books.membership
     assert membership is not None
     yield from At("computed", ledger.iteration, ledger.finished)
-    ledger.loss_sum, ledger.tokens = yield from LastStage(ledger.loss_sum, ledger.tokens)
+    ledger.loss_sum, ledger.tokens = yield from LastStage(*ledger.sums())
     if books.total is None:
         accounts = yield from Reduce(ledger)
         total = Total(membership.generation, tuple(accounts))

@@ -83,10 +83,10 @@ def _attempt(books: Books, membership: Membership, position: Position) -> Flow[V
     positions = yield from Exchange(position, shares is not None)
     whole = True
     if shares is not None:
-        late = verdict.left_behind(positions)
+        late = verdict.left_behind(positions, lanes=books.lanes is not None)
         able = [one for member, one in enumerate(positions) if one.has_state and member not in late]
         held = covers((one.spans for one in able), shares.total)
         whole = not (yield from AnyShard(not held))  # what one shard has lost counts as lost on all
-    drawn = verdict.judge(positions, books.micro_batches, whole=whole)
+    drawn = verdict.judge(positions, books.micro_batches, whole=whole, lanes=books.lanes)
     yield from At("exchanged", position.iteration)
     return drawn

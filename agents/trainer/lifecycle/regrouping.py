@@ -82,25 +82,24 @@ def _sit(books: Books, membership: Membership) -> Flow[int]:
 def _apply(books: Books, turn: Turn) -> Flow[bool]:
     """Act on the verdict as far as this member's own books go; the transfer comes later. True: step first."""
     verdict, rank = turn.verdict, books.rank
-    dealt = verdict.dealt[rank]
     if books.shares is not None:
         books.shares.layout = list(verdict.shares)
         if verdict.fresh:
             yield from _lose(books)
     if rank in verdict.step_first:
-        turn.next_dealt = dealt
+        turn.deals_next = True
         return True
     books.total = None
     if rank in verdict.receivers:
         books.has_state = books.stepped = False  # the others have gone on without it, if it had any
         yield from begin(books, verdict.iteration)
-        books.ledger.deal(dealt, redone=False)
+        books.hold(verdict)
     else:
-        yield from KeepSums(verdict.final)
+        yield from KeepSums(verdict.final, verdict.kept(rank))
         if verdict.final:
             kept = f"{len(verdict.final)} of {books.buckets} buckets are final"
             yield from Say(f"iteration {verdict.iteration} goes on, {kept}")
-        books.ledger.deal(dealt, redone=bool(books.ledger.held))
+        books.hold(verdict, redone=bool(books.ledger.held))
     return False
 
 

@@ -22,6 +22,13 @@ Rules (who was left behind)
 * Such a member shows by what it holds, which a member before it holds too, or by an iteration that it cannot follow. It
   counts as one without state, and receives; what it holds, and its parts of sharded state, count for nothing.
 
+Rules (lanes, `gradients/lanes.py`)
+-----------------------------------
+* With lanes a member says besides what stands in its sums. That counts, not what it was dealt: all else is dealt anew.
+  Two members may have the same in their sums, where one has given it to the other; it counts once.
+* A sum of such micro-batches has the same bits wherever it was made. So what a member has that was left behind in the
+  same iteration is as good as any other's.
+
 Rules (buckets that are final)
 ------------------------------
 * Gradients are reduced bucket by bucket. A member enters a bucket's reduction only with the gradients of all that it
@@ -65,6 +72,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agents.trainer.gradients.lanes import Deal, Lanes
+from agents.trainer.gradients.lanes import deal as lanes_deal
 from agents.trainer.lifecycle.dealing import deal
 from agents.trainer.sharded.parts import Span
 
@@ -91,6 +100,7 @@ class PositionsContradict(RuntimeError):
 class Position:
     """Where a member stands. Without state, `iteration` is 0 and it holds nothing.
 
+    `held`: the micro-batches that it was dealt. `done`: with lanes, those in its sums, which may be others' as well.
     `complete`: the buckets whose sums are complete here. `sums_complete`: all are, and the accounts. `stepped`: it has
     stepped the parts that it holds. `spans`: those parts; they travel in a row of their own.
     """
@@ -100,26 +110,30 @@ class Position:
     sums_complete: bool
     held: tuple[int, ...]
     complete: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()
     stepped: bool = False
     spans: tuple[Span, ...] = ()
 
-    def row(self, micro_batches: int, buckets: int) -> list[int]:
-        """As signed 64-bit integers: has_state, iteration, sums_complete, stepped, then `held` and `complete` as words
-        of 62 bits."""
+    def row(self, micro_batches: int, buckets: int, *, lanes: bool = False) -> list[int]:
+        """As signed 64-bit integers: has_state, iteration, sums_complete, stepped, then `held`, with lanes `done`, and
+        `complete` as words of 62 bits."""
         fixed = [int(self.has_state), self.iteration, int(self.sums_complete), int(self.stepped)]
-        return [*fixed, *_words(self.held, micro_batches), *_words(self.complete, buckets)]
+        done = _words(self.done, micro_batches) if lanes else []
+        return [*fixed, *_words(self.held, micro_batches), *done, *_words(self.complete, buckets)]
 
     @staticmethod
-    def from_row(row: Sequence[int], micro_batches: int) -> Position:
-        """The inverse of `row`; `held` and `complete` come back in ascending order."""
+    def from_row(row: Sequence[int], micro_batches: int, *, lanes: bool = False) -> Position:
+        """The inverse of `row`; numbers come back in ascending order."""
         middle = _FIXED + _word_count(micro_batches)
+        behind = middle + (_word_count(micro_batches) if lanes else 0)
         return Position(
             has_state=bool(row[0]),
             iteration=row[1],
             sums_complete=bool(row[2]),
             stepped=bool(row[3]),
             held=_numbers(row[_FIXED:middle]),
-            complete=_numbers(row[middle:]),
+            done=_numbers(row[middle:behind]),
+            complete=_numbers(row[behind:]),
         )
 
 
@@ -152,7 +166,7 @@ class Verdict:
     `iteration`: where all go on; 0 where no member has state (the checkpoint tells). `step_first`: members that first
     step with the sums they have. `source`: the member whose state the receivers take. `receivers`: members without
     state. `dealt[m]`: micro-batches of `iteration` newly dealt to member m, on top of what it then holds.
-    `redone[m]`: how many of these are another's whose result was lost.
+    `redone[m]`: how many of these are another's whose result was lost. `deal`: with lanes, who has and does what.
     `fresh`: no member has state. `final`: the buckets whose sums of `iteration` stand. `shares`: the spans that each
     member holds (sharded optimizer state).
     """
@@ -166,9 +180,14 @@ class Verdict:
     redone: tuple[int, ...] = ()
     final: frozenset[int] = frozenset()
     shares: tuple[tuple[Span, ...], ...] = ()
+    deal: Deal | None = None
+
+    def kept(self, member: int) -> frozenset[int]:
+        """With lanes: the micro-batches in those of its sums that count."""
+        return frozenset() if self.deal is None else self.deal.kept[member]
 
 
-def left_behind(positions: Sequence[Position]) -> frozenset[int]:
+def left_behind(positions: Sequence[Position], *, lanes: bool = False) -> frozenset[int]:
     """The members, of those with state, that others have gone on without. `positions`: in rank order."""
     late: set[int] = set()
     taken: set[int] = set()
@@ -178,28 +197,32 @@ def left_behind(positions: Sequence[Position]) -> frozenset[int]:
             continue
         if position.iteration > top:
             top, taken = position.iteration, set(position.held)
-        elif position.iteration == top and taken.isdisjoint(position.held):
+        elif position.iteration == top and (lanes or taken.isdisjoint(position.held)):
             taken.update(position.held)
         elif position.iteration == top or position.iteration < top - 1 or not position.sums_complete:
             late.add(member)
     return frozenset(late)
 
 
-def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = True) -> Verdict:
-    """The verdict on the members' positions, in rank order. `whole`: they hold all parts between them."""
-    late = left_behind(positions)
+def judge(
+    positions: Sequence[Position], micro_batches: int, *, whole: bool = True, lanes: Lanes | None = None
+) -> Verdict:
+    """The verdict on the members' positions, in rank order. `whole`: they hold all parts between them. `lanes`: of a
+    fixed sum."""
+    late = left_behind(positions, lanes=lanes is not None)
     able = [member for member, position in enumerate(positions) if position.has_state and member not in late]
     with_state = able if whole else []
     receivers = frozenset(range(len(positions))).difference(with_state)
     if not with_state:
-        nothing: list[tuple[int, ...]] = [()] * len(positions)
+        dealt, new = _deal([()] * len(positions), [()] * len(positions), micro_batches, lanes)
         return Verdict(
             iteration=0,
             step_first=frozenset(),
             source=0,
             receivers=receivers,
-            dealt=deal(nothing, micro_batches),
+            dealt=dealt,
             fresh=True,
+            deal=new,
         )
     top = max(positions[member].iteration for member in with_state)
     behind = frozenset(member for member in with_state if positions[member].iteration < top)
@@ -211,12 +234,12 @@ def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = Tr
         step_first, iteration = frozenset(with_state), top + 1
     if not step_first.issuperset(member for member in with_state if positions[member].stepped):
         raise PositionsContradict(f"a member has stepped what others have not reduced: {list(positions)}")
-    held = [
-        position.held if member in with_state and member not in step_first else ()
-        for member, position in enumerate(positions)
-    ]
+    going_on = [member in with_state and member not in step_first for member in range(len(positions))]
+    held = [position.held if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
+    done = [position.done if goes_on else () for position, goes_on in zip(positions, going_on, strict=True)]
     complete = [frozenset(positions[member].complete) for member in with_state]
-    dealt = deal(held, micro_batches)
+    dealt, new = _deal(held, done, micro_batches, lanes)
+    others = set(range(micro_batches)).difference(*held)
     return Verdict(
         iteration=iteration,
         step_first=step_first,
@@ -224,7 +247,17 @@ def judge(positions: Sequence[Position], micro_batches: int, *, whole: bool = Tr
         receivers=receivers,
         dealt=dealt,
         fresh=False,
-        redone=tuple(len(new) if before else 0 for before, new in zip(held, dealt, strict=True)),
+        redone=tuple(len(others.intersection(own)) if before else 0 for before, own in zip(held, dealt, strict=True)),
         final=frozenset() if step_first or receivers else frozenset.intersection(*complete),
         shares=tuple(position.spans if member in with_state else () for member, position in enumerate(positions)),
+        deal=new,
     )
+
+
+def _deal(
+    held: Sequence[Sequence[int]], done: Sequence[Sequence[int]], micro_batches: int, lanes: Lanes | None
+) -> tuple[tuple[tuple[int, ...], ...], Deal | None]:
+    if lanes is None:
+        return deal(held, micro_batches), None
+    new = lanes_deal(done, lanes)
+    return tuple(map(new.dealt, range(len(done)))), new

@@ -1,11 +1,11 @@
-"""The worker's line to its agent: one thread, one Unix socket, one condition that the main thread waits on.
+"""The worker's talk with its agent: one thread, one Unix socket, one condition that the main thread waits on.
 
 Rules
 -----
-* Training never waits for the agent: `send` queues, the thread delivers. A lost connection is made again with a
-  growing pause; then the worker says Hello with its generation, and repeats the newest Regrouped, Committed, Saved,
-  Completed, Busy and StopWanted that were sent before (they may have died with the old agent), or Ready if it has no
-  membership. What was queued follows in order.
+* Training never waits for the agent: `send` queues, the thread delivers. A lost connection is made again by the
+  worker's line (protocol/line.py) with a growing pause; then the worker says Hello with its generation, and repeats the
+  newest Regrouped, Committed, Saved, Completed, Busy and StopWanted that were sent before (they may have died with the
+  old agent), or Ready if it has no membership. What was queued follows in order.
 * Whatever the main thread waits for (a collective, a group that forms, a membership), it waits for here, in
   `wait`: the agent's messages and finished collectives both notify the one condition, so every wait can be
   interrupted by an urgent membership or a Quit.
@@ -27,8 +27,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from agents.protocol.discreet import discreet, mask_of
 from agents.protocol.exits import EXIT_NO_AGENT
+from agents.protocol.flight import TellFlight
 from agents.protocol.framing import BadFrame, Unframer, frame
+from agents.protocol.line import Line
 from agents.protocol.messages import (
     Busy,
     Committed,
@@ -44,9 +47,11 @@ from agents.protocol.messages import (
     Saved,
     StopWanted,
     ToWorker,
+    Trouble,
 )
-from agents.protocol.peers import agent_schema, told_to
+from agents.protocol.peers import FLIGHT, told_to
 from agents.trainer.lifecycle.failures import QuitAsked
+from agents.trainer.process.flight import recorded
 from events.schemas import SCHEMA
 from events.vocabulary import Fault
 
@@ -64,6 +69,8 @@ class AgentChannel:
         #: Ordered faults, for injection.py to take.
         self.ordered: deque[Fault] = deque()
         self._launch = launch
+        self._mask = mask_of(launch.spec)
+        self._line = Line(launch.line_fd)
         self._lease_s = lease_s
         self._condition = threading.Condition()
         self._memberships: dict[int, Membership] = {}
@@ -86,7 +93,12 @@ class AgentChannel:
         threading.Thread(target=self._run, name="agent-channel", daemon=True).start()
 
     def send(self, message: FromWorker) -> None:
-        """Queue `message`; never blocks. The oldest goes where the agent has been away for too many."""
+        """Queue `message`; never blocks. The oldest goes where the agent has been away for too many.
+
+        Secrets of the task do not show in what is told of a trouble.
+        """
+        if isinstance(message, Trouble):
+            message = discreet(message, self._mask)
         with self._condition:
             if isinstance(message, Ready):
                 self._ready = True
@@ -170,12 +182,10 @@ class AgentChannel:
             pause_s = min(pause_s * 2, _PAUSE_MAX_S)
 
     def _connect(self) -> socket.socket | None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(self._launch.agent_socket)
-        except OSError:
-            connection.close()
+        connected = self._line.connect()
+        if connected is None:
             return None
+        connection, self._agent_schema = connected
         connection.setblocking(False)
         return connection
 
@@ -186,6 +196,7 @@ class AgentChannel:
             pid=os.getpid(),
             generation=self._generation,
             ready=self._ready,
+            has_flight=self._agent_schema >= FLIGHT,
         )
         repeated = [self._repeat[kind] for kind in _REPEATED if kind in self._repeat]
         repeated = [told for message in repeated if (told := told_to(self._agent_schema, message)) is not None]
@@ -195,7 +206,6 @@ class AgentChannel:
     def _serve(self, connection: socket.socket) -> None:
         """Carry messages both ways until the connection ends."""
         incoming: Unframer[ToWorker] = Unframer(ToWorker)
-        self._agent_schema = agent_schema(self._launch.agent_socket)
         with self._condition:
             greeting = b"".join(frame(message) for message in self._greeting())
         outgoing = memoryview(greeting)
@@ -257,6 +267,8 @@ class AgentChannel:
                     self._received.setdefault(message.generation, time.monotonic())
                 elif isinstance(message, Inject):
                     self.ordered.append(message.fault)
+                elif isinstance(message, TellFlight):  # a library's lock must not hold up this thread
+                    threading.Thread(target=lambda: self.send(recorded()), name="flight", daemon=True).start()
                 elif isinstance(message, Quit) and self._quit_reason is None:
                     self._quit_reason = message.reason
                     self._quit_at = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from agents.protocol.injection import Injection
 from agents.protocol.marks import Marker
 from agents.protocol.messages import Launch
 from agents.trainer.process.channel import AgentChannel
-from events.vocabulary import Phase
+from events.vocabulary import DETERMINISM, DETERMINISTIC, Phase
 
 if TYPE_CHECKING:
     from agents.trainer.process.replica import Replica
@@ -24,7 +24,7 @@ class Patience:
 
     `hang_floor_s`: no iteration is late before that. `start_s`: as long as nothing is known of its iterations.
     `checksum_every`: iterations from one comparison of the replicas' parameters to the next, 0: never. `standby_max`:
-    standby groups are kept for so many replicas at most, 0: never.
+    standby groups are kept for so many replicas at most, 0: never. `deterministic`: see detection/determinism.py.
     """
 
     fault_wait_s: float
@@ -35,12 +35,13 @@ class Patience:
     start_s: float = 600.0
     checksum_every: int = 50
     standby_max: int = 8
+    deterministic: str = "check"
 
     @staticmethod
     def from_environment() -> Patience:
         """UNICRON_FAULT_WAIT_S (120), UNICRON_LEASE_S (60), UNICRON_COLLECTIVE_TIMEOUT_S (600), UNICRON_HANG_FLOOR_S
-        (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50) and UNICRON_STANDBY_MAX
-        (8), which must be the same for all workers of a task."""
+        (1), UNICRON_START_S (600); UNICRON_BUCKET_BYTES (32 MiB), UNICRON_CHECKSUM_EVERY (50) UNICRON_STANDBY_MAX
+        (8) and UNICRON_DETERMINISTIC (check), which must be the same for all workers of a task."""
         return Patience(
             fault_wait_s=_seconds("UNICRON_FAULT_WAIT_S", 120.0),
             lease_s=_seconds("UNICRON_LEASE_S", 60.0),
@@ -50,7 +51,15 @@ class Patience:
             start_s=_seconds("UNICRON_START_S", 600.0),
             checksum_every=_count("UNICRON_CHECKSUM_EVERY", 50, "iterations"),
             standby_max=_count("UNICRON_STANDBY_MAX", 8, "replicas"),
+            deterministic=_one_of(DETERMINISTIC, DETERMINISM),
         )
+
+
+def _one_of(name: str, wishes: Sequence[str]) -> str:
+    text = os.environ.get(name, "") or wishes[0]
+    if text not in wishes:
+        raise ValueError(f"{name}: {text!r} is not one of {', '.join(wishes)}")
+    return text
 
 
 def _count(name: str, default: int, of: str) -> int:
@@ -112,6 +121,11 @@ def enter(context: Context) -> None:
     """Make `context` this process's own."""
     global _current
     _current = context
+
+
+def is_worker() -> bool:
+    """Whether unicrond started this process."""
+    return _current is not None
 
 
 def current() -> Context:

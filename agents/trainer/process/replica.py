@@ -20,6 +20,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from agents.protocol.messages import Launch
+from events import megatron_lm
+from events.interfaces import interface_of
 
 _MEET_TIMEOUT = timedelta(minutes=5)
 
@@ -33,18 +35,20 @@ class Replica:
         self.size = spec.replica_workers
         self.shard = launch.shard
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        if launch.address.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if interface := interface_of(launch.address):  # nothing of a task listens on the node's other networks
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         if self.size == 1:
             store = dist.HashStore()
         else:
             server = dist.TCPStore(launch.store.host, launch.store.port, None, False, _MEET_TIMEOUT)
             store = dist.PrefixStore(f"replica/{launch.task}/{launch.replica}", server)
         dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=spec.tp,
-            pipeline_model_parallel_size=spec.pp,
-        )
+        if spec.entry != megatron_lm.ENTRY:  # which sets it up from its own flags
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=spec.tp,
+                pipeline_model_parallel_size=spec.pp,
+            )
 
     def highest(self, *values: int) -> list[int]:
         """Each value's maximum over the replica's shards."""

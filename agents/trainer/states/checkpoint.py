@@ -139,6 +139,18 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
     return Saved(final, manifest.size_bytes)
 
 
+def manifest_of(path: Path) -> Manifest:
+    """Of the checkpoint in this directory. Raises OSError, BadState."""
+    match = _NAME.match(path.name)
+    if match is None:
+        raise BadState("is no checkpoint's directory (iteration-<number>)")
+    try:
+        told = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadState(f"{_MANIFEST}: {error}") from None
+    return _manifest(path, told.task, int(match[1]))
+
+
 def newest_iterations(directory: Path, task: str) -> dict[int, tuple[int, int]]:
     """Iterations of the checkpoints that look whole (manifest and sizes), newest first, and the tp and pp of each;
     others are told on stderr."""

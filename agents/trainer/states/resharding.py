@@ -27,6 +27,9 @@ import torch
 
 from agents.trainer.states.state import BadState
 
+#: In a state whose tensors are whole and have their global names (`portable.py`).
+WHOLE = "whole"
+
 Box = tuple[tuple[int, int], ...]
 
 
@@ -89,7 +92,7 @@ def reshard(own: dict[str, Any], shards: Iterable[dict[str, Any]]) -> dict[str, 
     for shard in shards:
         theirs = layout_in(shard)
         if first is None:
-            common = {name: part for name, part in shard.items() if name not in ("tensors", "layout")}
+            common = {name: part for name, part in shard.items() if name not in ("tensors", "layout", WHOLE)}
             first = _copied({**common, "optimizer": _without(shard["optimizer"], frozenset(theirs.optimizer))})
         elif shard["iteration"] != first["iteration"]:
             raise BadState(f"its shards are of iterations {first['iteration']} and {shard['iteration']}")
@@ -156,7 +159,8 @@ class _Assembly:
         if (piece.key, shared) in covered:
             return
         source = piece.view(value, shared)
-        wanted.view(self._made[key], shared).copy_(source)
+        place = wanted.view(self._made[key], shared)
+        place.copy_(source.reshape(place.shape))  # one of the two may have an axis of layers more
         covered[piece.key, shared] = source.numel()
 
     def tensor(self, role: str, name: str) -> torch.Tensor:

@@ -16,7 +16,8 @@ Rules
 * Where workers of another layout are about to take over (a handover), the last word is in memory, if that has room.
 * Where the optimizer's state is sharded, the first replica says in the agreement on an iteration that it is going to
   save it (`due`), all then give it their parts, and what it saves is the whole state (`whole`).
-* A disk that fails is reported in the worker's log and tried again next time, unless the last word was to be written.
+* A disk that fails ends no training: what stands there stays, the log and an alarm say so (`SaveFailed`), and it is
+  tried again next time. Only the last word must be written before the process ends.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ from pathlib import Path
 from typing import Any
 
 from agents.protocol.memory import Draft, Memory, TooLarge
-from agents.protocol.messages import Captured, Membership, Saved
+from agents.protocol.messages import Captured, Membership, Saved, Unsaved
 from agents.trainer.lifecycle.results import NOTHING, Due
 from agents.trainer.process.context import Context
 from agents.trainer.states import checkpoint, interval
 from agents.trainer.states.state import BadState, TrainingState
 from agents.trainer.states.state_bytes import Flat, read
+from events.vocabulary import Saver
 
 #: For captures on their way to storage only: bounds nothing that the state itself does not.
 _PRIVATE_MAX_BYTES = 1 << 62
 _PACE_WEIGHT = 0.2
+_REASON_CHARS = 512
 
 
 @dataclass(slots=True)
@@ -169,7 +172,7 @@ class Saving:
             if draft is not None:
                 draft.abandon()
             if to_storage and self._to_storage.every is not None:
-                self._write_now(iteration, generation, loss)
+                self._write_now(iteration, generation, loss, must=False)
             return
         assert draft is not None
         flat.write(draft.view)
@@ -235,9 +238,11 @@ class Saving:
             try:
                 self._write(job, read(view, copy=False), midway)
             except (OSError, BadState) as error:
-                print(
-                    f"{self._context.launch.worker}: did not save checkpoint {job.iteration}: {error}", file=sys.stderr
-                )
+                self._not_saved(job.iteration, error)
+
+    def _not_saved(self, iteration: int, error: Exception) -> None:
+        print(f"{self._context.launch.worker}: did not save checkpoint {iteration}: {error}", file=sys.stderr)
+        self._context.channel.send(unsaved(iteration, "unicron", error))
 
     def capture_and_wait(self, iteration: int, generation: int, loss: float) -> bool:
         """Have the state after `iteration` in the nodes' memory when this returns, all shards of the replica together.
@@ -263,11 +268,16 @@ class Saving:
         """
         if self._context.launch.spec.checkpoint.dir:
             self._settle()
-            self._write_now(iteration, generation, loss)
+            self._write_now(iteration, generation, loss, must=True)
 
-    def _write_now(self, iteration: int, generation: int, loss: float) -> None:
+    def _write_now(self, iteration: int, generation: int, loss: float, *, must: bool) -> None:
         if not self._context.replica.all_true(self._stored == iteration):
-            self._write(self._job(iteration, generation), self._tree(iteration, loss), self._midway(iteration))
+            try:
+                self._write(self._job(iteration, generation), self._tree(iteration, loss), self._midway(iteration))
+            except (OSError, BadState) as error:
+                self._not_saved(iteration, error)
+                if must:
+                    raise
         self._context.replica.all_true(True)  # the last one publishes
         self._to_storage.saved(iteration)
 
@@ -316,6 +326,12 @@ class Saving:
     def _midway(self, iteration: int) -> Callable[[], None]:
         context = self._context
         return partial(context.injection.fire, "saving", iteration + 1, context.generation)
+
+
+def unsaved(iteration: int, by: Saver, error: Exception | None = None) -> Unsaved:
+    """What the agent hears of it. None: it is saved again."""
+    reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS] if error else ""
+    return Unsaved(iteration=iteration, by=by, reason=reason)
 
 
 def _is_over(future: Future[Any] | None) -> bool:

@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+import torch
 
 from agents.protocol import memory_exchange
 from agents.protocol.memory import Head, Memory, digest_of
 from agents.protocol.memory_exchange import Fetching, NoAnswer
+from agents.protocol.messages import Membership
 from agents.trainer.lifecycle.candidates import KINDS, ROW_WORDS, Candidate, Kind, row_of, split
 from agents.trainer.process.context import Context
 from agents.trainer.states import checkpoint
-from agents.trainer.states.resharding import NoLayout
+from agents.trainer.states.resharding import WHOLE, NoLayout
 from agents.trainer.states.state import BadState
 from agents.trainer.states.state_bytes import read
 from events.vocabulary import MemoryService
@@ -38,18 +40,20 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class Sources:
-    """One shard's way to the state. `memory`: its node's. `reshard`: this shard's state from all of another layout."""
+    """One shard's way to the state. `memory`: its node's. `told`: which peers there are. `reshard`: this shard's state
+    from all of another layout."""
 
     def __init__(
         self,
         context: Context,
         memory: Memory | None,
-        peers: tuple[MemoryService, ...],
+        told: Membership,
         reshard: Callable[[Iterable[Tree]], Tree],
     ) -> None:
         self._context = context
         self._memory = memory
-        self._peers = peers
+        self._peers = told.peers
+        self._passes = told.passes
         self._reshard = reshard
         self._layout: Degrees = (context.launch.spec.tp, context.launch.spec.pp)
         #: By iteration, which node has which shard, and in which layout: of this one where there is a choice.
@@ -96,7 +100,7 @@ class Sources:
         others: dict[tuple[int, Degrees], dict[int, MemoryService]] = {}
         for peer in self._peers:
             try:
-                kept = memory_exchange.ask(peer, launch.task)
+                kept = memory_exchange.ask(peer, launch.task, self._passes)
             except NoAnswer as error:
                 print(f"{launch.worker}: no state from the memory of {peer.node}: {error}", file=sys.stderr, flush=True)
                 continue
@@ -125,7 +129,7 @@ class Sources:
         with self._memory.reading(iteration, self._layout) as found:
             if found is None:
                 raise BadState("it was overwritten, or is being overwritten")
-            return _checked(*found)
+            return _checked(*found, digest_of(found[1]))
 
     def _from_peer(self, iteration: int) -> tuple[Tree, int]:
         if iteration not in self._held:
@@ -134,12 +138,11 @@ class Sources:
         return self._put_together(layout, lambda shard: self._fetched(shards[shard], shard, iteration, layout))
 
     def _fetched(self, service: MemoryService, shard: int, iteration: int, layout: Degrees) -> tuple[Tree, int]:
-        fetching = Fetching(service, self._context.launch.task, shard, iteration, layout)
+        fetching = Fetching(service, self._context.launch.task, shard, iteration, layout, self._passes)
         if fetching.head.size_bytes > _size_limit():
             raise BadState(f"its announced size is {fetching.head.size_bytes} bytes")
-        view = memoryview(bytearray(fetching.head.size_bytes))
-        fetching.receive(view)
-        return _checked(fetching.head, view)
+        view = torch.empty(fetching.head.size_bytes, dtype=torch.uint8).numpy().data
+        return _checked(fetching.head, view, fetching.receive(view))
 
     def _from_storage(self, iteration: int) -> tuple[Tree, int]:
         if iteration not in self._stored:
@@ -151,7 +154,9 @@ class Sources:
     def _put_together(self, layout: Degrees, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
         """This shard as it was kept; or, in another layout, all shards of that, one after the other."""
         if layout == self._layout:
-            return shard_of(self._context.launch.shard)
+            found = shard_of(self._context.launch.shard)
+            if WHOLE not in found[0]:
+                return found
         self.resharded_from = _in_words(layout)
         sizes_bytes: list[int] = []
 
@@ -172,8 +177,8 @@ def _in_words(layout: Degrees) -> str:
     return f"tp {layout[0]}, pp {layout[1]}"
 
 
-def _checked(head: Head, view: memoryview) -> tuple[Tree, int]:
-    if digest_of(view) != head.digest:
+def _checked(head: Head, view: memoryview, digest: bytes) -> tuple[Tree, int]:
+    if digest != head.digest:
         raise BadState("the digest of its bytes is wrong")
     return read(view, copy=True), head.size_bytes
 

@@ -19,6 +19,8 @@ import msgpack  # type: ignore[import-untyped]
 import torch
 
 _TENSOR, _TUPLE = 1, 2
+#: Bounds of the learning rate, in an optimizer's groups (Megatron's).
+_RATES = ("max_lr", "min_lr")
 _DTYPES = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -105,6 +107,18 @@ def tensor_of(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> t
     return data.view(dtype).reshape(tuple(shape))
 
 
+class Stateful(Protocol):
+    """What a program has beside model, optimizer and scheduler that goes on from where it stood."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go on from there."""
+        ...
+
+
 class Generators(Protocol):
     """Of random numbers (the module `randomness`)."""
 
@@ -123,7 +137,8 @@ class TrainingState:
 
     The optimizer's state has its step count and the loss scale; where the data stands follows from the iteration.
     `layout`: how the tensors lie in the whole, as a tree, for resharding (`resharding.py`); None where
-    that is not known.
+    that is not known. The bounds of the learning rate are the program's, never the state's: a task may go on with
+    others. `registered`: what else the program has, by name; the same on all replicas.
     """
 
     models: Sequence[torch.nn.Module]
@@ -131,7 +146,15 @@ class TrainingState:
     scheduler: Any
     generators: Generators | None = None
     layout: Callable[[], object] = lambda: None
+    registered: dict[str, Stateful] = field(default_factory=dict)
+    _rates: list[dict[str, Any]] = field(default_factory=list)
     _layout: list[object] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rates = [{name: group[name] for name in _RATES if name in group} for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return list(getattr(self.optimizer, "param_groups", ()))
 
     def capture(self, iteration: int, loss: float) -> dict[str, object]:
         """The state after `iteration` (the last committed one) as a tree that aliases the live tensors."""
@@ -145,6 +168,7 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "generators": None if self.generators is None else self.generators.snapshot(),
+            "registered": {name: one.state_dict() for name, one in self.registered.items()},
         }
 
     def restore(self, tree: dict[str, Any]) -> tuple[int, float]:
@@ -158,12 +182,18 @@ class TrainingState:
         if hasattr(self.optimizer, "reload_model_params"):
             self.optimizer.reload_model_params()
         self.optimizer.load_state_dict(tree["optimizer"])
+        for group, rates in zip(self._groups(), self._rates, strict=False):
+            group.update(rates)
         if self.scheduler is not None:
             if hasattr(self.scheduler, "num_steps"):  # Megatron's adds what it loads to where it stands
                 self.scheduler.num_steps = 0
             self.scheduler.load_state_dict(tree["scheduler"])
         if self.generators is not None and tree.get("generators") is not None:
             self.generators.resume(tree["generators"])
+        told = tree.get("registered", {})
+        for name, one in self.registered.items():
+            if name in told:  # a state of before it was registered leaves it as it is
+                one.load_state_dict(told[name])
         return int(tree["iteration"]), float(tree["loss"])
 
     def require_fitting(self, tree: dict[str, Any]) -> None:

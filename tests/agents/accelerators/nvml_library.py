@@ -24,6 +24,7 @@ class Gpu:
     uuid: str
     fields: dict[tuple[int, int], int] = field(default_factory=dict)
     ecc: dict[int, int] = field(default_factory=dict)
+    corrected: dict[int, int] = field(default_factory=dict)
     rows: tuple[int, int, int, int] | None = None
     links: list[int] = field(default_factory=list)
     reasons: int = 0
@@ -89,10 +90,10 @@ class Library:
         gpu = self.gpus[_index(device)]
         if gpu.is_lost:
             return pynvml.NVML_ERROR_GPU_IS_LOST
-        assert kind.value == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        if counter.value not in gpu.ecc:
+        counts = gpu.ecc if kind.value == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else gpu.corrected
+        if counter.value not in counts:
             return pynvml.NVML_ERROR_NOT_SUPPORTED
-        count._obj.value = gpu.ecc[counter.value]
+        count._obj.value = counts[counter.value]
         return pynvml.NVML_SUCCESS
 
     def nvmlDeviceGetRemappedRows(self, device: Any, *counts: Any) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from agents.accelerators.diagnosis import History, diagnose
 from agents.accelerators.readings import XidSeen
-from agents.accelerators.xids import XIDS, is_known, xid
+from agents.accelerators.xids import XIDS, Xid, is_known, xid
 from unicrond.core.severity import SEVERITY
 
 FAULTS = (Path(__file__).parents[3] / "docs" / "operate" / "faults.md").read_text()
@@ -45,13 +45,11 @@ def test_an_unknown_code_restarts_one_process_and_is_named() -> None:
 def test_the_document_has_the_very_table() -> None:
     section = FAULTS.partition("## Accelerators")[2].partition("\n## ")[0]
     told = re.findall(r"^\| ([\d, ]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
-    table = [
-        (", ".join(map(str, row.codes)), row.meaning, row.advice, _response(row.kind, row.recurring)) for row in XIDS
-    ]
+    table = [(", ".join(map(str, row.codes)), row.meaning, row.advice, _response(row)) for row in XIDS]
     assert [tuple(cell.strip() for cell in row) for row in told] == table
 
 
-def _response(kind: str | None, recurring: bool) -> str:
-    if kind is None:
-        return "reported only"
-    return f"`{kind}`, {SEVERITY[kind].name}" + ("; SEV1 when it recurs" if recurring else "")
+def _response(row: Xid) -> str:
+    if row.kind is None:
+        return "[foretells a failure](#a-failure-that-is-foretold)" if row.foretells else "reported only"
+    return f"`{row.kind}`, {SEVERITY[row.kind].name}" + ("; SEV1 when it recurs" if row.recurring else "")

@@ -11,8 +11,10 @@ from typing import Literal, TypeAlias, get_args
 
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 
-System: TypeAlias = Literal["unicrond", "torchrun", "torchft"]
+#: `unicrond-follow`: with sums that follow the deal (`numerics: follow`).
+System: TypeAlias = Literal["unicrond", "unicrond-follow", "torchrun", "torchft"]
 SYSTEMS: tuple[System, ...] = get_args(System)
+OURS: tuple[System, ...] = ("unicrond", "unicrond-follow")
 #: Samples of 64 tokens in a micro-batch, by ranks.
 SAMPLES = {2: 8, 3: 4, 4: 3, 6: 2}
 MICRO_BATCHES_PER_RANK = 4

@@ -1,6 +1,7 @@
 """Measure cells: kill one rank in mid-iteration, again and again, and write down what became of it.
 
     python -m tests.benchmarks.recovery.measure --systems unicrond torchrun torchft --ranks 3 --repetitions 5 --rounds 2
+    python -m tests.benchmarks.recovery.measure --systems unicrond unicrond-follow --ranks 3
     python -m tests.benchmarks.recovery.measure --systems unicrond --ranks 3 --faults node move --repetitions 5
     python -m tests.benchmarks.recovery.report
 
@@ -28,7 +29,7 @@ from typing import Any
 
 from agents.trainer import corpus
 from tests.benchmarks.recovery import moves
-from tests.benchmarks.recovery.cell import CALM_STEPS, SAMPLES, STEADY_STEPS, SYSTEMS, Cell
+from tests.benchmarks.recovery.cell import CALM_STEPS, OURS, SAMPLES, STEADY_STEPS, SYSTEMS, Cell
 from tests.benchmarks.recovery.figures import NotYet, Recovery, budget, lost_ms, recovery, steady_ms
 from tests.benchmarks.recovery.systems import START, default_peers
 from tests.benchmarks.recovery.waiting import steady, until
@@ -67,7 +68,7 @@ async def kills(cell: Cell, data: Path, directory: Path, peers: Path) -> dict[st
             windows.append((since_us, now_us()))
             delay_us = random_numbers.randrange(40_000)
             killed, result = await one_kill(traces, cell, directory, processes[number % cell.ranks], delay_us)
-            stages = await unicrond_stages(running, traces, killed, result) if cell.system == "unicrond" else {}
+            stages = await unicrond_stages(running, traces, killed, result) if cell.system in OURS else {}
             deaths.append(killed)
             found.append({**asdict(result), "stages": stages})
             tell(cell, found[-1])
@@ -159,7 +160,7 @@ def show_logs(directory: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["unicrond", "torchrun", "torchft"])
     parser.add_argument("--ranks", nargs="+", type=int, choices=SAMPLES, default=[*SAMPLES])
     parser.add_argument("--faults", nargs="+", choices=["kill", "none", *moves.MEASURE], default=["kill"])
     parser.add_argument("--repetitions", type=int, default=5, help="faults in each round (5)")

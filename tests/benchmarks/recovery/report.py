@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.recovery.cell import SYSTEMS
+from tests.benchmarks.recovery.cell import OURS, SYSTEMS
 from tests.benchmarks.recovery.figures import STAGES
 from tests.benchmarks.recovery.measure import RESULTS
 
 Rows = list[dict[str, Any]]
-_COLOURS = {"unicrond": "#1b6ca8", "torchrun": "#b0b0b0", "torchft": "#e08e45"}
+_COLOURS = {"unicrond": "#1b6ca8", "unicrond-follow": "#7fb3d5", "torchrun": "#b0b0b0", "torchft": "#e08e45"}
 
 
 def cells(rows: Rows, fault: str, **wanted: object) -> Rows:
@@ -76,10 +76,10 @@ def kill_table(rows: Rows, paced_s: float) -> list[str]:
     return table(head, lines)
 
 
-def budget_table(rows: Rows, paced_s: float) -> list[str]:
+def budget_table(rows: Rows, paced_s: float, system: str) -> list[str]:
     """Medians by stage; what of it was training compute."""
-    counts = sorted({row["ranks"] for row in cells(rows, "kill", system="unicrond", paced_s=paced_s)})
-    found = {ranks: faults(cells(rows, "kill", system="unicrond", ranks=ranks, paced_s=paced_s)) for ranks in counts}
+    counts = sorted({row["ranks"] for row in cells(rows, "kill", system=system, paced_s=paced_s)})
+    found = {ranks: faults(cells(rows, "kill", system=system, ranks=ranks, paced_s=paced_s)) for ranks in counts}
 
     def line(name: str, value: Callable[[dict[str, Any]], float]) -> tuple[str, ...]:
         return (name, *(spread((value(fault) for fault in found[ranks]), 1) for ranks in counts))
@@ -148,7 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: Rows = [json.loads(line) for line in lines]
     for paced_s in sorted({row["paced_s"] for row in rows}):
         print(f"\npaced {paced_s} s" if paced_s else "\nreal compute")
-        print(*kill_table(rows, paced_s), "", *budget_table(rows, paced_s), "", *moves_table(rows, paced_s), sep="\n")
+        print(*kill_table(rows, paced_s), "", sep="\n")
+        for system in OURS:
+            if cells(rows, "kill", system=system, paced_s=paced_s):
+                print(f"{system}:", "", *budget_table(rows, paced_s, system), "", sep="\n")
+        print(*moves_table(rows, paced_s), sep="\n")
     if chosen.plot:
         plot(rows, chosen.plot)
 

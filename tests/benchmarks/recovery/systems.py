@@ -48,6 +48,8 @@ async def unicrond(cell: Cell, data: Path, directory: Path, peers: Path) -> Asyn
 def submission(cell: Cell, data: Path, directory: Path) -> dict[str, Any]:
     """The cell's task as people submit it."""
     task: dict[str, Any] = msgspec.to_builtins(cell.task(str(data)))
+    del task["accumulation"]
+    task["numerics"] = "follow" if cell.system == "unicrond-follow" else "fixed"
     return {**task, "entry": str(HERE / "unicrond_gpt.py"), "args": [str(directory), str(cell.paced_s)]}
 
 
@@ -94,6 +96,7 @@ async def torchft(cell: Cell, data: Path, directory: Path, peers: Path) -> Async
 
 START: dict[System, Callable[[Cell, Path, Path, Path], AbstractAsyncContextManager[Any]]] = {
     "unicrond": unicrond,
+    "unicrond-follow": unicrond,
     "torchrun": torchrun,
     "torchft": torchft,
 }

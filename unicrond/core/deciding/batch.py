@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from events import vocabulary as v
 from events.schemas import TOLD_ONCE, lowered, readable
 from unicrond.core.state import NodeStatus, Task, Worker, WorkerStatus
@@ -21,6 +23,8 @@ class Batch:
         #: Per node, how many workers this batch starts there.
         self.started: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}
+        #: Workers whose end it orders.
+        self._stopped: set[str] = set()
 
     def occupied(self, node: str) -> int:
         """Slots in use on the node, by every process that is not known to be gone, and what this batch starts."""
@@ -28,10 +32,12 @@ class Batch:
 
     def add(self, event: v.AnyEvent, readers: Iterable[int] = ()) -> None:
         """Takes a decision into the batch in its reader's schema; what the reader does not know is left out. `readers`:
-        the schemas of the nodes that read it themselves."""
+        the schemas of the nodes that read it themselves. A command is for the agent that is known now."""
         schema = min([self.state.schema, *readers])
         if isinstance(event, v.Command):
-            schema = min(schema, self.state.nodes[event.node].schema)
+            node = self.state.nodes[event.node]
+            schema = min(schema, node.schema)
+            event = replace(event, agent_boot=node.agent_boot)
         told = lowered(event, schema)
         if told is not None:
             self.events.append(told)
@@ -61,6 +67,9 @@ class Batch:
         node = self.state.nodes.get(worker.node)
         if node is None or node.status is not NodeStatus.UP or worker.status is WorkerStatus.STOPPING:
             return
+        if worker.worker in self._stopped:
+            return  # one reason is enough
+        self._stopped.add(worker.worker)
         self.add(
             v.StopWorker(
                 command_id=self.command_id(worker.node),

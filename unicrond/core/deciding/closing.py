@@ -38,6 +38,7 @@ def close_incident(batch: Batch, incident: Incident, fresh: bool) -> None:
             detection_flop=detection_flop,
             transition_flop=transition_flop,
             sub_health_flops=min(sub_health_flops(state), FLOPS_MAX),
+            micro_batches_lost=incident.micro_batches_lost,
         )
     )
 
@@ -70,7 +71,8 @@ def _outcome(state: ClusterState, incident: Incident) -> str:
         source = _SOURCES.get(incident.state_from, incident.state_from)
         whole = any(state.tasks[name].spec.optimizer.distributed for name in incident.tasks if name in state.tasks)
         what = "whole optimizer state" if whole else "replica"
-        parts.append(f"no {what} survived: {incident.iterations_lost} iterations lost, state from {source}")
+        thrown = f", {incident.micro_batches_lost} finished micro-batches" if incident.micro_batches_lost else ""
+        parts.append(f"no {what} survived: {incident.iterations_lost} iterations{thrown} lost, state from {source}")
     return "; ".join(parts)[:1024] or "no task affected"
 
 

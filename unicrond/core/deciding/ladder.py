@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from events import vocabulary as v
 from unicrond.core import blame
+from unicrond.core.deciding import departing
 from unicrond.core.deciding.batch import Batch
 from unicrond.core.ordered_map import in_order
 from unicrond.core.policy import Policy
@@ -166,7 +167,8 @@ def _others_left(state: ClusterState, accused: set[str]) -> bool:
 
 
 def isolate_nodes(batch: Batch, policy: Policy) -> None:
-    """Isolate nodes that return from loss too often, have SEV1 incidents or are proven at fault, if others are left."""
+    """Isolate nodes that return from loss too often, have SEV1 incidents or are proven at fault, if others are left;
+    and those that are expected to fail, if they can be spared."""
     state = batch.state
     struck = [found for task in state.active for found in _at_fault(state, task, policy)]
     if not _others_left(state, {node for node, _ in struck}):
@@ -175,7 +177,7 @@ def isolate_nodes(batch: Batch, policy: Policy) -> None:
     blamed = [i for i in state.incidents.values() if i.severity is Severity.SEV1 and i.kind != "node_lost"]
     accused = {node for node, _ in struck} | {incident.node for incident in blamed}
     flaps_max = policy.flaps_max
-    named = dict.fromkeys([*batch.survey.nodes.returned, *accused])
+    named = dict.fromkeys([*batch.survey.nodes.returned, *batch.survey.nodes.foretold, *accused])
     for name in in_order(state.nodes, [name for name in named if name in state.nodes]):
         node = state.nodes[name]
         if node.isolated or node.status is not NodeStatus.UP:
@@ -185,5 +187,7 @@ def isolate_nodes(batch: Batch, policy: Policy) -> None:
         flaps = [at_us for at_us in node.returns_us if at_us > state.now_us - window_us]
         if len(flaps) >= flaps_max:
             reasons.append(f"flapping: lost and returned {_times(len(flaps))} within {policy.flap_window_s:g} s")
+        if node.foretold and departing.can_spare(batch, node):
+            reasons.append(f"its failure is expected: {node.foretold}")
         if reasons:
             batch.add(v.NodeIsolated(node=node.name, until_us=None, reason=reasons[0][:1024]))

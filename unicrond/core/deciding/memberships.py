@@ -11,7 +11,7 @@ from events.schemas import TOLD_ONCE
 from events.seats import cut, runs_of
 from unicrond.core import memory_places, reconcile
 from unicrond.core.deciding.batch import Batch
-from unicrond.core.reshaping import is_in_place
+from unicrond.core.reshaping import change, is_in_place
 from unicrond.core.state import ClusterState, Incident, NodeStatus, Severity, Task, TaskStatus, WorkerStatus
 from unicrond.core.survey import Survey
 from unicrond.core.task_rules import members_told_at_most
@@ -93,8 +93,8 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
 def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
     """The next step of a task to another layout: hand over and park, end, be described anew."""
     if is_in_place(task.spec, asked) or task.at_rest:
-        fields = ("task", "tp", "pp", "min_workers", "max_workers", "reason")
-        batch.add(v.TaskReshaped(**{name: getattr(asked, name) for name in fields}))
+        fields = ("task", "tp", "pp", "min_workers", "max_workers", "reason", "iterations", "lr")
+        batch.add(v.TaskReshaped(**{name: getattr(asked, name) for name in fields}, plan=task.reshaping.plan))
         return
     if mend(batch, task):
         return
@@ -103,8 +103,7 @@ def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
     if task.leavers or (with_state and (not task.confirmed or any(_breaks(batch.state, task)))):
         return  # on the way from one group to the next, or about to be
     if members and with_state:
-        before, after = (f"tp {form.tp}, pp {form.pp}" for form in (task.spec, asked))
-        set_membership(batch, task, (), urgent=False, reason=f"{before} becomes {after}: all leave", handover=True)
+        set_membership(batch, task, (), urgent=False, reason=f"{change(task.spec, asked)}: all leave", handover=True)
         return
     broken = batch.survey.staffing(task).broken  # those end anyway, as those that have parked do
     for worker in task.workers.values():

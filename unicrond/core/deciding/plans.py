@@ -9,11 +9,12 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.seats import compact
+from unicrond.core import departures, turns
 from unicrond.core.plan_problems import healthy_problem_of, present_replicas, problem_of
 from unicrond.core.planning.placement import Shape, place
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution
-from unicrond.core.state import ClusterState, Node, NodeStatus
+from unicrond.core.state import ClusterState, Node, NodeStatus, Task
 from unicrond.core.survey import Survey
 from unicrond.core.waf import waf
 
@@ -33,19 +34,34 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
     if solution is None or healthy is None:
         return None
     state, active = survey.state, survey.active
-    shapes = {task.name: Shape(task.spec.tp, task.spec.pp) for task in active}
+    shapes = {task.name: shape for task, shape in zip(active, solution.shapes, strict=True)}
     counts = {
-        task.name: workers // task.spec.replica_workers for task, workers in zip(active, solution.workers, strict=True)
+        task.name: workers // shapes[task.name].workers for task, workers in zip(active, solution.workers, strict=True)
     }
-    placed = place(counts, shapes, survey.capacity, {task.name: present_replicas(survey, task) for task in active})
+    present = {
+        task.name: [] if layout else present_replicas(survey, task)
+        for task, layout in zip(active, solution.layouts, strict=True)
+    }
+    placed = place(counts, shapes, survey.capacity, present)
+    if placed.short and solution.problem.seats:
+        anew = place(counts, shapes, survey.capacity, {})
+        placed = placed if anew.short else anew  # there is room, if more than a few move
     assignments = []
     for task in active:
-        replicas = placed.replicas[task.name]
-        workers = len(replicas) * task.spec.replica_workers
+        replicas, shape = placed.replicas[task.name], shapes[task.name]
+        workers = len(replicas) * shape.workers
         if workers < task.spec.min_workers:
             replicas, workers = (), 0  # what could not be seated together is worth nothing
+        chosen = shape if task.spec.layouts and workers else Shape(0, 0)
         assignments.append(
-            v.TaskAssignment(task=task.name, workers=workers, replicas=replicas, waf=waf(task, workers, survey.linear))
+            v.TaskAssignment(
+                task=task.name,
+                workers=workers,
+                replicas=replicas,
+                waf=waf(task, workers, survey.linear, shape if chosen.tp else None),
+                tp=chosen.tp,
+                pp=chosen.pp,
+            )
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
     return v.PlanAdopted(
@@ -64,14 +80,16 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
 def in_runs(survey: Survey, plan: v.PlanAdopted) -> v.PlanAdopted:
     """The plan with runs of nodes instead of a name for each worker."""
     sizes = {task.name: task.spec.replica_workers for task in survey.active}
-    return replace(plan, assignments=tuple([compact(each, sizes[each.task]) for each in plan.assignments]))
+    runs = [compact(each, each.tp * each.pp or sizes[each.task]) for each in plan.assignments]
+    return replace(plan, assignments=tuple(runs))
 
 
 def _transition_flop(solution: Solution) -> float:
     """What the change is expected to cost: what its tasks would have achieved meanwhile."""
-    problem = solution.problem
-    moved = [task for task, workers in solution if task.faulty or workers != task.workers]
-    cost = sum((task.waf(task.workers) * Fraction(problem.transition_of(task)) for task in moved), Fraction(0))
+    problem, cost = solution.problem, Fraction(0)
+    for (task, workers), layout in zip(solution, solution.layouts, strict=True):
+        if task.faulty or layout or workers != task.workers:
+            cost += task.waf(task.workers) * Fraction(problem.time_of(task, workers, layout))
     return float(cost / _SECOND_US)
 
 
@@ -80,8 +98,9 @@ def _trigger(state: ClusterState) -> str:
     planned = {node for a in state.plan.assignments.values() for nodes in a.replicas for node in nodes}
     changes = [f"node {n.name} {_why_not(n)}" for n in state.nodes.values() if n.name in planned and not n.schedulable]
     changes += [f"node {n.name} joined" for n in state.nodes.values() if n.joined_us > state.plan.adopted_us]
-    changes += [f"task {t.name} reshaped" for t in state.active if t.reshaping.reshaped_us > state.plan.adopted_us]
+    changes += [f"task {t.name} reshaped" for t in state.active if _was_reshaped(state, t)]
     changes += [f"node {n.name} cordoned" for n in state.nodes.values() if n.cordoned and n.schedulable]
+    changes += [told for t in state.active if (told := turns.changed_since(state, t, state.plan.adopted_us))]
     active = [task.name for task in state.active]
     changes += [f"task {name} launched" for name in active if name not in state.plan.assignments]
     changes += [
@@ -90,8 +109,17 @@ def _trigger(state: ClusterState) -> str:
     return ", ".join(changes)[:1024] or "nodes changed"
 
 
+def _was_reshaped(state: ClusterState, task: Task) -> bool:
+    """A person has given it another layout, or other bounds, since the last plan."""
+    assignment = state.plan.assignments.get(task.name)
+    by_plan = assignment is not None and (assignment.tp, assignment.pp) == (task.spec.tp, task.spec.pp)
+    return task.reshaping.reshaped_us > state.plan.adopted_us and not by_plan
+
+
 def _why_not(node: Node) -> str:
     """Why the node is not schedulable."""
     if node.status is not NodeStatus.UP:
         return node.status.value
-    return "isolated" if node.isolated else "drained"
+    if node.isolated or not node.draining:
+        return "isolated" if node.isolated else "leaving"
+    return f"drained ({departures.told(node)})" if node.empty_by_us else "drained"

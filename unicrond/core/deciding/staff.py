@@ -77,7 +77,8 @@ def _start_together(batch: Batch, task: Task, node: str, starts: list[v.Start]) 
 def end_unwanted(batch: Batch, task: Task) -> None:
     """Strays, workers given up, parked ones, the rest of broken replicas, and all of an ended task."""
     broken = batch.survey.staffing(task).broken
-    every = task.workers.values() if task.status is not TaskStatus.ACTIVE or broken else task.apart
+    overdue = [name for name in batch.survey.nodes.dated if batch.state.nodes[name].overdue]
+    every = task.workers.values() if task.status is not TaskStatus.ACTIVE or broken or overdue else task.apart
     for worker in every:
         if task.status is not TaskStatus.ACTIVE:
             batch.stop(task, worker, f"task {task.status.value}")
@@ -87,3 +88,5 @@ def end_unwanted(batch: Batch, task: Task) -> None:
             batch.stop(task, worker, "it left its group")
         elif worker.replica in broken:
             batch.stop(task, worker, "another rank of its replica is lost")
+        elif worker.node in overdue:
+            batch.stop(task, worker, f"node {worker.node} was to be empty by now")

@@ -5,6 +5,7 @@ Rules
 * It belongs to the incident of the worker on it, as if the worker had reported it (`incidents.blame`).
 * Without a worker on it, a fault that would restart a process has no effect; one that takes the node out of
   service does so before somebody is started there.
+* What foretells a failure is an incident of no worker: the node is emptied and checked (departures.py).
 * What the hardware needs is remembered until the node is readmitted: isolation.py says what that asks for.
 * A node that is isolated already is not isolated again by an unused accelerator.
 """
@@ -26,8 +27,12 @@ from unicrond.core.state import ClusterState, NodeStatus, Severity, TaskStatus
 def accelerator_reported(state: ClusterState, event: v.AcceleratorReported, envelope: Envelope) -> ClusterState:
     """A driver's error: an incident of the worker on the accelerator or, at SEV1 without one, of the node."""
     node = state.nodes.get(event.node)
-    if event.kind is None or node is None or node.status is not NodeStatus.UP:
+    if node is None or node.status is not NodeStatus.UP:
         return state
+    if event.kind is None:
+        expected = event.foretells and not node.isolated
+        message = f"{event.accelerator}: {event.message}"[:1024]
+        return with_node(state, replace(node, foretold=message)) if expected else state
     if severity_of(event.kind, state.severity) is Severity.SEV1:
         node = isolation.broken(node, event.needs)
         state = with_node(state, node)

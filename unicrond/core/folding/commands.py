@@ -12,7 +12,7 @@ from events.seats import starts, starts_of
 from unicrond.core import isolation
 from unicrond.core.changes import with_moved, with_node, with_task, with_worker, without_workers, worker_known
 from unicrond.core.folding import strikes
-from unicrond.core.state import UNREAD_MAX, ClusterState, Task, Worker, WorkerStatus
+from unicrond.core.state import UNREAD_MAX, ClusterState, NodeStatus, Task, Worker, WorkerStatus
 from unicrond.core.task_parts import Numbers
 from unicrond.core.worker_life import can_move, status_after
 
@@ -24,7 +24,8 @@ def count_command(state: ClusterState, node: str) -> ClusterState:
 
 
 def start_worker(state: ClusterState, event: v.StartWorker, _: Envelope) -> ClusterState:
-    """A new worker is starting; a worker id that the task knows already is not begun again."""
+    """A new worker is starting; a worker id that the task knows already is not begun again. A void command starts
+    none: its agent is gone, and with it the run directory."""
     return _starting(count_command(state, event.node), event)
 
 
@@ -40,6 +41,14 @@ def _starting(state: ClusterState, event: v.StartWorker) -> ClusterState:
     task = state.tasks.get(event.spec.name)
     if task is None or event.worker in task.workers:
         return state
+    number = int(event.worker.rpartition(".")[2])
+    numbers = Numbers(
+        next_worker=max(task.numbers.next_worker, number + 1),
+        next_replica=max(task.numbers.next_replica, event.replica + 1),
+    )
+    task, node = replace(task, numbers=numbers), state.nodes.get(event.node)
+    if node is not None and 0 < event.agent_boot < node.since_boot:
+        return with_task(state, task)
     worker = Worker(
         worker=event.worker,
         node=event.node,
@@ -48,12 +57,7 @@ def _starting(state: ClusterState, event: v.StartWorker) -> ClusterState:
         status=status_after(None, v.StartWorker),
         command_id=event.command_id,
     )
-    number = int(event.worker.rpartition(".")[2])
-    numbers = Numbers(
-        next_worker=max(task.numbers.next_worker, number + 1),
-        next_replica=max(task.numbers.next_replica, event.replica + 1),
-    )
-    return with_task(state, with_worker(replace(task, numbers=numbers), worker))
+    return with_task(state, with_worker(task, worker))
 
 
 def stop_worker(state: ClusterState, event: v.StopWorker, _: Envelope) -> ClusterState:
@@ -107,10 +111,15 @@ def command_failed(state: ClusterState, event: v.CommandFailed, envelope: Envelo
         state, is_new = _learn_what_it_reads(state, event)
         if is_new:
             return _unread(state, event)
+    node = state.nodes.get(event.node)
     for task, worker in _commanded(state, event):
         if worker.status is WorkerStatus.STARTING:
+            without = with_task(state, without_workers(task, [worker.worker]))
+            # It leaves, or a start that was decided before its end was known came after it.
+            if node is not None and (node.leaving or node.status is NodeStatus.LEFT):
+                return without
             return strikes.strike(
-                with_task(state, without_workers(task, [worker.worker])),
+                without,
                 task=task.name,
                 worker=worker,
                 kind="start_failed",

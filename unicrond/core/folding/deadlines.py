@@ -6,12 +6,19 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
-from unicrond.core import isolation
+from unicrond.core import departures, isolation, turns
 from unicrond.core.changes import with_incident, with_task
-from unicrond.core.folding import incidents, strikes
+from unicrond.core.folding import incidents, nodes, strikes
 from unicrond.core.folding.incidents import Fact, is_symptom
 from unicrond.core.incident_life import Befalls, moved
 from unicrond.core.state import ClusterState, Task, Worker, WorkerStatus
+
+_ELSEWHERE = {
+    **dict.fromkeys(("isolation", "check"), isolation.deadline_passed),
+    **dict.fromkeys(("drain", "empty", "window"), departures.deadline_passed),
+    "forget": nodes.forget_deadline_passed,
+    **dict.fromkeys(("wait", "turn"), turns.deadline_passed),
+}
 
 
 def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Envelope) -> ClusterState:
@@ -21,8 +28,8 @@ def deadline_passed(state: ClusterState, event: v.DeadlinePassed, envelope: Enve
         incident = state.incidents[subject]
         meant = (kind == "symptom") == incidents.is_symptom(incident)
         return with_incident(state, moved(incident, Befalls.TIME_IS_UP)) if meant else state
-    if kind in ("isolation", "check"):
-        return isolation.deadline_passed(state, kind, subject)
+    if kind in _ELSEWHERE:
+        return _ELSEWHERE[kind](state, kind, subject)
     if kind == "regroup":
         name, _, generation = subject.partition("#")
         task = state.tasks.get(name)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from unicrond.core.changes import with_incident
 from unicrond.core.incident_life import Befalls, moved
 from unicrond.core.severity import severity_of
-from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus
+from unicrond.core.state import ClusterState, Incident, Severity, Task, TaskStatus, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,4 +163,19 @@ def lose_workers_of(
     symptoms = sum(1 + incident.symptoms for incident in explained)
     detected_us = min([opened.detected_us, *(incident.detected_us for incident in explained)])
     redone = sum(incident.redone for incident in explained)
-    return with_incident(state, replace(opened, symptoms=symptoms, detected_us=detected_us, redone=redone))
+    computed = {key: value for incident in explained for key, value in incident.computed.items()}
+    lost = sum(incident.micro_batches_lost for incident in explained)
+    opened = replace(opened, symptoms=symptoms, detected_us=detected_us, redone=redone, computed=computed)
+    return with_incident(state, replace(opened, micro_batches_lost=lost))
+
+
+def ended_with(state: ClusterState, task: str, worker: Worker, iteration: int, computed: int) -> ClusterState:
+    """The worker has ended, and so many micro-batches of that iteration with it. All shards of a replica compute the
+    same ones."""
+    for incident in state.incidents.values():
+        if task in incident.generations and computed:
+            key = f"{task}/{worker.replica}"
+            most = max(incident.computed.get(key, (0, 0)), (iteration, computed))
+            state = with_incident(state, replace(incident, computed=incident.computed | {key: most}))
+            break
+    return state

@@ -7,11 +7,12 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from events.schemas import LEAD_TELLS, TOLD_ONCE, spoken_schema
-from unicrond.core import isolation
+from unicrond.core import departures, forgetting, isolation
 from unicrond.core.changes import stray, with_incident, with_node, with_task, with_worker, without_workers
 from unicrond.core.folding import commands, incidents, injections, kept_states, logins, strikes
 from unicrond.core.incident_life import Befalls, moved
-from unicrond.core.ordered_map import put_all
+from unicrond.core.ordered_map import put_all, without
+from unicrond.core.requests import other_agent
 from unicrond.core.state import RETURNS_MAX, ClusterState, Node, NodeStatus, Severity, WorkerStatus
 from unicrond.core.worker_life import status_after
 
@@ -19,6 +20,8 @@ from unicrond.core.worker_life import status_after
 def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
     """A node is up with what its agent tells of it; workers that its agent does not run any more are lost."""
     old = state.nodes.get(event.node)
+    if old is not None and old.forgetting and old.status is not NodeStatus.UP:
+        state, old = _without(state, old.name), None
     node = Node(
         name=event.node,
         status=NodeStatus.UP,
@@ -35,6 +38,11 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         cordoned=old.cordoned if old else False,
         draining=old.draining if old else False,
         cordon_reason=old.cordon_reason if old else "",
+        until_return=old.until_return if old else False,
+        empty_by_us=old.empty_by_us if old else 0,
+        overdue=old.overdue if old else False,
+        window=old.window if old else "",
+        foretold=old.foretold if old else "",
         returns_us=old.returns_us if old else (),
         injected=old.injected if old else False,
         reason=old.reason if old and old.isolated else "",
@@ -43,13 +51,22 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         schema=spoken_schema(event.version),
         isolation=old.isolation if old else None,
         needs=old.needs if old else "",
+        users=event.users,
+        since_boot=event.since_boot,
+        forgetting=old.forgetting if old else "",
     )
-    if old is not None and old.status is NodeStatus.LOST:
+    if old is not None and old.until_return and old.agent_boot != event.agent_boot and not event.workers:
+        node = departures.uncordoned(node)
+    if old is None:
+        node = departures.wanted_by_windows(state, node)
+    if old is not None and old.status is NodeStatus.LOST and not old.may_go:
         node = _came_back(state, node)
     state = kept_states.forget_kept(with_node(state, node), event.node)  # what it still holds it tells next
     if old is not None and old.agent_boot != event.agent_boot:
         state = isolation.check_lost(state, event.node, "its agent was replaced")
-    state = logins.used(_reconcile_workers(state, event, envelope), event.node)
+    planned = old is not None and old.left_on_purpose
+    void = old is not None and old.agent_boot < event.since_boot
+    state = logins.used(_reconcile_workers(state, event, envelope, planned=planned, void=void), event.node)
     if old is not None and any(old.schema >= since > node.schema for since in (TOLD_ONCE, LEAD_TELLS)):
         state = commands.unheard(state, event.node)  # its new agent does not read what this one was told
     return state
@@ -61,8 +78,11 @@ def _came_back(state: ClusterState, node: Node) -> Node:
     return replace(node, returns_us=(*node.returns_us, state.now_us)[-RETURNS_MAX:])
 
 
-def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envelope) -> ClusterState:
-    """What the agent found alive, against what the log believed of this node."""
+def _reconcile_workers(
+    state: ClusterState, event: v.NodeJoined, envelope: Envelope, *, planned: bool, void: bool
+) -> ClusterState:
+    """What the agent found alive, against what the log believed of this node. `planned`: the agent before has ended on
+    purpose, and its workers with it. `void`: what was commanded before does not count any more."""
     alive = {running.worker for running in event.workers}
     missing: dict[str, list[str]] = {}
     before = state.by_node
@@ -71,9 +91,10 @@ def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envel
             w.worker
             for w in (task.workers[name] for name in before.of_task(event.node, task.name))
             # A worker without a pid was commanded only: the command still waits for the agent.
-            if w.worker not in alive and (w.pid or w.status is WorkerStatus.LOST)
+            if w.worker not in alive and (w.pid or w.status is WorkerStatus.LOST or void)
         ]
-        expected = [name for name in dead if not task.workers[name].alive]
+        never = [name for name in dead if not task.workers[name].pid]
+        expected = [name for name in dead if planned or name in never or not task.workers[name].alive]
         if expected:
             state = with_task(state, without_workers(task, expected))
         if len(dead) > len(expected):
@@ -98,13 +119,22 @@ def _reconcile_workers(state: ClusterState, event: v.NodeJoined, envelope: Envel
     return state
 
 
+def node_leaving(state: ClusterState, event: v.NodeLeaving, _: Envelope) -> ClusterState:
+    """The agent has announced its end: the node is drained."""
+    node = state.nodes.get(event.node)
+    if node is None or node.status is NodeStatus.LEFT:
+        return state
+    return with_node(state, replace(node, leaving=True))
+
+
 def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterState:
     """The node has gone in order: its workers have ended, and it keeps no state."""
     node = state.nodes.get(event.node)
     if node is None:
         return state
     state = injections.forget_injections(state, event.node)
-    state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason))
+    left_us = state.now_us if forgetting.is_known(state) else 0
+    state = with_node(state, replace(node, status=NodeStatus.LEFT, reason=event.reason, left_us=left_us))
     state = isolation.check_lost(state, event.node, "the node left")
     state = kept_states.forget_kept(state, event.node)
     before = state.by_node
@@ -116,7 +146,7 @@ def node_left(state: ClusterState, event: v.NodeLeft, _: Envelope) -> ClusterSta
 
 
 def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> ClusterState:
-    """The node is lost, and each of its live workers with it: an incident."""
+    """The node is lost, and each of its live workers with it: an incident, unless its agent has announced its end."""
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.UP:
         return state
@@ -129,14 +159,15 @@ def node_lost(state: ClusterState, event: v.NodeLost, envelope: Envelope) -> Clu
         for task in state.tasks.values()
     }
     gone = {task: workers for task, workers in gone.items() if workers}
-    state = incidents.lose_workers_of(
-        state,
-        event.node,
-        gone,
-        kind="node_lost",
-        message=event.reason,
-        occurred_us=event.evidence.beat_at_us or envelope.observed_at_us,
-    )
+    if not node.may_go:
+        state = incidents.lose_workers_of(
+            state,
+            event.node,
+            gone,
+            kind="node_lost",
+            message=event.reason,
+            occurred_us=event.evidence.beat_at_us or envelope.observed_at_us,
+        )
     for task in state.tasks.values():
         on_node = {
             w.worker: replace(w, status=status_after(w.status, v.NodeLost))
@@ -152,7 +183,8 @@ def node_returned(state: ClusterState, event: v.NodeReturned, _: Envelope) -> Cl
     node = state.nodes.get(event.node)
     if node is None or node.status is not NodeStatus.LOST:
         return state
-    return with_node(state, _came_back(state, replace(node, status=NodeStatus.UP, reason="")))
+    node = replace(node, status=NodeStatus.UP, reason="")
+    return with_node(state, node if node.may_go else _came_back(state, node))
 
 
 def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> ClusterState:
@@ -183,14 +215,14 @@ def node_isolated(state: ClusterState, event: v.NodeIsolated, _: Envelope) -> Cl
 
 
 def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -> ClusterState:
-    """The isolation is over, and what the node was suspected of is forgotten."""
+    """The isolation is over, and what the node was suspected of is forgotten; see `strikes.readmitted`."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolated:
         return state
     state = with_node(state, isolation.ended(node))
     for task in state.tasks.values():
         if task.troubles.names(event.node) or event.node in task.troubles.ends:
-            held = strikes.acquit(task.troubles, {event.node}, calm=True)
+            held = strikes.readmitted(task.troubles, event.node)
             state = with_task(state, replace(task, troubles=held))
     return state
 
@@ -198,15 +230,78 @@ def node_readmitted(state: ClusterState, event: v.NodeReadmitted, _: Envelope) -
 def node_cordoned(state: ClusterState, event: v.NodeCordoned, _: Envelope) -> ClusterState:
     """A person takes the node out of use; with `drain` its workers are to move away."""
     node = state.nodes.get(event.node)
-    if node is None:
+    if node is None or other_agent(state, event):
         return state
-    return with_node(state, replace(node, cordoned=True, draining=event.drain, cordon_reason=event.reason))
+    return with_node(state, departures.cordoned(node, event))
 
 
 def node_uncordoned(state: ClusterState, event: v.NodeUncordoned, _: Envelope) -> ClusterState:
     """A person gives the node back: its isolation's past is forgiven too."""
     node = state.nodes.get(event.node)
-    if node is None:
+    if node is None or other_agent(state, event):
         return state
-    node = isolation.pardoned(state, node, event.reason)
-    return with_node(state, replace(node, cordoned=False, draining=False, cordon_reason=""))
+    return with_node(state, replace(departures.uncordoned(isolation.pardoned(state, node, event.reason)), foretold=""))
+
+
+#: How the reason begins of a cordon that the machine's keeper wants, and no person of this cluster.
+OF_MACHINE = "machine: "
+
+
+def machine_reported(state: ClusterState, event: v.MachineReported, _: Envelope) -> ClusterState:
+    """The machine's keeper wants it cordoned, drained, or in use; what a person has said here stays."""
+    node = state.nodes.get(event.node)
+    if node is None or (node.cordoned and not node.cordon_reason.startswith(OF_MACHINE)):
+        return state
+    if not event.hold:
+        free = departures.wanted_by_windows(state, departures.uncordoned(node))
+        return with_node(state, free) if node.cordoned else state
+    why = f"{OF_MACHINE}{event.reason}"[:1024]
+    return with_node(state, replace(node, cordoned=True, draining=event.hold == "drain", cordon_reason=why))
+
+
+def forget_requested(state: ClusterState, event: v.ForgetRequested, _: Envelope) -> ClusterState:
+    """A person wants the node forgotten; one that is up is drained, and will be told to leave."""
+    node = state.nodes.get(event.node)
+    if node is None or other_agent(state, event) or forgetting.refusal(state, node, leave=event.leave):
+        return state
+    why = event.reason or "a person asked for it"
+    node = replace(node, forgetting=why)
+    if node.status is NodeStatus.UP:
+        of_person = v.NodeCordoned(node=node.name, drain=True, reason=f"it leaves for good: {why}"[:1024])
+        node = departures.cordoned(node, of_person)
+    return with_node(state, node)
+
+
+def forget_deadline_passed(state: ClusterState, _: str, subject: str) -> ClusterState:
+    """`forget:`; one that no longer stands changes nothing."""
+    name, _, left = subject.partition("#")
+    node = state.nodes.get(name)
+    if node is None or not forgetting.is_due_by_time(node) or left != str(node.left_us):
+        return state
+    return with_node(state, replace(node, forgetting=forgetting.age(node, state.now_us)))
+
+
+def leave_commanded(state: ClusterState, event: v.LeaveCluster, _: Envelope) -> ClusterState:
+    """The node's agent is told to leave, once."""
+    state = commands.count_command(state, event.node)
+    node = state.nodes.get(event.node)
+    return with_node(state, replace(node, dismissed=True)) if node is not None else state
+
+
+def node_forgotten(state: ClusterState, event: v.NodeForgotten, _: Envelope) -> ClusterState:
+    """Nothing is known of the node any more."""
+    node = state.nodes.get(event.node)
+    if node is None or node.status is NodeStatus.UP or forgetting.is_planned_for(state, event.node):
+        return state
+    return _without(state, event.node)
+
+
+def _without(state: ClusterState, name: str) -> ClusterState:
+    state = kept_states.forget_kept(injections.forget_injections(state, name), name)
+    before = state.by_node
+    for task in state.tasks.values():
+        there = before.of_task(name, task.name)
+        held = strikes.acquit(task.troubles, {name}, calm=True)
+        if there or held != task.troubles:
+            state = with_task(state, replace(without_workers(task, list(there)), troubles=held))
+    return replace(state, nodes=without(state.nodes, [name]))

@@ -7,10 +7,11 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from events.seats import Telling, expanded, joiners_of, members_of, told_by, told_so_far
-from unicrond.core import blame
+from unicrond.core import blame, turns
 from unicrond.core.changes import with_task
 from unicrond.core.folding import commands, incidents, strikes
 from unicrond.core.folding.stragglers import only_members
+from unicrond.core.reshaping import asked_by_plan
 from unicrond.core.state import ClusterState, Membership, Plan, Task, TaskStatus
 
 
@@ -33,7 +34,25 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
         took_us=event.took_us,
         rows_reused=event.rows_reused,
     )
-    return replace(state, plan=plan)
+    state = turns.planned(replace(state, plan=plan), event)
+    for assignment in event.assignments:
+        state = _layout_chosen(state, assignment, event.epoch)
+    return state
+
+
+def _layout_chosen(state: ClusterState, assignment: v.TaskAssignment, epoch: int) -> ClusterState:
+    """The plan may want the task in another layout, or no longer want what an older one did. What a person has asked
+    for stands."""
+    task = state.tasks.get(assignment.task)
+    if task is None or task.status is not TaskStatus.ACTIVE:
+        return state
+    if task.reshaping.reshape is not None and not task.reshaping.plan:
+        return state
+    asked = asked_by_plan(task.spec, assignment, epoch)
+    if asked is None and task.reshaping.reshape is None:
+        return state
+    reshaping = replace(task.reshaping, reshape=asked, plan=epoch if asked else 0)
+    return with_task(state, replace(task, reshaping=reshaping))
 
 
 def membership_part(state: ClusterState, event: v.MembershipPart, envelope: Envelope) -> ClusterState:

@@ -63,7 +63,7 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
     for name in incident.tasks if incident.resumed_us else ():
         task = state.tasks.get(name)
         if task is not None and task.status is TaskStatus.ACTIVE:
-            transition_us = _averaged(task.pace.transition_us, event.transition_us)
+            transition_us = averaged(task.pace.transition_us, event.transition_us)
             state = with_task(state, replace(task, pace=replace(task.pace, transition_us=transition_us)))
     return replace(
         state,
@@ -72,6 +72,6 @@ def transition_completed(state: ClusterState, event: v.TransitionCompleted, _: E
     )
 
 
-def _averaged(before_us: int, measured_us: int) -> int:
-    """D_transition of a task: the newest transition counts a quarter."""
+def averaged(before_us: int, measured_us: int) -> int:
+    """D_transition of a task and the like: the newest counts a quarter."""
     return max(1, (3 * before_us + measured_us) // 4 if before_us else measured_us)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from unicrond.core import blame
 from unicrond.core.changes import with_task, with_worker
 from unicrond.core.folding import incidents
 from unicrond.core.folding.incidents import Fact
@@ -110,6 +111,15 @@ def acquit(held: Troubles, nodes: set[str], *, calm: bool = False) -> Troubles:
         unclear=_without(held.unclear, gone),
         struck_below=_without(held.struck_below, nodes),
     )
+
+
+def readmitted(held: Troubles, node: str) -> Troubles:
+    """Nothing is held against the node any more. The other ends of its broken links keep no more than what decides
+    between equals: their record was its record, and beside a node without one they would seem clearly at fault."""
+    forgiven = acquit(held, {node}, calm=True)
+    if node not in held.ends:
+        return forgiven
+    return replace(forgiven, ends={other: min(weight, blame.ECHO) for other, weight in forgiven.ends.items()})
 
 
 def _without(counts: dict[str, int], nodes: set[str]) -> dict[str, int]:

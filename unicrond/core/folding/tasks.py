@@ -6,10 +6,11 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from events.envelope import Envelope
+from events.vocabulary import TaskSpec
 from unicrond.core.changes import with_task
-from unicrond.core.reshaping import changes_nothing, reshaped
+from unicrond.core.reshaping import changes_nothing, layout_key, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
-from unicrond.core.task_parts import Numbers, Progress, Reshaping
+from unicrond.core.task_parts import Numbers, Pace, Progress, Reshaping
 
 
 def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> ClusterState:
@@ -36,21 +37,36 @@ def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelop
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    asked = None if changes_nothing(task.spec, event) else event
-    return with_task(state, replace(task, reshaping=replace(task.reshaping, reshape=asked)))
+    asked = None if changes_nothing(task.spec, event) and not task.reshaping.plan else event
+    return with_task(state, replace(task, reshaping=replace(task.reshaping, reshape=asked, plan=0)))
 
 
 def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> ClusterState:
-    """The task has other replicas from now on. What was measured holds only while TP and PP stay."""
+    """The task has other replicas from now on. What was measured holds only while TP and PP stay: of a task that may
+    come back to them it is kept. A plan that has chosen the layout was made for it; a person's wish asks for another.
+    What a plan has chosen that is no longer in force changes nothing.
+    """
     task = state.tasks.get(event.task)
-    if task is None or task.status is not TaskStatus.ACTIVE:
+    if task is None or task.status is not TaskStatus.ACTIVE or (event.plan and event.plan != task.reshaping.plan):
         return state
     spec = reshaped(task.spec, event)
     in_place = (spec.tp, spec.pp) == (task.spec.tp, task.spec.pp)
-    task = replace(task, spec=spec, reshaping=Reshaping(reshaped_us=state.now_us), submitted_seq=state.seq)
-    # What was measured is of replicas of another form.
-    pace = task.pace if in_place else replace(task.pace, measured={}, timings=(), warm=0)
-    return with_task(state, replace(task, pace=pace))
+    reshaping, pace = Reshaping(reshaped_us=state.now_us), task.pace
+    if spec.layouts and not in_place:
+        reshaping = replace(reshaping, since_us=task.progress.last_commit_us)
+    if not in_place:
+        pace = _in_another_layout(pace, task.spec, spec)
+    seq = task.submitted_seq if event.plan else state.seq
+    return with_task(state, replace(task, spec=spec, reshaping=reshaping, pace=pace, submitted_seq=seq))
+
+
+def _in_another_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
+    """What was measured is of replicas of another form."""
+    pace, elsewhere = replace(pace, timings=(), warm=0), dict(pace.elsewhere)
+    if pace.measured and after.layouts:
+        elsewhere[layout_key(before.tp, before.pp)] = pace.measured
+    measured = elsewhere.pop(layout_key(after.tp, after.pp), {})
+    return replace(pace, measured=measured, elsewhere=elsewhere if after.layouts else {})
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:

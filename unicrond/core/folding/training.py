@@ -88,4 +88,20 @@ def checkpoint_saved(state: ClusterState, event: v.CheckpointSaved, _: Envelope)
     task = state.tasks.get(event.task)
     if task is None:
         return state
-    return with_task(state, replace(task, progress=replace(task.progress, checkpoint_iteration=event.iteration)))
+    progress = replace(task.progress, checkpoint_iteration=event.iteration, unsaved=_saved(task.progress, "unicron"))
+    return with_task(state, replace(task, progress=progress))
+
+
+def save_failed(state: ClusterState, event: v.SaveFailed, _: Envelope) -> ClusterState:
+    """A checkpoint was not written, or one is again."""
+    task = state.tasks.get(event.task)
+    if task is None or event.worker not in task.workers:
+        return state
+    unsaved = _saved(task.progress, event.by)
+    if event.reason:
+        unsaved = {**unsaved, event.by: f"of iteration {event.iteration}: {event.reason}"}
+    return with_task(state, replace(task, progress=replace(task.progress, unsaved=unsaved)))
+
+
+def _saved(progress: Progress, by: v.Saver) -> dict[str, str]:
+    return {whose: why for whose, why in progress.unsaved.items() if whose != by}

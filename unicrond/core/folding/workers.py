@@ -17,8 +17,9 @@ from unicrond.core.changes import (
 )
 from unicrond.core.folding import incidents, strikes
 from unicrond.core.folding.incidents import Fact
+from unicrond.core.folding.responses import averaged
 from unicrond.core.severity import severity_of
-from unicrond.core.state import ClusterState, Membership, Severity, Task, TaskStatus, WorkerStatus
+from unicrond.core.state import ClusterState, Incident, Membership, Severity, Task, TaskStatus, Worker, WorkerStatus
 from unicrond.core.worker_life import can_move
 
 
@@ -56,19 +57,55 @@ def worker_regrouped(state: ClusterState, event: v.WorkerRegrouped, _: Envelope)
         task = _met(task)
     if task.group.before and (task.group.met or task.confirmed):
         task = _with_nothing_before(task, task.group.before)
+    if task.spec.layouts and task.confirmed and not known[0].confirmed:
+        task = _priced(task, state.now_us)
     state = with_task(state, task)
     for incident in state.incidents.values():
         broken = incident.generations.get(task.name)
         if broken is None or broken >= event.generation or incident.resumed_us:
             continue
-        incident = replace(incident, redone=incident.redone + event.dealt + event.others_dealt)
+        if not worker.shard:  # all shards of a replica are dealt the same micro-batches
+            incident = replace(incident, redone=incident.redone + event.dealt + event.others_dealt)
         if event.source not in ("own", "replica"):
-            lost = max(0, task.progress.iteration - event.iteration + 1)
-            incident = replace(incident, iterations_lost=max(lost, incident.iterations_lost), state_from=event.source)
+            incident = _without_survivors(incident, task, event)
+        incident = replace(incident, computed=_of_others(incident, task))
         if all(_regrouped(state.tasks.get(name), since) for name, since in incident.generations.items()):
             incident = replace(incident, resumed_us=state.now_us)
         state = with_incident(state, incident)
     return state
+
+
+def _without_survivors(incident: Incident, task: Task, event: v.WorkerRegrouped) -> Incident:
+    """The task goes on from a state that was kept: what was committed since is trained again, and what had been
+    computed of the iteration after the last one committed is thrown away."""
+    lost = max(0, task.progress.iteration - event.iteration + 1)
+    thrown = sum(
+        count
+        for key, (iteration, count) in incident.computed.items()
+        if key.rpartition("/")[0] == task.name and iteration > task.progress.iteration
+    )
+    return replace(
+        incident,
+        iterations_lost=max(lost, incident.iterations_lost),
+        state_from=event.source,
+        micro_batches_lost=incident.micro_batches_lost + thrown,
+    )
+
+
+def _of_others(incident: Incident, task: Task) -> dict[str, tuple[int, int]]:
+    """What ended with workers of other tasks: this one has gone on, and done it again or thrown it away."""
+    return {key: value for key, value in incident.computed.items() if key.rpartition("/")[0] != task.name}
+
+
+def _priced(task: Task, now_us: int) -> Task:
+    """The newest group stands: how long nobody has trained for it, since the last commit (planning/problem.py)."""
+    pace, reshaping, stopped_us = task.pace, task.reshaping, task.progress.last_commit_us
+    if reshaping.since_us:
+        took_us = averaged(pace.reshape_us, now_us - reshaping.since_us)
+        return replace(task, pace=replace(pace, reshape_us=took_us), reshaping=replace(reshaping, since_us=0))
+    if task.membership is not None and not task.membership.urgent and stopped_us:
+        return replace(task, pace=replace(pace, move_us=averaged(pace.move_us, now_us - stopped_us)))
+    return task
 
 
 def _met(task: Task) -> Task:
@@ -122,6 +159,12 @@ def worker_parked(state: ClusterState, event: v.WorkerParked, _: Envelope) -> Cl
     return with_task(state, with_moved(*known, v.WorkerParked))
 
 
+def _ended_with_its_agent(state: ClusterState, node: str, envelope: Envelope) -> bool:
+    """The next agent tells what the one before it took along, whose end was announced, or expected."""
+    known = state.nodes.get(node)
+    return known is not None and known.may_go and envelope.boot > known.agent_boot
+
+
 def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope) -> ClusterState:
     """The worker's end; an end that was not expected is a strike."""
     known = worker_known(state, event.task, event.worker)
@@ -130,10 +173,15 @@ def worker_exited(state: ClusterState, event: v.WorkerExited, envelope: Envelope
     task, worker = known
     broken = incidents.broken_generation(task, [event.worker])
     state = with_task(state, without_workers(task, [event.worker]))
-    if event.expected or not worker.alive or worker.status is WorkerStatus.PARKED:
-        return state
-    if task.status is not TaskStatus.ACTIVE:
-        return state
+    as_expected = event.expected or not worker.alive or worker.status is WorkerStatus.PARKED
+    if not as_expected and task.status is TaskStatus.ACTIVE and not _ended_with_its_agent(state, event.node, envelope):
+        state = _struck(state, task, worker, event, broken, envelope)
+    return incidents.ended_with(state, task.name, worker, event.iteration, event.computed)
+
+
+def _struck(
+    state: ClusterState, task: Task, worker: Worker, event: v.WorkerExited, broken: int, envelope: Envelope
+) -> ClusterState:
     how = f"signal {event.signal}" if event.signal is not None else f"exit code {event.exit_code}"
     starting = worker.status is WorkerStatus.STARTING
     return strikes.strike(
@@ -154,6 +202,8 @@ def error_reported(state: ClusterState, event: v.ErrorReported, envelope: Envelo
     if known is None or not known[1].alive or known[0].status is not TaskStatus.ACTIVE:
         return state
     task, worker = known
+    if _ended_with_its_agent(state, event.node, envelope):
+        return state
     generation = task.generation_of(worker)
     if event.generation < generation:
         return state  # the worker has trained on since

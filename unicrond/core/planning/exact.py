@@ -15,6 +15,7 @@ from math import lcm
 import numpy as np
 
 from unicrond.core.planning.problem import Problem, TaskProblem
+from unicrond.core.planning.seating import best_with_room, has_room
 from unicrond.core.planning.solver import Solution, solve
 
 #: Promised relative precision of an objective.
@@ -30,14 +31,19 @@ def solve_precisely(problem: Problem) -> Solution:
 
 
 def solve_exactly(problem: Problem) -> Solution:
-    """The canonical plan in unlimited integers; its resolution is 0."""
+    """The canonical plan in unlimited integers, of those that find seats; its resolution is 0."""
+    best = _solve_sums(problem)
+    return best if has_room(best) else best_with_room(best, _solve_sums)
+
+
+def _solve_sums(problem: Problem) -> Solution:
     choices = [_choices(problem, task) for task in problem.tasks]
     denominator = lcm(*(gain.denominator for own in choices for gain in own.values()))
     scaled = [{k: int(gain * denominator) for k, gain in own.items()} for own in choices]
     beyond = 1 + sum(max(own.values()) - min(own.values()) for own in scaled)
     for task, own in zip(problem.tasks, scaled, strict=True):
         for count in own:
-            own[count] += beyond if count >= task.floor else 0
+            own[count] += beyond * _floors_worth(task, len(choices)) if count >= task.floor else 0
     size = min(problem.workers, sum(max(own) for own in scaled))
     rows = [np.zeros(size + 1, dtype=object)]
     for own in reversed(scaled):
@@ -55,9 +61,15 @@ def solve_exactly(problem: Problem) -> Solution:
     return Solution(problem, tuple(plan))
 
 
+def _floors_worth(task: TaskProblem, tasks: int) -> int:
+    """What its met floor counts; that of a turn more than all that have none, or a lower one, together."""
+    return (tasks + 1) * 2 ** (task.turn - 1) if task.turn else 1
+
+
 def _choices(problem: Problem, task: TaskProblem) -> dict[int, Fraction]:
     """Useful counts, rising, with their gain; the present count among them if it is legal."""
     counts = {0, task.floor_point, task.workers, *task.curve.workers.tolist()}
+    counts.update(*(other.curve.workers.tolist() for other in task.others))
     chosen: dict[int, Fraction] = {}
     best = (False, -(Fraction(2) ** 4096))  # below any gain of finite numbers
     for count in sorted(k for k in counts if k <= problem.workers and task.may_have(k)):

@@ -49,12 +49,14 @@ def bounds(workers, flops, starts, weight, minimum, cap, unit, limit):  # type: 
 
 
 @_compiled(
-    f"Tuple(({_I}, {_F}, {_I}, {_I}))({_I}, {_F}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_F}, {_I}, {_F}, {_I}, "
-    "i8, f8, f8, f8, i8)"
+    f"Tuple(({_I}, {_F}, {_I}, {_I}))({_I}, {_F}, {_F}, {_R}, {_I}, {_F}, {_I}, {_I}, {_I}, {_I}, {_F}, {_I}, {_F}, "
+    f"{_I}, i8, f8, f8, {_F}, i8)"
 )
 def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: calls in it cost time
     workers,
     flops,
+    other,
+    prices,
     starts,
     weight,
     minimum,
@@ -87,7 +89,7 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
             continue
         most = min(cap[i], limit)
         stays = present[i] <= most and present[i] % unit[i] == 0
-        if floor_bonus == 0 and present[i] < floor[i]:
+        if floor_bonus[i] == 0 and present[i] < floor[i]:
             stays = False
         # The points of the curve, with 0, the floor and the present point merged in.
         extra[0], extra[1], extra[2], extra[3] = 0, floor[i], present[i] if stays else 0, np.int64(2**62)
@@ -101,20 +103,26 @@ def useful(  # type: ignore[no-untyped-def]  # noqa: C901  # a compiled loop: ca
             own = min(of_curve, extra[e])
             if own > most:
                 break
-            gain = 0.0
+            gain = -np.inf
             if own == of_curve:
-                gain = flops[p] * weight[i] * d_running
+                if flops[p] > 0:
+                    gain = flops[p] * weight[i] * d_running
+                if other[p] > 0:
+                    gain = max(gain, other[p] * weight[i] * d_running - prices[i, forms[i]])
                 p += 1
             while extra[e] == own:
                 e += 1
-            if stays and own == present[i]:
-                gain = present_flops[i] * weight[i] * d_running
+            if stays and own == present[i] and present_flops[i] > 0:
+                here_gain = present_flops[i] * weight[i] * d_running
                 if forms[i] == 0:
-                    gain += staying[i]
+                    here_gain += staying[i]
+                gain = max(gain, here_gain)
+            if gain == -np.inf:
+                gain = -prices[i, 2 + forms[i]]
             value = np.rint(gain * inverse_quantum)
-            if floor_bonus > 0:
+            if floor_bonus[i] > 0:
                 if floor[i] > 0 and own >= floor[i]:
-                    value += floor_bonus
+                    value += floor_bonus[i]
             elif own < floor[i]:
                 continue
             here = stays and own == present[i]

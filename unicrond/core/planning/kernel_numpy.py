@@ -57,6 +57,8 @@ def bounds(
 def useful(
     workers: Ints,
     flops: Floats,
+    other: Floats,
+    prices: Floats,
     starts: Ints,
     weight: Floats,
     minimum: Ints,
@@ -70,10 +72,14 @@ def useful(
     limit: int,
     d_running: float,
     inverse_quantum: float,
-    floor_bonus: float,
+    floor_bonus: Floats,
     grain: int,
 ) -> tuple[Ints, Floats, Ints, Ints]:
-    """Useful points and values, flat, with starts and the present point per task: see `points.Points`."""
+    """Useful points and values, flat, with starts and the present point per task: see `points.Points`.
+
+    A choice is worth what it gains beyond a task that moves: the present layout F D_running, another `prices` less, to
+    achieve nothing `prices` less than nothing, to stay `staying` more.
+    """
     count = len(weight)
     points, values, stay = [], [], np.full(count, -1, dtype=np.int64)
     for i in range(count):
@@ -82,10 +88,11 @@ def useful(
         else:
             of_curve = slice(starts[i], starts[i + 1])
             bonus = float(staying[i]) if forms[i] == 0 else 0.0
-            at_present = float(present_flops[i] * weight[i] * d_running) + bonus
-            by = (float(weight[i]), at_present, d_running, inverse_quantum, floor_bonus)
+            at_present = float(present_flops[i] * weight[i] * d_running) + bonus if present_flops[i] > 0 else -np.inf
+            by = (float(weight[i]), at_present, d_running, inverse_quantum, float(floor_bonus[i]))
             limits = (int(minimum[i]), int(min(cap[i], limit)), int(unit[i]), int(present[i]), int(floor[i]))
-            own, value, here = _choices(workers[of_curve], flops[of_curve], by, limits)
+            dear = (float(prices[i, forms[i]]), float(prices[i, 2 + forms[i]]))
+            own, value, here = _choices(workers[of_curve], flops[of_curve], other[of_curve], dear, by, limits)
         points.append(own // grain)
         values.append(value)
         stay[i] = here // grain if here >= 0 else -1
@@ -96,21 +103,30 @@ def useful(
 
 
 def _choices(
-    workers: Ints, flops: Floats, by: tuple[float, float, float, float, float], limits: tuple[int, int, int, int, int]
+    workers: Ints,
+    flops: Floats,
+    other: Floats,
+    dear: tuple[float, float],
+    by: tuple[float, float, float, float, float],
+    limits: tuple[int, int, int, int, int],
 ) -> tuple[Ints, Floats, int]:
     weight, at_present, d_running, inverse_quantum, floor_bonus = by
     minimum, most, unit, present, floor = limits
+    reshape, stop = dear
     legal = (workers <= most) & (workers >= minimum) & (workers % unit == 0)
-    points, gains = workers[legal], flops[legal] * weight * d_running
+    points, flops, other = workers[legal], flops[legal], other[legal]
+    gains = np.where(flops > 0, flops * weight * d_running, -np.inf)
+    gains = np.maximum(gains, np.where(other > 0, other * weight * d_running - reshape, -np.inf))
     stays = present <= most and present % unit == 0
     wanted = {0, floor, present} if stays else {0, floor}
     missing = np.array(sorted(k for k in wanted if k <= most and k not in points), dtype=np.int64)
     points = np.concatenate([points, missing])
-    gains = np.concatenate([gains, np.zeros(len(missing))])
+    gains = np.concatenate([gains, np.full(len(missing), -np.inf)])
     order = np.argsort(points)
     points, gains = points[order], gains[order]
     if stays:
-        gains = np.where(points == present, at_present, gains)
+        gains = np.where(points == present, np.maximum(gains, at_present), gains)
+    gains = np.where(gains == -np.inf, -stop, gains)
     values = np.rint(gains * inverse_quantum)
     if floor_bonus > 0:
         if floor > 0:

@@ -38,8 +38,9 @@ class Outline:
     """Tasks as arrays, before any number of workers is fixed. Index = the task's place in the canonical order."""
 
     names: tuple[str, ...]
-    workers: Ints  # the points of the curves that may be useful, one curve after the other
-    flops: Floats
+    workers: Ints  # the points of the curves that may be useful, one task's after the other's
+    flops: Floats  # T in the present layout, 0 where it is none
+    other: Floats  # T in the best of the other layouts
     starts: Ints
     weight: Floats
     minimum: Ints
@@ -48,7 +49,9 @@ class Outline:
     present: Ints  # x, before the event
     present_flops: Floats  # T(t, x), whether useful or not
     floors: list[int]  # the fewest workers that meet the floor, 0 = none
-    staying: list[float]  # F(t, x) * (D_transition + D_churn)
+    turns: list[int]  # 0 = none; the floor of the highest is met first
+    staying: list[float]  # F(t, x) * (D_move + D_churn)
+    prices: Floats  # (tasks, 4): F(t, x) * what a reshape, healthy and faulty, and a stop, likewise, cost beyond a move
     grain: int
 
     @cached_property
@@ -63,8 +66,18 @@ class Outline:
 
     @cached_property
     def staying_total(self) -> float:
-        """What staying is worth to all."""
-        return fsum(self.staying)
+        """What staying is worth to all, and what prices make the difference, at most."""
+        return fsum(self.swing)
+
+    @cached_property
+    def swing(self) -> list[float]:
+        """Per task: by how much prices can set two of its choices apart."""
+        return [stay + sum(map(abs, own)) for stay, own in zip(self.staying, self.prices.tolist(), strict=True)]
+
+    @cached_property
+    def highest(self) -> Floats:
+        """T in the best layout, whatever it costs to get there."""
+        return np.maximum(self.flops, self.other)
 
 
 @dataclass(frozen=True)
@@ -83,10 +96,12 @@ class Bounds:
 
 
 class Scale(NamedTuple):
-    """How gains become integers: times 2**-exponent; `floor_bonus` for a met floor, 0 = floors are hard."""
+    """How gains become integers: times 2**-exponent; `floor_bonus` for a met floor, 0 = floors are hard; `turn_bonus`
+    for that of the lowest turn, twice as much for each next: more than all below it together."""
 
     exponent: int
     floor_bonus: float
+    turn_bonus: float
 
     def resolution(self, tasks: int) -> float:
         """A plan of that many tasks is at most this far below the true optimum, in the unit of the objective.
@@ -130,30 +145,85 @@ def _alike(mine: NDArray[np.generic], theirs: NDArray[np.generic]) -> int:
 
 def outline(tasks: Sequence[TaskProblem], d_transition: float, d_churn: float) -> Outline:
     """Flatten the tasks; `d_transition` holds where a task has none of its own."""
-    curves = [_worth_a_look(task.curve, task.min_workers, task.unit, task.floor_point) for task in tasks]
+    curves = [_curves(task) for task in tasks]
     starts = np.zeros(len(tasks) + 1, dtype=np.int64)
-    np.cumsum([len(workers) for workers, _ in curves], out=starts[1:])
-    staying, present_flops = [], []
+    np.cumsum([len(workers) for workers, _, _ in curves], out=starts[1:])
+    staying, present_flops, prices = [], [], []
     for task in tasks:
-        present_flops.append(float(task.curve(task.workers)) if task.workers >= task.min_workers else 0.0)
-        achieved = present_flops[-1] * float(task.weight)
-        own = d_transition if task.d_transition_us is None else float(task.d_transition_us)
-        staying.append(achieved * (own + d_churn))
+        achieved = float(task.curve(task.workers)) if task.workers >= task.min_workers else 0.0
+        here = float(task.weight) * achieved
+        transition = d_transition if task.d_transition_us is None else float(task.d_transition_us)
+        move, reshape, stop = map(float, task.prices.over(transition))
+        staying.append(here * (move + d_churn))
+        differ = (reshape - move, reshape - transition, stop - move, stop - transition)
+        prices.append([here * more for more in differ])
+        present_flops.append(achieved if task.may_stay(task.workers) else 0.0)
+    caps = [max((UNCAPPED if most is None else most for most in _caps(task)), default=0) for task in tasks]
+    units = [gcd(task.unit, *(other.shape.workers for other in task.others)) for task in tasks]
     return Outline(
         names=tuple(task.name for task in tasks),
-        workers=np.concatenate([np.zeros(0, dtype=np.int64), *(workers for workers, _ in curves)]),
-        flops=np.concatenate([np.zeros(0), *(flops for _, flops in curves)]),
+        workers=np.concatenate([np.zeros(0, dtype=np.int64), *(workers for workers, _, _ in curves)]),
+        flops=np.concatenate([np.zeros(0), *(flops for _, flops, _ in curves)]),
+        other=np.concatenate([np.zeros(0), *(other for _, _, other in curves)]),
         starts=starts,
         weight=np.array([float(task.weight) for task in tasks], dtype=np.float64),
         minimum=np.array([task.min_workers for task in tasks], dtype=np.int64),
-        cap=np.array([UNCAPPED if t.max_workers is None else t.max_workers for t in tasks], dtype=np.int64),
-        unit=np.array([task.unit for task in tasks], dtype=np.int64),
-        present=np.array([task.workers for task in tasks], dtype=np.int64),
+        cap=np.array(caps, dtype=np.int64),
+        unit=np.array(units, dtype=np.int64),
+        present=np.array([t.workers if t.may_have(t.workers) else UNCAPPED + 1 for t in tasks], dtype=np.int64),
         present_flops=np.array(present_flops, dtype=np.float64),
         floors=[task.floor_point for task in tasks],
+        turns=[task.turn for task in tasks],
         staying=staying,
-        grain=gcd(*(task.unit for task in tasks)) or 1,
+        prices=np.array(prices, dtype=np.float64).reshape(len(tasks), 4),
+        grain=gcd(*units) or 1,
     )
+
+
+def _caps(task: TaskProblem) -> list[int | None]:
+    return [task.max_workers, *(other.most for other in task.others)]
+
+
+def _curves(task: TaskProblem) -> tuple[Ints, Floats, Floats]:
+    """The points that may be useful: workers, T in the present layout, T in the best of the others."""
+    floor = task.floor_point
+    if not task.others:
+        workers, flops = _worth_a_look(task.curve, task.min_workers, task.unit, floor)
+        return workers, flops, np.zeros(len(workers))
+    others = tuple((other.curve, other.shape.workers, other.most) for other in task.others)
+    return _worth_a_look_over(task.curve, task.unit, task.max_workers, others, task.min_workers, floor, task.workers)
+
+
+@lru_cache(maxsize=4096)
+def _worth_a_look_over(
+    curve: Curve,
+    unit: int,
+    most: int | None,
+    others: tuple[tuple[Curve, int, int | None], ...],
+    minimum: int,
+    floor: int,
+    present: int,
+) -> tuple[Ints, Floats, Floats]:
+    """`_worth_a_look` over several layouts: what is not dominated in the present one, or not in the others; and the
+    present number of workers, for the ties' sake."""
+    legal = [_legal(curve, unit, most, minimum), *(_legal(*each, max(minimum, 1)) for each in others)]
+    workers = np.unique(np.concatenate([at for at, _ in legal]))
+    flops, other = np.zeros(len(workers)), np.zeros(len(workers))
+    for n, (at, achieved) in enumerate(legal):
+        into, where = other if n else flops, np.searchsorted(workers, at)
+        into[where] = np.maximum(into[where], achieved)
+    behind = int(np.searchsorted(workers, floor))
+    good = workers == present
+    for values in (flops, other):
+        good |= np.concatenate([_rises(values[:behind]), _rises(values[behind:])])
+    return workers[good], flops[good], other[good]
+
+
+def _legal(curve: Curve, unit: int, most: int | None, minimum: int) -> tuple[Ints, Floats]:
+    fits = (curve.workers >= minimum) & (curve.workers % unit == 0)
+    if most is not None:
+        fits &= curve.workers <= most
+    return curve.workers[fits], curve.flops[fits]
 
 
 @lru_cache(maxsize=4096)
@@ -182,7 +252,7 @@ def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
     """What each task can gain on at most `workers` workers."""
     with np.errstate(over="ignore", invalid="ignore"):  # `scale` refuses what overflows
         parts = kernel.active().bounds(
-            tasks.workers, tasks.flops, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
+            tasks.workers, tasks.highest, tasks.starts, tasks.weight, tasks.minimum, tasks.cap, tasks.unit, workers
         )
         return Bounds(workers, *((part * d_running).tolist() for part in parts))
 
@@ -190,25 +260,29 @@ def bounds(tasks: Outline, workers: int, d_running: float) -> Bounds:
 def scale(tasks: Outline, limits: Bounds, gone: Sequence[int] = ()) -> Scale:
     """The scale for all tasks but those `gone` (indices). It does not depend on which are faulty.
 
-    With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53.
+    With all floors met: total < 2**52 quanta. Otherwise at most f floors can be met, and total + f * bonus < 2**53;
+    with turns up to t, total + (f + 2**t * 2**b) * bonus, where f < 2**b.
     Raises ProblemError if the gains are beyond float64.
     """
     floors = tasks.floors_total
     for i in gone:
         floors -= tasks.floors[i]
     all_met = floors <= limits.workers
-    bits = 52 if all_met else 51 - _floors_met(without(tasks.floors, gone), limits.workers).bit_length()
+    met = 0 if all_met else _floors_met(without(tasks.floors, gone), limits.workers).bit_length()
+    turns = 0 if all_met else max(without(tasks.turns, gone), default=0)
+    bits = 52 if all_met else 51 - met - (turns + 1 if turns else 0)
     below = _exponent_nearly(tasks, limits, gone)
     if below is None:
         below = _exponent(tasks, limits, gone)
-    return Scale(max(below - bits, -900), 0.0 if all_met else 2.0 ** (bits + 1))
+    bonus = 0.0 if all_met else 2.0 ** (bits + 1)
+    return Scale(max(below - bits, -900), bonus, bonus * 2.0**met)
 
 
 def _exponent(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int:
     """The power of two that all gains together stay below; sums are rounded once, in no order."""
     at_most, flat = fsum(without(limits.highest, gone)), fsum(without(limits.at_zero, gone))
     slope = max(without(limits.steepest, gone), default=0.0)
-    bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.staying, gone))
+    bound = min(at_most, flat + slope * limits.workers) + fsum(without(tasks.swing, gone))
     if not bound < 2.0**900:
         raise ProblemError("tasks: weight * throughput * duration is beyond 1e270; give them in larger units")
     return frexp(bound)[1] if bound > 0 else -(2**20)
@@ -220,7 +294,7 @@ def _exponent_nearly(tasks: Outline, limits: Bounds, gone: Sequence[int]) -> int
     staying, is_steepest = tasks.staying_total, False
     error = (at_most + flat + slope * limits.workers + staying) * 2.0**-40
     for i in gone:
-        at_most, flat, staying = at_most - limits.highest[i], flat - limits.at_zero[i], staying - tasks.staying[i]
+        at_most, flat, staying = at_most - limits.highest[i], flat - limits.at_zero[i], staying - tasks.swing[i]
         is_steepest = is_steepest or limits.steepest[i] == slope
     if is_steepest:
         slope = max(without(limits.steepest, gone), default=0.0)
@@ -251,12 +325,23 @@ def without(values: Sequence[T], gone: Sequence[int]) -> Sequence[T]:
     return kept
 
 
+def _bonuses(tasks: Outline, by: Scale) -> Floats:
+    """What each task's met floor is worth."""
+    bonuses = np.full(len(tasks.floors), by.floor_bonus)
+    for i, turn in enumerate(tasks.turns):
+        if turn:
+            bonuses[i] = by.turn_bonus * 2.0 ** (turn - 1)
+    return bonuses
+
+
 def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scale) -> Points:
     """Every task's useful points at n' = `workers`; `forms`: HEALTHY, FAULTY or ABSENT per task."""
     return Points(
         *kernel.active().useful(
             tasks.workers,
             tasks.flops,
+            tasks.other,
+            tasks.prices,
             tasks.starts,
             tasks.weight,
             tasks.minimum,
@@ -269,7 +354,7 @@ def useful(tasks: Outline, forms: Ints, workers: int, d_running: float, by: Scal
             workers,
             d_running,
             2.0**-by.exponent,
-            by.floor_bonus,
+            _bonuses(tasks, by),
             tasks.grain,
         )
     )

@@ -9,12 +9,15 @@ Rules
 * *Worker lost*: one slot less, its task is faulty. *Node lost*: all its slots less, every task with a
   worker there is faulty (none on an idle node). *Node joined*: more slots. *Task finished*: the task is
   gone. *Task launched*: the next queued task is there, with no workers yet.
+* *Seats* are asked where a task may have a layout of tp > 1, and say which nodes are there. A lost slot is one of the
+  first node that carries its task.
 * Tasks stand in one order throughout (the coordinator's: as they were submitted), the queued one last: that
   order decides ties.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,6 +89,7 @@ class Situation:
     """The present shares. `tasks` run (their `workers` = now, none faulty); `queued` waits to be launched.
 
     `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
+    `seats_matter`: the problems say which nodes there are (problem.Problem.seats).
     Raises ProblemError for tasks that are faulty, stand there twice, or are on a node without running.
     """
 
@@ -96,6 +100,7 @@ class Situation:
     churn_us: Number = 0
     queued: TaskProblem | None = None
     join_slots: tuple[int, ...] = ()
+    seats_matter: bool = False
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.lineup]
@@ -170,4 +175,24 @@ class Situation:
             tasks = tuple(task for task in tasks if task.name != finished)
         elif faulty:
             tasks = tuple(replace(task, faulty=True) if task.name in faulty else task for task in tasks)
-        return Problem(workers, self.d_running_us(workers), self.d_transition_us, tasks, self.churn_us)
+        seats = self._seats_after(event) if self.seats_matter else ()
+        return Problem(workers, self.d_running_us(workers), self.d_transition_us, tasks, self.churn_us, seats)
+
+    @cached_property
+    def _slots(self) -> Counter[int]:
+        return Counter(node.slots for node in self.nodes)
+
+    def _seats_after(self, event: NextEvent) -> tuple[tuple[int, int], ...]:
+        slots = self._slots.copy()
+        match event:
+            case WorkerLost(task):
+                hit = next((node.slots for node in self.nodes if task in node.tasks), min(slots, default=0))
+                slots[hit] -= 1
+                slots[hit - 1] += 1
+            case NodeLost(node):
+                slots[self.load_of[node].slots] -= 1
+            case NodeJoined(more):
+                slots[more] += 1
+            case _:
+                pass
+        return tuple(sorted((size, nodes) for size, nodes in slots.items() if size > 0 and nodes > 0))

@@ -10,9 +10,14 @@ The rules
 * *Useful points only.* A choice with more workers and no more gain than another is never needed; the
   present number of workers always stays in, for the ties' sake.
 * *Floors.* The largest number of floors that can be met at once is known beforehand (smallest first). If
-  that is all of them, they are hard limits. If not, each met floor is worth more than all gains together.
+  that is all of them, they are hard limits. If not, each met floor is worth more than all gains together, and that of
+  a task that has a turn more than all floors of lower turns and of none.
+* *Layouts.* What a layout costs depends on the task alone, so each number of workers takes the best of its layouts
+  before tasks are weighed against each other.
 * *Ties.* From the first task to the last: its present number of workers if some optimal plan has that,
-  else the smallest number that some optimal plan has. This names one plan, whatever way it is computed.
+  else the smallest number that some optimal plan has; its present layout if that is as good for this number, else the
+  one that achieves most, the first of equals. This names one plan, whatever way it is computed.
+* *Seats.* A plan whose tensor-parallel groups find no room is left out, and the next best is looked for (`seating.py`).
 
     S_i(j) = max_k v_i(k) + S_{i+1}(j - k)       best of tasks i.. with at most j workers; S_{m+1} = 0
 
@@ -29,8 +34,10 @@ from functools import cached_property
 import numpy as np
 
 from unicrond.core.planning import kernel
+from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.points import Points, Scale, bounds, outline_of, scale, useful
 from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
+from unicrond.core.planning.seating import best_with_room, has_room
 
 #: Rows larger than this are refused rather than tried.
 MOST_BYTES = 4 * 2**30
@@ -40,21 +47,31 @@ MOST_BYTES = 4 * 2**30
 class Solution:
     """An answer: `workers` per task, in the problem's order. All else follows from the problem.
 
+    `given`: the layout of each (0: the present one, then the others in their order) where that is not the best for so
+    many workers, for want of seats.
+
     `resolution`: the plan's objective is at most this far below the true optimum.
     """
 
     problem: Problem
     workers: tuple[int, ...]
     resolution: float = 0.0
+    given: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[TaskProblem, int]]:
         """The tasks with their workers."""
         return iter(zip(self.problem.tasks, self.workers, strict=True))
 
     @cached_property
+    def layouts(self) -> tuple[int, ...]:
+        """The layout of each task, as `given` has them."""
+        return self.given or tuple([self.problem.layout_for(task, workers) for task, workers in self])
+
+    @cached_property
     def exact_objective(self) -> Fraction:
         """sum_t G(t, x -> x'), from the problem's own numbers."""
-        return sum((self.problem.gain(task, workers) for task, workers in self), Fraction(0))
+        gains = [self.problem.gain_in(task, workers, layout) for task, workers, layout in self._choices]
+        return sum(gains, Fraction(0))
 
     @property
     def objective(self) -> float:
@@ -64,7 +81,16 @@ class Solution:
     @cached_property
     def waf_of(self) -> tuple[int, ...]:
         """F(t, x'_t) per task, weighted FLOP/s."""
-        return tuple(round(task.waf(workers)) for task, workers in self)
+        return tuple(round(task.waf(workers, layout)) for task, workers, layout in self._choices)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The layout of each task."""
+        return tuple(task.shape_of(layout) for task, layout in zip(self.problem.tasks, self.layouts, strict=True))
+
+    @property
+    def _choices(self) -> Iterator[tuple[TaskProblem, int, int]]:
+        return zip(self.problem.tasks, self.workers, self.layouts, strict=True)
 
     @property
     def waf(self) -> int:
@@ -76,6 +102,13 @@ class Solution:
         """Names of the tasks that get fewer workers than their floor."""
         return tuple(task.name for task, workers in self if workers < task.floor)
 
+    @property
+    def shortfall(self) -> tuple[int, int]:
+        """What is minimised before the objective: unmet floors of tasks that have a turn, the highest first; then the
+        number of the others."""
+        missed = [task for task, workers in self if workers < task.floor]
+        return sum(1 << task.turn for task in missed if task.turn), sum(not task.turn for task in missed)
+
     @cached_property
     def reason(self) -> str:
         """Why, in one plain sentence."""
@@ -83,7 +116,16 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution:
-    """The canonical optimal plan. Raises ProblemError if the gains are beyond float64, or the rows beyond 4 GiB."""
+    """The canonical optimal plan of those that find seats.
+
+    Raises ProblemError if the gains are beyond float64, or the rows beyond 4 GiB.
+    """
+    best = _solve_sums(problem)
+    return best if has_room(best) else best_with_room(best, _solve_sums)
+
+
+def _solve_sums(problem: Problem) -> Solution:
+    """The canonical optimal plan, wherever its workers find seats."""
     points, by, grain = choices_of(problem)
     most = sum(points.workers[points.starts[1:] - 1].tolist())  # more than that brings nothing
     shape = (len(problem.tasks) + 1, min(problem.workers // grain, most) + 1)
@@ -113,19 +155,32 @@ _TOLD = 12
 def explain(solution: Solution) -> str:
     """One plain sentence: which tasks change, stay or go short, and what the cluster achieves."""
     changed = [
-        f"{task.name} {task.workers} -> {workers}{' (faulty)' if task.faulty else ''}"
-        for task, workers in solution
-        if workers != task.workers
+        f"{task.name} {task.workers} -> {workers}{_other_layout(task, layout)}{' (faulty)' if task.faulty else ''}"
+        for (task, workers), layout in zip(solution, solution.layouts, strict=True)
+        if workers != task.workers or layout
     ]
-    hit = [f"{task.name} keeps {x} (faulty)" for task, x in solution if x == task.workers and task.faulty]
+    hit = [
+        f"{task.name} keeps {x} (faulty)"
+        for (task, x), layout in zip(solution, solution.layouts, strict=True)
+        if x == task.workers and task.faulty and not layout
+    ]
     parts = [*hit, *changed]
     untouched = len(solution.workers) - len(parts)
     if len(parts) > _TOLD:
         parts = [*parts[:_TOLD], f"{len(parts) - _TOLD} more change"]
     if untouched:
         parts.append(f"{untouched} of {len(solution.workers)} tasks untouched")
+    if turns := [task.name for task, workers in solution if task.turn and workers >= task.floor]:
+        parts.append(f"in turn: {', '.join(turns)}")
     if short := solution.unmet_floors:
         more = f" and {len(short) - _TOLD} more" if len(short) > _TOLD else ""
         parts.append(f"floor unmet: {', '.join(short[:_TOLD])}{more}")
     used, left, told = sum(solution.workers), solution.problem.workers, ", ".join(parts) or "no tasks"
     return f"{used} of {left} workers in use, WAF {float(solution.waf):.4g} FLOP/s: {told}"
+
+
+def _other_layout(task: TaskProblem, layout: int) -> str:
+    if not layout:
+        return ""
+    shape = task.shape_of(layout)
+    return f" in tp {shape.tp}, pp {shape.pp}"

@@ -44,6 +44,7 @@ from unicrond.core.planning.points import (
     useful,
 )
 from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.seating import has_room
 from unicrond.core.planning.situation import NextEvent, NodeLost, Situation
 from unicrond.core.planning.solver import Solution, solve
 
@@ -117,7 +118,10 @@ class Table:
     def solution(self, event: NextEvent) -> Solution | None:
         """The entry with its problem, objective and reason; None if there is none."""
         row = self._row(event)
-        return None if row is None else self._solution(row, self.situation.after(event))
+        if row is None:
+            return None
+        found = self._solution(row, self.situation.after(event))
+        return found if has_room(found) else solve(found.problem)
 
     def _row(self, event: NextEvent) -> int | None:
         if isinstance(event, NodeLost):
@@ -126,11 +130,12 @@ class Table:
         return self._row_of.get(event)
 
     def answer(self, problem: Problem) -> Solution | None:
-        """The entry for exactly this problem; None if the table does not hold it."""
+        """The entry for exactly this problem; None if the table does not hold it, or it finds no seats."""
         row = self._row_of_change.get(_change(self.situation, problem))
         if row is None or self.situation.after(self._events[row]) != problem:
             return None
-        return self._solution(row, problem)
+        found = self._solution(row, problem)
+        return found if has_room(found) else None
 
     def _solution(self, row: int, problem: Problem) -> Solution:
         there = {task.name for task in problem.tasks}
@@ -213,6 +218,8 @@ class Planner:
                 continue
             plan = (_answers(sweep, asked, [(first, (_OTHER,) * (last - first), 0)])[0] * flat.grain).tolist()
             solution = Solution(problem, tuple(plan[i] for i in places), by.resolution(len(places)))
+            if not has_room(solution):
+                return None
             return Answer(solution, "incremental", first + len(here) - last)
         return None
 

@@ -1,0 +1,50 @@
+"""Asks this node's workers what their flight recorders hold, for `unicronctl stacks`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from agents.protocol.flight import Flight, TellFlight
+from agents.protocol.messages import Hello
+from events.vocabulary import WorkerId
+
+TIMEOUT_S = 3.0
+
+
+class Flights:
+    """`send` gives a worker the question. The shell tells of workers by `connected`, `disconnected` and `said`."""
+
+    def __init__(self, send: Callable[[WorkerId, TellFlight], None]) -> None:
+        self._send = send
+        self._able: set[WorkerId] = set()
+        self._waiting: dict[WorkerId, asyncio.Future[Flight]] = {}
+
+    def connected(self, hello: Hello) -> None:
+        """A worker is there; an older one does not understand the question."""
+        (self._able.add if hello.has_flight else self._able.discard)(hello.worker)
+
+    def disconnected(self, worker: WorkerId) -> None:
+        """It is not."""
+        self._able.discard(worker)
+
+    def said(self, worker: WorkerId, flight: Flight) -> None:
+        """The worker answers; an answer that comes too late is dropped."""
+        waiting = self._waiting.get(worker)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(flight)
+
+    async def ask(self, worker: WorkerId) -> Flight:
+        """What the worker's recorder holds, or why there is nothing."""
+        if worker not in self._able:
+            return Flight(trouble=f"worker {worker} does not run here, or is too old to tell")
+        waiting = self._waiting.setdefault(worker, asyncio.get_running_loop().create_future())
+        self._send(worker, TellFlight())
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await asyncio.shield(waiting)
+        except TimeoutError:
+            return Flight(trouble=f"no answer within {TIMEOUT_S:g} s: all threads of the worker stand still")
+        finally:
+            if self._waiting.get(worker) is waiting:  # not that of a later question
+                del self._waiting[worker]

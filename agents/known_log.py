@@ -1,0 +1,37 @@
+"""Which log an agent takes for its own. Pure.
+
+Rules
+-----
+* An agent remembers its log's birth, how long it was, its newest term, and the last time a person took a log by name.
+* A log that was born at another time, that is shorter, or whose terms have gone back is another one: what it says of
+  this node is void, and what this agent would tell it has no place there. The agent takes nothing from it and writes
+  nothing to it; its workers train on (log_guard.py).
+* A person's order is in the log itself: `unicrond run --new-log` and `unicrond restore` put the time of the order into
+  CoordinatorStarted (`taken_us`), and so does every later coordinator. An order that is younger than the one that the
+  agent remembers is obeyed, whatever log it remembers; a log that only looks new has none.
+* An agent that starts on a node without workers and without states has nothing to lose: it takes the log that is there.
+"""
+
+from __future__ import annotations
+
+from agents.state import LogSeen, Remembered
+
+
+def difference(memory: Remembered, seen: LogSeen, read_seq: int = 0) -> str:
+    """In what the log is another than the remembered one, in one line; "" where it is that, or where nothing is known.
+    `read_seq`: the last entry that this agent has read."""
+    if not (memory.log and seen.identity):
+        return ""
+    if seen.identity != memory.log:
+        return f"the event log was made at {seen.identity}, and this agent knows the one made at {memory.log}"
+    known_seq = max(memory.log_seq, read_seq)
+    if seen.last_seq < known_seq:
+        return f"the event log ends at entry {seen.last_seq}, and this agent knows entry {known_seq}"
+    if 0 < seen.term < memory.fence[0]:
+        return f"the event log's newest term is {seen.term}, and this agent has obeyed term {memory.fence[0]}"
+    return ""
+
+
+def is_taken(memory: Remembered, seen: LogSeen) -> bool:
+    """A person has taken this log by name since the agent last heard of such an order."""
+    return seen.taken_us > memory.log_taken_us

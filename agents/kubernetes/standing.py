@@ -1,0 +1,38 @@
+"""Whether this cluster has isolated the node: by the coordinator's own words in the log.
+
+Asked for are the last NodeIsolated, NodeReadmitted and NodeForgotten of the node, which only the coordinator writes
+(events/logins.py); the latest counts. Where none is in the stream any more, nothing is known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from events.codec import BadEvent, decode
+from events.nats_connection import Connection
+from events.subjects import EVENT_STREAM, standing_subjects
+from events.vocabulary import Name, NodeIsolated
+
+
+class Standing(NamedTuple):
+    """`isolated`: None where the log does not say."""
+
+    isolated: bool | None
+    reason: str
+
+
+async def standing(connection: Connection, node: Name) -> Standing:
+    """By the log. Raises Unanswered (Denied)."""
+    last, found = 0, Standing(None, "")
+    for subject in standing_subjects(node):
+        answer = await connection.request(f"$JS.API.DIRECT.GET.{EVENT_STREAM}.{subject}", b"")
+        seq = int((answer.headers or {}).get("Nats-Sequence", 0))
+        if not answer.data or seq <= last:
+            continue
+        try:
+            event = decode(answer.data).event
+        except BadEvent:
+            continue
+        is_isolated = isinstance(event, NodeIsolated)
+        last, found = seq, Standing(is_isolated, event.reason if is_isolated else "")  # type: ignore[union-attr]  # just looked at
+    return found

@@ -1,0 +1,102 @@
+"""`unicron-agent --probe live|ready`: does the agent of a run directory live, does it do its work?
+
+Rules
+-----
+* The running agent answers on a socket in its run directory: no port has to be open, and one that stands still gives no
+  answer. `live` is any answer. `ready`: the node has joined, its fork server serves, NATS lets the agent in.
+* So an outage of NATS takes readiness away and never life: a restart would mend nothing and cost the workers.
+* A probe runs every few seconds: this module imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from agents.places import PROBE_SOCKET, default_run_dir
+from events.command_line import SettableParser, add, fail, option, run
+
+if TYPE_CHECKING:
+    import asyncio
+
+KINDS = ("live", "ready")
+#: Less than a kubelet's probe is given, if its timeoutSeconds is 5.
+TIMEOUT_S = 4.0
+_ANSWER_BYTES = 4096
+
+
+class Condition(NamedTuple):
+    """`status`: what the agent does, or waits for, in one line."""
+
+    is_ready: bool
+    status: str
+
+
+async def serve(path: Path, condition: Callable[[], Condition]) -> asyncio.Server:
+    """Answer probes until the server is closed."""
+    import asyncio
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        found = condition()
+        with contextlib.suppress(OSError):
+            writer.write(json.dumps(found._asdict()).encode())
+            await writer.drain()
+            writer.close()
+
+    path.unlink(missing_ok=True)  # noqa: ASYNC240  (a file in memory)
+    return await asyncio.start_unix_server(answer, path)
+
+
+def ask(path: Path, timeout_s: float = TIMEOUT_S) -> Condition:
+    """What the agent says. Raises OSError (TimeoutError) where none answers, ValueError on what is no answer."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(timeout_s)
+        line.connect(os.fspath(path))
+        said = b""
+        while len(said) < _ANSWER_BYTES and (part := line.recv(_ANSWER_BYTES)):
+            said += part
+    found = json.loads(said)
+    return Condition(bool(found["is_ready"]), str(found["status"]))
+
+
+def is_asked(argv: Sequence[str]) -> bool:
+    """Whether a command line is a probe's."""
+    return any(word.partition("=")[0] == "--probe" for word in argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit code: 0 yes, 1 no, 2 bad usage."""
+    return run("unicron-agent", lambda: _probe(argv))
+
+
+def _probe(argv: Sequence[str] | None) -> int:
+    parser = SettableParser(prog="unicron-agent", add_help=False)
+    # The flags of the agent itself may stand beside it: a manifest may say them once for both.
+    add(
+        parser,
+        option("--probe", "KIND", "", choices=KINDS),
+        option("--node", "NAME", ""),
+        option("--run-dir", "DIR", "", type=Path),
+    )
+    given, _ = parser.parse_known_args(argv)
+    if given.run_dir is None and given.node is None:
+        return fail("unicron-agent", "--probe: give --run-dir or --node, as to the agent", 2)
+    run_dir = given.run_dir or default_run_dir(given.node)
+    try:
+        found = ask(run_dir / PROBE_SOCKET)
+    except TimeoutError:
+        return fail("unicron-agent", f"the agent in {run_dir} does not answer within {TIMEOUT_S:g} s")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return fail("unicron-agent", f"no agent answers in {run_dir}: {error}")
+    print(found.status)
+    return 0 if given.probe == "live" or found.is_ready else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

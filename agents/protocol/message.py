@@ -1,0 +1,10 @@
+"""What all messages of messages.py are."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
+    """Base of all messages; the class name is the wire tag. A field at its default is left out: processes of a version
+    that lacks it may be at the other end (a fork server and its workers outlive their agent)."""

@@ -1,0 +1,150 @@
+"""The hook's loop without unicrond: one process, one replica, nothing to heal. For trying a program, and for its tests.
+
+    hook = Hook.attach(model, optimizer, scheduler, alone=Alone(iterations=100, global_batch=8))
+
+What a program sees of it is what `hook.py` gives in a task: the same micro-batches, samples and seeds, the same mean
+gradients as a task with one lane (`UNICRON_LANES: "1"`). Nothing is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from agents.protocol.sampling import Sampling, work_seed
+from agents.trainer.gradients.accumulation import Accumulation
+from agents.trainer.ledger import exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What a task file would say. `global_batch`, `micro_batch`: in samples."""
+
+    iterations: int
+    global_batch: int = 8
+    micro_batch: int = 1
+    seed: int = 1234
+
+
+class AloneStep:
+    """As `hook.Step`."""
+
+    def __init__(self, hook: AloneHook, iteration: int) -> None:
+        self._hook = hook
+        self.iteration = iteration
+        self.agreed = False
+        self.loss = float("nan")
+
+    @property
+    def is_last(self) -> bool:
+        """Whether training ends behind it; known once its micro-batches are computed."""
+        return self.agreed and (bool(self._hook.stopped) or self.iteration >= self._hook.task.iterations)
+
+    def __iter__(self) -> Iterator[int]:
+        """One micro-batch at a time."""
+        for (micro_batch,) in self.lists(1):
+            yield micro_batch
+
+    def lists(self, at_most: int | None = None) -> Iterator[list[int]]:
+        """Lists of all micro-batches, in order, of `at_most`."""
+        yield from self._hook._lists(self, at_most)
+
+    def add(self, loss_sum: float | torch.Tensor, tokens: int | torch.Tensor) -> None:
+        """Account for the micro-batches just computed."""
+        self._hook._loss_sum += exactly(float(loss_sum))
+        self._hook._tokens += int(tokens)
+
+    def samples(self, micro_batch: int) -> tuple[int, ...]:
+        """The indices of the micro-batch's samples in the data set."""
+        return self._hook._sampling.samples(self.iteration, micro_batch)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Around what reads data."""
+        return contextlib.nullcontext()
+
+    def seed(self, micro_batch: int) -> None:
+        """Seed every random number drawn for the micro-batch."""
+        from agents.trainer.randomness import seed_all
+
+        seed_all(work_seed(self._hook.task.seed, self.iteration, micro_batch))
+
+
+@dataclass(slots=True)
+class AloneHook:
+    """As `hook.Hook`, of one process that is the only one."""
+
+    task: Alone
+    sums: Accumulation
+    _sampling: Sampling
+    _began: int = 0
+    is_lead: bool = True
+    in_lead_replica: bool = True
+    replicas: int = 1
+    stopped: str = ""
+    _registered: dict[str, Any] = field(default_factory=dict)
+    _closing: Callable[[], None] | None = None
+    _iteration: int = 0
+    _loss_sum: float = 0.0
+    _tokens: int = 0
+
+    @staticmethod
+    def of(task: Alone, models: Sequence[torch.nn.Module], dataset_size: int | None, brings: int | None) -> AloneHook:
+        """`dataset_size`, `brings`: as for `Hook.attach`."""
+        sums = Accumulation(parameter for model in models for parameter in model.parameters())
+        sampling = Sampling(task.seed, task.global_batch, task.micro_batch, dataset_size)
+        return AloneHook(task, sums, sampling, brings or 0)
+
+    def steps(self) -> Iterator[AloneStep]:
+        """The iterations, one after the other. Raises RuntimeError for a step that was left."""
+        for iteration in range(self._began + 1, self.task.iterations + 1):
+            self.sums.clear()
+            self._iteration, self._loss_sum, self._tokens = iteration, 0.0, 0
+            step = AloneStep(self, iteration)
+            yield step
+            if not step.agreed:
+                raise RuntimeError("the loop left a step before all its micro-batches were computed")
+            if self.stopped:
+                break
+        if self._closing is not None:
+            self._closing()
+
+    def _lists(self, step: AloneStep, at_most: int | None) -> Iterator[list[int]]:
+        every = list(range(self.task.global_batch // self.task.micro_batch))
+        size = at_most or len(every)
+        for first in range(0, len(every), size):
+            yield every[first : first + size]
+        if self._tokens <= 0:
+            raise RuntimeError(f"iteration {step.iteration}: no tokens were added; call step.add(loss_sum, tokens)")
+        places = [(start, self.sums.copy(bucket)) for bucket, (start, _) in enumerate(self.sums.spans)]
+        self.sums.settle(places, self._tokens)
+        step.loss, step.agreed = self._loss_sum / self._tokens, True
+
+    def stop(self, reason: str) -> None:
+        """Have training end after this iteration. Raises ValueError without a reason."""
+        if not reason:
+            raise ValueError("hook.stop(reason): give the reason in a few words")
+        self.stopped = reason
+
+    @contextlib.contextmanager
+    def busy(self, what: str, *, at_most_s: float) -> Iterator[None]:
+        """Around long work that is not training: nobody waits for it here."""
+        yield
+
+    def register(self, name: str, stateful: Any) -> None:
+        """Nothing travels here; the name must be free all the same."""
+        if name in self._registered:
+            raise ValueError(f"hook.register({name!r}, ...): once for each name, before the first step")
+        self._registered[name] = stateful
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """A line with these numbers and the iteration."""
+        told = ", ".join(f"{name} {float(value):g}" for name, value in metrics.items())
+        print(f"iteration {self._iteration}: {told}", flush=True)
+
+    def at_end(self, save: Callable[[], None]) -> None:
+        """Called behind the last iteration."""
+        self._closing = save

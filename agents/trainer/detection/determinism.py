@@ -1,0 +1,77 @@
+"""Is it true that a micro-batch has the same bits wherever it is computed? Found out where a task begins.
+
+Rules
+-----
+* Where no member of a new group has state of its own, each computes one micro-batch, the same on all, twice, for its
+  bits alone. They are compared with each other, and with the other replicas'.
+* Bits differ where kernels are not deterministic, or where GPUs are of different types. Then no sum keeps its bits over
+  a change of the deal; one line says so. `require` has the worker end instead; `off` leaves the check out.
+* A worker that joins later computes none twice: all would wait. It says with its position on what it computes
+  (`surroundings`: the device's type, the versions, and on the CPU its instructions and threads). Where that is other
+  than the first member's, one line says so, and with `require` the worker that differs ends.
+
+What computes the micro-batch: `hook.py`.
+"""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+#: The one that is computed.
+MICRO_BATCH = 0
+
+
+class NotDeterministic(RuntimeError):
+    """The task requires bits that these workers do not keep."""
+
+
+def verdict(rows: Sequence[Sequence[int]]) -> str:
+    """What the replicas' checksums say, each of both times, in rank order; "" where all are the same."""
+    unsteady = [rank for rank, (first, second) in enumerate(rows) if first != second]
+    if unsteady:
+        return (
+            f"on {_replicas(unsteady)} a micro-batch computed twice has different bits: use deterministic kernels"
+            " (torch.use_deterministic_algorithms)"
+        )
+    others = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if others:
+        whose = f"{_replicas(others)} {_compute(others)}"
+        return f"{whose} other bits than replica 0: use GPUs of one type, and equal software"
+    return ""
+
+
+def surroundings() -> str:
+    """What the bits of this process's kernels depend on."""
+    if torch.cuda.is_initialized():
+        versions = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {versions}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} {instructions}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def number_of(surroundings: str) -> int:
+    """It as a number to compare, above 0."""
+    return zlib.crc32(surroundings.encode()) + 1
+
+
+def odd_places(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The ranks whose surroundings are not the first one's."""
+    return tuple(rank for rank, number in enumerate(numbers) if number != numbers[0])
+
+
+def told_of(odd: Sequence[int], rank: int, own: str) -> str:
+    """One line for the worker of that rank."""
+    whose = "this one too" if rank in odd else "this one not"
+    return f"{_replicas(odd)} {_compute(odd)} on something else than replica 0 ({whose}: {own})"
+
+
+def _compute(ranks: Sequence[int]) -> str:
+    return "compute" if len(ranks) > 1 else "computes"
+
+
+def _replicas(ranks: Sequence[int]) -> str:
+    return f"replica{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,341 @@
+"""What stands behind the seams (`seams.py`): Megatron's own training loop, driven by the training lifecycle.
+
+Rules
+-----
+* A replica is its own world, so Megatron believes in one data-parallel rank: schedules of the learning rate, consumed
+  samples and the number of micro-batches are those of the whole task by themselves.
+* The hook is attached in place of `train`, behind all set-up: survivors never wait for a newcomer's imports.
+* Megatron's schedule is called once for each list of micro-batches dealt. What it would average is only summed
+  (`weighing.py`). `finalize_model_grads` runs once, behind the sum over the replicas: so what a replica must still add
+  up (tied embeddings over pipeline stages, norms under sequence parallelism, experts' bias) comes from the whole batch.
+* The step is committed behind `train_step`. The last one only when the script is over: by then it has evaluated; its
+  checkpoint is written as the lifecycle's last word, by the lead's replica, or by another if that is lost.
+* Where the lifecycle goes on with another iteration than Megatron's loop expects (this replica was given a newer
+  state), the loop is entered anew there.
+* What only the lead's replica does: checkpoints, TensorBoard, W&B, lines of the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from agents.trainer.hook import Hook, Step
+from agents.trainer.megatron import cpu, flags
+from agents.trainer.megatron.buffers import BufferAccumulation
+from agents.trainer.megatron.data import Behind, Dealt
+from agents.trainer.megatron.index_lock import index_lock
+from agents.trainer.megatron.runs import Runs
+from agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
+from agents.trainer.megatron.trackers import Trackers
+from agents.trainer.megatron.writers import LeadWriter
+from agents.trainer.process.context import Context
+from agents.trainer.sharded.optimizer import ShardedOptimizer
+from agents.trainer.states.saving import unsaved
+
+
+class _Elsewhere(Exception):
+    """Training goes on in another iteration than Megatron's loop expects."""
+
+
+class Adapter:
+    """One worker's. `modules`: of Megatron-LM, by name."""
+
+    def __init__(self, here: Context, modules: dict[str, Any], *, on_gpu: bool) -> None:
+        self._here = here
+        self._modules = modules
+        self._training = modules["training"]
+        self._on_gpu = on_gpu
+        self._real: dict[str, Callable[..., Any]] = {}
+        self._taken: flags.Taken | None = None
+        self._hook: Hook | None = None
+        self._steps: Iterator[Step] = iter(())
+        self._step: Step | None = None
+        self._runs: Runs | None = None
+        self._data: list[Dealt] = []
+        self._loaders = 0
+        self._evaluations = 0
+        self._at = 0
+        self._began_s = time.monotonic()
+        #: The last checkpoint was not written.
+        self._unsaved = False
+
+    def say(self, text: str) -> None:
+        """A line for this worker's log."""
+        print(f"{self._here.launch.worker}: {text}", flush=True)
+
+    def install(self) -> None:
+        """Replace what stands at the seams. What stood there is called from here."""
+        for seam in (*SEAMS, *VALIDATE_ARGS):
+            module = self._modules[seam.module]
+            real = getattr(module, seam.name, None)
+            if real is not None:
+                ours = getattr(self, seam.name)
+                self._real.setdefault(seam.name, real)
+                setattr(module, seam.name, functools.wraps(real)(partial(ours)))
+        self._compile_once()
+
+    def finish(self) -> None:
+        """The script has ended: commit the last iteration, and let the task be complete. Raises RuntimeError."""
+        if next(self._steps, None) is not None:
+            raise RuntimeError("the state was lost behind the last iteration: training must go on, in a new process")
+
+    @property
+    def _leads(self) -> bool:
+        return self._hook is not None and self._hook.in_lead_replica
+
+    @property
+    def _args(self) -> Any:
+        return self._training.get_args()
+
+    # --- set-up ----------------------------------------------------------------------------------
+
+    def validate_args(self, args: Any, *rest: Any, **options: Any) -> Any:
+        """Megatron's, and what unicrond refuses, takes over or knows better."""
+        spec = self._here.launch.spec
+        for line in flags.to_the_task(args, spec):
+            self.say(line)
+        if not self._on_gpu and (changed := cpu.set_flags(args)):
+            self.say(f"set for the CPU: {', '.join(changed)}")
+        args = self._real["validate_args"](args, *rest, **options) or args
+        flags.require(args, spec, on_gpu=self._on_gpu)
+        self._taken = flags.take_over(args, self.say)
+        return args
+
+    def _set_tensorboard_writer(self, args: Any) -> None:
+        self._by_the_lead("_set_tensorboard_writer", "_GLOBAL_TENSORBOARD_WRITER", "tensorboard_dir", args)
+
+    def _set_wandb_writer(self, args: Any) -> None:
+        self._by_the_lead("_set_wandb_writer", "_GLOBAL_WANDB_WRITER", "wandb_project", args)
+
+    def _by_the_lead(self, name: str, holder: str, flag: str, args: Any) -> None:
+        module = self._modules["global_vars"]
+
+        def make() -> Any:
+            setattr(module, holder, None)
+            self._real[name](args)
+            made = getattr(module, holder)
+            setattr(module, holder, writer)
+            return made
+
+        if getattr(args, flag, None) and args.rank == args.world_size - 1:
+            writer = LeadWriter(lambda: self._leads, make)
+            setattr(module, holder, writer)
+
+    def _compile_once(self) -> None:
+        """The index builder of an installed Megatron-core is compiled already, and its Makefile is not there."""
+        with contextlib.suppress(ImportError):
+            import megatron.core.datasets.helpers_cpp  # noqa: F401
+            import megatron.core.datasets.utils as utils
+
+            utils.compile_helpers = lambda: None
+
+    def get_megatron_optimizer(self, config: Any, model: Any, *rest: Any, **options: Any) -> Any:
+        """Megatron's, or in place of its DistributedOptimizer the one whose parts move between replicas."""
+        assert self._taken is not None
+        if self._taken.distributed:
+            return ShardedOptimizer(config, model)
+        return self._real["get_megatron_optimizer"](config, model, *rest, **options)
+
+    def build_train_valid_test_datasets(self, *arguments: Any, **options: Any) -> Any:
+        """One process at a time builds indices on one file system."""
+        with index_lock(self._args, self._here.replica.shard == 0):
+            return self._real["build_train_valid_test_datasets"](*arguments, **options)
+
+    def build_pretraining_data_loader(self, dataset: Any, consumed: int, *rest: Any, **options: Any) -> Any:
+        """Training data by the micro-batches dealt; other data from where an unbroken run would stand."""
+        real = self._real["build_pretraining_data_loader"]
+        if dataset is None:
+            return real(dataset, consumed, *rest, **options)
+        args = self._args
+        split = getattr(dataset, "split", getattr(dataset, "index_split", None))
+        name = getattr(split, "name", None) or ("train", "valid", "test")[self._loaders % 3]
+        self._loaders += 1
+        build = partial(real, *rest, **options)
+        if name == "train":
+            ahead = args.num_workers > 0
+            data = Dealt(build, dataset, args.global_batch_size, args.micro_batch_size, reads_ahead=ahead)
+            self._data.append(data)
+            return data
+        if name == "valid" and not args.full_validation:
+            return Behind(build, dataset, self._validated)
+        return real(dataset, consumed, *rest, **options)
+
+    def _validated(self) -> int:
+        """Samples of validation data that were used before the present evaluation."""
+        args = self._args
+        return int(self._evaluations * args.eval_iters * args.global_batch_size)
+
+    # --- training --------------------------------------------------------------------------------
+
+    def train(self, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
+        """Attach the hook, go where the task stands, and let Megatron's loop train from there."""
+        args, taken = self._args, self._taken
+        assert taken is not None
+        brings = args.iteration
+        config = self._training.get_model_config(model[0])
+        trackers = Trackers(config)
+        one_stage = self._training.mpu.get_pipeline_model_parallel_world_size() == 1
+        self._hook = hook = Hook.attach(
+            model,
+            optimizer,
+            scheduler,
+            overlap=taken.overlap and one_stage,
+            brings=brings,
+            gradients=partial(BufferAccumulation, model, trackers.numel),
+        )
+        for chunk in model:  # its own reduction has nothing to do, and would wait for one that began in the backward
+            chunk.ddp_config.overlap_grad_reduce = False
+        args.overlap_grad_reduce = args.exit_signal_handler = False
+        self._runs = Runs(hook, config, trackers, self._data, self._training.mpu, len(model))
+        brought_flop = args.num_floating_point_operations_so_far
+        flop = self._training.num_floating_point_operations(args, args.global_batch_size)
+        self._steps = hook.steps()
+        self._step = next(self._steps, None)
+        while self._step is not None:
+            self._stand_at(self._step.iteration - 1)
+            args.num_floating_point_operations_so_far = brought_flop + (args.iteration - brings) * flop
+            try:
+                return self._real["train"](forward_step, model, optimizer, scheduler, *rest, **options)
+            except _Elsewhere:
+                with contextlib.suppress(AssertionError):
+                    self._training.get_timers()("interval-time").stop()
+                if self._step is not None and self._step.is_last:
+                    self._stand_at(self._step.iteration)
+                    break
+        return args.iteration, args.num_floating_point_operations_so_far
+
+    def _stand_at(self, iteration: int) -> None:
+        args = self._args
+        args.iteration = self._at = iteration
+        args.consumed_train_samples = iteration * args.global_batch_size
+        self._evaluations = iteration // args.eval_interval if args.eval_interval else 0
+        args.consumed_valid_samples = self._validated() if not isinstance(args.eval_iters, list) else 0
+
+    def get_forward_backward_func(self, *arguments: Any, **options: Any) -> Any:
+        """Megatron's schedule; for training, called as often as micro-batches are dealt."""
+        schedule = self._real["get_forward_backward_func"](*arguments, **options)
+
+        def forward_backward(*positional: Any, **keywords: Any) -> Any:
+            if keywords.get("forward_only", False):
+                return schedule(*positional, **keywords)
+            assert self._step is not None and self._runs is not None
+            self._say_stop(self._step.iteration)
+            return self._runs.compute(self._step, partial(schedule, *positional), keywords)
+
+        return forward_backward
+
+    def _say_stop(self, iteration: int) -> None:
+        """What ends training early must be known before the iteration is agreed on."""
+        taken, hook = self._taken, self._hook
+        assert taken is not None and hook is not None
+        if taken.exit_interval and iteration % taken.exit_interval == 0:
+            hook.stop(f"--exit-interval {taken.exit_interval}")
+        if taken.exit_after_s and time.monotonic() - self._began_s > taken.exit_after_s:
+            hook.stop(f"--exit-duration-in-mins {taken.exit_after_s / 60:g}")
+        if taken.exit_signal and any(self._training.get_signal_handler().signals_received()):
+            hook.stop("--exit-signal-handler: the signal has come")
+
+    def train_step(self, *arguments: Any, **options: Any) -> Any:
+        """Megatron's; then the step is committed, on all replicas. Raises _Elsewhere."""
+        result = self._real["train_step"](*arguments, **options)
+        step = self._step
+        assert step is not None
+        self._at += 1
+        if step.is_last and step.iteration == self._at:
+            return result
+        if not step.is_last:
+            self._step = next(self._steps, None)
+        if step.is_last or step.iteration != self._at or self._step is None or self._step.iteration != self._at + 1:
+            raise _Elsewhere
+        return result
+
+    # --- between iterations ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _busy(self, what: str) -> Iterator[None]:
+        """Megatron's own collectives may take that long."""
+        assert self._hook is not None
+        with self._hook.busy(what, at_most_s=60.0 * self._args.distributed_timeout_minutes):
+            yield
+
+    def training_log(self, *arguments: Any, **options: Any) -> Any:
+        """With the whole task's workers, which rates are told for."""
+        args = self._args
+        own, args.world_size = args.world_size, args.world_size * (self._hook.replicas if self._hook else 1)
+        try:
+            return self._real["training_log"](*arguments, **options)
+        finally:
+            args.world_size = own
+
+    def print_rank_last(self, message: Any, *rest: Any, **options: Any) -> None:
+        """Once for the task."""
+        if self._hook is None or self._leads:
+            self._real["print_rank_last"](message, *rest, **options)
+
+    def evaluate_and_print_results(self, *arguments: Any, **options: Any) -> Any:
+        """Megatron's, on every replica: so none waits for another."""
+        if self._hook is None:
+            return self._real["evaluate_and_print_results"](*arguments, **options)
+        with self._busy("evaluation"):
+            result = self._real["evaluate_and_print_results"](*arguments, **options)
+        self._evaluations += 1
+        return result
+
+    def checkpoint_and_decide_exit(self, *arguments: Any, **options: Any) -> Any:
+        """Megatron's; it also ends where all have agreed on the end."""
+        args, step = self._args, self._step
+        before = args.exit_interval
+        if step is not None and step.is_last and self._at < args.train_iters:
+            args.exit_interval = 1
+        try:
+            return self._real["checkpoint_and_decide_exit"](*arguments, **options)
+        finally:
+            args.exit_interval = before
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Megatron's, by the lead's replica. Behind the last iteration: when all are there (`Hook.at_end`)."""
+        save = partial(self._real["save_checkpoint"], *arguments, **options)
+        if self._hook is None:
+            save()
+        elif self._step is None or self._step.is_last:
+            self._hook.at_end(partial(self._save_last, save))
+        else:
+            with self._busy("checkpoint"):
+                if self._leads:
+                    self._save(save)
+
+    def _save_last(self, save: Callable[[], None]) -> None:
+        args = self._args
+        args.async_save = False  # no later call would complete it
+        with self._busy("checkpoint"):
+            self._save(save)
+
+    def maybe_finalize_async_save(self, *arguments: Any, **options: Any) -> None:
+        """Megatron's: what `--async-save` has written by now, or, where it waits, all of it."""
+        finalize = partial(self._real["maybe_finalize_async_save"], *arguments, **options)
+        if self._hook is None or not self._args.async_save:
+            finalize()
+        elif options.get("blocking"):
+            with self._busy("checkpoint"):
+                self._save(finalize, is_new=False)
+        else:
+            self._save(finalize, is_new=False)
+
+    def _save(self, save: Callable[[], object], *, is_new: bool = True) -> None:
+        """Whatever a storage does: the checkpoint before stays, an alarm says so until another is saved, or begun
+        where that takes longer (`is_new`), and training goes on."""
+        try:
+            save()
+        except Exception as error:
+            self.say(f"Megatron's checkpoint was not saved: {type(error).__name__}: {error}")
+            self._here.channel.send(unsaved(self._at, "program", error))
+            self._unsaved = True
+        else:
+            if self._unsaved and is_new:
+                self._here.channel.send(unsaved(self._at, "program"))
+                self._unsaved = False

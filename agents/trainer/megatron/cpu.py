@@ -1,0 +1,203 @@
+"""Megatron-LM's training code on a machine without CUDA: what it asks of a GPU, beyond what Megatron-core does
+(`cpu_shim.py`).
+
+Applied in the worker of a task that runs Megatron-LM, only where CUDA is absent. `torch.cuda` then says that there is a
+GPU, and every tensor "on" it is on the CPU. Flags that only a GPU can do are set to what a CPU does; one line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import sys
+import typing
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from agents.trainer import cpu_shim
+
+#: Parsed arguments, and what they must be without a GPU.
+FLAGS: dict[str, object] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "no_persist_layer_norm": True,
+    "bias_dropout_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+}
+_SILENT = ("set_device", "synchronize", "empty_cache", "check_error", "set_stream", "reset_peak_memory_stats")
+_ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
+_applied: list[bool] = []
+
+
+def apply() -> None:
+    """Redirect what Megatron-LM asks of a GPU to the CPU, in this process, for good. Call it once `cpu_shim` is
+    applied, before `megatron.training` is imported. Harmless to call twice."""
+    if _applied:
+        return
+    _applied.append(True)
+    cpu_shim.apply()
+    if not hasattr(typing, "override"):  # core_v0.18 and newer are written for Python 3.12
+        typing.override = lambda method: method  # type: ignore[attr-defined,unused-ignore]
+    torch.compiler.set_stance("force_eager")
+    cuda: Any = torch.cuda
+    # torch._dynamo asserts that no two names are one object, so each is a function of its own.
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    for name in _SILENT:
+        setattr(cuda, name, _returning(None))
+    for name in _ZERO:
+        setattr(cuda, name, _returning(0))
+    cuda.get_device_capability = _returning((0, 0))
+    cuda.get_device_properties = _returning(
+        SimpleNamespace(name="cpu", major=10, minor=0, total_memory=0, multi_processor_count=1)
+    )
+    cuda.memory_stats = lambda *_, **__: defaultdict(int)
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *_: _Stream()
+    cuda.default_stream = lambda *_: _Stream()
+    cuda.stream = lambda _: contextlib.nullcontext()
+    torch.nn.Module.cuda = lambda module, device=None: module
+    _stub_kernels()
+    _norms_for_sequence_parallelism()
+    _OnCpu().__enter__()
+    _checkpoints_by_fork()
+
+
+def set_flags(args: Any) -> list[str]:
+    """Set what a CPU cannot do otherwise; the arguments that were changed."""
+    changed = [name for name, value in FLAGS.items() if hasattr(args, name) and getattr(args, name) != value]
+    for name in changed:
+        setattr(args, name, FLAGS[name])
+    return [f"{name}={FLAGS[name]}" for name in changed]
+
+
+def behind_imports() -> None:
+    """What can be redirected only once `megatron.training` is imported."""
+    fused = sys.modules.get("megatron.legacy.fused_kernels")  # it asks nvcc for its version; gone in core_v0.19
+    if fused is not None:
+        fused.load = lambda _: None  # type: ignore[attr-defined]
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.moe import moe_utils
+
+    # Outputs are freed while gloo may still send them: CUDA's streams would keep the order.
+    schedules.deallocate_output_tensor = lambda *_, **__: None
+    schedules.custom_backward = lambda output, gradient: torch.autograd.backward(output, grad_tensors=gradient)
+    if not hasattr(moe_utils, "te_general_gemm"):  # asked for without Transformer Engine too
+        moe_utils.te_general_gemm = None
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "RNG state changed" not in str(record.msg)
+    )
+
+
+def _returning(value: object) -> Callable[..., object]:
+    return lambda *_, **__: value
+
+
+class _Stream:
+    """In place of a CUDA stream: everything is done when it is asked for."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def wait_stream(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, *_: object) -> _Event:
+        return _Event()
+
+    def wait_event(self, *_: object) -> None:
+        pass
+
+
+class _Event:
+    """In place of a CUDA event."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, *_: object) -> None:
+        pass
+
+    def wait(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, *_: object) -> float:
+        return 0.0
+
+
+class _OnCpu(TorchFunctionMode):  # type: ignore[misc]
+    """Whatever is to be on a GPU, or in memory pinned for one, is on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if kwargs:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs = {**kwargs, "device": "cpu"}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        return function(*args, **(kwargs or {}))
+
+
+def _stub_kernels() -> None:
+    """A module that imports triton without asking whether it is there."""
+    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    stub: Any = ModuleType(name)
+    stub.enable_batch_invariant_mode = stub.disable_batch_invariant_mode = _returning(None)
+    stub.is_batch_invariant_mode_enabled = lambda: False
+    sys.modules.setdefault(name, stub)
+
+
+def _norms_for_sequence_parallelism() -> None:
+    """torch's norms refuse it. They do what they are to do there once their parameters are marked, as Apex's are."""
+    from megatron.core.transformer import torch_norm
+
+    plain = torch_norm.WrappedTorchNorm.__new__
+
+    def marked(cls: type, config: Any, *arguments: Any, **options: Any) -> torch.nn.Module:
+        wanted, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm: torch.nn.Module = plain(cls, config, *arguments, **options)
+        finally:
+            config.sequence_parallel = wanted
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = wanted
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(marked)
+
+
+def _checkpoints_by_fork() -> None:
+    """torch_dist checkpoints talk through a queue of a spawned process, which would import the script again, without
+    all this: have it forked, when the first one is written."""
+    with contextlib.suppress(ImportError):
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        def queue() -> Any:
+            if filesystem_async._results_queue is None:
+                filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+            return filesystem_async._results_queue
+
+        if hasattr(filesystem_async, "_get_write_results_queue"):
+            filesystem_async._get_write_results_queue = queue

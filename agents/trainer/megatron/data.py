@@ -1,0 +1,132 @@
+"""Megatron's own data, by the micro-batches dealt: its data set, its sampler and its collate, in place of its loader.
+
+Rules
+-----
+* Megatron believes in one data-parallel rank, so its sampler's next lists of indices are an iteration's micro-batches,
+  in order. Only those that this replica computes are read.
+* Where a loader stands follows from the iteration alone: it seeks where that is not the next one.
+* With `--num-workers` above 0 a thread reads ahead: what is dealt and not asked for yet, and behind an iteration what
+  this replica will most likely begin the next one with. What is not asked for then is thrown away.
+* Validation data stands where an unbroken run would stand. Test data begins at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+Build: TypeAlias = Callable[[Any, int], Any]
+Loading: TypeAlias = Callable[[], AbstractContextManager[None]]
+#: Of the data sets that seed generators of the whole process: they are read where they are asked for.
+_SEEDS_ALL = "RandomSeedDataset"
+#: Micro-batches that are read ahead.
+_AHEAD = 2
+
+
+class Dealt:
+    """Training data, in place of one of Megatron's loaders: `next` gives the micro-batches asked for, in that order.
+    `build`: Megatron's loader of a data set, from a number of consumed samples on. `reads_ahead`: in a thread."""
+
+    def __init__(
+        self, build: Build, dataset: Any, global_batch: int, micro_batch: int, *, reads_ahead: bool = False
+    ) -> None:
+        self._build = build
+        self._dataset = dataset
+        self._micro_batch = micro_batch
+        self._micro_batches = global_batch // micro_batch
+        #: By iteration, each micro-batch's indices: of the present one, and the next.
+        self._indices: dict[int, list[Any]] = {}
+        #: The sampler's lists, of which the next is that of micro-batch `_next`, counted through training.
+        self._lists: Iterator[Any] = iter(())
+        self._next = -1
+        self._collate: Callable[[list[Any]], Any] = list
+        self._iteration = 0
+        self._asked: list[int] = []
+        self._loading: Loading = nullcontext
+        threads = reads_ahead and type(dataset).__name__ != _SEEDS_ALL
+        self._reader = ThreadPoolExecutor(1, "data") if threads else None
+        self._coming: dict[tuple[int, int], Future[Any]] = {}
+        self._first = 0
+
+    def ask(
+        self, iteration: int, micro_batches: Sequence[int], coming: Sequence[int] = (), loading: Loading = nullcontext
+    ) -> None:
+        """These are read next, inside of `loading`. `coming`: this replica computes them behind these."""
+        if iteration != self._iteration:
+            self._iteration, self._first = iteration, micro_batches[0] if micro_batches else 0
+            self._indices = {known: lists for known, lists in self._indices.items() if known == iteration}
+        self._asked, self._loading = list(micro_batches), loading
+        if self._reader is not None:
+            wanted = [(iteration, one) for one in (*micro_batches, *coming[:_AHEAD])]
+            if not coming:
+                wanted.append((iteration + 1, self._first))
+            self._read_ahead(self._reader, wanted)
+
+    def _read_ahead(self, reader: ThreadPoolExecutor, wanted: Sequence[tuple[int, int]]) -> None:
+        for place in self._coming.keys() - set(wanted):
+            self._coming.pop(place).cancel()
+        for iteration, micro_batch in wanted:
+            if (iteration, micro_batch) not in self._coming:
+                try:
+                    indices = self._of(iteration)[micro_batch]
+                except (StopIteration, AssertionError):  # behind the last iteration there is no more
+                    continue
+                self._coming[iteration, micro_batch] = reader.submit(self._read, indices)
+
+    def _of(self, iteration: int) -> list[Any]:
+        """The indices of the iteration's micro-batches."""
+        if iteration not in self._indices:
+            first = (iteration - 1) * self._micro_batches
+            if self._next != first:
+                self._seek(first)
+            self._indices[iteration] = [self._following() for _ in range(self._micro_batches)]
+        return self._indices[iteration]
+
+    def _seek(self, micro_batch: int) -> None:
+        loader = self._build(self._dataset, micro_batch * self._micro_batch)
+        self._collate, self._lists, self._next = loader.collate_fn, iter(loader.batch_sampler), micro_batch
+
+    def _following(self) -> Any:
+        """The sampler's next list; a cyclic one begins another epoch."""
+        indices = next(self._lists, None)
+        if indices is None:
+            self._seek(self._next)
+            indices = next(self._lists)
+        self._next += 1
+        return indices
+
+    def _read(self, indices: Sequence[Any]) -> Any:
+        return self._collate([self._dataset[index] for index in indices])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._loading():
+            micro_batch = self._asked.pop(0)
+            coming = self._coming.pop((self._iteration, micro_batch), None)
+            return self._read(self._of(self._iteration)[micro_batch]) if coming is None else coming.result()
+
+
+class Behind:
+    """Validation data, in place of one of Megatron's loaders: it is built where it is first read, and begins where an
+    unbroken run would stand then. `consumed`: samples, as known then."""
+
+    def __init__(self, build: Build, dataset: Any, consumed: Callable[[], int]) -> None:
+        self._build = build
+        self._dataset = dataset
+        self._consumed = consumed
+        self._loader: Any = None
+
+    def _built(self) -> Any:
+        if self._loader is None:
+            self._loader = self._build(self._dataset, self._consumed())
+        return self._loader
+
+    def __len__(self) -> int:
+        return len(self._built())
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._built()

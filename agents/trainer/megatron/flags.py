@@ -1,0 +1,97 @@
+"""Megatron's parsed arguments: what is refused, what is switched off because unicrond does it, and whether they are the
+task's.
+
+Every line names the flag. The table of what is refused: `events/megatron_lm.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from events.megatron_lm import REFUSED, TESTED, refusals
+from events.vocabulary import TaskSpec
+
+__all__ = ["TESTED", "Refused", "Taken", "require", "take_over", "to_the_task"]
+
+
+class Refused(SystemExit):
+    """Training with these flags would not be what Megatron alone does, or not what the task says. One line."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What the flags asked for that unicrond does in Megatron's place. `exit_after_s`: of one process; 0: never."""
+
+    overlap: bool
+    distributed: bool
+    exit_after_s: float
+    exit_interval: int
+    exit_signal: bool
+
+
+def to_the_task(args: Any, spec: TaskSpec) -> Iterator[str]:
+    """Set the layout to the task's, which may have been reshaped since it was submitted; what was changed."""
+    for name, wanted in (("tensor_model_parallel_size", spec.tp), ("pipeline_model_parallel_size", spec.pp)):
+        if getattr(args, name) != wanted:
+            yield f"--{name.replace('_', '-')}: {wanted}, as the task says ({getattr(args, name)} on the command line)"
+            setattr(args, name, wanted)
+
+
+def require(args: Any, spec: TaskSpec, *, on_gpu: bool) -> None:
+    """Raises Refused."""
+    for reason in _reasons(args, spec, on_gpu=on_gpu):
+        raise Refused(f"args: {reason}")
+
+
+def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
+    values = {refusal.flag: getattr(args, refusal.name, None) for refusal in REFUSED}
+    values["--moe-router-load-balancing-type"] = getattr(args, "moe_router_load_balancing_type", "")
+    yield from refusals(values)
+    if getattr(args, "fp8", None) and not on_gpu:
+        yield "--fp8-format: fp8 needs a GPU"
+    if getattr(args, "virtual_pipeline_model_parallel_size", None) and (
+        getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
+    ):
+        yield "--num-layers-per-virtual-pipeline-stage: not with experts or multi-token prediction yet; leave it out"
+    if args.use_distributed_optimizer:
+        if args.fp16 or args.optimizer != "adam":
+            yield "--use-distributed-optimizer: Adam in fp32 or bf16 only; leave it out"
+        for name in ("save", "load"):
+            if getattr(args, name, None):
+                yield f"--{name}: not with --use-distributed-optimizer yet; unicrond keeps checkpoints of its own"
+    for flag, found, wanted in (
+        ("--global-batch-size", args.global_batch_size, spec.global_batch),
+        ("--micro-batch-size", args.micro_batch_size, spec.micro_batch),
+        ("--seed", args.seed, spec.seed),
+    ):
+        if found != wanted:
+            yield f"{flag}: Megatron reads {found}, the task says {wanted}; submit the task again"
+    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    if iterations != spec.iterations:
+        yield f"--train-iters: Megatron reads {iterations}, the task says {spec.iterations}; submit the task again"
+
+
+def take_over(args: Any, say: Any) -> Taken:
+    """Switch off what unicrond does. `say`: takes one line for each thing that a person may miss."""
+    taken = Taken(
+        overlap=bool(args.overlap_grad_reduce),
+        distributed=bool(args.use_distributed_optimizer),
+        exit_after_s=60.0 * (args.exit_duration_in_mins or 0.0),
+        exit_interval=args.exit_interval or 0,
+        exit_signal=bool(args.exit_signal_handler),
+    )
+    args.rerun_mode = "disabled"
+    args.align_grad_reduce = args.align_param_gather = args.overlap_param_gather = False
+    args.use_distributed_optimizer = False
+    args.exit_duration_in_mins = None
+    if getattr(args, "log_straggler", False):
+        args.log_straggler = False
+        say("--log-straggler is off: unicrond compares the replicas itself")
+    if not args.accumulate_allreduce_grads_in_fp32:
+        args.accumulate_allreduce_grads_in_fp32 = True
+        args.grad_reduce_in_bf16 = False
+        if args.bf16 or args.fp16:
+            say("gradients are added and reduced in fp32 (--accumulate-allreduce-grads-in-fp32)")
+    return taken

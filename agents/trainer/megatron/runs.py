@@ -1,0 +1,190 @@
+"""An iteration's micro-batches through Megatron's schedule, list by list, summed and not averaged.
+
+Rules
+-----
+* Megatron's schedules divide each loss by the number of micro-batches in the call, and without
+  `--calculate-per-token-loss` by its tokens. Here each gradient enters the backward with the weight that it has in the
+  whole iteration's sum: what the schedule does to the loss behind that is without effect, so a gradient's bits do not
+  depend on how many micro-batches a call has. The sum over all replicas is divided once, by what is counted: tokens, or
+  micro-batches without per-token loss.
+* What is logged (the dictionaries that loss functions return) is added up beside the gradients (`buffers.py`).
+* An interleaved pipeline takes whole groups of pp micro-batches at least: a shorter list is filled up with its last
+  micro-batch, without weight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from agents.trainer.hook import Hook, Step
+from agents.trainer.ledger import exactly
+from agents.trainer.megatron.buffers import SLOTS, BufferAccumulation
+from agents.trainer.megatron.data import Dealt
+from agents.trainer.megatron.trackers import Trackers
+
+
+class TooManyNames(RuntimeError):
+    """The script's loss function reports more than there is room for."""
+
+
+class Runs:
+    """`config`: the model's. `trackers`: of its auxiliary losses. `data`: the loaders of this process. `mpu`:
+    Megatron's. `chunks`: of the model."""
+
+    def __init__(
+        self, hook: Hook, config: Any, trackers: Trackers, data: Sequence[Dealt], mpu: Any, chunks: int
+    ) -> None:
+        assert isinstance(hook.sums, BufferAccumulation)
+        self._sums = hook.sums
+        self._config = config
+        self._trackers = trackers
+        self._data = data
+        self._stages: int = mpu.get_pipeline_model_parallel_world_size()
+        self._in_last_stage: bool = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        self._interleaved = chunks > 1
+        #: What is logged, in the order of its slots.
+        self._names: list[str] = []
+
+    def compute(self, step: Step, schedule: Callable[..., Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+        """All that this replica is dealt, until all have agreed on the sums. What Megatron is to log: of the whole
+        iteration, in the last stage."""
+        config = self._config
+        scale, finalize, group = config.grad_scale_func, config.finalize_model_grads_func, _group_size(config)
+        try:
+            config.finalize_model_grads_func = None
+            for micro_batches in step.lists(at_most=1 if self._stages == 1 else None):
+                self._run(step, schedule, micro_batches, options)
+        finally:
+            config.grad_scale_func, config.finalize_model_grads_func = scale, finalize
+            if self._interleaved:
+                config.microbatch_group_size_per_vp_stage = group
+        if not step.agreed:
+            raise RuntimeError("the iteration was left before all had agreed on its sums")
+        self._trackers.put_back(self._sums.present.tracked)
+        finalize(options["model"], None)
+        return self._report(step) if self._in_last_stage else []
+
+    def _run(self, step: Step, schedule: Callable[..., Any], micro_batches: list[int], options: dict[str, Any]) -> None:
+        config, whole = self._config, len(micro_batches)
+        every = self._filled(micro_batches)
+        for data in self._data:
+            data.ask(step.iteration, every, step.coming(whole), step.loading)
+        scale = config.grad_scale_func
+        weigh = _Weighing(scale, per_token=config.calculate_per_token_loss)
+        forward_step = options["forward_step_func"]
+        passed: Counter[int] = Counter()
+
+        def seeded(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
+            place = passed[id(model)]  # of chunks of a model, each takes the micro-batches in their order
+            passed[id(model)] += 1
+            step.seed(every[place])
+            output, loss = forward_step(data_iterator, model, *rest, **keywords)
+            return output, weigh.around(loss, counts=place < whole)
+
+        if not config.calculate_per_token_loss:  # auxiliary losses are scaled by it, and divided by the call's length
+            config.grad_scale_func = lambda loss: scale(loss) * len(every)
+        try:
+            reports = schedule(**{**options, "forward_step_func": seeded, "num_microbatches": len(every)})
+        finally:
+            config.grad_scale_func = scale
+        self._note(reports[:whole])
+        self._trackers.take(self._sums.present.tracked)
+        step.add(*weigh.told())
+
+    def _filled(self, micro_batches: list[int]) -> list[int]:
+        if not self._interleaved:
+            return micro_batches
+        every = micro_batches + micro_batches[-1:] * max(0, self._stages - len(micro_batches))
+        self._config.microbatch_group_size_per_vp_stage = _fitting(_group_size(self._config), len(every), self._stages)
+        return every
+
+    def _note(self, reports: Sequence[dict[str, Any]]) -> None:
+        slots = self._sums.present.slots
+        for report in reports:
+            for name, value in report.items():
+                if name not in self._names:
+                    if 2 * len(self._names) == SLOTS:
+                        raise TooManyNames(f"the loss function reports more than {SLOTS // 2} values; report fewer")
+                    self._names.append(name)
+                place = 2 * self._names.index(name)
+                flat = torch.as_tensor(value).detach().view(-1).float()
+                pair = flat if flat.numel() == 2 else torch.stack([flat.sum(), flat.new_tensor(float(flat.numel()))])
+                slots[place : place + 2] += pair.to(slots.device)
+
+    def _report(self, step: Step) -> list[dict[str, Any]]:
+        """Each value as a sum and its count, as Megatron wants them of one micro-batch."""
+        slots = self._sums.present.slots
+        if not self._names:  # this replica has computed nothing yet
+            return [{"lm loss": slots.new_tensor([step.loss, 1.0])}]
+        return [{name: slots[2 * place : 2 * place + 2].clone() for place, name in enumerate(self._names)}]
+
+
+class _Weighing:
+    """Of one call of the schedule. `scale`: by the loss scale."""
+
+    def __init__(self, scale: Callable[[torch.Tensor], torch.Tensor], *, per_token: bool) -> None:
+        self._scale = scale
+        self._per_token = per_token
+        self._losses: list[torch.Tensor] = []
+        self._tokens: list[torch.Tensor] = []
+
+    def around(self, loss_func: Any, *, counts: bool) -> Any:
+        """The script's loss function, with a weight for its gradient. `counts`: the micro-batch is no filling."""
+        if loss_func is None:
+            return None
+
+        def weighed(output: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
+            outputs = loss_func(output, *rest, **keywords)
+            if keywords.get("non_loss_data"):
+                return outputs
+            loss, *others = outputs
+            tokens = others[0] if len(others) == 2 else None
+            whole = loss.new_ones(()) if tokens is None else torch.as_tensor(tokens).to(loss).clamp(min=1)
+            share = whole.new_ones(()) if self._per_token else 1.0 / whole
+            if counts:
+                self._losses.append((loss.detach() * share).sum())
+                counted = tokens if self._per_token and tokens is not None else whole.new_ones(())
+                self._tokens.append(torch.as_tensor(counted).detach().to(torch.float64))
+            weight = self._scale(share.reshape(1)).reshape(()) * float(counts)
+            return _Weighted.apply(loss, weight), *others
+
+        return weighed
+
+    def told(self) -> tuple[float, int]:
+        """The sum of the losses, and what it is to be divided by; both 0 where there is no loss."""
+        if not self._losses:
+            return 0.0, 0
+        losses = torch.stack([loss.double() for loss in self._losses]).tolist()
+        tokens = torch.stack([one.reshape(()) for one in self._tokens]).sum().item()
+        return sum(map(exactly, losses)), int(tokens)
+
+
+class _Weighted(torch.autograd.Function):  # type: ignore[misc]
+    """A loss whose gradient is `weight`, whatever is done to it later."""
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(weight)
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = context.saved_tensors
+        return weight.to(gradient.dtype).expand_as(gradient), None
+
+
+def _group_size(config: Any) -> int:
+    return int(getattr(config, "microbatch_group_size_per_vp_stage", None) or 1)
+
+
+def _fitting(group: int, micro_batches: int, stages: int) -> int:
+    """The group size that is nearest to `group` and leaves no remainder below `stages`. `micro_batches` is at least
+    `stages`, so all of them in one group always do."""
+    fits = [
+        size for size in range(stages, micro_batches + 1) if micro_batches % size == 0 or micro_batches % size >= stages
+    ]
+    return min(fits, key=lambda size: (abs(size - group), size))

@@ -1,0 +1,86 @@
+"""What torch's flight recorders hold: the last collectives of this process, of gloo's groups and of NCCL's.
+
+The recorder keeps them always (TORCH_FR_BUFFER_SIZE, 2000 entries), outside of Python; its JSON is read here, never its
+pickle. It is read from a thread beside the main one, which may hang in a collective. That of NCCL has only been read
+from a double: no test here has GPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from agents.protocol.flight import Flight
+from events.collectives import COLLECTIVES_MAX, Collective
+
+#: library -> the function of torch._C._distributed_c10d that dumps its recorder; a build without NCCL lacks the second.
+_DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+_SIZES_CHARS = 120
+_NAME_CHARS = 64
+_NUMBER_MAX = 2**53 - 1
+
+
+class _Entry(msgspec.Struct):
+    """Of a dump; other fields are passed over, and any may be missing in another version of torch."""
+
+    record_id: int = 0
+    pg_id: int = 0
+    collective_seq_id: int = 0
+    p2p_seq_id: int = 0
+    is_p2p: bool = False
+    profiling_name: str = ""
+    state: str | None = ""
+    retired: bool = False
+    input_sizes: Any = ()
+    input_dtypes: Any = ()
+    time_created_ns: int = 0
+
+
+class _Dump(msgspec.Struct):
+    entries: list[_Entry] = []
+
+
+def recorded(modules: Mapping[str, Any] = sys.modules, now_ns: int | None = None) -> Flight:
+    """The last collectives: those that have not ended first of all, and of the others the newest."""
+    torch = modules.get("torch._C._distributed_c10d")
+    if torch is None:
+        return Flight(trouble="torch.distributed is not loaded in this worker")
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    found: list[tuple[int, int, Collective]] = []
+    try:
+        for library, name in _DUMPS.items():
+            dump = getattr(torch, name, None)
+            if dump is not None:
+                told = msgspec.json.decode(dump(includeCollectives=True, onlyActive=False), type=_Dump)
+                found += [
+                    (one.time_created_ns, one.record_id, _collective(one, library, now_ns)) for one in told.entries
+                ]
+    except Exception as error:  # whatever this version of torch does
+        return Flight(trouble=f"the flight recorder cannot be read: {type(error).__name__}: {error}"[:400])
+    found.sort(key=lambda one: (not one[2].is_over, *one[:2]))
+    kept = sorted(found[-COLLECTIVES_MAX:], key=lambda one: one[:2])
+    return Flight(collectives=tuple(one for _, _, one in kept))
+
+
+def _collective(entry: _Entry, library: str, now_ns: int) -> Collective:
+    name = entry.profiling_name.removeprefix(f"{library}:")
+    sizes = " ".join(f"{kind}{size}" for kind, size in zip(entry.input_dtypes, entry.input_sizes, strict=False))
+    return Collective(
+        library=library,
+        group=_count(entry.pg_id),
+        number=_count(entry.p2p_seq_id if entry.is_p2p else entry.collective_seq_id),
+        is_p2p=entry.is_p2p,
+        name=name[:_NAME_CHARS],
+        state=(entry.state or "")[:_NAME_CHARS],
+        is_over=entry.retired or entry.state == "completed",
+        sizes=sizes[:_SIZES_CHARS],
+        since_us=_count((now_ns - entry.time_created_ns) // 1000),
+    )
+
+
+def _count(number: int) -> int:
+    return min(max(0, number), _NUMBER_MAX)

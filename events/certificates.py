@@ -1,0 +1,206 @@
+"""Certificates: a small CA of a cluster's own, and what it signs. Needs `cryptography` (the extra `head`).
+
+Rules
+-----
+* A certificate and its private key stand in one file, the chain first: whoever renews it replaces both at once, and
+  whoever reads it finds a pair. nats-server and Python's ssl take such a file for both.
+* ECDSA on P-256: every TLS library has it.
+* The CA signs the head's certificate, and one for each node; a URI in it says whose it is. It may sign nothing that is
+  a CA itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from events.tls import HEAD_URI, NODE_URI
+
+#: Clocks of a cluster differ.
+CLOCKS = timedelta(hours=1)
+_COMMON_NAME_MAX = 64
+_ORGANISATION = "unicrond"
+
+
+class BadCertificate(ValueError):
+    """The bytes are no certificate, or not one of this key; the text says which."""
+
+
+class Authority(NamedTuple):
+    """A CA: its certificate and its private key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @property
+    def certificate_pem(self) -> bytes:
+        """For everybody."""
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def key_pem(self) -> bytes:
+        """For its owner alone."""
+        return _private(self.key)
+
+
+def make_authority(now: datetime, days: float) -> Authority:
+    """A CA with a new key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _named(f"unicrond CA {x509.random_serial_number():x}"[:28])
+    builder = (
+        _begun(name, name, key, now, now + timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+    )
+    return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def read_authority(certificate_pem: bytes, key_pem: bytes) -> Authority:
+    """Raises BadCertificate."""
+    certificate = first_in(certificate_pem)
+    try:
+        key = serialization.load_pem_private_key(key_pem, None)
+    except (ValueError, TypeError):
+        raise BadCertificate("its key is not a private key in PEM without a password") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise BadCertificate("its key is not that of the certificate")
+    return Authority(certificate, key)
+
+
+def server_certificate(authority: Authority, names: Iterable[str], now: datetime, days: float) -> bytes:
+    """Chain and private key, in PEM, of the head, with these names and addresses. Never longer than the CA's time."""
+    names = tuple(names)
+    who = [*map(_host, names), x509.UniformResourceIdentifier(HEAD_URI)]
+    return _issued(authority, names[0], x509.SubjectAlternativeName(who), now, days)
+
+
+def node_certificate(authority: Authority, node: str, now: datetime, days: float) -> bytes:
+    """Chain and private key, in PEM, of a node."""
+    who = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{NODE_URI}{node}")])
+    return _issued(authority, node, who, now, days)
+
+
+def first_in(pem: bytes) -> x509.Certificate:
+    """The first certificate in PEM; other text around it is skipped. Raises BadCertificate."""
+    try:
+        return x509.load_pem_x509_certificates(pem)[0]
+    except ValueError:
+        raise BadCertificate("holds no certificate in PEM") from None
+
+
+def names_of(certificate: x509.Certificate) -> tuple[str, ...]:
+    """Names and addresses of the host, as they stand there."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    addresses = [str(address) for address in found.get_values_for_type(x509.IPAddress)]
+    return (*found.get_values_for_type(x509.DNSName), *addresses)
+
+
+def node_of(certificate: x509.Certificate) -> str:
+    """The node whose certificate it is; "" where it is no node's."""
+    return next((uri.removeprefix(NODE_URI) for uri in _uris(certificate) if uri.startswith(NODE_URI)), "")
+
+
+def is_heads(certificate: x509.Certificate) -> bool:
+    """Whether it is the head's."""
+    return HEAD_URI in _uris(certificate)
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return []
+    return found.get_values_for_type(x509.UniformResourceIdentifier)
+
+
+def is_of(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether the CA has signed it."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except Exception:  # ValueError, TypeError, InvalidSignature: no
+        return False
+    return True
+
+
+def _issued(
+    authority: Authority, name: str, alternative: x509.SubjectAlternativeName, now: datetime, days: float
+) -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1())
+    ends = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
+    issuer = authority.certificate.subject
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = (
+        _begun(_named(name[:_COMMON_NAME_MAX]), issuer, key, now, ends)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(alternative, critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
+            critical=False,
+        )
+    )
+    certificate = builder.sign(authority.key, hashes.SHA256())
+    return certificate.public_bytes(serialization.Encoding.PEM) + _private(key)
+
+
+def _begun(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, ends: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, ends) - CLOCKS)
+        .not_valid_after(ends)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, _ORGANISATION),
+            x509.NameAttribute(NameOID.COMMON_NAME, name),
+        ]
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

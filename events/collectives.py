@@ -1,0 +1,30 @@
+"""The last collectives of a worker, as its flight recorder has them. Brings nothing that a worker need not have."""
+
+from __future__ import annotations
+
+import msgspec
+
+from events.vocabulary import Count, Text
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a flight recorder: what torch remembers of the collectives of a process.
+
+    `library`: gloo or nccl. `group`: its number in the process. `number`: of the collective in its group; of what one
+    member gives another where `is_p2p`. `state`: scheduled, started or completed; gloo tells of no more than the first.
+    `is_over`: it has ended. `sizes`: of what goes in, with their types. `since_us`: for how long it has been there.
+    """
+
+    library: Text
+    group: Count
+    number: Count
+    is_p2p: bool
+    name: Text
+    state: Text
+    is_over: bool
+    sizes: Text
+    since_us: Count
+
+
+#: Of one worker, in one reply.
+COLLECTIVES_MAX = 64

@@ -1,0 +1,260 @@
+"""What a command line of Megatron-LM says about a task: read on the head, without a checkout, and on every worker.
+
+Rules
+-----
+* A flag's values are all words up to the next one that begins with `--`; of a flag that stands twice the last counts.
+  Megatron abbreviates no flags.
+* What a task needs to know must stand in the flags: what Megatron would fill in from the number of processes (the
+  global batch) or from a checkpoint (sizes) is asked for.
+* What would silently give other results than Megatron alone is refused, by one line that names the flag. The worker
+  asks the same table again, with the values that Megatron has parsed.
+
+Pure. How the flags become a task file: `unicrond/intake/megatron_task.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+#: `entry` of a task file.
+ENTRY = "megatron-lm"
+#: Tags core_v* of Megatron-LM on which the seams were looked for, oldest first.
+TESTED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
+
+
+class BadFlags(ValueError):
+    """The command line cannot be a task. The message is one line that names the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A flag whose value is not one of `harmless`, or false or not given, is refused: `why`, in one line."""
+
+    flag: str
+    why: str
+    harmless: tuple[object, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the parsed argument."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    def refuses(self, value: object) -> bool:
+        """Of a parsed argument, or of a flag's words."""
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            value = value[0] if len(value) == 1 else tuple(value)
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
+        return value not in (None, False, (), 0, "", *self.harmless)
+
+
+_OWN = "unicrond does this itself"
+_UNDONE = "not supported yet"
+_OTHER_SIZES = "iterations of different sizes are not supported yet; use a constant --global-batch-size"
+#: Read from the top: the first that holds is told.
+REFUSED: tuple[Refusal, ...] = (
+    Refusal("--yaml-cfg", "give the flags themselves: the task is read from them"),
+    Refusal("--use-torch-fsdp2", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
+    Refusal("--use-megatron-fsdp", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
+    Refusal("--context-parallel-size", f"context parallelism is {_UNDONE}; use --tensor-model-parallel-size", (1,)),
+    Refusal("--hybrid-context-parallel", f"context parallelism is {_UNDONE}"),
+    Refusal("--expert-model-parallel-size", f"expert parallelism is {_UNDONE}: a replica is tp x pp workers", (1,)),
+    Refusal("--rampup-batch-size", _OTHER_SIZES),
+    Refusal("--decrease-batch-size-if-needed", _OTHER_SIZES),
+    Refusal("--iterations-to-skip", f"skipped iterations are {_UNDONE}; leave it out"),
+    Refusal("--phase-transition-iterations", f"phases are {_UNDONE}; submit one task for each"),
+    Refusal("--moe-use-upcycling", "convert the checkpoint first, outside of a task"),
+    Refusal("--ckpt-convert-format", "convert the checkpoint first, outside of a task"),
+    Refusal("--skip-train", "a task trains; evaluate outside of one"),
+    Refusal("--perform-rl-step", f"reinforcement learning is {_UNDONE}"),
+    Refusal("--qk-clip", "its largest logits would be those of one replica's micro-batches"),
+    Refusal("--cuda-graph-impl", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes", ("none",)),
+    Refusal("--enable-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
+    Refusal("--external-cuda-graph", f"CUDA graphs are {_UNDONE}: gradients go to memory that changes"),
+    Refusal("--overlap-moe-expert-parallel-comm", f"its schedule is {_UNDONE}"),
+    Refusal("--delay-wgrad-compute", f"weight gradients outside of the backward are {_UNDONE}"),
+    Refusal("--use-nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
+    Refusal("--nccl-ub", f"registered buffers are {_UNDONE}: gradients go to memory that changes"),
+    Refusal("--num-distributed-optimizer-instances", "unicrond shards the optimizer over all replicas", (1,)),
+    Refusal("--overlap-param-gather-with-optimizer-step", f"its schedule is {_UNDONE}"),
+    Refusal("--reuse-grad-buf-for-mxfp8-param-ag", f"{_UNDONE}: gradients and parameters must not share memory"),
+    Refusal("--fp8-param-gather", f"fp8 parameters are {_UNDONE}"),
+    Refusal("--save-wgrads-interval", f"{_UNDONE}; leave it out"),
+    Refusal("--save-dgrads-interval", f"{_UNDONE}; leave it out"),
+    Refusal("--enable-ft-package", f"{_OWN}: faults are found and healed"),
+    Refusal("--inprocess-restart", f"{_OWN}: faults are found and healed"),
+    Refusal("--adlr-autoresume", f"{_OWN}: faults are found and healed"),
+    Refusal("--dataloader-type", "unicrond deals micro-batches by Megatron's own samplers: single or cyclic",
+            ("single", "cyclic")),
+    Refusal("--non-persistent-ckpt-type", f"{_OWN}: nodes keep states in memory", ("global",)),
+    Refusal("--vision-pretraining", f"vision models are {_UNDONE}"),
+    Refusal("--optimizer", "adam or sgd; others gather gradients themselves", ("adam", "sgd")),
+)  # fmt: skip
+_GLOBAL_AUX_LOSS = Refusal(
+    "--moe-router-load-balancing-type", "global_aux_loss depends on the order of micro-batches; use aux_loss"
+)
+
+
+def refusals(values: Mapping[str, object]) -> Iterator[str]:
+    """What is refused, one line each. `values`: by flag name (`--x-y`), words or parsed."""
+    for refusal in REFUSED:
+        if refusal.refuses(values.get(refusal.flag)):
+            yield f"{refusal.flag}: {refusal.why}"
+    if "global_aux_loss" in str(values.get(_GLOBAL_AUX_LOSS.flag, "")):
+        yield f"{_GLOBAL_AUX_LOSS.flag}: {_GLOBAL_AUX_LOSS.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """`script`, and the words of each of its flags, by name (`--x-y`)."""
+
+    script: str
+    flags: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def of(args: Sequence[str]) -> CommandLine:
+        """Raises BadFlags without a script, or where a word belongs to no flag."""
+        if not args or args[0].startswith("-"):
+            raise BadFlags("the first of args must be the script, for example pretrain_gpt.py")
+        flags: dict[str, list[str]] = {}
+        name = ""
+        for word in args[1:]:
+            if word.startswith("--"):
+                name, equals, value = word.partition("=")
+                flags[name] = [value] if equals else []
+            elif not name:
+                raise BadFlags(f"{word!r} stands before the first flag; give flags only behind the script")
+            else:
+                flags[name].append(word)
+        return CommandLine(args[0], {name: tuple(words) for name, words in flags.items()})
+
+    def text(self, *names: str, default: str = "") -> str:
+        """The first of these flags that is given."""
+        return next((" ".join(self.flags[name]) for name in names if name in self.flags), default)
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Raises BadFlags where it is not given and has no default, or is not a whole number above 0."""
+        text = self.text(*names)
+        if not text and default is not None:
+            return default
+        if not text:
+            raise BadFlags(f"{names[0]}: is not given; unicrond needs to know it")
+        try:
+            value = int(text)
+        except ValueError:
+            value = 0
+        if value < 1:
+            raise BadFlags(f"{names[0]}: {text!r} is not a whole number above 0")
+        return value
+
+
+#: The schedule is the flags', not the state's.
+_OVERRIDE, _NOT_OVERRIDE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
+
+
+def with_flags(args: Sequence[str], wanted: Mapping[str, str]) -> tuple[str, ...]:
+    """The command line with other values for these flags, for training that goes on with them."""
+    kept: list[str] = []
+    skips = False
+    for word in args:
+        if word.startswith("--"):
+            skips = word.partition("=")[0] in (*wanted, _OVERRIDE, _NOT_OVERRIDE)
+        if not skips:
+            kept.append(word)
+    return (*kept, *(word for flag in wanted.items() for word in flag), _OVERRIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """A task, as its command line describes it. `dropout`: of hidden states. `notes`: what a person should know."""
+
+    tp: int
+    pp: int
+    global_batch: int
+    micro_batch: int
+    iterations: int
+    seed: int
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    dropout: float
+    distributed: bool
+    notes: tuple[str, ...]
+
+
+def understood(line: CommandLine) -> Understood:
+    """Raises BadFlags for what is refused, missing or no number."""
+    for reason in refusals({name: words or True for name, words in line.flags.items()}):
+        raise BadFlags(reason)
+    tp = line.number("--tensor-model-parallel-size", default=1)
+    global_batch = _global_batch(line)
+    return Understood(
+        tp=tp,
+        pp=line.number("--pipeline-model-parallel-size", default=1),
+        global_batch=global_batch,
+        micro_batch=line.number("--micro-batch-size"),
+        iterations=_iterations(line, global_batch),
+        seed=line.number("--seed", default=1234),
+        layers=line.number("--num-layers", "--encoder-num-layers"),
+        hidden=line.number("--hidden-size"),
+        heads=line.number("--num-attention-heads"),
+        seq=line.number("--seq-length", "--encoder-seq-length"),
+        vocab=_vocabulary(line, tp),
+        dropout=_dropout(line),
+        distributed="--use-distributed-optimizer" in line.flags,
+        notes=tuple(_notes(line)),
+    )
+
+
+def _global_batch(line: CommandLine) -> int:
+    if "--global-batch-size" not in line.flags:
+        raise BadFlags("--global-batch-size: is not given; without it the batch would grow with every replica")
+    return line.number("--global-batch-size")
+
+
+def _iterations(line: CommandLine, global_batch: int) -> int:
+    if "--train-samples" not in line.flags:
+        return line.number("--train-iters")
+    iterations = line.number("--train-samples") // global_batch
+    if not iterations:
+        raise BadFlags(f"--train-samples: fewer than one global batch of {global_batch}")
+    return iterations
+
+
+def _vocabulary(line: CommandLine, tp: int) -> int:
+    """As Megatron pads it; GPT-2's where only the tokenizer's files on the nodes know."""
+    size = line.number("--vocab-size", default=50257)
+    if line.text("--tokenizer-type") == "NullTokenizer":
+        size += 1
+    multiple = prod((line.number("--make-vocab-size-divisible-by", default=128), tp))
+    return -(-size // multiple) * multiple
+
+
+def _dropout(line: CommandLine) -> float:
+    text = line.text("--hidden-dropout", default="0.1")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise BadFlags(f"--hidden-dropout: {text!r} is not a number from 0 to below 1")
+    return value
+
+
+def _notes(line: CommandLine) -> Iterator[str]:
+    if "--use-distributed-optimizer" in line.flags:
+        yield "the optimizer's state is shared over the replicas by unicrond, not by Megatron's DistributedOptimizer"
+    if "--vocab-size" not in line.flags:
+        yield "the vocabulary is counted as 50257: only the tokenizer on the nodes knows it (used to count FLOP)"
+    if line.flags.keys() & {"--num-experts", "--ffn-hidden-size", "--swiglu"}:
+        yield "FLOP are counted for a plain GPT of these sizes; give throughput or weight if tasks are to be compared"
+    save = line.text("--save")
+    if save:
+        every = line.text("--save-interval", default="never but at the end")
+        yield f"the lead replica writes Megatron's checkpoints to {save} (every: {every}); unicrond keeps its own"
+    if "--load" in line.flags:
+        yield f"training begins from the checkpoint in {line.text('--load')}, unless unicrond has a later state"

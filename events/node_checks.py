@@ -1,0 +1,153 @@
+"""What `unicronctl doctor` has the agents look at: their nodes, the links between them, and their tasks' storage.
+
+A check is a request on the subjects of logs_request.py, told from one for a log by its field `check`; the answer is a
+LogsReply whose data is the check's own. An agent that is too old for it answers with an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from events.finding import Finding
+from events.logs_request import BadLogsMessage
+from events.vocabulary import Count, Name, StoreAddress, Text
+
+#: Of one node, at most.
+_PEERS_MAX = 256
+_PAIRS_MAX = 4
+Seconds = Annotated[float, Meta(gt=0.0, le=600.0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+#: Part of a file's name, and of a key in a store.
+Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}\Z")]
+#: What sums: gloo, or NCCL on a GPU whose slot no worker has.
+Library = Literal["gloo", "nccl"]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="check"):
+    """Base of all checks."""
+
+
+class FactsCheck(Check, frozen=True, kw_only=True, tag="facts"):
+    """What the node's preflight finds, and what has to be alike on all nodes. Answer: NodeFacts."""
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node, and where it listens: what for -> (host, port)."""
+
+    node: Name
+    ports: dict[Text, tuple[Text, Port]]
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two nodes that sum something: `rank` 0 and 1, which meet at rank 0's store. A pair of a lower `turn` comes
+    first where there can be only one at a time."""
+
+    peer: Name
+    rank: Annotated[int, Meta(ge=0, le=1)]
+    store: StoreAddress
+    turn: Annotated[int, Meta(ge=0, le=2)]
+
+
+class LinksCheck(Check, frozen=True, kw_only=True, tag="links"):
+    """Connect to the peers, and sum with some of them. Answer: LinksSeen."""
+
+    token: Token
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=_PEERS_MAX)]
+    pairs: Annotated[tuple[Pair, ...], Meta(max_length=_PAIRS_MAX)]
+    library: Library
+    limit_s: Seconds
+
+
+class StorageCheck(Check, frozen=True, kw_only=True, tag="storage"):
+    """Write, look for, or remove a mark in a directory. Answer: StorageSeen."""
+
+    directory: Text
+    token: Token
+    part: Literal["write", "look", "remove"]
+
+
+AnyCheck: TypeAlias = FactsCheck | LinksCheck | StorageCheck
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`mtu` 0: not known. `torch`, `driver`: their versions, "" where there are none. `now_us`: by the node's clock."""
+
+    findings: tuple[Finding, ...]
+    mtu: Count
+    torch: Text
+    driver: Text
+    now_us: Count
+
+
+class Unreached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A port of a peer that this node cannot connect to. `what`: for what it listens there."""
+
+    peer: Name
+    what: Text
+    at: Text
+    why: Text
+
+
+class PairSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What came of a sum with a peer. `trouble` "": it was right."""
+
+    peer: Name
+    trouble: Text
+    took_us: Count = 0
+
+
+class LinksSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`no_sums`: why none was tried, "" where they were."""
+
+    unreached: tuple[Unreached, ...]
+    sums: tuple[PairSum, ...]
+    no_sums: Text = ""
+
+
+class StorageSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`result`: the mark is there (`seen`), is not (`missing`), or could not be written: for want of rights
+    (`refused`), or else (`failed`). `directory`: where; the nearest that exists. `writable`: by this agent's user.
+    `runs_as_others`: tasks run as users of their own here, so this agent's rights say nothing."""
+
+    result: Literal["seen", "missing", "refused", "failed"]
+    directory: Text
+    why: Text = ""
+    writable: bool = True
+    runs_as_others: bool = False
+
+
+T = TypeVar("T", NodeFacts, LinksSeen, StorageSeen)
+
+
+class _Kind(msgspec.Struct):
+    check: str = ""
+
+
+def decode_check(body: bytes) -> AnyCheck | None:
+    """None for another request. Raises BadLogsMessage."""
+    try:
+        if not msgspec.msgpack.decode(body, type=_Kind).check:
+            return None
+    except msgspec.MsgspecError:
+        return None  # logs_request.py says what is wrong
+    try:
+        check: AnyCheck = msgspec.msgpack.decode(body, type=AnyCheck, strict=True)
+        return check
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadLogsMessage(" ".join(str(error).split())) from None
+
+
+def encode(message: AnyCheck | NodeFacts | LinksSeen | StorageSeen) -> bytes:
+    """The body of a check, or LogsReply.data of its answer."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_seen(data: bytes, kind: type[T]) -> T:
+    """Raises BadLogsMessage."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, strict=True)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadLogsMessage(" ".join(str(error).split())) from None

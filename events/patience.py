@@ -1,0 +1,51 @@
+"""Waits between attempts at one thing: drawn at random, longer each time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAY_S = 0.02
+RETRY_DELAY_MAX_S = 1.0
+LOUD_AFTER_S = 10.0
+
+
+class Patience:
+    """Waits between attempts at one thing: longer each time, at most a second; says so once if it takes long.
+
+    `drawn`: a number from 0 up to 1, which shortens a wait by up to a half.
+    """
+
+    def __init__(self, what: str, drawn: Callable[[], float] = random.random) -> None:
+        self._what = what
+        self._drawn = drawn
+        #: The first failure since the last success.
+        self._since: float | None = None
+        self._delay_s = RETRY_DELAY_S
+        self._was_loud = False
+
+    async def lose(self, error: Exception) -> None:
+        """Another attempt has failed: wait before the next."""
+        self.note(error)
+        await asyncio.sleep(self._delay_s * (1 - self._drawn() / 2))
+        self._delay_s = min(self._delay_s * 2, RETRY_DELAY_MAX_S)
+
+    def note(self, error: Exception) -> None:
+        """Another attempt has failed, and the next one does not wait."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        waited_s = now - self._since
+        if waited_s > LOUD_AFTER_S and not self._was_loud:
+            self._was_loud = True
+            logger.warning("%s: no success for %.0f s (%s); still trying", self._what, waited_s, error)
+
+    def succeed(self) -> None:
+        """The thing has worked: be quick again."""
+        self._since = None
+        self._delay_s = RETRY_DELAY_S
+        self._was_loud = False

@@ -1,0 +1,32 @@
+"""The file that `unicronctl debug` writes: a zip archive, of which the log is one member. `--file` opens it."""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from events.log import LogDamaged
+
+#: The member that is the log, as `unicron-replay export` writes it.
+LOG = "events.log"
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """The exported log in a bundle, as a file of its own for as long as it is read; any other path as it is.
+
+    Raises LogDamaged where the archive holds no log.
+    """
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="unicron-replay-") as place:
+        try:
+            with zipfile.ZipFile(path) as bundle:
+                bundle.extract(LOG, place)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise LogDamaged(f"{path}: holds no {LOG} ({error}); name a file of `unicronctl debug`") from None
+        yield Path(place) / LOG

@@ -1,0 +1,130 @@
+"""`unicronctl debug`: one file that tells what a cluster is in, for a report. Made of what the API shows, so without
+the secrets that it hides."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import platform
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from contextlib import aclosing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from replay.reading.bundle import LOG
+from replay.reading.export import Export
+from replay.reading.opening import as_json, open_source, require_place, say
+from replay.reading.progress import with_bar
+from replay.reading.source import read
+from unicrond import VERSION
+from unicrond.core.state import ClusterState
+from unicrond.ctl.asking import client_of
+from unicrond.ctl.client import ApiError, Client
+from unicrond.service.code_identity import code_version
+
+#: Of each worker's log, its end (bytes); and of so many workers.
+TAIL_BYTES = 65_536
+WORKERS_MAX = 64
+_README = """\
+A report of a cluster that unicrond coordinates, written by `unicronctl debug` of version {version}.
+
+{log:<16} the event log; unicron-replay opens this whole file: unicron-replay state --file THIS_FILE
+state.json       the coordinator's state, and what follows from it
+health.json      /healthz
+plan_table.json  the plan for each event that may come next
+metrics.txt      /metrics
+versions.json    of the programs
+logs/            the ends of the workers' logs, by task
+
+Secrets in tasks' environments and the tokens of nodes are hidden, as the API hides them. What a program prints
+stands in its log: read logs/ before you pass this on.
+{missing}"""
+
+
+async def debug_command(options: argparse.Namespace) -> int:
+    """Write the file; exit code 0 also where a part of it could not be had, which it says."""
+    path = options.out or Path(f"unicron-debug-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.zip")
+    require_place("--out", path)
+    client = client_of(options)
+    missing: list[str] = []
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as place:
+        log, whole = Path(place) / LOG, Path(place) / "whole"
+        last_seq = await _export(options, log)
+        state = (await asyncio.to_thread(client.snapshot)).state
+        with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as bundle:
+            bundle.write(log, LOG)
+            for name, text in (await asyncio.to_thread(_texts, client, state, options, missing)).items():
+                bundle.writestr(name, text)
+            lacks = "".join(f"Missing: {line}\n" for line in missing)
+            bundle.writestr("README.txt", _README.format(version=VERSION, log=LOG, missing=lacks))
+        whole.chmod(0o600)
+        whole.replace(path)
+    if options.json:
+        say(as_json({"path": str(path), "last_seq": last_seq, "missing": missing}))
+    else:
+        say(f"{path}: entries 1 to {last_seq}; look at it with: unicron-replay state --file {path}")
+    for line in missing:
+        print(f"unicronctl: missing: {line}", file=sys.stderr)
+    return 0
+
+
+async def _export(options: argparse.Namespace, log: Path) -> int:
+    """The log as a file; its last entry."""
+    last_seq = 0
+    async with open_source(options) as source:
+        with Export(log) as export:
+            async with aclosing(with_bar(read(source), "exporting")) as chunks:
+                async for chunk in chunks:
+                    export.write(chunk.entries)
+                    last_seq = chunk.entries[-1].seq
+    return last_seq
+
+
+def _texts(client: Client, state: ClusterState, options: argparse.Namespace, missing: list[str]) -> dict[str, str]:
+    """The other members, by name; what cannot be had goes to `missing`."""
+    made: dict[str, Callable[[], str]] = {
+        "state.json": lambda: as_json(client.snapshot().body),
+        "health.json": lambda: as_json(client.health()),
+        "plan_table.json": lambda: as_json(client.plan_table()),
+        "metrics.txt": client.metrics,
+        "versions.json": lambda: as_json(_versions(state)),
+    }
+    if not options.no_logs:
+        made |= {
+            f"logs/{task.name}/{worker}.log": _log(client, task.name, worker)
+            for task in state.tasks.values()
+            for worker in _workers(state, task.name)
+        }
+    found = {}
+    for name, make in made.items():
+        try:
+            found[name] = make()
+        except ApiError as error:
+            missing.append(f"{name}: {error}")
+    return found
+
+
+def _workers(state: ClusterState, task: str) -> list[str]:
+    """Those that it has, and those of its incidents; the newest WORKERS_MAX."""
+    known = dict.fromkeys(one.worker for one in state.closed if one.worker.rpartition(".")[0] == task)
+    known |= dict.fromkeys(one.worker for one in state.incidents.values() if one.worker.rpartition(".")[0] == task)
+    return list(known | dict.fromkeys(state.tasks[task].workers))[-WORKERS_MAX:]
+
+
+def _log(client: Client, task: str, worker: str) -> Callable[[], str]:
+    return lambda: str(client.logs(task, worker=worker, tail_bytes=TAIL_BYTES)["text"])
+
+
+def _versions(state: ClusterState) -> dict[str, Any]:
+    return {
+        "unicronctl": VERSION,
+        "code": code_version(),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "schema": state.schema,
+        "agents": {node.name: node.version for node in state.nodes.values()},
+    }

@@ -1,0 +1,82 @@
+"""Any moment of a log, quickly: states are kept every so many entries, and folded on from there. Pure.
+
+States share what they have in common, so that keeping many costs little.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from events.envelope import Entry, Recorded
+from events.vocabulary import CoordinatorStarted
+from unicrond.core.fold import fold
+from unicrond.core.goodput import Books, booked
+from unicrond.core.policy import Policy, settings_of
+from unicrond.core.state import ClusterState
+
+#: Entries between two kept states.
+EVERY = 250
+
+
+class Moment(NamedTuple):
+    """What was known after an entry. `policy`: of the coordinator of that term."""
+
+    state: ClusterState
+    books: Books
+    policy: Policy
+
+
+_FIRST = Moment(ClusterState(), Books(), Policy())
+
+
+class Moments:
+    """Feed it every entry in order."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._times_us: list[int] = []
+        self._kept: list[Moment] = [_FIRST]
+        self._last = _FIRST
+        self._looked = (0, _FIRST)
+
+    def feed(self, entry: Entry) -> None:
+        """The next entry."""
+        self._last = _after(self._last, entry)
+        self.entries.append(entry)
+        self._times_us.append(self._last.state.now_us)
+        if len(self.entries) % EVERY == 0:
+            self._kept.append(self._last)
+        self._looked = (len(self.entries), self._last)
+
+    @property
+    def span_us(self) -> tuple[int, int]:
+        """Times of the first and the last entry; zeros for an empty log."""
+        return (self._times_us[0], self._times_us[-1]) if self._times_us else (0, 0)
+
+    def at_us(self, time_us: int | None) -> Moment:
+        """The newest moment that is not after this time; None: the last."""
+        return self._last if time_us is None else self.after(bisect_right(self._times_us, time_us))
+
+    def after(self, count: int) -> Moment:
+        """The moment after so many entries."""
+        start, moment = self._looked
+        if not start <= count <= start + EVERY:
+            start, moment = count - count % EVERY, self._kept[count // EVERY]
+        for entry in self.entries[start:count]:
+            moment = _after(moment, entry)
+        self._looked = (count, moment)
+        return moment
+
+
+def _after(moment: Moment, entry: Entry) -> Moment:
+    state, books, policy = fold(moment.state, entry), moment.books, moment.policy
+    if isinstance(entry, Recorded):
+        event = entry.envelope.event
+        books = booked(books, moment.state, state, event)
+        if isinstance(event, CoordinatorStarted):
+            try:
+                policy = settings_of(event.policy).policy
+            except ValueError:  # another version's; the one before is the nearest that is known
+                policy = moment.policy
+    return Moment(state, books, policy)

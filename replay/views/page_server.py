@@ -1,0 +1,134 @@
+"""The web page over a log that is only read: the same answers as a coordinator's, at any moment (`at_us`)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from replay.views.moments import Moment, Moments
+from unicrond.core.goodput_report import NOTHING, reading, report
+from unicrond.core.planning.problem import ProblemError
+from unicrond.core.what_if import BadChange, Changes, what_if
+from unicrond.display.event_lines import entry_json
+from unicrond.intake.config import is_loopback
+from unicrond.page.files import page_routes
+from unicrond.page.view import ranks_of, view
+from unicrond.service.discretion import Discretion
+from unicrond.service.http_parts import is_from_elsewhere
+
+#: Entries that go out together.
+_BATCH = 200
+
+
+class PageServer:
+    """`name`: what the log is called on the page."""
+
+    def __init__(self, moments: Moments, name: str) -> None:
+        self._moments = moments
+        self._name = name
+        self._shown = Discretion()
+        for entry in moments.entries:
+            self._shown.see(entry)
+
+    def application(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(middlewares=[_guard], client_max_size=64 * 1024)
+        app.add_routes(
+            [
+                *page_routes(),
+                web.get("/v1/view", self.view),
+                web.get("/v1/events", self.events),
+                web.get("/v1/goodput", self.goodput),
+                web.get("/v1/ranks/{task}", self.ranks),
+                web.post("/v1/plan/whatif", self.whatif),
+            ]
+        )
+        return app
+
+    async def view(self, request: web.Request) -> web.Response:
+        """What the page shows at the moment."""
+        moment = self._at(request)
+        first_us, last_us = self._moments.span_us
+        told = {
+            "may": ["read"],
+            "inject": False,
+            "health": {"status": "replay", "alarms": [], "trouble": ""},
+            "replay": {
+                "name": self._name,
+                "from_us": first_us,
+                "until_us": last_us,
+                "last_seq": len(self._moments.entries),
+            },
+            "view": view(moment.state, self._shown.text),
+        }
+        return _json(told)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events, as the coordinator sends them; never more than there are."""
+        after, until = (_number(request, name) for name in ("after", "until"))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        chosen = [one for one in self._moments.entries if one.seq > after and (not until or one.seq <= until)]
+        for first in range(0, len(chosen), _BATCH):
+            told = [self._shown.plain(entry_json(entry)) for entry in chosen[first : first + _BATCH]]
+            lines = []
+            for one in told:
+                kind = one["envelope"]["event"]["type"] if "envelope" in one else "Quarantined"
+                lines.append(f"id: {one['seq']}\nevent: {kind}\ndata: {msgspec.json.encode(one).decode()}\n\n")
+            await response.write("".join(lines).encode())
+        return response
+
+    async def goodput(self, request: web.Request) -> web.Response:
+        """From the log's beginning to the moment, or of the last `last_s` seconds before it."""
+        moment = self._at(request)
+        now, last_s, peak = (
+            reading(moment.books, moment.state),
+            _number(request, "last_s"),
+            _number(request, "peak_tflops"),
+        )
+        first = self._moments.at_us(moment.state.now_us - last_s * 1_000_000) if last_s else None
+        since = reading(first.books, first.state) if first else NOTHING
+        return web.json_response(report(now, moment.state, since, peak * 1e12))
+
+    async def ranks(self, request: web.Request) -> web.Response:
+        """A task's members in rank order."""
+        task = self._at(request).state.tasks.get(request.match_info["task"])
+        return _json(ranks_of(task, self._shown.text)) if task else _json({"error": "the task was not there yet"}, 404)
+
+    async def whatif(self, request: web.Request) -> web.Response:
+        """The plan that would have been adopted then, were the cluster as the body says."""
+        moment = self._at(request)
+        try:
+            changes = msgspec.json.decode(await request.read() or b"{}", type=Changes)
+            plan = await asyncio.to_thread(what_if, moment.state, moment.policy, changes)
+        except (msgspec.MsgspecError, BadChange, ProblemError) as error:
+            return _json({"error": str(error)}, 400)
+        return _json({"now": moment.state.plan, "then": plan})
+
+    def _at(self, request: web.Request) -> Moment:
+        return self._moments.at_us(_number(request, "at_us") or None)
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: Any) -> web.StreamResponse:
+    """A page in somebody's browser could reach loopback; it cannot name us as its Host."""
+    host = request.host.rsplit(":", 1)[0].strip("[]")
+    if not is_loopback(host):
+        return _json({"error": f"host: {host} is not loopback; call 127.0.0.1"}, 403)
+    if request.method != "GET" and is_from_elsewhere(request):
+        return _json({"error": "origin: web pages of others may not ask a log"}, 403)
+    response: web.StreamResponse = await handler(request)
+    return response
+
+
+def _number(request: web.Request, field: str) -> int:
+    """Of the query; 0 where there is none."""
+    asked = request.query.get(field, "")
+    return int(asked) if asked.isascii() and asked.isdigit() and len(asked) <= 18 else 0
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")

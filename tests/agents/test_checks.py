@@ -1,0 +1,281 @@
+"""What an agent looks at for `unicronctl doctor`: links, sums with other nodes, storage (checks.py, pair_sum.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agents import checks, pair_sum
+from agents.checks import Checks, look_at_storage, unreached
+from agents.pair_sum import Order, Sum, sum_all
+from events.finding import Finding
+from events.logs_request import LogsReply, decode_reply
+from events.node_checks import (
+    AnyCheck,
+    FactsCheck,
+    LinksCheck,
+    LinksSeen,
+    NodeFacts,
+    Pair,
+    PairSum,
+    Peer,
+    StorageCheck,
+    StorageSeen,
+    decode_seen,
+    encode,
+)
+from events.vocabulary import StoreAddress
+
+TOKEN = "0123456789abcdef"
+HERE = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    """A node's rendezvous store."""
+    yield torch.distributed.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+
+
+def pair(store: Any, rank: int, peer: str, turn: int = 0) -> Pair:
+    return Pair(peer=peer, rank=rank, store=StoreAddress(host=HERE, port=store.port), turn=turn)
+
+
+def both(store: Any, by: Sum, token: str, limit_s: float = 30.0) -> tuple[PairSum, PairSum]:
+    """What the two nodes n0 and n1 tell of their sum."""
+    told: dict[int, PairSum] = {}
+
+    def one(rank: int) -> None:
+        order = Order(
+            address=HERE, token=token, pairs=(pair(store, rank, f"n{1 - rank}"),), library="gloo", limit_s=limit_s
+        )
+        (told[rank],) = sum_all(torch, order, by, time.monotonic() + limit_s)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told[0], told[1]
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def test_two_nodes_sum_by_gloo_and_leave_nothing_in_the_store(store: Any) -> None:
+    one, other = both(store, pair_sum.by_gloo, "a" * 16)
+    assert (one.peer, one.trouble, other.peer, other.trouble) == ("n1", "", "n0", "") and one.took_us > 0
+    assert not [key for key in store.list_keys() if "a" * 16 in key]
+
+
+def test_a_wrong_sum_is_told_by_the_node_that_has_it(store: Any) -> None:
+    def by(torch: Any, store: Any, rank: int, address: str, vector: Any) -> None:
+        pair_sum.by_gloo(torch, store, rank, address, vector)
+        vector[7] += rank
+
+    one, other = both(store, by, "b" * 16)
+    assert one.trouble == "" and other.trouble == "the sum is wrong"
+
+
+def test_what_the_library_says_is_told(store: Any) -> None:
+    def by(*_: Any) -> None:
+        raise RuntimeError("Connect timeout\nand a stack")
+
+    assert both(store, by, "c" * 16)[0].trouble == "the sum failed: Connect timeout"
+
+
+def test_a_peer_that_does_not_come_is_told_in_time(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_sum, "SUM_S", 0.0)
+    order = Order(address=HERE, token="d" * 16, pairs=(pair(store, 0, "n1"),), library="gloo", limit_s=2.0)
+    (told,) = sum_all(torch, order, pair_sum.by_gloo, time.monotonic() + 2.0)
+    assert told.trouble.startswith(f"the two have not met in the store at {HERE}:{store.port}")
+
+
+def test_a_library_that_hangs_holds_nothing_up(store: Any) -> None:
+    hangs = threading.Event()
+    one, other = both(store, lambda *_: hangs.wait(20) and None, "e" * 16, limit_s=1.5)
+    hangs.set()
+    assert one.trouble == other.trouble == "the sum did not end in time"
+
+
+def test_nccl_goes_in_turn_and_through_its_own_group(store: Any) -> None:
+    """Against a double of NCCL, which no test here runs: one communicator at a time, in the order of the turns."""
+    made: list[str] = []
+
+    class Group:
+        def __init__(self, *_: Any) -> None:
+            made.append("group")
+
+        def allreduce(self, tensors: list[Any]) -> Any:
+            tensors[0].mul_(0).add_(torch.arange(len(tensors[0]), dtype=torch.int32) * 3)
+            return SimpleNamespace(wait=lambda: None)
+
+        def abort(self) -> None:
+            made.append("abort")
+
+    class Vector:
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+
+        def cuda(self) -> Any:
+            return self.tensor.clone()
+
+        def copy_(self, other: Any) -> None:
+            self.tensor.copy_(other)
+
+    Group.Options = SimpleNamespace  # type: ignore[attr-defined]
+    double = SimpleNamespace(distributed=SimpleNamespace(ProcessGroupNCCL=Group))
+    turns: list[int] = []
+
+    def by(torch: Any, store: Any, rank: int, address: str, vector: Any) -> None:
+        pair_sum.by_nccl(double, store, rank, address, Vector(vector))
+        turns.append(len(made))
+
+    for turn in (0, 2):
+        store.set(f"doctor/{'f' * 16}/{turn}/here 1", "")
+    pairs = (pair(store, 0, "n2", turn=2), pair(store, 0, "n1"))
+    order = Order(address=HERE, token="f" * 16, pairs=pairs, library="nccl", limit_s=30.0)
+    told = sum_all(torch, order, by, time.monotonic() + 30.0)
+    assert [(one.peer, one.trouble) for one in told] == [("n2", ""), ("n1", "")]
+    assert made == ["group", "abort"] * 2 and turns == [2, 4]
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+def connect(port: int, source: str = HERE) -> Any:
+    turn = asyncio.Semaphore(1)
+    return asyncio.run(unreached("n2", "store", HERE, port, source=source, turn=turn))
+
+
+def test_connections_that_stand_and_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((HERE, 0)) as server:
+        port = server.getsockname()[1]
+        assert connect(port) is None
+        lost = connect(port, source="192.0.2.1")
+        assert lost.why == "cannot assign requested address", "it begins at the node's own address"
+    lost = connect(port)
+    assert (lost.peer, lost.what, lost.at, lost.why) == ("n2", "store", f"{HERE}:{port}", "connection refused")
+    monkeypatch.setattr(checks, "CONNECT_S", 0.2)
+
+    async def never(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(asyncio, "open_connection", never)
+    assert connect(port).why == "no answer within 0.2 s"
+
+
+# --- storage -------------------------------------------------------------------------------------
+
+
+def look(directory: Path, part: Any) -> StorageSeen:
+    return look_at_storage(StorageCheck(directory=str(directory), token=TOKEN, part=part))
+
+
+def test_one_writes_and_another_sees_it_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "LOOK_S", 0.1)
+    one, other = tmp_path / "shared", tmp_path / "local"
+    one.mkdir()
+    other.mkdir()
+    written = look(one / "not yet" / "big", "write")
+    assert (written.result, written.directory) == ("seen", str(one)) and not (one / "not yet").exists()
+    assert look(one / "not yet" / "big", "look").result == "seen"
+    assert look(other / "big", "look").result == "missing"
+    look(one / "big", "remove")
+    assert list(one.iterdir()) == [] and look(one, "look").result == "missing"
+
+
+def test_why_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    seen = look(file, "write")
+    assert (seen.result, seen.why) == ("failed", "Not a directory")
+
+    def refused(*_: Any, **__: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    assert look(tmp_path, "write").result == "refused"
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+async def ask(asked: Checks, body: bytes) -> LogsReply:
+    answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def respond(reply: bytes) -> None:
+        answered.set_result(reply)
+
+    assert asked.begin(body, respond)
+    return decode_reply(await asyncio.wait_for(answered, 90))
+
+
+def an_agent(address: str = HERE, **more: Any) -> Checks:
+    return Checks("n1", address, lambda: [Finding("--slots", "9 slots, but 8 visible GPUs", "look")], **more)
+
+
+async def test_a_request_for_a_log_is_no_check() -> None:
+    async def respond(_: bytes) -> None: ...
+
+    for body in (b"", b"\xc1", b"\x80", b"\x81\xa4task\xa1a"):
+        assert not an_agent().begin(body, respond)
+
+
+async def test_facts_and_storage_and_bad_requests(tmp_path: Path) -> None:
+    told = decode_seen((await ask(an_agent(), encode(FactsCheck()))).data, NodeFacts)
+    assert told.findings[0].about == "--slots" and told.torch.startswith("2.")
+    assert told.mtu == 0, "the loopback's is nobody else's"
+    assert abs(told.now_us / 1e6 - time.time()) < 5
+    check = StorageCheck(directory=str(tmp_path), token=TOKEN, part="write")
+    seen = decode_seen((await ask(an_agent(runs_as_others=True), encode(check))).data, StorageSeen)
+    assert seen.result == "seen" and seen.runs_as_others
+    bad = await ask(an_agent(), encode(check).replace(b"write", b"bread"))
+    assert bad.error.startswith("bad request: ") and not bad.data
+
+
+async def test_a_check_that_fails_is_told_and_costs_nothing_else() -> None:
+    def findings() -> list[Finding]:
+        raise OSError(5, "Input/output error")
+
+    agent = Checks("n1", HERE, findings)
+    assert "its check failed: OSError" in (await ask(agent, encode(FactsCheck()))).error
+    await agent.close()
+
+
+def links(store: Any, rank: int, peer: str, **more: Any) -> AnyCheck:
+    ports = {"store": (HERE, store.port)}
+    return LinksCheck(
+        token="9" * 16, peers=(Peer(node=peer, ports=ports),), pairs=(pair(store, rank, peer),),
+        **{"library": "gloo", "limit_s": 60.0, **more},
+    )  # fmt: skip
+
+
+async def test_two_agents_sum_with_a_process_each(store: Any) -> None:
+    one, other = an_agent(), an_agent()
+    first = asyncio.create_task(ask(one, encode(links(store, 0, "n2"))))
+    second = asyncio.create_task(ask(other, encode(links(store, 1, "n1"))))
+    while not one._links.locked():  # noqa: ASYNC110  # it begins in this loop
+        await asyncio.sleep(0)
+    assert "already" in (await ask(one, encode(links(store, 0, "n2")))).error
+    seen = [decode_seen((await task).data, LinksSeen) for task in (first, second)]
+    assert [(one.unreached, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [((), "", [""])] * 2
+
+
+async def test_without_a_free_gpu_nothing_is_summed_by_nccl(store: Any) -> None:
+    seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2", library="nccl")))).data, LinksSeen)
+    assert (seen.sums, seen.no_sums) == ((), "no slot with a GPU is free")
+
+
+async def test_a_process_that_says_nothing_is_ended(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CONNECT_S", 0.1)
+    seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2", limit_s=0.1)))).data, LinksSeen)
+    assert seen.no_sums == "its process gave no result: it did not end within 0.1 s"

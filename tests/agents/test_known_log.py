@@ -1,0 +1,163 @@
+"""An agent whose log is another one than before: it stops, its workers train on, and a person has the last word."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from agents.known_log import difference, is_taken
+from agents.state import LogSeen, Remembered
+from events.envelope import Envelope
+from events.nats_connection import Connection
+from events.nats_log import NatsEventLog
+from events.nats_server import EmbeddedServer
+from events.nats_streams import api, create_streams
+from events.schemas import SCHEMA, told_version
+from events.subjects import EVENT_STREAM
+from events.vocabulary import CoordinatorStarted, NodeJoined, StepCommitted, WorkerExited, WorkerStarted
+from tests.agents.node import Node, committed
+from tests.agents.processes import TIMEOUT_S, has_ended
+from tests.agents.test_core import member
+from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
+
+__all__ = ["agent", "coordinator"]  # fixtures
+
+KNOWN = Remembered(log="first", log_seq=40, log_taken_us=7, fence=(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("seen", "read_seq", "words"),
+    [
+        (LogSeen(identity="first", last_seq=40, term=3), 40, ""),
+        (LogSeen(identity="first", last_seq=90, term=9), 40, ""),
+        (LogSeen(identity="first", last_seq=90), 40, ""),
+        (LogSeen(identity=""), 40, ""),
+        (LogSeen(identity="second", last_seq=90, term=9), 40, "was made at second, and this agent knows"),
+        (LogSeen(identity="first", last_seq=39, term=3), 0, "ends at entry 39, and this agent knows entry 40"),
+        (LogSeen(identity="first", last_seq=40, term=3), 41, "ends at entry 40, and this agent knows entry 41"),
+        (LogSeen(identity="first", last_seq=90, term=2), 40, "newest term is 2, and this agent has obeyed term 3"),
+    ],
+)
+def test_what_makes_it_another(seen: LogSeen, read_seq: int, words: str) -> None:
+    found = difference(KNOWN, seen, read_seq)
+    assert words in found and bool(words) == bool(found)
+    assert not difference(Remembered(), seen, read_seq), "who knows of none takes what there is"
+
+
+def test_only_an_order_that_is_younger_counts() -> None:
+    assert not is_taken(KNOWN, LogSeen(identity="second", taken_us=7)), "one that was obeyed already"
+    assert is_taken(KNOWN, LogSeen(identity="second", taken_us=8))
+
+
+@pytest.mark.parametrize("seen", [LogSeen(identity="second", taken_us=5), LogSeen(identity="first", taken_us=5)])
+def test_the_node_joins_a_log_anew_that_a_person_has_taken(seen: LogSeen) -> None:
+    node = Node()
+    node.boot()
+    node.feed(LogSeen(identity="first", last_seq=10))
+    member(node, "a.1", 1, generation=9)
+    node.appended.clear()
+    node.feed(seen)
+    assert node.processes["a.1"].quit
+    assert node.of(NodeJoined)[0].workers == ()
+    node.say("a.1", committed(9, 4))
+    assert node.of(StepCommitted) == []
+    memory = node.state.memory
+    assert (memory.log, memory.log_seq, memory.log_taken_us, memory.fence) == (seen.identity, 0, 5, (0, 0))
+    node.appended.clear()
+    node.feed(seen)
+    assert node.appended == []
+
+
+async def _claim(log: NatsEventLog, term: int, taken_us: int) -> None:
+    event = CoordinatorStarted(term=term, version=told_version("test", SCHEMA), taken_us=taken_us)
+    await log.claim_term(
+        Envelope(producer="coordinator", boot=term, number=1, term=term, observed_at_us=1, event=event)
+    )
+
+
+async def _says(agent: AgentProcess, words: str) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while words not in agent.log():  # noqa: ASYNC110  # another process writes it
+            await asyncio.sleep(0.05)
+
+
+async def test_it_waits_for_a_person_and_its_workers_train_on(
+    agent: AgentProcess, coordinator: Coordinator, nats_connection: Connection
+) -> None:
+    await coordinator.take_over()
+    await coordinator.trained("a.1")
+    pid = next(e.envelope.event.pid for e in coordinator.seen if isinstance(e.envelope.event, WorkerStarted))
+    await coordinator.entries.aclose()
+    await api(nats_connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+    await create_streams(nats_connection)  # as somebody's script might
+    await _says(agent, "this agent takes nothing from it and writes nothing to it; its workers train on")
+    log = NatsEventLog(nats_connection)
+    before = await log.last_seq()
+    await _claim(log, 1, 0)  # a coordinator, and no person
+    await asyncio.sleep(1.5)
+    assert await log.last_seq() == before + 1
+    kill_and_start(agent)  # the next agent knows what this one did
+    await _says(agent, "boot")
+    await asyncio.sleep(2.5)
+    assert await log.last_seq() == before + 1
+    assert not has_ended(pid, 0)
+    assert agent.log().count("CRITICAL") >= 2, agent.log()
+
+    await _claim(log, 2, time.time_ns() // 1000)
+    anew = Coordinator(nats_connection)
+    joined = await anew.until(NodeJoined)
+    assert joined.workers == ()
+    assert has_ended(pid, 10)
+    assert "a person has taken it, and this agent begins anew there" in agent.log()
+    assert not any(isinstance(e.envelope.event, StepCommitted) for e in anew.seen[before:])
+    await anew.entries.aclose()
+
+
+def kill_and_start(agent: AgentProcess) -> None:
+    agent.process.kill()
+    agent.process.wait()
+    agent.start()
+
+
+async def test_a_shorter_log_is_waited_out_and_the_right_one_gone_on_with(
+    agent: AgentProcess,
+    coordinator: Coordinator,
+    nats_server: EmbeddedServer,
+    nats_connection: Connection,
+    tmp_path: Path,
+) -> None:
+    """A store that was rolled back, and then put right: nothing is lost, and nothing was written in between."""
+    await coordinator.take_over()
+    await coordinator.until(NodeJoined)
+    log = NatsEventLog(nats_connection)
+    older_seq = await log.last_seq()
+    store, older, newer = nats_server.directory / "store", tmp_path / "older", tmp_path / "newer"
+    await nats_server.kill()
+    shutil.copytree(store, older)
+    await nats_server.restart()
+    await coordinator.trained("a.1")
+    pid = next(e.envelope.event.pid for e in coordinator.seen if isinstance(e.envelope.event, WorkerStarted))
+    await nats_server.kill()
+    shutil.copytree(store, newer)
+    await coordinator.entries.aclose()
+    shutil.rmtree(store)
+    shutil.copytree(older, store)
+    await asyncio.sleep(1.5)  # the agent has something to say as soon as there is a server
+    await nats_server.restart()
+    await _says(agent, "and this agent knows entry")
+    await asyncio.sleep(1.5)
+    assert await log.last_seq() == older_seq, "not one word, not even before it was sure"
+    await nats_server.kill()
+    shutil.rmtree(store)
+    shutil.copytree(newer, store)
+    await nats_server.restart()
+    await _says(agent, "the event log is the known one again: this agent goes on")
+    anew = Coordinator(nats_connection)
+    steps = [await anew.until(StepCommitted) for _ in range(3)]
+    assert [step.first for step in steps[1:]] == [step.last + 1 for step in steps[:-1]], "the steps have no gap"
+    assert not has_ended(pid, 0) and not any(isinstance(e.envelope.event, WorkerExited) for e in anew.seen)
+    await anew.entries.aclose()

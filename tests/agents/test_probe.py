@@ -1,0 +1,104 @@
+"""`unicron-agent --probe` against a real agent, whose NATS, fork server and loop fail one after another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agents import probe
+from agents.places import PROBE_SOCKET
+from events.nats_connection import Login
+from events.nats_server import EmbeddedServer
+from tests.agents.processes import eventually
+from tests.agents.test_daemon import AgentProcess, Coordinator, agent, coordinator
+from tests.integration.head import UNICROND
+
+__all__ = ("agent", "coordinator")
+AGENT = str(Path(UNICROND).with_name("unicron-agent"))
+
+
+def probed(kind: str, run_dir: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [AGENT, "--probe", kind, "--run-dir", str(run_dir)], capture_output=True, text=True, timeout=30, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def becomes(run_dir: Path, wanted: bool) -> str:
+    """What the agent says once it is ready, or no more."""
+    assert eventually(lambda: probe.ask(run_dir / PROBE_SOCKET).is_ready is wanted)
+    return probe.ask(run_dir / PROBE_SOCKET).status
+
+
+async def test_nats_and_the_fork_server_take_readiness_and_never_life(
+    agent: AgentProcess, coordinator: Coordinator, nats_server: EmbeddedServer, run_dir: Path
+) -> None:
+    assert eventually((run_dir / PROBE_SOCKET).exists)
+    assert becomes(run_dir, wanted=True) == "joined"
+    assert probed("ready", run_dir) == (0, "joined\n") and probed("live", run_dir)[0] == 0
+
+    await nats_server.stop()
+    assert "no NATS at" in becomes(run_dir, wanted=False)
+    assert probed("live", run_dir)[0] == 0 and probed("ready", run_dir)[0] == 1
+    await nats_server.start()
+    becomes(run_dir, wanted=True)
+
+    os.kill(agent.fork_server(), signal.SIGSTOP)
+    os.kill(agent.fork_server(), signal.SIGKILL)
+    becomes(run_dir, wanted=True)  # the next one serves
+
+    os.kill(agent.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            probe.ask(run_dir / PROBE_SOCKET, timeout_s=0.2)
+    finally:
+        os.kill(agent.process.pid, signal.SIGCONT)
+    agent.process.kill()
+    agent.process.wait()
+    code, said = probed("live", run_dir)
+    assert code == 1 and "no agent answers in" in said
+
+
+async def test_a_fork_server_that_does_not_start_is_not_ready_and_says_why(agent: AgentProcess, run_dir: Path) -> None:
+    assert eventually((run_dir / PROBE_SOCKET).exists)
+    becomes(run_dir, wanted=True)
+    os.kill(agent.process.pid, signal.SIGINT)
+    agent.process.wait(20)
+    agent.more = ("--fork-server=--preload=no.such.module",)
+    agent.start()
+    assert eventually(lambda: "no fork server: it ended with code" in _status(run_dir))
+    assert probed("live", run_dir)[0] == 0 and probed("ready", run_dir)[0] == 1
+
+
+async def test_a_login_that_nats_refuses_is_not_ready(tmp_path: Path, run_dir: Path) -> None:
+    server = EmbeddedServer(tmp_path / "locked", login=Login(user="u", password="right"), dies_with_us=True)
+    await server.start()
+    agent = AgentProcess(server.url, run_dir)
+    try:
+        assert eventually(lambda: "no NATS at" in _status(run_dir))
+        assert eventually(lambda: "NATS wants a login and got none" in _status(run_dir))
+        assert probed("live", run_dir)[0] == 0 and probed("ready", run_dir)[0] == 1
+    finally:
+        agent.end()
+        await server.stop()
+
+
+def _status(run_dir: Path) -> str:
+    try:
+        return probe.ask(run_dir / PROBE_SOCKET).status
+    except OSError:
+        return ""
+
+
+def test_it_needs_to_know_the_directory_and_loads_nothing_of_the_agent(run_dir: Path) -> None:
+    done = subprocess.run([AGENT, "--probe", "live"], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    code = f"import sys; from agents import probe; probe.main(['--probe=live', '--run-dir={run_dir}']); "
+    code += "print([m for m in ('asyncio', 'msgspec', 'nats', 'agents.state') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "[]\n"

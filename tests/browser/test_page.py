@@ -1,0 +1,155 @@
+"""The page in a real browser: live over a coordinator, and over a replayed log. `make browser` runs more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from replay.views.moments import Moments
+from replay.views.page_server import PageServer
+from tests.browser.chromium import MISSING, Page, browsing, chromium
+from tests.replay.logs import troubled
+from tests.unicrond.serving import Served, healed_cluster, serving
+from unicrond.intake.config import ApiConfig, Config
+from unicrond.intake.tokens import Scope, line_of, make_token
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason=MISSING)
+#: A node is looked for by its name.
+FIND_N2 = """const field = document.querySelector('input[type=search]');
+field.value = 'n2'; field.dispatchEvent(new Event('input'))"""
+VIEWS = ("cluster", "tasks", "incidents", "goodput", "plan", "ranks", "log")
+
+
+async def seen(page: Page, view: str, text: str) -> None:
+    await page.js(f"location.hash = {view!r}")
+    await page.until(f"document.querySelector('#main').innerText.includes({text!r})")
+
+
+async def walked(page: Page) -> None:
+    """Every view says what it is for."""
+    await seen(page, "cluster", "SLOTS IN USE".lower())
+    await seen(page, "tasks", "big")
+    await seen(page, "incidents", "process_exit")
+    await page.js("document.querySelector('tr.click').click()")
+    await page.until("document.querySelector('#story').innerText.includes('In the log')")
+    await page.until("document.querySelectorAll('#story .scroll table tbody tr').length > 3")
+    await seen(page, "goodput", "failure-free")
+    await page.until("document.querySelectorAll('#waterfall i').length >= 2")
+    await seen(page, "ranks", "rank 0")
+    await seen(page, "log", "shown of")
+    await page.until("document.querySelectorAll('.log > div').length > 5")
+
+
+async def test_live(tmp_path: Path) -> None:
+    async with serving(tmp_path, list(healed_cluster().log)) as served, browsing() as page:
+        await page.open(served.url + "/")
+        await page.until("document.querySelector('#health').innerText.startsWith('live')")
+        await walked(page)
+        # What is in the log a moment later is on the page without being asked for.
+        await page.js("location.hash = 'log'")
+        await cordoned_by_the_page(page, served)
+        await page.until("document.querySelector('#main').innerText.includes('a test wants it')")
+        # Another view does not take the focus of the one before: a key is no text in its filter.
+        await page.js("location.hash = 'cluster'")
+        await page.until("document.querySelector('#main input[type=search]') !== null")
+        await page.js("document.querySelector('#main input[type=search]').focus(); location.hash = 'log'")
+        await page.until("document.querySelector('#filter') !== null")
+        assert await page.js("document.activeElement === document.body")
+        # Keys choose views, a phone has room, nothing came from elsewhere, nothing went wrong.
+        await page.key("1")
+        await page.until("location.hash === '#cluster'")
+        await page.size(390, 800)
+        assert await page.js("document.documentElement.scrollWidth") <= 400
+        assert {url.split("/")[2] for url in page.requests if url.startswith("http")} == {served.url.split("/")[2]}
+        assert page.errors == []
+
+
+async def cordoned_by_the_page(page: Page, served: Served) -> None:
+    """It asks before it acts."""
+    await page.js("location.hash = 'cluster'")
+    await page.js(FIND_N2)
+    await page.until("[...document.querySelectorAll('button')].some((one) => one.innerText === 'Cordon…')")
+    before = served.coordinator.state.seq
+    await page.js("[...document.querySelectorAll('button')].find((one) => one.innerText === 'Cordon…').click()")
+    await page.until("document.querySelector('dialog').open")
+    assert served.coordinator.state.seq == before, "it asks first"
+    await page.js("document.querySelector('dialog input[name=reason]').value = 'a test wants it'")
+    await page.js("document.querySelector('dialog button[value=yes]').click()")
+    await page.until("document.querySelector('dialog').innerText.includes('Ordered at entry')")
+    assert served.coordinator.state.nodes["n2"].cordoned
+    await page.js("document.querySelector('dialog button').click(); location.hash = 'log'")
+
+
+async def test_it_comes_back_when_the_coordinator_does(tmp_path: Path) -> None:
+    async with serving(tmp_path, list(healed_cluster().log)) as served, browsing() as page:
+        await page.open(served.url + "/#log")
+        await page.until("document.querySelector('#health').innerText.startsWith('live')")
+        await served.stop()
+        await page.until("document.querySelector('#health').innerText.startsWith('no connection')")
+        await served.start()
+        await page.until("document.querySelector('#health').innerText.startsWith('live')")
+        await page.until(
+            f"document.querySelector('#health').innerText.includes('term {served.coordinator.state.term}')"
+        )
+
+
+async def test_a_token_is_asked_for_and_rules_what_may_be_done(tmp_path: Path) -> None:
+    token = make_token()
+    (tmp_path / "tokens").write_text(line_of("ann", [Scope.READ], token) + "\n")
+    config = Config(api=ApiConfig(tokens_file=str(tmp_path / "tokens")))
+    async with serving(tmp_path, list(healed_cluster().log), config=config) as served, browsing() as page:
+        await page.open(served.url + "/")
+        await page.until("document.querySelector('dialog').open")
+        await page.js(f"document.querySelector('dialog input').value = {token!r}")
+        await page.js("document.querySelector('dialog button[value=yes]').click()")
+        await page.until("document.querySelector('#health').innerText.startsWith('live')")
+        await page.js(FIND_N2)
+        await page.until("document.querySelector('#main').innerText.includes('This token may not operate.')")
+
+
+@asynccontextmanager
+async def replayed(moments: Moments, prefix: str = "") -> AsyncIterator[str]:
+    """The page over a log, behind a path prefix."""
+    app = PageServer(moments, "some.log").application()
+    if prefix:
+        outer = web.Application()
+        outer.add_subapp(prefix, app)
+        app = outer
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}{prefix}/"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_replay_has_a_slider_and_works_behind_a_prefix() -> None:
+    moments = Moments()
+    for entry in troubled(3).log:
+        moments.feed(entry)
+    async with replayed(moments, "/some/where") as url, browsing() as page:
+        await page.open(url)
+        await page.until("document.querySelector('#health').innerText.startsWith('replay of some.log')")
+        await walked(page)
+        whole = await page.js("document.querySelector('#health').innerText")
+        await page.js(
+            "const s = document.querySelector('#slider'); s.value = 3000; s.dispatchEvent(new Event('input'))"
+        )
+        await page.until(f"document.querySelector('#health').innerText !== {whole!r}")
+        await page.js("location.hash = 'plan'")
+        await page.js("document.querySelector('#whatif button').click()")
+        await page.until("document.querySelector('#main').innerText.includes('the change would cost')")
+        assert page.errors == []
+
+
+def test_a_moment_is_the_fold_up_to_it() -> None:
+    moments, log = Moments(), troubled(3).log
+    for entry in log:
+        moments.feed(entry)
+    for count in (len(log), 3, 0, len(log) // 2, len(log) // 2 + 1):
+        assert moments.after(count).state.seq == count

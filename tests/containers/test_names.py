@@ -1,0 +1,52 @@
+"""Two agents of one name: the older one ends itself, and takes nothing of its successor's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from agents.namesakes import EXIT_SUPERSEDED
+from tests.containers.cluster import NO_DAMAGE, NODES, Cluster, is_up, node_of
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
+Record = Callable[..., None]
+
+
+async def test_deleted_by_force(cluster: Cluster, record: Record) -> None:
+    """The API server forgets the pod at once, and its container still runs when the next one starts."""
+    await cluster.start_head()
+    await cluster.start_agents(*NODES)
+    await cluster.train(3)
+    machine = NODES[0]
+    old = cluster.agents[machine]
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    watch = await cluster.watch()
+    watch.act()
+    new = cluster.start_agent(machine)
+    code = await asyncio.to_thread(old.box.wait, 60)
+    assert code == EXIT_SUPERSEDED
+    whole_s = await watch.whole(also=is_up(machine, boot))
+    assert not watch.lines("CommandFailed")
+    told_s = watch.told("NodeJoined")
+    record("force", told=told_s, whole=whole_s, code=code)
+
+    # The same where the machine is only cut off: its agent wakes up as the older one.
+    old.remove()
+    watch = await cluster.watch()
+    boot = (await cluster.state())[0].nodes[node_of(machine)].agent_boot
+    watch.act()
+    new.cut()
+    cluster.start_agent(machine)
+    whole_s = await watch.whole(also=is_up(machine, boot))
+    told_s = watch.told("NodeLost", "NodeJoined")
+    calm = await cluster.watch()
+    new.mend()
+    code = await asyncio.to_thread(new.box.wait, 60)
+    assert code == EXIT_SUPERSEDED
+    await cluster.training(None, beyond=5)
+    found = await calm.damage()
+    # What its worker said while it was cut off arrives, and nothing follows from it.
+    assert found == NO_DAMAGE | {"faults": found["faults"]} and set(found["faults"]) <= {"ErrorReported"}, found
+    record("force, cut off", told=told_s, whole=whole_s, code=code)

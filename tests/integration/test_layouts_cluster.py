@@ -1,0 +1,171 @@
+"""Layouts that the plan chooses, with all real parts: a node dies, a task comes, and nobody asks for a reshape.
+
+The phases are short: what is measured on a machine of two cores would soon tell the plan that small replicas are best.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_reshape_cluster import TASK, told, trains
+from tests.replay.command import unicron_replay
+from unicrond.core.state import ClusterState, Task, TaskStatus
+from unicrond.ctl.client import ApiError, Client
+from unicrond.local.dev import DevCluster, small_cluster
+
+TIMEOUT_S = 90.0
+#: Captures in memory now and then: where a shard is lost the rest is put together from these.
+SAVING = {**TASK, "checkpoint": {"interval": 0, "memory_interval": 5}}
+#: Pairs are much the better on four workers; on two singles are.
+BY_TABLE = [
+    {"tp": 2, "throughput": {"2": 10**9, "4": 4 * 10**9}},
+    {"tp": 1, "throughput": {"1": 8 * 10**8, "2": 16 * 10**8, "3": 17 * 10**8}},
+]
+
+
+async def until(dev: DevCluster, what: str, holds: Callable[[Task], object], name: str = "big") -> Task:
+    deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ApiError):
+            state, _ = await dev.state()
+            task = state.tasks.get(name)
+            assert task is None or task.status is TaskStatus.ACTIVE, task
+            if task is not None and holds(task):
+                return task
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"waited {TIMEOUT_S:g} s for: {what}; {state.tasks}")
+
+
+async def decides_again(dev: DevCluster) -> None:
+    verified = await asyncio.to_thread(unicron_replay, "verify", "--nats", dev.nats_url)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def told_again(client: Client, task: str = "big") -> int:
+    """How many iterations were reported twice. None is missing, each has all its samples."""
+    steps = [step for step in told(client, "StepCommitted") if step["task"] == task]
+    reached, twice = 0, 0
+    for step in steps:
+        assert step["first"] <= reached + 1, (reached, step)
+        assert step["samples"] == 8 * (step["last"] - step["first"] + 1)
+        twice += reached + 1 - step["first"]
+        reached = step["last"]
+    return twice
+
+
+def task_of(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {**SAVING, "name": "big", "env": {"XDG_CACHE_HOME": str(tmp_path / "cache")}, **more}
+
+
+@pytest.mark.timeout(300)
+async def test_a_node_dies_and_the_task_trains_on_in_the_best_layout_and_returns(tmp_path: Path) -> None:
+    """tp 2 on 2 nodes of 2 slots: two pairs, then two singles, then two pairs. No step is lost."""
+    async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=1.0) as dev:
+        await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=BY_TABLE))
+        task = await until(dev, "two pairs train", lambda task: trains(task, (2, 1, 4), 3))
+        at, node = task.progress.iteration, task.membership.members[0].node  # type: ignore[union-attr]
+        await dev.kill_node(node)
+        task = await until(dev, "two singles train", lambda task: trains(task, (1, 1, 2), at + 2))
+        at = task.progress.iteration
+        await dev.bring_back(node)
+        await until(dev, "two pairs train again", lambda task: trains(task, (2, 1, 4), at + 2))
+        client = Client(dev.url)
+        reshapes = [(e["tp"], e["plan"] > 0) for e in told(client, "TaskReshaped")]
+        assert reshapes[-2:] == [(1, True), (2, True)], "before these the nodes came one by one"
+        assert told(client, "ReshapeRequested") == []
+        assert told_again(client) <= 1, "the lead died, and the next one told of the step that it did not know was told"
+        state, _ = await dev.state()
+        assert [one.iterations_lost for one in state.closed] == [0]
+        assert [one.micro_batches_lost for one in state.closed] == [0], "the surviving pair has finished the iteration"
+        assert all(one.redone <= 4 for one in state.closed), "what the other pair was dealt, at most"
+        await decides_again(dev)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+async def test_a_pipeline_loses_a_stage_and_trains_on_without_one(tmp_path: Path) -> None:
+    """pp 2 on two nodes: what is left of the state lies in memory, and one worker puts it together."""
+    async with small_cluster(tmp_path, nodes=2, slots=1, heartbeat_s=1.0) as dev:
+        layouts = [{"pp": 2, "throughput": {"2": 4 * 10**9}}, {"pp": 1, "throughput": {"1": 10**9}}]
+        await dev.submit(task_of(tmp_path, pp=2, min_workers=1, max_workers=2, layouts=layouts))
+        task = await until(dev, "two stages train", lambda task: trains(task, (1, 2, 2), 12))
+        at, node = task.progress.iteration, task.membership.members[1].node  # type: ignore[union-attr]
+        await dev.kill_node(node)
+        await until(dev, "one worker trains", lambda task: trains(task, (1, 1, 1), at + 3))
+        await dev.bring_back(node)
+        await until(dev, "both nodes train", lambda task: len(task.workers) == 2 and task.confirmed)
+        client = Client(dev.url)
+        taken = [event for event in told(client, "StateTaken") if event["resharded_from"]]
+        assert taken and taken[0]["resharded_from"] == "tp 1, pp 2" and taken[0]["source"] in ("memory", "peer")
+        state, _ = await dev.state()
+        lost = sum(one.iterations_lost for one in state.closed)
+        assert told_again(client) == lost <= 5, "a capture is kept every five iterations"
+        await decides_again(dev)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+async def test_a_reshape_of_one_task_frees_a_worker_for_another(tmp_path: Path) -> None:
+    async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=2.0) as dev:
+        layouts = [{"tp": 2}, {"tp": 1}]
+        await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=layouts))
+        task = await until(dev, "two pairs train", lambda task: trains(task, (2, 1, 4), 3))
+        at = task.progress.iteration
+        await dev.submit(task_of(tmp_path, name="small", weight=5))
+        await until(dev, "small trains", lambda task: task.progress.iteration > 2, "small")
+        await until(dev, "three singles train", lambda task: trains(task, (1, 1, 3), at + 2))
+        client = Client(dev.url)
+        assert [(e["task"], e["tp"]) for e in told(client, "TaskReshaped")] == [("big", 1)]
+        assert told_again(client) == 0
+        await decides_again(dev)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["all leave", "state taken"])
+async def test_a_worker_is_killed_during_a_reshape(tmp_path: Path, moment: str) -> None:
+    """As it is told to hand over, or as the first of the new ones has put the state together."""
+    kinds = {"all leave": "MembershipDecided", "state taken": "StateTaken"}
+
+    async with small_cluster(tmp_path, nodes=2, slots=2, heartbeat_s=1.0) as dev:
+        client = Client(dev.url)
+
+        async def happens(since: int) -> None:
+            deadline = time.monotonic() + TIMEOUT_S
+            while time.monotonic() < deadline:
+                new = await asyncio.to_thread(lambda: list(client.events(since)))
+                if any(event.type == kinds[moment] and moment in told_as(event.envelope["event"]) for event in new):
+                    return
+                await asyncio.sleep(0.005)
+            raise AssertionError(f"waited {TIMEOUT_S:g} s for: {moment}")
+
+        def told_as(event: dict[str, Any]) -> str:
+            return str(event["reason"]) if "reason" in event else "state taken" * bool(event["resharded_from"])
+
+        await dev.submit(task_of(tmp_path, tp=2, min_workers=1, max_workers=4, layouts=BY_TABLE))
+        task = await until(dev, "two pairs train", lambda task: trains(task, (2, 1, 4), 12))
+        state, _ = await dev.state()
+        at, node = task.progress.iteration, task.membership.members[0].node  # type: ignore[union-attr]
+        await dev.kill_node(node)
+        await happens(state.seq)
+        state, _ = await dev.state()
+        living = [(name, w.pid) for name, w in state.tasks["big"].workers.items() if w.pid and w.node != node]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(living[0][1], signal.SIGKILL)
+        await until(dev, "two singles train", lambda task: trains(task, (1, 1, 2), at + 2))
+        state, _ = await dev.state()
+        lost = sum(one.iterations_lost for one in state.closed)
+        assert lost <= 5, "a capture is kept every five iterations"
+        assert told_again(client) <= lost + 1
+        (killed,) = [e for e in told(client, "WorkerExited") if e["worker"] == living[0][0]]
+        assert killed["signal"] == signal.SIGKILL, "it had not ended by itself"
+        await decides_again(dev)

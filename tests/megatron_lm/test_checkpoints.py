@@ -1,0 +1,119 @@
+"""Megatron-LM's own checkpoints, both ways, and what happens when they cannot be written. `make megatron-lm`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from agents.protocol.messages import Busy, Taken
+from tests.integration.regroup_rig import ForkServer, Rig
+from tests.megatron_lm.fixtures import MODEL, task
+from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken
+
+pytestmark = pytest.mark.megatron_lm
+#: With Adam: of SGD stock writes states that it cannot load itself.
+TEN = MODEL.replace("--train-iters 5", "--train-iters 10")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Megatron-LM alone, without a break, on one rank; how far its parameters are from its own on three."""
+
+    parameters: list[Parameters]
+    own: float
+
+    def is_met_by(self, parameters: Sequence[Parameters], what: str) -> bool:
+        apart = furthest(parameters, self.parameters)
+        told(f"{what}: {apart:.2g} from stock without a break, which is {self.own:.2g} from itself between DP1 and DP3")
+        return apart <= 2 * self.own
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    one, three = (stock(tmp_path_factory.mktemp(f"whole{ranks}"), TEN, ranks) for ranks in (1, 3))
+    return Whole(one, furthest(one, three))
+
+
+def test_a_stock_checkpoint_starts_a_task(server: ForkServer, tmp_path: Path, whole: Whole) -> None:
+    saved = f"--save {tmp_path / 'saved'} --save-interval 5"
+    stock(tmp_path / "stock", f"{TEN} {saved} --exit-interval 5", 1)
+    spec = task(model=f"{TEN} --load {tmp_path / 'saved'}")
+    with Rig(server, tmp_path, spec) as rig:
+        workers = names(spec, range(3))
+        rig.start(*workers)
+        rig.until(lambda: rig.ready(*workers) or rig.exits)
+        rig.tell(1, workers)
+        outcome = ended(rig)
+        (taken, *_) = rig.of(Taken)
+    assert isinstance(taken, Taken) and (taken.source, taken.iteration) == ("checkpoint", 5)
+    assert list(outcome.iterations) == [6, 7, 8, 9, 10]
+    assert "consumed samples:           36" in outcome.logs["t.1"]
+    assert whole.is_met_by(outcome.shards, "a stock checkpoint in a task")
+
+
+def test_a_tasks_checkpoint_is_resumed_by_stock(server: ForkServer, tmp_path: Path, whole: Whole) -> None:
+    saved = f"--save {tmp_path / 'saved'} --save-interval 4"
+    healed = broken(server, tmp_path, task(model=f"{TEN} {saved} --exit-interval 5"), "kill@iteration=3", joins=False)
+    assert healed.completed.iteration == 5
+    assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"iter_0000004", "iter_0000005"}
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "5"
+    resumed = stock(tmp_path / "stock", f"{TEN} --load {tmp_path / 'saved'}", 1)
+    assert whole.is_met_by(resumed, "a task's checkpoint in stock")
+
+
+def test_a_save_that_fails_ends_nothing(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "saved").write_text("no directory")
+    outcome = unbroken(server, tmp_path, task(f"--save {tmp_path / 'saved'} --save-interval 2"), 2)
+    assert outcome.completed.iteration == 5
+    assert outcome.logs["t.1"].count("Megatron's checkpoint was not saved: ") == 3
+    assert "was not saved" not in outcome.logs["t.2"]
+
+
+def test_what_is_saved_while_training_goes_on_is_resumed_by_stock(
+    server: ForkServer, tmp_path: Path, whole: Whole
+) -> None:
+    saved = f"--save {tmp_path / 'saved'} --save-interval 5 --async-save"
+    ended_early = unbroken(server, tmp_path, task(model=f"{TEN} {saved} --exit-interval 7"), 2)
+    assert ended_early.completed.iteration == 7
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    for iteration in (5, 7):
+        (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+        resumed = stock(tmp_path / f"from{iteration}", f"{TEN} --load {tmp_path / 'saved'}", 1)
+        assert whole.is_met_by(resumed, f"a checkpoint of iteration {iteration}, saved while training went on")
+
+
+@pytest.mark.parametrize("what", ["evaluation", "checkpoint"])
+def test_a_worker_dies_in_what_is_no_training(server: ForkServer, tmp_path: Path, what: str) -> None:
+    """The lead, at that: another replica's saves and evaluations go on from there."""
+    model = MODEL.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 8 --eval-interval 2")
+    flags = f"--save {tmp_path / 'saved'} --save-interval 2"
+    calm = unbroken(
+        server, tmp_path / "calm", task(f"--save {tmp_path / 'calm-saved'} --save-interval 2", model=model), 3
+    )
+    with Rig(server, tmp_path, task(flags, model=model)) as rig:
+        workers = ["t.1", "t.2", "t.3"]
+        rig.start(*workers)
+        rig.until(lambda: rig.ready(*workers) or rig.exits)
+        rig.tell(1, workers)
+        rig.until(lambda: any(isinstance(one, Busy) and one.what == what for one in rig.of(Busy, "t.1")))
+        rig.signal("t.1", signal.SIGKILL)
+        rig.until(lambda: "t.1" in rig.exits)
+        rig.tell(2, workers[1:], urgent=True)
+        healed = ended(rig, lost=["t.1"])
+    assert healed.completed.params_digest == calm.completed.params_digest
+    assert "validation loss at iteration 4" in healed.logs["t.2"]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "5"
+
+
+def test_evaluation_is_that_of_stock_and_no_replica_waits_too_long(server: ForkServer, tmp_path: Path) -> None:
+    model = MODEL.replace("--eval-iters 0 --eval-interval 1000", "--eval-iters 2 --eval-interval 2")
+    healed = broken(server, tmp_path, task(model=model), "kill@iteration=3,micro_batch=1", joins=False)
+    printed = [line for line in healed.logs["t.1"].splitlines() if "validation loss at" in line]
+    assert [line.partition(" | ")[0] for line in printed[:2]] == [
+        " validation loss at iteration 2", " validation loss at iteration 4",
+    ]  # fmt: skip
+    assert "validation loss" not in healed.logs["t.3"]

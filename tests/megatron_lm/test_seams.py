@@ -1,0 +1,104 @@
+"""The names that the adapter replaces, in each release of Megatron-LM: by the files' syntax, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from agents.trainer.megatron import seams
+from agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS, Lookups, missing
+from events.megatron_lm import TESTED
+from tests.megatron_lm.fixtures import SEAMS as ARCHIVE
+from tests.megatron_lm.fixtures import TRAINING, unpacked
+
+
+def lookups_in(checkout: Path) -> Lookups:
+    """As `seams.lookups_of`, of files."""
+
+    def lookups(module: str) -> dict[str, Collection[str]] | None:
+        path = checkout / "megatron" / "training" / f"{module}.py"
+        if not path.is_file():
+            return None
+        tree = ast.parse(path.read_text())
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                named |= {alias.asname or alias.name for alias in node.names}
+        return {"": named, **{function.name: _looked_up(function) for function in functions}}
+
+    return lookups
+
+
+def _looked_up(function: ast.FunctionDef) -> set[str]:
+    """Names that are read in it and are not its own."""
+    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    arguments = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+    own = {node.id for node in nodes if isinstance(node.ctx, ast.Store)} | arguments
+    return {node.id for node in nodes if isinstance(node.ctx, ast.Load)} - own
+
+
+def checkouts(version: str) -> Path:
+    return unpacked(TRAINING) if version == "0.16.1" else unpacked(ARCHIVE) / f"core_v{version}"
+
+
+@pytest.mark.parametrize("version", TESTED)
+def test_every_seam_is_there_and_is_looked_up_when_it_is_called(version: str) -> None:
+    assert list(missing(lookups_in(checkouts(version)))) == []
+
+
+@pytest.mark.parametrize("version", TESTED)
+def test_what_the_adapter_takes_by_place_stands_there(version: str) -> None:
+    """Signatures grow at their ends: the first parameters are the same in every release."""
+    tree = ast.parse((checkouts(version) / "megatron" / "training" / "training.py").read_text())
+    first = {
+        node.name: [argument.arg for argument in node.args.args]
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert first["train"][:4] == ["forward_step_func", "model", "optimizer", "opt_param_scheduler"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    trained = [call for call in calls if call.func.id == "forward_backward_func"]  # type: ignore[attr-defined]
+    given = [{keyword.arg for keyword in call.keywords} for call in trained]
+    assert all({"forward_step_func", "model", "num_microbatches", "forward_only"} <= names for names in given)
+    assert not any(call.args for call in trained)
+
+
+def test_the_seams_of_the_checkout_at_hand() -> None:
+    if not os.environ.get("MEGATRON_LM"):
+        pytest.skip("MEGATRON_LM names no checkout")
+    assert list(missing(lookups_in(Path(os.environ["MEGATRON_LM"])))) == []
+
+
+def test_a_seam_that_is_gone_or_unused_is_named_in_one_line() -> None:
+    whole = {
+        module: {"": set[str](), **{user: set[str]() for seam in SEAMS for user in seam.users}}
+        for module in ("training", "global_vars", "arguments", "initialize")
+    }
+    for seam in (*SEAMS, *VALIDATE_ARGS):
+        whole[seam.module][""].add(seam.name)
+        for user in seam.users:
+            whole[seam.module].setdefault(user, set()).add(seam.name)
+    assert list(missing(whole.get)) == []
+    whole["training"][""].remove("train_step")
+    assert list(missing(whole.get)) == [
+        "megatron.training.training.train_step is not there (the commit behind the optimizer's step)"
+    ]
+    whole["training"][""].add("train_step")
+    whole["training"]["train"].remove("train_step")
+    assert list(missing(whole.get)) == [
+        "megatron.training.training.train does not call train_step (the commit behind the optimizer's step)"
+    ]
+    whole["training"]["train"].add("train_step")
+    for module, user in (("arguments", "parse_and_validate_args"), ("initialize", "initialize_megatron")):
+        whole[module][user].remove("validate_args")
+    assert list(missing(whole.get)) == ["megatron.training.arguments.validate_args is not there or is not called"]
+
+
+def test_a_version_that_was_not_tested_begins_with_a_warning() -> None:
+    assert seams.warning("0.16.1") == seams.warning("0.16.3+local") == ""
+    assert seams.warning("0.20.0").startswith("Megatron-LM 0.20.0 is not among the tested versions (0.15.3, 0.16.1")

@@ -1,0 +1,34 @@
+"""TensorBoard under Megatron-LM: written once, by the lead's replica, whichever that is. `make megatron-lm`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.integration.regroup_rig import ForkServer, Rig
+from tests.megatron_lm.fixtures import task
+from tests.megatron_lm.runs import ended
+
+pytestmark = pytest.mark.megatron_lm
+
+
+def test_curves_go_on_when_the_lead_is_lost(server: ForkServer, tmp_path: Path) -> None:
+    spec = task(f"--tensorboard-dir {tmp_path / 'curves'} --log-throughput")
+    with Rig(server, tmp_path, spec) as rig:
+        workers = ["t.1", "t.2", "t.3"]
+        rig.start("t.1", fault="stop@iteration=4,micro_batch=0")
+        rig.start("t.2", "t.3")
+        rig.until(lambda: rig.ready(*workers) or rig.exits)
+        rig.tell(1, workers)
+        rig.until(lambda: rig.reached(3))
+        rig.signal("t.1", signal.SIGKILL)
+        rig.until(lambda: "t.1" in rig.exits)
+        rig.tell(2, workers[1:], urgent=True)
+        outcome = ended(rig, lost=["t.1"])
+    assert len(list((tmp_path / "curves").glob("events*"))) == 2
+    written = EventAccumulator(str(tmp_path / "curves")).Reload().Scalars("lm loss")
+    assert [scalar.step for scalar in written] == [1, 2, 3, 4, 5]
+    assert [scalar.value for scalar in written] == pytest.approx(outcome.losses, rel=1e-5)

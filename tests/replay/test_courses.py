@@ -1,0 +1,92 @@
+"""Two runs of a task, bit by bit: where they part, and what happened there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from events.envelope import Entry, Recorded
+from events.vocabulary import Checksums, StepCommitted
+from replay.views.courses import Course, between, course, parting
+from tests.replay.command import unicron_replay
+from tests.replay.logs import troubled, write_log
+
+
+def with_steps_changed(entries: list[Entry], task: str, since: int, **fields: object) -> list[Entry]:
+    """The log, in which the task's commits from that iteration on say something else."""
+    changed: list[Entry] = []
+    for entry in entries:
+        if isinstance(entry, Recorded) and isinstance(event := entry.envelope.event, StepCommitted):
+            other = replace(event, **fields) if event.task == task and event.last >= since else event
+            changed.append(replace(entry, envelope=replace(entry.envelope, event=other)))
+        else:
+            changed.append(entry)
+    return changed
+
+
+def run(*steps: tuple[int, float, int], sums: int = 0) -> Course:
+    """Of iterations, each with its loss and its parameters' checksum, 0 for none. `sums`: those of iteration 2."""
+    found = Course(sums={2: sums} if sums else {})
+    for iteration, loss, checksum in steps:
+        found.losses[iteration] = loss
+        if checksum:
+            found.parameters[iteration] = checksum
+    return found
+
+
+def test_equal_runs_are_equal_where_both_say_something() -> None:
+    found = parting(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0)), run((2, 1.5, 7), (4, 0.5, 0)))
+    assert (found.compared, found.same, found.differs) == (2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (run((2, 1.5, 7), (3, 1.0 + 2**-40, 0), sums=5), (2, 3, "loss")),
+        (run((1, 2.0, 0), (2, 1.5, 8), sums=5), (1, 2, "parameters")),
+        (run((1, 2.0, 0), (2, 1.5, 8), sums=6), (1, 2, "gradient sums")),
+    ],
+    ids=["loss", "parameters", "sums"],
+)
+def test_the_first_bit_that_differs_is_found(other: Course, told: tuple[int, int, str]) -> None:
+    found = parting(run((1, 2.0, 0), (2, 1.5, 7), (3, 1.0, 0), sums=5), other)
+    assert (found.same, found.differs, found.what) == told
+
+
+def test_checksums_are_those_of_the_iterations_that_a_commit_names() -> None:
+    """Of the parameters that an iteration began with, and of its own sums; a commit without any says nothing."""
+    log = with_steps_changed(list(troubled(1).log), "big", 1, checksums=Checksums(after=4, parameters=7, sums=5))
+    found = course(log, "big")
+    assert (found.parameters, found.sums) == ({4: 7}, {5: 5})
+    plain = course(list(troubled(1).log), "big")
+    assert (plain.parameters, plain.sums) == ({}, {})
+
+
+def test_what_happened_there_is_told() -> None:
+    log = list(troubled(1).log)
+    whole = course(log, "big")
+    last = max(whole.losses)
+    other = course(with_steps_changed(log, "big", last, loss=9.0), "big")
+    found = parting(whole, other)
+    assert found.differs == last and found.values[1] == 9.0
+    earlier = sorted(whole.losses)[-2]
+    assert found.same == earlier
+    assert all(entry.seq for entry in between(whole, found))
+    assert not between(whole, parting(whole, whole)) or parting(whole, whole).differs == 0
+
+
+def test_the_command(tmp_path: Path) -> None:
+    log = list(troubled(1).log)
+    here = write_log(tmp_path / "here.bin", list(log))
+    there = write_log(tmp_path / "there.bin", with_steps_changed(log, "big", 1, loss=9.0))
+    same = unicron_replay("compare", "big", "big", "--file", here)
+    assert same.returncode == 0 and same.stdout.startswith("the same bits: ")
+    done = unicron_replay("compare", "big", "big", "--file", here, "--other", there)
+    assert done.returncode == 1 and "differs: loss" in done.stdout and "B: big in between" in done.stdout
+    said = json.loads(unicron_replay("compare", "big", "big", "--file", here, "--other", there, "--json").stdout)
+    assert said["what"] == "loss" and said["values"][1] == 9.0
+    unknown = unicron_replay("compare", "big", "bigg", "--file", here)
+    assert unknown.returncode == 2 and "bigg: the log has no committed iteration" in unknown.stderr

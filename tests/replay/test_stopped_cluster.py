@@ -1,0 +1,158 @@
+"""A stopped cluster's directory is read without a server being started by hand, and stays as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from events.archive import archive, trim
+from events.log import LogError
+from events.nats_connection import connect
+from events.nats_log import NatsEventLog
+from events.nats_server import PROGRAM, EmbeddedServer
+from events.nats_streams import NANOS, api, create_streams, event_stream_config
+from events.subjects import EVENT_STREAM
+from replay.reading import stopped_cluster
+from replay.reading.stopped_cluster import served_copy
+from tests.replay.command import ROOT, unicron_replay
+from tests.replay.logs import fill, troubled
+
+
+def content(directory: Path) -> dict[str, tuple[str, int]]:
+    """Every file: its digest, and when it was written."""
+    return {
+        str(path.relative_to(directory)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+async def _make(state_dir: Path) -> None:
+    server = EmbeddedServer(state_dir / "nats")
+    await server.start()
+    connection = await connect(server.url, name="test", timeout_s=10)
+    await create_streams(connection)
+    await api(connection, f"STREAM.UPDATE.{EVENT_STREAM}", {**event_stream_config(), "duplicate_window": NANOS // 10})
+    log, cluster = NatsEventLog(connection), troubled(3)
+    half = len(cluster.log) // 2
+    await fill(log, cluster.log[:half])
+    filled_s = time.monotonic()
+    await asyncio.sleep(0.6)
+    cluster.take_over()
+    await fill(log, cluster.log[half:])
+    await archive(connection, state_dir / "archive")
+    keep_s = time.monotonic() - filled_s - 0.3  # the moment between the halves
+    assert await trim(connection, state_dir / "archive", keep_s, keep_least_s=0.0) == half
+    await api(
+        connection,
+        f"CONSUMER.DURABLE.CREATE.{EVENT_STREAM}.agent-n1",
+        {"stream_name": EVENT_STREAM, "config": {"durable_name": "agent-n1", "ack_policy": "explicit"}},
+    )
+    await connection.close()
+    await server.kill()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    state_dir = tmp_path_factory.mktemp("made") / "state"
+    asyncio.run(_make(state_dir))
+    return state_dir
+
+
+@pytest.fixture
+def stopped(made: Path, tmp_path: Path) -> Path:
+    """A state directory whose server was killed; the log's first half is in the archive alone."""
+    return Path(shutil.copytree(made, tmp_path / "state"))
+
+
+def test_a_stopped_cluster_is_read_from_a_copy(stopped: Path, tmp_path: Path) -> None:
+    before, place = content(stopped), tmp_path / "tmp"
+    place.mkdir()
+    done = unicron_replay("digest", "--state-dir", stopped, TMPDIR=str(place))
+    assert done.returncode == 0, done.stderr
+    of_file = unicron_replay("digest", "--file", stopped / "archive")
+    assert done.stdout == of_file.stdout
+    assert content(stopped) == before and not list(place.iterdir())
+    shutil.rmtree(stopped / "nats")  # as a backup is
+    done = unicron_replay("digest", "--state-dir", stopped)
+    assert done.stdout == of_file.stdout
+
+
+async def test_only_we_may_log_in_and_consumers_are_left_out(stopped: Path) -> None:
+    async with served_copy(stopped) as (url, login):
+        assert url.startswith("nats://127.0.0.1:")
+        connection = await connect(url, name="test", login=login, timeout_s=5)
+        info = await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {})
+        assert info["state"]["consumer_count"] == 0 and info["state"]["messages"] > 10
+        await connection.close()
+        with pytest.raises(LogError):
+            await connect(url, name="stranger", timeout_s=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_of_a_command_that_is_ended(stopped: Path, tmp_path: Path, number: signal.Signals) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    held = (
+        "import asyncio, sys; from pathlib import Path; from replay.reading.stopped_cluster import served_copy\n"
+        "async def main():\n"
+        "    async with served_copy(Path(sys.argv[1])):\n"
+        "        print('ready', flush=True)\n"
+        "        sys.stdin.read()\n"
+        "asyncio.run(main())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", held, str(stopped)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(place)},
+    )
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == b"ready\n"
+    (pid_file,) = place.glob(f"*/nats/{PROGRAM}.pid")
+    server = int(pid_file.read_text())
+    process.send_signal(number)
+    code = process.wait(20)
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
+    for _ in range(100):
+        if not Path(f"/proc/{server}").exists():
+            break
+        time.sleep(0.05)
+    assert not Path(f"/proc/{server}").exists()
+    assert number == signal.SIGKILL or not list(place.iterdir())
+    process.stdin.close()
+    process.stdout.close()
+
+
+async def test_a_server_that_starts_meanwhile_is_used(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EmbeddedServer(stopped / "nats")
+    copy = stopped_cluster._copy
+
+    async def copied(store: Path, to: Path) -> None:
+        await copy(store, to)
+        await server.start()
+
+    monkeypatch.setattr(stopped_cluster, "_copy", copied)
+    try:
+        async with served_copy(stopped) as (url, login):
+            assert (url, login) == (server.url, None)
+    finally:
+        await server.kill()
+
+
+async def test_a_copy_that_has_no_room_says_so(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(stopped)._replace(free=1000)
+    monkeypatch.setattr(stopped_cluster.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(LogError, match="set TMPDIR to a larger volume"):
+        async with served_copy(stopped):
+            pass

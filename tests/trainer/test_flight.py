@@ -1,0 +1,198 @@
+"""What a worker's flight recorder holds, on its way to the agent that asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from agents import flights
+from agents.flights import Flights
+from agents.log_service import answer
+from agents.protocol.flight import Flight, TellFlight
+from agents.protocol.framing import Unframer, frame
+from agents.protocol.messages import FromWorker, Hello, Launch
+from agents.protocol.peers import told_to
+from agents.trainer.process.channel import AgentChannel
+from agents.trainer.process.flight import recorded
+from events.collectives import COLLECTIVES_MAX, Collective
+from events.logs_request import LogsRequest, decode_flight, decode_reply, encode
+from events.schemas import SCHEMA
+from events.vocabulary import StoreAddress, TaskSpec
+
+MODULE = "torch._C._distributed_c10d"
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    told = {
+        "record_id": 1, "pg_id": 3, "collective_seq_id": 17, "p2p_seq_id": 5, "is_p2p": False,
+        "profiling_name": "nccl:all_reduce", "state": "started", "retired": False, "input_sizes": [[4096]],
+        "input_dtypes": ["BFloat16"], "time_created_ns": 1_000_000_000, "pg_config": {}, "a_new_field": [1],
+    }  # fmt: skip
+    return told | fields
+
+
+def double(*entries: dict[str, Any], dump: str = "_dump_nccl_trace_json") -> dict[str, Any]:
+    """torch's module, with a double of NCCL's recorder: no test here has NCCL."""
+
+    def told(**asked: bool) -> bytes:
+        assert asked == {"includeCollectives": True, "onlyActive": False}
+        return json.dumps({"version": "2.10", "entries": list(entries)}).encode()
+
+    return {MODULE: SimpleNamespace(**{dump: told})}
+
+
+def test_gloos_own_recorder_is_read() -> None:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=5)
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    group.allreduce([torch.ones(5, 3)]).wait()
+    last = recorded().collectives[-1]
+    assert (last.library, last.name, last.is_p2p, last.is_over) == ("gloo", "all_reduce", False, True)
+    assert last.sizes == "Float[5, 3]" and last.number >= 1 and last.since_us < 60_000_000
+
+
+def test_nccls_recorder_by_a_double() -> None:
+    (told,) = recorded(double(entry()), now_ns=3_500_000_000).collectives
+    assert told == Collective(
+        library="nccl", group=3, number=17, is_p2p=False, name="all_reduce", state="started", is_over=False,
+        sizes="BFloat16[4096]", since_us=2_500_000,
+    )  # fmt: skip
+    (told,) = recorded(double(entry(is_p2p=True, state="completed"))).collectives
+    assert told.number == 5 and told.is_over
+
+
+def test_what_has_not_ended_is_kept_before_what_has() -> None:
+    ended = [entry(record_id=n, time_created_ns=n * 1_000, retired=True) for n in range(10, 200)]
+    told = recorded(double(entry(record_id=1, time_created_ns=1_000), *ended), now_ns=10**9).collectives
+    assert len(told) == COLLECTIVES_MAX and not told[0].is_over
+    assert [one.since_us for one in told[-2:]] == [999_802, 999_801]
+
+
+@pytest.mark.parametrize(
+    ("modules", "trouble"),
+    [
+        ({}, "torch.distributed is not loaded"),
+        ({MODULE: SimpleNamespace(_dump_fr_trace_json=lambda **_: b"[1")}, "cannot be read: ValidationError"),
+        ({MODULE: SimpleNamespace(_dump_fr_trace_json=lambda: b"")}, "cannot be read: TypeError"),
+    ],
+)
+def test_why_there_is_nothing(modules: dict[str, Any], trouble: str) -> None:
+    assert trouble in recorded(modules).trouble
+    assert recorded({MODULE: SimpleNamespace()}) == Flight(), "a build without any recorder"
+
+
+def test_odd_numbers_and_names_stay_within_their_bounds() -> None:
+    odd = entry(pg_id=-1, collective_seq_id=2**60, profiling_name="x" * 999, state=None, input_sizes=[], retired=True)
+    (told,) = recorded(double(odd), now_ns=0).collectives
+    assert (told.group, told.number, len(told.name), told.state, told.since_us) == (0, 2**53 - 1, 64, "", 0)
+
+
+# --- from the worker to the agent ----------------------------------------------------------------
+
+HELLO = Hello(worker="t.1", task="t", pid=7, generation=0, ready=True, has_flight=True)
+
+
+@contextmanager
+def agent_of_a_worker(schema: int) -> Iterator[socket.socket]:
+    """The agent's end of a worker's connection, which the worker's thread serves."""
+    launch = Launch(
+        worker="t.1", task="t", node="n", address="127.0.0.1", agent_socket="/nowhere", replica=0, shard=0,
+        store=StoreAddress(host="127.0.0.1", port=1), spec=TaskSpec(name="t"),
+    )  # fmt: skip
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    ours.settimeout(10)
+    channel = AgentChannel(launch, 60)
+    channel._agent_schema = schema
+    serving = threading.Thread(target=channel._serve, args=(theirs,))
+    serving.start()
+    with ours:
+        yield ours
+    serving.join(10)
+    channel._wake_read.close()
+    channel._wake_write.close()
+
+
+def next_of(agent: socket.socket, incoming: Unframer[FromWorker]) -> FromWorker:
+    while True:
+        for message in incoming.feed(agent.recv(65536)):
+            return message
+
+
+def test_a_worker_answers_beside_its_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, MODULE, double(entry())[MODULE])
+    incoming: Unframer[FromWorker] = Unframer(FromWorker)
+    with agent_of_a_worker(SCHEMA) as agent:
+        hello = next_of(agent, incoming)
+        assert isinstance(hello, Hello) and hello.has_flight
+        agent.sendall(frame(TellFlight()))
+        told = next_of(agent, incoming)
+    assert isinstance(told, Flight) and told.collectives[0].number == 17
+
+
+def test_an_older_agent_hears_nothing_of_it() -> None:
+    with agent_of_a_worker(3) as agent:
+        hello = next_of(agent, Unframer(FromWorker))
+    assert isinstance(hello, Hello) and not hello.has_flight
+    assert told_to(3, Flight()) is None and told_to(SCHEMA, Flight()) == Flight()
+
+
+async def test_the_agent_asks_and_waits_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "TIMEOUT_S", 0.05)
+    sent: list[str] = []
+    asking = Flights(lambda worker, _: sent.append(worker))
+    assert "too old" in (await asking.ask("t.1")).trouble and not sent
+    asking.connected(HELLO)
+    assert "stand still" in (await asking.ask("t.1")).trouble and sent == ["t.1"]
+    monkeypatch.setattr(flights, "TIMEOUT_S", 10)
+    both = [asyncio.create_task(asking.ask("t.1")) for _ in range(2)]
+    await asyncio.sleep(0)
+    asking.said("t.9", Flight())
+    asking.said("t.1", told := recorded(double(entry())))
+    assert [await one for one in both] == [told, told]
+    asking.said("t.1", told)  # late
+    asking.disconnected("t.1")
+    assert "does not run here" in (await asking.ask("t.1")).trouble
+
+
+async def test_a_question_that_ends_takes_nothing_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking = Flights(lambda *_: None)
+    asking.connected(HELLO)
+    tasks = []
+    for timeout_s in (0.02, 0.06):
+        monkeypatch.setattr(flights, "TIMEOUT_S", timeout_s)
+        tasks.append(asyncio.create_task(asking.ask("t.1")))
+        await asyncio.sleep(0)
+    await tasks[0]
+    monkeypatch.setattr(flights, "TIMEOUT_S", 10)
+    later = asyncio.create_task(asking.ask("t.1"))
+    await tasks[1]
+    asking.said("t.1", told := recorded(double(entry())))
+    assert await later == told
+
+
+async def test_a_request_for_it_is_answered(tmp_path: Any) -> None:
+    told = recorded(double(entry()))
+
+    async def flight_of(worker: str) -> Flight:
+        return told if worker == "t.1" else Flight(trouble="worker t.2 does not run here")
+
+    async def ask(worker: str) -> Any:
+        body = encode(LogsRequest(task="t", worker=worker, flight=True))
+        return decode_reply(await answer("n1", tmp_path, lambda _: 0, body, flight_of=flight_of))
+
+    assert decode_flight((await ask("t.1")).data) == list(told.collectives)
+    assert (await ask("t.2")).error == "node n1: worker t.2 does not run here"

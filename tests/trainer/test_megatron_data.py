@@ -1,0 +1,264 @@
+"""What of the adapter for Megatron-LM needs no Megatron-LM: data, lists, weights, the layout of sums, writers."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agents.trainer.gradients.lanes import Lanes
+from agents.trainer.megatron.buffers import SLOTS, BufferAccumulation, plan_of
+from agents.trainer.megatron.data import Behind, Dealt
+from agents.trainer.megatron.runs import _fitting, _Weighing
+from agents.trainer.megatron.writers import LeadWriter
+
+SAMPLES = 20
+
+
+def loader(dataset: Any, consumed: int) -> Any:
+    """Megatron's single sampler: batches of two, from a number of samples on, until the data set ends."""
+    lists = [[first, first + 1] for first in range(consumed % SAMPLES, SAMPLES, 2)]
+    return SimpleNamespace(
+        batch_sampler=lists, collate_fn=lambda samples: [one for sample in samples for one in sample]
+    )
+
+
+DATASET = [[index] for index in range(SAMPLES)]
+
+
+def read(data: Dealt, iteration: int, micro_batches: list[int]) -> list[Any]:
+    data.ask(iteration, micro_batches)
+    return [next(data) for _ in micro_batches]
+
+
+def test_only_the_micro_batches_dealt_are_read_and_each_is_the_same_for_all() -> None:
+    data = Dealt(loader, DATASET, global_batch=6, micro_batch=2)
+    assert read(data, 1, [0, 2]) == [[0, 1], [4, 5]]
+    assert read(data, 1, [1]) == [[2, 3]]  # another replica's, after its death
+    assert read(data, 2, [2]) == [[10, 11]]
+
+
+def test_it_seeks_where_a_newcomer_begins_and_where_training_goes_back() -> None:
+    data = Dealt(loader, DATASET, global_batch=6, micro_batch=2)
+    assert read(data, 3, [0]) == [[12, 13]]
+    assert read(data, 2, [0]) == [[6, 7]]
+    assert read(data, 3, [2]) == [[16, 17]]
+
+
+def test_an_epoch_ends_in_the_middle_of_an_iteration() -> None:
+    data = Dealt(loader, DATASET, global_batch=6, micro_batch=2)
+    assert read(data, 4, [0, 1, 2]) == [[18, 19], [0, 1], [2, 3]]
+    assert read(data, 5, [0]) == [[4, 5]]
+
+
+class Watched(list[Any]):
+    """A data set that tells what was read, and by which thread."""
+
+    def __init__(self) -> None:
+        super().__init__(DATASET)
+        self.read: list[tuple[int, str]] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read.append((index, threading.current_thread().name))
+        return super().__getitem__(index)
+
+
+def test_a_thread_reads_what_is_dealt_and_what_comes_next() -> None:
+    watched = Watched()
+    data = Dealt(loader, watched, global_batch=6, micro_batch=2, reads_ahead=True)
+    data.ask(1, [0], [1])
+    assert next(data) == [0, 1]
+    data.ask(1, [1])
+    assert next(data) == [2, 3]
+    data.ask(2, [0], [1])  # as was guessed
+    assert next(data) == [6, 7]
+    data.ask(2, [2])  # another one than was dealt before
+    assert next(data) == [10, 11]
+    assert {name.partition("_")[0] for _, name in watched.read} == {"data"}
+    assert [index for index, _ in watched.read].count(6) == 1
+    data.ask(7, [1])
+    assert next(data) == [18, 19]
+
+
+def test_what_fails_ahead_fails_where_it_is_asked_for() -> None:
+    watched = Watched()
+    data = Dealt(
+        lambda dataset, at: SimpleNamespace(batch_sampler=[[0], [99]], collate_fn=list), watched, 2, 1, reads_ahead=True
+    )
+    data.ask(1, [0], [1])
+    assert next(data) == [[0]]
+    data.ask(1, [1])
+    with pytest.raises(IndexError):
+        next(data)
+
+
+def test_validation_data_begins_where_it_is_first_read() -> None:
+    consumed = [4]
+    data = iter(Behind(lambda dataset, at: dataset[at:], DATASET, lambda: consumed[0]))
+    consumed[0] = 8
+    assert next(data) == [8]
+
+
+@pytest.mark.parametrize("micro_batches", range(2, 30))
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_groups_of_an_interleaved_pipeline_fit_any_list(micro_batches: int, stages: int) -> None:
+    if micro_batches < stages:
+        return
+    size = _fitting(stages, micro_batches, stages)
+    assert stages <= size <= micro_batches
+    assert micro_batches % size == 0 or micro_batches % size >= stages
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 41, 49])
+def test_a_gradient_has_the_same_bits_in_a_list_of_any_length(per_token: bool, length: int) -> None:
+    """Whatever the schedule divides the loss by."""
+    weigh = _Weighing(lambda loss: loss * 8.0, per_token=per_token)
+    weight = torch.tensor([3.0, 5.0], requires_grad=True)
+
+    def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        return output.sum(), torch.tensor(7), {"lm loss": output.detach()}
+
+    loss, tokens, _ = weigh.around(loss_func, counts=True)(weight * 2.0)
+    loss /= torch.clamp(tokens, min=1)
+    loss /= length
+    (loss * 1000.0).backward()
+    assert weight.grad is not None
+    share = 1.0 if per_token else 1.0 / torch.tensor(7.0)
+    assert torch.equal(weight.grad, torch.full((2,), 2.0) * (8.0 * share))
+    total, count = weigh.told()
+    assert count == (7 if per_token else 1)
+    assert total == pytest.approx(16.0 if per_token else 16.0 / 7, abs=1e-6)
+
+
+def test_filling_has_no_weight() -> None:
+    weigh = _Weighing(lambda loss: loss, per_token=False)
+    weight = torch.tensor(3.0, requires_grad=True)
+    loss, _ = weigh.around(lambda output: (output, {}), counts=False)(weight * 2.0)
+    loss.backward()
+    assert weight.grad is not None and float(weight.grad) == 0.0
+    assert weigh.told() == (0.0, 0)
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+
+class Chunk(torch.nn.Module):
+    """A model that Megatron's DistributedDataParallel has wrapped, as far as sums are concerned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
+        self.register_buffer("local_tokens_per_expert", torch.zeros(4), persistent=False)
+        parameters = list(self.parameters())
+        index, end = {}, 0
+        for parameter in reversed(parameters):
+            index[parameter] = end, end + parameter.numel(), 0
+            end += parameter.numel() + 1  # padding
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, parameter=parameter: self._added(parameter))
+            parameter._node = node
+        grad_data = torch.zeros(end)
+        bucket = SimpleNamespace(offset=0, grad_data=grad_data)
+        self.buffers_of_it = SimpleNamespace(
+            params=parameters, param_index_map=index, numel=end, grad_data=grad_data, buckets=[bucket]
+        )
+
+    @staticmethod
+    def _added(parameter: torch.nn.Parameter) -> None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
+
+
+def chunk() -> Any:
+    made = Chunk()
+    wrapped: Any = torch.nn.ModuleList([made])
+    wrapped.__dict__["buffers"] = [made.buffers_of_it]
+    wrapped.__dict__["expert_parallel_buffers"] = []
+    return wrapped
+
+
+def backward(wrapped: Any, value: float) -> None:
+    model = wrapped[0]
+    with torch.no_grad():
+        model.local_tokens_per_expert += torch.tensor([value, 0.0, 0.0, 1.0])
+    model.second(model.first(torch.full((1, 3), value))).sum().backward()
+
+
+def test_megatrons_buffers_lie_in_the_first_sum() -> None:
+    wrapped = chunk()
+    sums = BufferAccumulation([wrapped], 0, None, 1 << 20)
+    backward(wrapped, 2.0)
+    buffer = wrapped[0].buffers_of_it
+    assert buffer.grad_data.data_ptr() == sums.present.flat.data_ptr() == buffer.buckets[0].grad_data.data_ptr()
+    assert float(wrapped[0].second.bias.main_grad) == 1.0
+    assert float(buffer.grad_data.sum()) == pytest.approx(float(sum(p.main_grad.sum() for p in wrapped.parameters())))
+    buffer.grad_data.zero_()
+    assert not wrapped[0].first.weight.main_grad.any()
+
+
+def test_each_lane_has_a_sum_with_all_that_belongs_to_its_micro_batches() -> None:
+    wrapped = chunk()
+    sums = BufferAccumulation([wrapped], 2, Lanes(4, 2), 1 << 20)
+    seen = []
+    for lane, value in ((0, 2.0), (1, 3.0)):
+        sums.turn(lane)
+        backward(wrapped, value)
+        sums.present.slots[0] += value
+        sums.present.tracked[1] += value
+        seen.append((sums.present.flat.data_ptr(), wrapped[0].first.weight.main_grad.clone()))
+        sums.sums.end(lane)
+    assert seen[0][0] != seen[1][0]
+    total = sums.sums.of_blocks[0, 1].flat + sums.sums.of_blocks[1, 2].flat
+    sums.settle([(start, total[start:stop]) for start, stop in sums.spans], 5.0)
+    assert torch.allclose(wrapped[0].first.weight.main_grad, (seen[0][1] + seen[1][1]) / 5.0)
+    assert float(sums.present.slots[0]) == 5.0 and float(sums.present.tracked[1]) == 5.0  # not divided
+    assert wrapped[0].local_tokens_per_expert.tolist() == [5.0, 0.0, 0.0, 2.0]
+
+
+def test_what_is_tried_stands_in_no_sum() -> None:
+    wrapped = chunk()
+    sums = BufferAccumulation([wrapped], 0, Lanes(2, 1), 1 << 20)
+    with sums.aside() as gradients:
+        backward(wrapped, 2.0)
+        assert gradients.any()
+    sums.turn(0)
+    assert not sums.present.flat.any()
+    assert not wrapped[0].local_tokens_per_expert.any()
+
+
+def test_buckets_are_reduced_in_the_order_in_which_a_backward_finishes_them_and_the_rest_last() -> None:
+    wrapped = chunk()
+    plan = plan_of([wrapped[0].buffers_of_it], 4, SLOTS)
+    end = wrapped[0].buffers_of_it.numel
+    assert plan.spans[0] == (end, end + SLOTS)
+    assert plan.spans[-1][0] == 0  # the last layer's bias, which is finished first
+    assert [plan.spans[bucket] for bucket in plan.bucket_of] == [
+        (start, start + parameter.numel())
+        for start, parameter in zip(plan.starts, reversed(list(wrapped.parameters())), strict=True)
+    ]
+
+
+def test_writers_write_where_this_replica_leads() -> None:
+    leads, made = [False], []
+
+    class Real(list[Any]):
+        def add_scalar(self, *what: Any) -> None:
+            self.append(what)
+
+    def make() -> Any:
+        made.append(Real())
+        return made[-1]
+
+    writer = LeadWriter(lambda: leads[0], make)
+    assert not writer
+    writer.add_scalar("loss", 1.0, 1)
+    writer.config.update({"a": 1})
+    assert not made
+    leads[0] = True
+    assert writer
+    writer.add_scalar("loss", 2.0, 2)
+    assert made == [[("loss", 2.0, 2)]]

@@ -1,0 +1,59 @@
+"""A checkpoint without its layout: from any form, into any other, by storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+
+from agents.trainer.states import checkpoint, portable
+from agents.trainer.states.checkpoint import Job
+from agents.trainer.states.resharding import WHOLE as MARK
+from agents.trainer.states.resharding import reshard
+from agents.trainer.states.state import BadState
+from tests.trainer.test_resharding import WHOLE, forms, same, shards, state
+
+
+@given(forms, forms)
+def test_any_form_by_way_of_the_whole(before: tuple[int, int], after: tuple[int, int]) -> None:
+    tree = portable.whole(shards(before))
+    assert tree.pop(MARK) is True
+    assert {name: tensor.tolist() for name, tensor in tree["tensors"].items()} == {
+        name: tensor.tolist() for name, tensor in WHOLE.items()
+    }
+    for shard in range(after[0] * after[1]):
+        assert same(reshard(state(after, shard, trained=False), [tree]), state(after, shard))
+
+
+def saved(directory: Path, form: tuple[int, int]) -> Path:
+    for shard, tree in enumerate(shards(form)):
+        checkpoint.write(Job(directory, "big", 7, 1, shard, *form, "test", 2), tree)
+    return directory / "iteration-00000007"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_by_storage(tmp_path: Path) -> None:
+    """torch reads what is exported; another task finds it under its own name."""
+    exported = portable.export_to(saved(tmp_path / "big", (2, 2)), tmp_path / "out")
+    into = {"tensors.layers.weight": torch.zeros(WHOLE["layers.weight"].shape)}
+    dcp.load(into, checkpoint_id=exported / "shard-0", no_dist=True)
+    assert torch.equal(into["tensors.layers.weight"], WHOLE["layers.weight"])
+    portable.import_to(exported, tmp_path / "other", "small")
+    assert checkpoint.newest_iterations(tmp_path / "other", "small") == {7: (1, 1)}
+    tree, _ = checkpoint.load(tmp_path / "other", "small", 7, 0)
+    assert same(reshard(state((1, 2), 1, trained=False), [tree]), state((1, 2), 1))
+
+
+def test_what_is_there_stays_and_what_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "big", (1, 1))
+    portable.export_to(source, tmp_path / "out")
+    with pytest.raises(BadState, match="is there already"):
+        portable.export_to(source, tmp_path / "out")
+    assert portable.main(["import", str(source), str(tmp_path / "other"), "--task", "small"]) == 1
+    assert portable.main(["export", str(tmp_path), str(tmp_path / "other")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "is a task's own checkpoint; export it first" in lines[0] and "is no checkpoint's directory" in lines[1]
+    assert not (tmp_path / "other").exists()

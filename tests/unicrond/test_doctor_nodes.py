@@ -1,0 +1,250 @@
+"""What `unicronctl doctor` makes of what the nodes' agents have seen, and whom it asks for what."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from events.finding import Finding
+from events.logs_request import LogsReply
+from events.node_checks import (
+    FactsCheck,
+    LinksCheck,
+    LinksSeen,
+    NodeFacts,
+    PairSum,
+    StorageCheck,
+    StorageSeen,
+    Unreached,
+    decode_check,
+    encode,
+)
+from events.vocabulary import CheckpointSpec
+from tests.unicrond.serving import healed_cluster
+from unicrond.core.state import ClusterState, NodeStatus
+from unicrond.display.doctor_nodes import of_nodes
+from unicrond.intake.tokens import Scope
+from unicrond.service.access import scope_of
+from unicrond.service.log_reading import LogReader, LogsUnavailable
+from unicrond.service.node_checks import ALL_PAIRS_MAX, AskedOf, ChecksRun, NodeChecks, _turn, ring, to_try
+
+#: Whose storage is whose: nodes with the same letter share it.
+SHARED = {"n1": "a", "n2": "a", "n3": "a", "n4": "a"}
+
+
+class Agents(LogReader):
+    """Answers as sound agents would, but for what is said here. `cut`: (from, to); `bad_sums`: pairs in one order."""
+
+    def __init__(self) -> None:
+        self.cut: set[tuple[str, str]] = set()
+        self.bad_sums: dict[tuple[str, str], str] = {}
+        self.storage = dict(SHARED)
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.silent: dict[str, str] = {}
+        self.refusing: set[str] = set()
+        self.runs_as_others = False
+        self.marks: dict[str, set[str]] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.ports: dict[str, Any] = {}
+
+    async def ask(self, node: str, body: bytes, timeout_s: float) -> LogsReply:
+        check = decode_check(body)
+        self.asked.append((node, check))
+        await asyncio.sleep(0)
+        if node in self.silent:
+            if "bad request" in self.silent[node]:
+                return LogsReply(node=node, error=self.silent[node])
+            raise LogsUnavailable(self.silent[node])
+        return LogsReply(node=node, data=encode(self.sees(node, check)))
+
+    def sees(self, node: str, check: Any) -> Any:
+        match check:
+            case FactsCheck():
+                now_us = time.time_ns() // 1000
+                told = {"findings": (), "mtu": 9000, "torch": "2.13.0", "driver": "", "now_us": now_us}
+                told |= self.facts.get(node, {})
+                told["now_us"] += told.pop("off_us", 0)
+                return NodeFacts(**told)
+            case LinksCheck():
+                lost = [
+                    Unreached(peer=peer.node, what=what, at=f"10.0.0.{peer.node[1:]}:7", why="connection refused")
+                    for peer in check.peers
+                    for what in peer.ports
+                    if (node, peer.node) in self.cut
+                ]
+                sums = [
+                    PairSum(peer=pair.peer, trouble=self.bad_sums.get((node, pair.peer), ""), took_us=9)
+                    for pair in check.pairs
+                ]
+                return LinksSeen(unreached=tuple(lost), sums=tuple(sums))
+            case StorageCheck():
+                return self.stores(node, check)
+
+    def stores(self, node: str, check: StorageCheck) -> StorageSeen:
+        more = {"directory": check.directory, "runs_as_others": self.runs_as_others}
+        if node in self.refusing:
+            return StorageSeen(result="refused", why="Permission denied", writable=False, **more)
+        there = self.marks.setdefault(self.storage[node], set())
+        if check.part == "write":
+            there.add(check.token)
+        elif check.part == "remove":
+            there.discard(check.token)
+        return StorageSeen(result="seen" if check.token in there else "missing", **more)
+
+
+@pytest.fixture(scope="module")
+def state() -> ClusterState:
+    state = healed_cluster().state
+    tasks = {
+        name: replace(task, spec=replace(task.spec, checkpoint=CheckpointSpec(dir=f"/ckpt/{name}")))
+        for name, task in state.tasks.items()
+    }
+    return replace(state, tasks=tasks)
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    agents = Agents()
+    yield agents
+    assert not any(agents.marks.values()), "no mark stays behind"
+
+
+async def look(state: ClusterState, agents: Agents) -> tuple[list[Finding], list[str]]:
+    """Through JSON, as the API gives it."""
+    seen = await NodeChecks(agents).look(state, AskedOf())
+    return of_nodes(msgspec.json.decode(msgspec.json.encode(seen)))
+
+
+async def test_sound_nodes_have_no_findings(state: ClusterState, agents: Agents) -> None:
+    assert await look(state, agents) == ([], [])
+    tried = {(node, peer.node) for node, check in agents.asked if isinstance(check, LinksCheck) for peer in check.peers}
+    assert len(tried) == 12, "every node connects to every other"
+    summed = [
+        tuple(sorted((node, pair.peer)))
+        for node, check in agents.asked
+        if isinstance(check, LinksCheck)
+        for pair in check.pairs
+    ]
+    assert Counter(summed) == Counter([("n1", "n2"), ("n2", "n3"), ("n3", "n4"), ("n1", "n4")] * 2)
+
+
+async def test_one_finding_for_each_bad_link(state: ClusterState, agents: Agents) -> None:
+    agents.cut = {("n1", "n3"), ("n3", "n1"), ("n4", "n2")}
+    found, _ = await look(state, agents)
+    assert [one.about for one in found] == ["n1, n3", "n2, n4"]
+    assert found[0].what.startswith("do not reach each other (") and "firewall" in found[0].fix
+    assert found[1].what == "n4 does not reach n2 (store at 10.0.0.2:7: connection refused)"
+
+
+@pytest.mark.parametrize(
+    ("ways", "what"),
+    [
+        ("to", "no other node reaches it ("),
+        ("from", "it reaches no other node ("),
+        ("both", "no other node reaches it, and it reaches none ("),
+    ],
+)
+async def test_a_node_that_is_cut_off_is_one_finding(state: ClusterState, agents: Agents, ways: str, what: str) -> None:
+    others = ("n1", "n3", "n4")
+    agents.cut = {link for o in others for link in (("n2", o), (o, "n2"))}
+    agents.cut = {link for link in agents.cut if ways == "both" or (link[1] == "n2") == (ways == "to")}
+    found, _ = await look(state, agents)
+    assert [one.about for one in found] == ["n2"] and found[0].what.startswith(what)
+
+
+async def test_sums_that_fail_though_connections_stand(state: ClusterState, agents: Agents) -> None:
+    agents.bad_sums = {
+        ("n1", "n2"): "the sum failed: Timed out", ("n2", "n1"): "the sum did not end in time",
+        ("n3", "n4"): "the sum is wrong", ("n4", "n1"): "the two have not met in the store",
+    }  # fmt: skip
+    agents.cut = {("n4", "n1")}
+    found, _ = await look(state, agents)
+    assert [one.about for one in found] == ["n1, n4", "n1, n2", "n3, n4"]
+    assert "does not reach" in found[0].what
+    assert found[1].what == "connect, but a sum of 4 MiB between them fails: the sum failed: Timed out (on n1)"
+    assert "ping -M do" in found[1].fix
+    assert "is wrong (on n3)" in found[2].what and "drain" in found[2].fix
+
+
+async def test_what_agents_find_on_their_nodes_and_what_has_to_be_alike(state: ClusterState, agents: Agents) -> None:
+    agents.facts = {
+        "n2": {"findings": (Finding("--slots", "9 slots, but 8 visible GPUs", "look for GPUs that are gone"),)},
+        "n3": {"mtu": 1500, "driver": "580.95", "torch": "2.12.1"},
+        "n4": {"off_us": 7_000_000, "driver": "570.1"},
+    }
+    found, _ = await look(state, agents)
+    told = {one.about: one for one in found}
+    assert told["n2"].what == "--slots: 9 slots, but 8 visible GPUs"
+    assert told["n4"].what.startswith("its clock is 7.") and "ahead of the head's" in told["n4"].what
+    several = [one.what for one in found if one.about == "nodes"]
+    assert several == [
+        "have several MTUs of the training network: 1500: n3; 9000: n1, n2, n4",
+        "have several GPU drivers: 570.1: n4; 580.95: n3",
+        "have several versions of torch: 2.12.1: n3; 2.13.0: n1, n2, n4",
+    ]
+
+
+async def test_nodes_that_do_not_answer(state: ClusterState, agents: Agents) -> None:
+    agents.silent = {"n1": "no answer within 10 s", "n2": "bad request: unknown field `check`"}
+    found, _ = await look(state, agents)
+    assert [(one.about, one.what) for one in found] == [
+        ("n1", "does not answer: no answer within 10 s"),
+        ("n2", "does not answer: runs an agent that is too old for this; upgrade it"),
+    ]
+
+
+async def test_storage_that_is_not_shared(state: ClusterState, agents: Agents) -> None:
+    agents.storage = {**SHARED, "n3": "b", "n4": "c"}
+    found, _ = await look(state, agents)
+    assert [one.about for one in found] == ["task big", "task small"]
+    assert found[0].what == "n3, n4 do not see what n1 writes to /ckpt/big" and "mount" in found[0].fix
+
+
+async def test_storage_that_agents_may_not_write(state: ClusterState, agents: Agents) -> None:
+    agents.refusing = {"n1"}
+    found, _ = await look(state, agents)
+    assert found[0].what == "n1 may not write to /ckpt/big", "the others can"
+    agents.refusing = set(SHARED)
+    found, notes = await look(state, agents)
+    assert "no agent may write to /ckpt/big: Permission denied" in found[0].what and not notes
+    agents.runs_as_others = True
+    found, notes = await look(state, agents)
+    assert not found and "whether all nodes share it is not known" in notes[0]
+
+
+async def test_one_looks_at_a_time(state: ClusterState, agents: Agents) -> None:
+    checks = NodeChecks(agents)
+    first = asyncio.create_task(checks.look(state, AskedOf()))
+    await asyncio.sleep(0)
+    with pytest.raises(ChecksRun):
+        await checks.look(state, AskedOf())
+    await first
+    assert scope_of("POST", "/v1/checks") is Scope.OPERATE
+
+
+async def test_nodes_that_are_not_up_are_not_asked(state: ClusterState, agents: Agents) -> None:
+    nodes = {n: replace(node, status=NodeStatus.LOST) for n, node in state.nodes.items() if n != "n1"}
+    await look(replace(state, nodes={**state.nodes, **nodes}), agents)
+    assert {node for node, _ in agents.asked} == {"n1"} and len(agents.asked) == 1
+
+
+@given(st.integers(0, 200))
+def test_every_link_is_tried_from_both_ends_and_no_node_is_in_two_pairs_of_a_turn(count: int) -> None:
+    names = [f"n{number}" for number in range(count)]
+    tried = to_try(names)
+    assert all(one in tried[other] and one != other for one in names for other in tried[one])
+    assert all(len(others) <= max(ALL_PAIRS_MAX, 2 * count.bit_length()) for others in tried.values())
+    pairs = ring(names)
+    in_pairs = Counter(name for pair in pairs for name in pair)
+    assert all(in_pairs[name] == min(2, max(0, count - 1)) for name in names)
+    turns = Counter((name, _turn(at, len(pairs))) for at, pair in enumerate(pairs) for name in pair)
+    assert all(times == 1 for times in turns.values())

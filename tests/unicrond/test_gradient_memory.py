@@ -1,0 +1,36 @@
+"""What a worker's gradients take is known before it starts: the trainer's own deal says the same."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.trainer.gradients.lanes import Lanes, begin, rooms
+from events.vocabulary import LANES, ModelSpec, TaskSpec
+from unicrond.core.gradient_memory import Gradients, gradients, most_sums, parameters
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 20))
+def test_it_is_what_the_trainer_has_room_for(micro_batches: int, lanes: int, replicas: int) -> None:
+    cut = Lanes(micro_batches, min(lanes, micro_batches))
+    deal = begin(replicas, cut)
+    assert most_sums(micro_batches, cut.count, replicas) == max(rooms(runs, cut) for runs in deal.runs)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"), [(1, Gradients(3, 0)), (2, Gradients(2, 1)), (3, Gradients(2, 1)), (4, Gradients(1, 1))]
+)
+def test_of_four_lanes(replicas: int, expected: Gradients) -> None:
+    spec = TaskSpec(name="t", global_batch=12, accumulation="exact", env={LANES: "4"})
+    assert gradients(spec, replicas) == expected
+    assert expected.most == expected.sums + expected.healing + 1
+
+
+def test_where_the_sum_follows_the_deal_there_is_one() -> None:
+    assert gradients(TaskSpec(name="t", global_batch=12, accumulation="float"), 3) == Gradients(1, 0)
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    spec = TaskSpec(name="t", tp=2, pp=2, model=ModelSpec(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200))
+    assert 4 * parameters(spec) == pytest.approx(174.6e9, rel=0.01), "GPT-3"

@@ -1,0 +1,359 @@
+"""Layouts that the plan chooses: by itself, at the price of a reshape, and back again."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from events.vocabulary import LayoutSpec
+from tests.unicrond.cluster import MiniCluster, membership_of
+from unicrond.core.fold import fold
+from unicrond.core.ordering import Refused
+from unicrond.core.plan_problems import problem_of, situation_of
+from unicrond.core.planning.placement import Shape
+from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
+from unicrond.core.planning.table import Planner
+from unicrond.core.policy import Policy
+from unicrond.core.reshape_order import ReshapeOrder, asked_for
+from unicrond.core.reshaping import reshaped
+from unicrond.core.state import ClusterState
+from unicrond.core.state_bytes import digest
+from unicrond.core.survey import Survey
+from unicrond.core.waf import flops_of, waf
+from unicrond.core.what_if import Changes, foreseen, what_if
+from unicrond.display.cluster_tables import plan_table
+from unicrond.display.plan_words import why_layouts
+
+SEEDS = range(12)
+#: tp 2 is much the faster; tp 1 goes anywhere.
+PAIRS = LayoutSpec(tp=2, throughput={"2": 300, "4": 600})
+SINGLES = LayoutSpec(tp=1, throughput={"1": 100, "2": 200, "3": 290, "4": 380})
+TABLES = {"throughput": PAIRS.throughput, "layouts": (PAIRS, SINGLES)}
+
+
+def cluster_of(seed: int, *slots: int, policy: Policy | None = None, **spec: object) -> MiniCluster:
+    """Nodes of so many slots, and a task in pairs."""
+    cluster = MiniCluster(seed, policy)
+    for n, count in enumerate(slots):
+        cluster.add_host(f"n{n}", slots=count)
+    cluster.submit("big", **{"tp": 2, "min_workers": 1, "max_workers": 4, **TABLES, **spec})
+    cluster.run()
+    cluster.assert_whole()
+    cluster.train("big", steps=5)
+    return cluster
+
+
+def layout(cluster: MiniCluster) -> tuple[int, int, int]:
+    """tp, pp, and how many members."""
+    task = cluster.state.tasks["big"]
+    assert task.membership is not None
+    size = task.spec.replica_workers
+    replicas = {member.replica for member in task.membership.members}
+    assert len(task.membership.members) == size * len(replicas)
+    return task.spec.tp, task.spec.pp, len(task.membership.members)
+
+
+def lose(cluster: MiniCluster, name: str) -> None:
+    cluster.kill_host(cluster.hosts[name])
+    cluster.lose(cluster.hosts[name])
+
+
+def decided(cluster: MiniCluster, kind: type, since: int = 0) -> list:
+    return [entry.envelope.event for entry in cluster.log[since:] if isinstance(entry.envelope.event, kind)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_dies_and_the_task_trains_on_in_what_is_left_and_returns(seed: int) -> None:
+    cluster = cluster_of(seed, 2, 1)
+    assert layout(cluster) == (2, 1, 2)
+    before = len(cluster.log)
+    lose(cluster, "n0")
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (1, 1, 1)
+    (chosen,) = decided(cluster, v.TaskReshaped, before)
+    assert (chosen.tp, chosen.plan) == (1, cluster.state.plan.epoch)
+    assert cluster.state.plan.assignments["big"].tp == 1
+    at = cluster.iterations["big"]
+    cluster.train("big")
+    cluster.add_host("n0", slots=2)
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (2, 1, 2)
+    cluster.train("big")
+    assert cluster.state.tasks["big"].progress.iteration == at + 2
+    assert "in tp 2, pp 1" in cluster.state.plan.reason
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_survivors_hand_over_before_they_end(seed: int) -> None:
+    """Two pairs; one node of three slots is left, and the table says that three singles beat a pair."""
+    pairs = replace(PAIRS, throughput={"2": 150, "4": 600})
+    cluster = cluster_of(seed, 3, 2, throughput=pairs.throughput, layouts=(pairs, SINGLES))
+    assert layout(cluster) == (2, 1, 4)
+    before = len(cluster.log)
+    lose(cluster, "n1")
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (1, 1, 3)
+    leaving = [membership_of(event) for event in decided(cluster, v.MembershipDecided, before)]
+    assert [told.handover for told in leaving if not told.members] == [True]
+    stopped = [order.worker for order in decided(cluster, v.StopWorker, before)]
+    assert len(stopped) == len(set(stopped))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_anything_dies_during_a_reshape(seed: int) -> None:
+    cluster = cluster_of(seed, 2, 2, 1)
+    lose(cluster, "n0")
+    for _ in range(cluster.random.randrange(14)):
+        cluster.random.choice(cluster.moves())()
+    living = [(host, worker) for host in cluster.hosts.values() if host.up for worker in host.processes]
+    if seed % 3 == 2:
+        lose(cluster, "n1")
+    elif living:
+        cluster.kill_worker(*cluster.random.choice(living))
+    if seed % 2:
+        cluster.take_over()
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster)[2] == (1 if seed % 3 == 2 else 2)
+    cluster.add_host("n0", slots=2)
+    cluster.run()
+    cluster.assert_whole()
+    at = cluster.state.tasks["big"].progress.iteration
+    cluster.train("big")
+    assert cluster.state.tasks["big"].progress.iteration > at
+
+
+def test_a_newer_plan_takes_a_layout_back() -> None:
+    """The node is there again before anybody has left."""
+    cluster = cluster_of(1, 2, 3, layouts=(PAIRS, replace(SINGLES, throughput={"3": 500})), max_workers=4)
+    lose(cluster, "n0")
+    while cluster.decide():
+        pass
+    task = cluster.state.tasks["big"]
+    assert task.reshaping.plan == cluster.state.plan.epoch and task.reshaping.reshape.tp == 1
+    lose(cluster, "n1")
+    cluster.add_host("n0", slots=2)
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (2, 1, 2) and not cluster.state.tasks["big"].reshaping.plan
+
+
+def test_a_plan_that_gives_nothing_takes_a_layout_back() -> None:
+    cluster = cluster_of(1, 2, 3, layouts=(PAIRS, replace(SINGLES, throughput={"3": 500})), max_workers=4)
+    lose(cluster, "n0")
+    while cluster.decide():
+        pass
+    assert cluster.state.tasks["big"].reshaping.plan
+    lose(cluster, "n1")
+    cluster.run()
+    reshaping = cluster.state.tasks["big"].reshaping
+    assert (reshaping.reshape, reshaping.plan) == (None, 0)
+    assert decided(cluster, v.TaskReshaped) == []
+
+
+@pytest.mark.parametrize(("worker_mtbf_s", "tp"), [(1e7, 2), (40.0, 1)])
+def test_back_again_if_that_pays(worker_mtbf_s: float, tp: int) -> None:
+    """Where the next failure is near, the better layout is not worth its reshape."""
+    near = (replace(SINGLES, throughput={"1": 100, "2": 200}), replace(PAIRS, throughput={"2": 210}))
+    policy = Policy(worker_mtbf_s=worker_mtbf_s)
+    spec = {"tp": 1, "throughput": near[0].throughput, "layouts": near, "max_workers": 2}
+    cluster = cluster_of(1, 1, policy=policy, **spec)
+    assert layout(cluster) == (1, 1, 1)
+    cluster.add_host("n1", slots=1)
+    cluster.run()
+    assert layout(cluster) == (1, 1, 2)
+    cluster.add_host("n2", slots=2)
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster)[0] == tp
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_reshape_of_one_task_frees_a_worker_for_another(seed: int) -> None:
+    """big needs two workers as a pair, one as a single; small has waited for one."""
+    pairs, singles = replace(PAIRS, throughput={"2": 210}), replace(SINGLES, throughput={"1": 200})
+    cluster = cluster_of(seed, 2, max_workers=2, throughput=pairs.throughput, layouts=(pairs, singles))
+    assert layout(cluster) == (2, 1, 2)
+    cluster.submit("small", throughput={"1": 100})
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (1, 1, 1)
+    assert cluster.state.plan.workers == {"big": 1, "small": 1}
+
+
+def test_a_person_has_the_last_word() -> None:
+    cluster = cluster_of(1, 2, 2)
+    asked = asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=1))
+    cluster.append(asked, "api", cluster.state.term)
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (1, 1, 4), "slower, but asked for"
+    assert cluster.state.tasks["big"].spec.layouts == ()
+    with pytest.raises(Refused, match=r"^tp: 3 workers of a stage"):
+        asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(tp=3))
+
+
+def test_a_person_who_asks_for_what_is_there_stops_no_plan() -> None:
+    cluster = cluster_of(1, 2, 1)
+    lose(cluster, "n0")
+    while cluster.decide():
+        pass
+    cluster.append(
+        v.ReshapeRequested(task="big", tp=2, pp=1, min_workers=1, max_workers=4, reason=""), "api", cluster.state.term
+    )
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (1, 1, 1)
+
+
+def test_other_bounds_leave_the_choice_to_the_plan() -> None:
+    cluster = cluster_of(1, 2, 2)
+    asked = asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(max_workers=3))
+    cluster.append(asked, "api", cluster.state.term)
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (2, 1, 2)
+    assert [len(one.throughput) for one in cluster.state.tasks["big"].spec.layouts] == [1, 3]
+
+
+def test_what_was_measured_in_one_layout_corrects_the_others_and_is_kept() -> None:
+    cluster = cluster_of(1, 2, 1)
+    task = cluster.state.tasks["big"]
+    assert [flops_of(task, shape=Shape(1, 1))(n) for n in (1, 2, 3)] == [100, 200, 290]
+    corrected = v.ThroughputCorrected(task="big", workers=2, flops=150, iteration_us=1, reports=8, reason="")
+    cluster.append(corrected, "coordinator", cluster.state.term)
+    task = cluster.state.tasks["big"]
+    assert [flops_of(task, shape=Shape(1, 1))(n) for n in (1, 2, 3)] == [50, 100, 145]
+    assert waf(task, 2) == 150 and waf(task, 1, shape=Shape(1, 1)) == 50
+    lose(cluster, "n0")
+    cluster.run()
+    task = cluster.state.tasks["big"]
+    assert (task.pace.measured, task.pace.elsewhere) == ({}, {"2x1": {"2": 150}})
+    assert [flops_of(task)(n) for n in (1, 2)] == [50, 100]
+    cluster.add_host("n0", slots=2)
+    cluster.run()
+    task = cluster.state.tasks["big"]
+    assert (task.pace.measured, task.pace.elsewhere) == ({"2": 150}, {})
+
+
+def test_what_a_reshape_took_is_its_price_from_then_on() -> None:
+    cluster = cluster_of(1, 2, 1)
+    (task,) = problem_of(Survey(cluster.state, cluster.policy)).tasks
+    assert task.prices.reshape_us == 3 * 5_000_000, "three transitions, until one was seen"
+    lose(cluster, "n0")
+    cluster.run()
+    took_us = cluster.state.tasks["big"].pace.reshape_us
+    assert 0 < took_us < 5_000_000
+    (task,) = problem_of(Survey(cluster.state, cluster.policy)).tasks
+    assert task.prices.reshape_us == took_us
+    assert (task.shape, task.shape_of(1)) == (Shape(1, 1), Shape(2, 1))
+
+
+def test_curves_are_made_once_and_again_when_something_is_learnt() -> None:
+    cluster = cluster_of(1, 2, 2)
+    survey = Survey(cluster.state, cluster.policy)
+    assert survey.points_to_make == 2 + 4, "two counts of pairs, four of singles"
+    survey.make_curves()
+    assert survey.points_to_make == 0 == Survey(cluster.state, cluster.policy, survey).points_to_make
+    corrected = v.ThroughputCorrected(task="big", workers=4, flops=150, iteration_us=1, reports=8, reason="")
+    cluster.append(corrected, "coordinator", cluster.state.term)
+    assert Survey(cluster.state, cluster.policy, survey).points_to_make == 6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_foreseen_is_what_is_asked(seed: int) -> None:
+    """The table answers the very problems that come, seats and layouts among them."""
+    for event, happen in (
+        (NodeLost("n0"), lambda cluster: lose(cluster, "n0")),
+        (NodeJoined(2), lambda cluster: cluster.add_host("n9", slots=2)),
+    ):
+        cluster = cluster_of(seed, 2, 2, 1)
+        cluster.submit("small", max_workers=1)
+        cluster.run()
+        situation = situation_of(Survey(cluster.state, cluster.policy))
+        assert situation is not None and situation.after(event).seats
+        happen(cluster)
+        assert situation.after(event) == problem_of(Survey(cluster.state, cluster.policy))
+    cluster.run()
+    situation = situation_of(Survey(cluster.state, cluster.policy))
+    assert situation is not None
+    cluster.append(v.TaskCancelled(task="small", reason="done"), "api", cluster.state.term)
+    assert situation.after(TaskFinished("small")) == problem_of(Survey(cluster.state, cluster.policy))
+
+
+def test_an_older_coordinator_keeps_the_layout() -> None:
+    cluster = cluster_of(1, 2, 1)
+    state = replace(cluster.state, schema=3)
+    (task,) = problem_of(Survey(state, cluster.policy)).tasks
+    assert not task.others
+
+
+def test_two_half_free_nodes_hold_no_pair() -> None:
+    """Six slots on two nodes: a third pair would add up, and finds no seat."""
+    cluster = MiniCluster(1)
+    for name in ("n0", "n1"):
+        cluster.add_host(name, slots=3)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
+    cluster.submit("small", weight=0.5, min_workers=1, max_workers=2)
+    cluster.run()
+    cluster.assert_whole()
+    assert cluster.state.plan.workers == {"big": 4, "small": 2}
+    assert "no seat" not in cluster.state.plan.reason
+
+
+def test_an_older_coordinator_asks_for_no_seats() -> None:
+    """What it has decided can be decided again."""
+    cluster = MiniCluster(1)
+    cluster.schema = 3
+    cluster.take_over()
+    for name in ("n0", "n1"):
+        cluster.add_host(name, slots=3)
+    cluster.submit("big", tp=2, min_workers=2, max_workers=6)
+    cluster.run()
+    assert problem_of(Survey(cluster.state, cluster.policy)).seats == ()
+    assert "no seat for 1 replicas of big" in cluster.state.plan.reason
+
+
+def test_a_replay_comes_to_the_same_state() -> None:
+    cluster = cluster_of(1, 2, 1)
+    lose(cluster, "n0")
+    cluster.run()
+    state = ClusterState()
+    for entry in cluster.log:
+        state = fold(state, entry)
+    assert digest(state) == digest(cluster.state)
+
+
+def test_a_description_goes_there_and_back() -> None:
+    spec = v.TaskSpec(name="a", tp=2, min_workers=1, max_workers=4, **TABLES)
+    there = v.TaskReshaped(task="a", tp=1, pp=1, min_workers=1, max_workers=4, reason="", plan=3)
+    gone = reshaped(spec, there)
+    assert (gone.tp, gone.throughput, gone.layouts) == (1, SINGLES.throughput, spec.layouts)
+    assert reshaped(gone, replace(there, tp=2)) == spec
+    assert reshaped(spec, replace(there, plan=0)).layouts == ()
+
+
+def test_the_plan_says_what_another_layout_would_be_worth() -> None:
+    cluster = cluster_of(1, 2, 1)
+    assert why_layouts(cluster.state) == ("big on 2 workers in tp 2, pp 1: 300 FLOP/s; in tp 1, pp 1 200 FLOP/s")
+    rows = plan_table(cluster.state)
+    assert (rows.headers[-1], rows.rows[0][-1]) == ("layout", "tp 2, pp 1")
+    then = what_if(cluster.state, cluster.policy, Changes(lose=("n0",)))
+    assert [(one.workers, one.tp, one.pp) for one in then.assignments] == [(1, 1, 1)]
+    lose(cluster, "n0")
+    cluster.run()
+    assert why_layouts(cluster.state) == "big on 1 worker in tp 1, pp 1: 100 FLOP/s; in tp 2, pp 1 nothing"
+
+
+def test_the_table_of_plans_says_which_layout_would_come() -> None:
+    cluster = cluster_of(1, 2, 1)
+    situation = situation_of(Survey(cluster.state, cluster.policy))
+    assert situation is not None
+    rows = {(row.event, row.subject): row for row in foreseen(Planner().refresh(situation))}
+    lost = rows["node lost", "n0"]
+    assert (lost.workers, lost.layouts) == ({"big": 1}, {"big": "tp 1, pp 1"})
+    assert rows["node lost", "n1"].layouts == {"big": "tp 2, pp 1"}

@@ -1,0 +1,138 @@
+"""Which node is asked for a log: the one that the state knows, else all, also for what never trained."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from events.logs_request import (
+    Collective,
+    LogsReply,
+    WorkerMark,
+    decode_request,
+    encode,
+    encode_flight,
+    encode_marks,
+)
+from tests.unicrond.serving import healed_cluster
+from unicrond.core.state import ClusterState, TaskStatus
+from unicrond.intake.tokens import Scope
+from unicrond.service.access import scope_of
+from unicrond.service.log_reading import LogReader, LogsUnavailable
+
+
+class Asking(LogReader):
+    """`logs`: by node and worker, what its agent has."""
+
+    def __init__(self, logs: dict[str, dict[str, bytes]]) -> None:
+        self.logs = logs
+        self.asked: list[str] = []
+        self.flights: dict[str, list[Collective]] = {}
+
+    async def _ask(self, node: str, body: bytes, timeout_s: float) -> bytes:
+        self.asked.append(node)
+        request = decode_request(body)
+        if request.flight and node in self.flights:
+            return encode(LogsReply(node=node, worker=request.worker, data=encode_flight(self.flights[node])))
+        if request.flight:
+            return encode(LogsReply(node=node, worker=request.worker, error="bad request: unknown field `flight`"))
+        if request.stacks:
+            return encode(LogsReply(node=node, worker=request.worker, error="bad request: unknown field `stacks`"))
+        if request.marks and node == "n1":
+            return encode(LogsReply(node=node, error="bad request: unknown field `marks`"))
+        if request.marks:
+            at = WorkerMark(
+                worker=f"{request.task}.{node[1:]}", phase="reduce", generation=2, iteration=9, micro_batch=3,
+                entered=14, waiting=True, still_us=1_500_000,
+            )  # fmt: skip
+            return encode(LogsReply(node=node, data=encode_marks([at])))
+        found = self.logs.get(node, {})
+        worker = request.worker or max(found, default=None)
+        if worker not in found:
+            return encode(LogsReply(node=node, worker=worker, error=f"no log of {worker} on node {node}"))
+        return encode(LogsReply(node=node, worker=worker, data=found[worker], next_offset=len(found[worker])))
+
+
+@pytest.fixture(scope="module")
+def state() -> ClusterState:
+    return healed_cluster().state
+
+
+def never_trained(state: ClusterState) -> ClusterState:
+    """`big` has failed, and nothing is known of its workers."""
+    task = replace(state.tasks["big"], workers={}, membership=None, status=TaskStatus.FAILED)
+    return replace(state, tasks={**state.tasks, "big": task})
+
+
+async def test_a_rank_is_looked_for_where_its_worker_is(state: ClusterState) -> None:
+    assert state.tasks["big"].membership is not None
+    member = state.tasks["big"].membership.members[1]
+    reader = Asking({member.node: {member.worker: b"loss 1.0\n"}})
+    piece = await reader.read(state, "big", rank=1)
+    assert piece == {"worker": member.worker, "node": member.node, "offset": 9, "text": "loss 1.0\n"}
+    assert reader.asked == [member.node]
+    with pytest.raises(LookupError, match="give 0 to 2"):
+        await reader.read(state, "big", rank=3)
+    with pytest.raises(LookupError, match="no task nothing"):
+        await reader.read(state, "nothing")
+
+
+async def test_the_newest_log_of_what_never_trained_is_found_on_any_node(state: ClusterState) -> None:
+    reader = Asking({"n1": {"big.9": b"old"}, "n3": {"big.10": b"Traceback (most recent call last)"}})
+    piece = await reader.read(never_trained(state), "big")
+    assert (piece["worker"], piece["node"], piece["text"]) == ("big.10", "n3", "Traceback (most recent call last)")
+    assert sorted(reader.asked) == ["n1", "n2", "n3", "n4"]
+
+
+async def test_a_worker_that_the_state_forgot_is_found_by_its_name(state: ClusterState) -> None:
+    reader = Asking({"n2": {"big.3": b"killed"}})
+    assert (await reader.read(state, "big", worker="big.3"))["text"] == "killed"
+    for name in ("small.1", "big.x", "../etc"):
+        with pytest.raises(LookupError, match="worker: "):
+            await reader.read(state, "big", worker=name)
+
+
+async def test_where_no_node_has_it_the_event_log_may(state: ClusterState) -> None:
+    with pytest.raises(LogsUnavailable, match="no node that is up has a log of any worker of big"):
+        await Asking({}).read(never_trained(state), "big")
+    incident = replace(state.closed[0], log_tail="ImportError: no module named data", worker="big.3")
+    told = replace(never_trained(state), closed=(incident,))
+    piece = await Asking({}).read(told, "big")
+    assert "ImportError" in piece["text"] and piece["worker"] == "big.3"
+
+
+async def test_an_older_agent_has_no_stacks(state: ClusterState) -> None:
+    with pytest.raises(LogsUnavailable, match="too old for this; upgrade it"):
+        await Asking({}).stacks(state, "big", 0)
+    with pytest.raises(LookupError):
+        await Asking({}).stacks(never_trained(state), "big", 0)
+
+
+async def test_one_of_stacks_and_flight_recorder_is_enough(state: ClusterState) -> None:
+    reader = Asking({})
+    one = Collective(
+        library="gloo", group=1, number=2, is_p2p=False, name="all_reduce", state="", is_over=False, sizes="",
+        since_us=3,
+    )  # fmt: skip
+    reader.flights = {node: [one] for node in state.nodes}
+    told = await reader.stacks(state, "big", 0)
+    assert told["collectives"] == [one] and told["no_flight"] == "" and told["text"] == ""
+    assert "too old" in told["no_stacks"]
+
+
+def test_stacks_take_the_scope_of_what_acts_on_the_cluster() -> None:
+    assert scope_of("GET", "/v1/stacks/big") is Scope.OPERATE
+    assert scope_of("GET", "/v1/logs/big") is Scope.READ
+
+
+async def test_marks_of_a_task_are_asked_of_all_its_nodes(state: ClusterState) -> None:
+    membership = state.tasks["big"].membership
+    assert membership is not None
+    nodes = {member.node for member in membership.members}
+    told = await Asking({}).marks(state, "big")
+    assert {mark.worker for mark in told["marks"].values()} == {f"big.{node[1:]}" for node in nodes - {"n1"}}
+    assert set(told["silent"]) == nodes & {"n1"} and all("too old" in why for why in told["silent"].values())
+    assert (await Asking({}).marks(never_trained(state), "big")) == {"marks": {}, "silent": {}}
+    with pytest.raises(LookupError, match="no task nothing"):
+        await Asking({}).marks(state, "nothing")
+    assert scope_of("GET", "/v1/marks/big") is Scope.READ

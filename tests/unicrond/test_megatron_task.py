@@ -1,0 +1,122 @@
+"""`entry: megatron-lm` in task files: what the flags say, what is refused. No checkout is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from events.megatron_lm import BadFlags, CommandLine, understood
+from unicrond.ctl.main import main
+from unicrond.intake.task_file import TaskFileError, load, loads
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2"
+    " --global-batch-size 16 --train-iters 500 --tensor-model-parallel-size 2 --pipeline-model-parallel-size=2"
+    " --seed 7 --hidden-dropout 0.0 --vocab-size 32000 --lr 1e-4 --bf16"
+)
+
+
+def task(flags: str = FLAGS, **fields: object) -> str:
+    words = ", ".join(f"'{word}'" for word in ["pretrain_gpt.py", *flags.split()])
+    more = "".join(f"{name}: {value}\n" for name, value in fields.items())
+    return f"name: lm\nentry: megatron-lm\ncwd: /opt/Megatron-LM\nargs: [{words}]\n{more}"
+
+
+def test_flags_become_the_task() -> None:
+    spec = loads(task(min_workers=4, max_workers=32))
+    assert (spec.tp, spec.pp, spec.global_batch, spec.micro_batch, spec.iterations, spec.seed) == (2, 2, 16, 2, 500, 7)
+    model = spec.model
+    assert (model.layers, model.hidden, model.heads, model.seq, model.vocab) == (4, 128, 8, 256, 32000)
+    assert spec.entry == "megatron-lm" and spec.cwd == "/opt/Megatron-LM"
+    assert spec.lanes == 8  # as many as there may be replicas
+    assert not spec.optimizer.distributed
+    assert loads(task(FLAGS + " --use-distributed-optimizer", min_workers=4, max_workers=4)).optimizer.distributed
+
+
+def test_samples_and_tokenizers_are_counted_as_megatron_does() -> None:
+    flags = FLAGS.replace("--train-iters 500", "--train-samples 1000").replace(
+        "32000", "255 --tokenizer-type NullTokenizer"
+    )
+    told = understood(CommandLine.of(["x.py", *flags.split()]))
+    assert told.iterations == 62
+    assert told.vocab == 256
+
+
+def test_the_last_of_two_equal_flags_counts() -> None:
+    told = understood(CommandLine.of(["x.py", *FLAGS.split(), "--micro-batch-size", "4"]))
+    assert told.micro_batch == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (FLAGS.replace("--global-batch-size 16", ""), "--global-batch-size: is not given; without it the batch"),
+        (FLAGS.replace("--micro-batch-size 2", ""), "--micro-batch-size: is not given"),
+        (FLAGS.replace("--num-layers 4", "--num-layers four"), "--num-layers: 'four' is not a whole number above 0"),
+        (FLAGS + " --rampup-batch-size 2 2 100", "--rampup-batch-size: iterations of different sizes"),
+        (FLAGS + " --context-parallel-size 2", "--context-parallel-size: context parallelism is not supported yet"),
+        (FLAGS + " --use-megatron-fsdp", "--use-megatron-fsdp: FSDP shards what a replica must hold whole"),
+        (FLAGS + " --expert-model-parallel-size 2", "--expert-model-parallel-size: expert parallelism"),
+        (FLAGS + " --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type: global_aux"),
+        (FLAGS + " --dataloader-type external", "--dataloader-type: unicrond deals micro-batches"),
+        (FLAGS + " --optimizer dist_muon", "--optimizer: adam or sgd"),
+        (FLAGS + " --cuda-graph-impl local", "--cuda-graph-impl: CUDA graphs are not supported yet"),
+        (FLAGS + " --train-samples 3", "--train-samples: fewer than one global batch of 16"),
+    ],
+)
+def test_what_is_refused_is_one_line_that_names_the_flag(flags: str, reason: str) -> None:
+    with pytest.raises(TaskFileError, match=r"^task file:4: args: ") as caught:
+        loads(task(flags, min_workers=4, max_workers=4))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--context-parallel-size 1",
+        "--cuda-graph-impl none",
+        "--dataloader-type cyclic",
+        "--expert-model-parallel-size=1",
+    ],
+)
+def test_harmless_values_of_refused_flags_pass(flags: str) -> None:
+    assert loads(task(f"{FLAGS} {flags}", min_workers=4, max_workers=4)).tp == 2
+
+
+def test_what_the_file_says_beside_the_flags_must_agree() -> None:
+    assert loads(task(global_batch=16, min_workers=4, max_workers=4)).global_batch == 16
+    with pytest.raises(TaskFileError, match=r":5: global_batch: 32, but the flags in args say 16; leave it out here"):
+        loads(task(global_batch=32, min_workers=4, max_workers=4))
+
+
+def test_a_checkout_and_a_script_are_asked_for() -> None:
+    with pytest.raises(TaskFileError, match="cwd: is not given; give the checkout of Megatron-LM"):
+        loads(task(min_workers=4, max_workers=4).replace("cwd: /opt/Megatron-LM\n", ""))
+    with pytest.raises(TaskFileError, match="args: are missing"):
+        loads("name: lm\nentry: megatron-lm\ncwd: /opt/Megatron-LM\n")
+    with pytest.raises(BadFlags, match="the first of args must be the script"):
+        CommandLine.of(["--lr", "1"])
+    with pytest.raises(BadFlags, match="'5' stands before the first flag"):
+        CommandLine.of(["pretrain_gpt.py", "5"])
+
+
+def test_submit_check_prints_what_it_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lm.yaml"
+    path.write_text(task(FLAGS + " --save /data/lm --save-interval 100", min_workers=4, max_workers=8))
+    assert load(path).max_workers == 8
+    main(["submit", "--check", str(path)])
+    assert capsys.readouterr().out == (
+        f"{path}: task lm is valid\n"
+        "  script pretrain_gpt.py, 500 iterations, seed 7\n"
+        "  a replica is tp 2 x pp 2 = 4 workers\n"
+        "  global batch 16 in micro-batches of 2: 8 to deal, so at most as many replicas\n"
+        "  model: 4 layers, hidden 128, 8 heads, sequence 256, vocabulary 32000\n"
+        "  the lead replica writes Megatron's checkpoints to /data/lm (every: 100); unicrond keeps its own\n"
+    )
+
+
+def test_the_example_is_valid() -> None:
+    spec = load(Path(__file__).parents[2] / "examples" / "megatron-lm.yaml")
+    assert spec.micro_batches == 16 and spec.model.layers == 24

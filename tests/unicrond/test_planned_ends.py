@@ -1,0 +1,184 @@
+"""An end that an agent has announced is no failure, whatever becomes of it; commands are for one agent."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+from unicrond.core.state import ClusterState, NodeStatus
+
+NODE = "n2"
+
+
+def training(nodes: int = 3, workers: int = 3, slots: int = 1) -> MiniCluster:
+    cluster = MiniCluster(1)
+    for number in range(1, nodes + 1):
+        cluster.add_host(f"n{number}", slots)
+    cluster.submit("t", max_workers=workers, global_batch=12)
+    cluster.run()
+    assert len(members(cluster.state)) == workers
+    return cluster
+
+
+def members(state: ClusterState) -> list[v.Member]:
+    membership = state.tasks["t"].membership
+    return list(membership.members) if membership else []
+
+
+def announce(cluster: MiniCluster) -> None:
+    leaving = v.NodeLeaving(node=NODE, grace_us=25 * SECOND_US, reason="its agent was asked to end")
+    cluster.say(cluster.hosts[NODE], leaving)
+
+
+def new_pod(cluster: MiniCluster) -> None:
+    """Another agent under the name, with nothing of the one before."""
+    cluster.kill_host(cluster.hosts[NODE])
+    cluster.add_host(NODE)
+    cluster.run()
+
+
+def said(cluster: MiniCluster, kind: type) -> list:
+    return [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, kind)]
+
+
+def is_unblamed(cluster: MiniCluster) -> bool:
+    state = cluster.state
+    unblamed = not state.incidents_total and not any(node.returns_us for node in state.nodes.values())
+    return unblamed and not state.ledger.failures and not state.tasks["t"].troubles.strikes
+
+
+def test_a_node_that_leaves_is_emptied_by_a_planned_membership() -> None:
+    cluster = training()
+    announce(cluster)
+    cluster.run()
+    newest = said(cluster, v.MembershipDecided)[-1]
+    assert not newest.urgent and len(members(cluster.state)) == 2
+    assert not cluster.hosts[NODE].processes and cluster.state.plan.trigger == f"node {NODE} leaving"
+    cluster.say(cluster.hosts[NODE], v.NodeLeft(node=NODE, reason="its agent was asked to end"))
+    new_pod(cluster)
+    assert len(members(cluster.state)) == 3 and is_unblamed(cluster)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("how", ["joins", "lost", "returns"])
+def test_what_an_announced_end_takes_is_no_failure(how: str, *, announced: bool) -> None:
+    """The agent is killed before its workers have left."""
+    cluster = training()
+    if announced:
+        announce(cluster)
+    if how != "joins":
+        cluster.kill_host(cluster.hosts[NODE])
+        cluster.lose(cluster.hosts[NODE])
+        cluster.run()
+    if how == "returns":
+        evidence = v.Evidence(beat_seq=1, beat_at_us=cluster.now_us)
+        cluster.append(v.NodeReturned(node=NODE, evidence=evidence), "coordinator", cluster.state.term)
+    new_pod(cluster)
+    assert len(members(cluster.state)) == 3
+    assert is_unblamed(cluster) is announced
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_exits_that_the_next_agent_tells_are_of_the_announced_end(*, announced: bool) -> None:
+    """It works in the run directory of the one that was killed, and tells them before it joins."""
+    cluster = training()
+    if announced:
+        announce(cluster)
+    host = cluster.hosts[NODE]
+    (worker,) = host.processes
+    host.boot += 1
+    told = v.ErrorReported(
+        node=NODE, task="t", worker=worker, kind="process_exit", generation=1, iteration=1, phase="unknown", message="m"
+    )
+    cluster.say(host, told)
+    cluster.kill_worker(host, worker)
+    host.boot -= 1
+    new_pod(cluster)
+    assert len(members(cluster.state)) == 3
+    assert is_unblamed(cluster) is announced
+
+
+def test_three_announced_ends_isolate_nothing() -> None:
+    cluster = training()
+    for _ in range(4):
+        announce(cluster)
+        new_pod(cluster)
+    assert not said(cluster, v.NodeIsolated) and is_unblamed(cluster)
+
+
+def start(cluster: MiniCluster, node: str, worker: str) -> v.StartWorker:
+    """A command for the first agent of the node."""
+    state = cluster.state
+    command = v.StartWorker(
+        command_id=f"{state.term}.{state.plan.epoch}.{node}.9{worker[-1]}",
+        node=node,
+        epoch=state.plan.epoch,
+        agent_boot=1,
+        spec=state.tasks["t"].spec,
+        worker=worker,
+        replica=9,
+        shard=0,
+        store=v.StoreAddress(host="h", port=1),
+    )
+    cluster.append(command, "coordinator", state.term)
+    return command
+
+
+@pytest.mark.parametrize("how", ["leaving", "left", ""])
+def test_a_start_that_a_leaving_node_refuses_is_no_strike(how: str) -> None:
+    cluster = training(workers=2)
+    (host,) = [host for host in cluster.hosts.values() if not host.processes]
+    if how == "left":
+        cluster.say(host, v.NodeLeft(node=host.name, reason="it was interrupted"))
+    command = start(cluster, host.name, "t.77")
+    if how == "leaving":
+        cluster.say(host, v.NodeLeaving(node=host.name, grace_us=1, reason="test"))
+    cluster.say(host, v.CommandFailed(node=host.name, command_id=command.command_id, reason="the node is leaving"))
+    assert "t.77" not in cluster.state.tasks["t"].workers
+    assert is_unblamed(cluster) is bool(how)
+
+
+def test_commands_name_their_agent() -> None:
+    cluster = training()
+    cluster.add_host(NODE)
+    cluster.cordon(NODE, drain=True)
+    cluster.run()
+    commands = [e.envelope.event for e in cluster.log if isinstance(e.envelope.event, v.Command)]
+    assert {command.agent_boot for command in commands if command.node != NODE} == {1}
+    assert [command.agent_boot for command in commands if isinstance(command, v.StopWorker)] == [2]
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_commands_for_the_agent_of_another_run_directory_are_void(since: int) -> None:
+    """`since`: the first agent of the run directory in which the second agent works; 0: it does not say."""
+    cluster = training(nodes=1, workers=1, slots=3)
+    start(cluster, "n1", "t.77")
+    joined = replace(said(cluster, v.NodeJoined)[-1], agent_boot=2, since_boot=since)
+    cluster.hosts["n1"].boot = 2
+    cluster.say(cluster.hosts["n1"], joined)
+    assert ("t.77" in cluster.state.tasks["t"].workers) is (since == 0)
+    start(cluster, "n1", "t.78")  # decided before the second agent was known
+    assert ("t.78" in cluster.state.tasks["t"].workers) is (since == 0)
+    assert cluster.state.tasks["t"].numbers.next_worker == 79, "no number is given twice"
+
+
+@pytest.mark.parametrize(("boot", "address", "acts"), [(1, "", True), (2, "", False), (0, "10.9.9.9", False)])
+def test_a_cordon_may_name_the_agent_that_it_is_for(boot: int, address: str, *, acts: bool) -> None:
+    cluster = training()
+    asked = v.NodeCordoned(node=NODE, drain=True, reason="test", agent_boot=boot, address=address)
+    cluster.append(asked, "api", cluster.state.term)
+    assert cluster.state.nodes[NODE].draining is acts
+
+
+def test_a_drain_until_return_ends_with_the_return() -> None:
+    cluster = training()
+    asked = v.NodeCordoned(node=NODE, drain=True, reason="test", until_return=True)
+    cluster.append(asked, "api", cluster.state.term)
+    cluster.run()
+    assert not cluster.hosts[NODE].processes and cluster.state.nodes[NODE].draining
+    new_pod(cluster)
+    node = cluster.state.nodes[NODE]
+    assert node.status is NodeStatus.UP and not node.cordoned and not node.draining and not node.until_return
+    assert len(members(cluster.state)) == 3

@@ -1,0 +1,83 @@
+"""Drains and isolations between Slurm and the cluster (unicrond/ctl/slurm_nodes.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from events.vocabulary import StoreAddress
+from unicrond.core.state import Node, NodeStatus
+from unicrond.ctl.slurm_nodes import SlurmNode, Step, read, steps
+
+STORE = StoreAddress(host="127.0.0.1", port=1)
+UP = Node(
+    name="n1", status=NodeStatus.UP, slots=1, slots_max=1, address="127.0.0.1", store=STORE, agent_boot=1, joined_us=1
+)
+DRAINED_HERE = {"cordoned": True, "draining": True, "cordon_reason": "slurm: a fan"}
+
+
+def test_what_sinfo_says_is_read() -> None:
+    said = [
+        "n1|idle|none",
+        "n2|draining*|ecc errors: gpu3",
+        "n2|draining*|ecc errors: gpu3",
+        "n3|drained|a | b",
+        "",
+        "x",
+    ]
+    assert read(said) == {
+        "n1": SlurmNode("n1", False, ""),
+        "n2": SlurmNode("n2", True, "ecc errors: gpu3"),
+        "n3": SlurmNode("n3", True, "a | b"),
+    }
+
+
+@pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "down*", "fail", "planned", "completing"])
+def test_other_states_are_no_drain(state: str) -> None:
+    assert not read([f"n1|{state}|a reason"])["n1"].is_draining
+
+
+def wanted(is_draining: bool, why: str, /, ends: bool = False, **fields: Any) -> list[tuple[str, str]]:
+    found = list(steps({"n1": SlurmNode("n1", is_draining, why)}, {"n1": replace(UP, **fields)}, ends))
+    assert all(isinstance(step, Step) and step.node == "n1" for step in found)
+    return [(step.act, step.reason) for step in found]
+
+
+def test_where_both_agree_nothing_is_done() -> None:
+    assert wanted(False, "") == []
+    assert wanted(True, "a fan", **DRAINED_HERE) == []
+    assert wanted(True, "unicron: broken", isolated=True) == []
+    assert list(steps({}, {"n1": UP})) == []  # a node that Slurm does not know
+
+
+def test_a_drain_goes_to_the_cluster_and_ends_there() -> None:
+    assert wanted(True, "a fan") == [("drain", "slurm: a fan")]
+    assert wanted(True, "") == [("drain", "slurm: drained")]
+    assert wanted(False, "", **DRAINED_HERE) == [("uncordon", "slurm: drained no longer")]
+    only_cordoned = {"cordoned": True, "cordon_reason": "mine"}
+    assert wanted(True, "a fan", **only_cordoned) == [("drain", "slurm: a fan")]
+
+
+def test_a_persons_cordon_stays() -> None:
+    assert wanted(False, "", cordoned=True, draining=True, cordon_reason="new fan") == []
+    assert wanted(True, "maintenance", isolated=True, **DRAINED_HERE) == []
+
+
+def test_an_isolation_goes_to_slurm_and_ends_there() -> None:
+    assert wanted(False, "", isolated=True, reason="XID 79") == [("hold", "unicron: XID 79")]
+    assert wanted(True, "unicron: XID 79") == [("release", "")]
+    assert wanted(True, "unicron: XID 79", isolated=True, **DRAINED_HERE) == [("uncordon", "slurm: drained no longer")]
+
+
+def test_a_node_that_left_is_of_no_concern() -> None:
+    assert wanted(True, "a fan", status=NodeStatus.LEFT) == []
+
+
+def test_when_the_cluster_ends_slurm_keeps_what_needs_a_repair() -> None:
+    held = {"isolated": True, "status": NodeStatus.LEFT}
+    assert wanted(True, "unicron: rests", ends=True, **held) == [("release", "")]
+    assert wanted(True, "unicron: XID 79", ends=True, needs="replace", **held) == []
+    assert wanted(True, "a fan", ends=True, status=NodeStatus.LEFT) == []
+    assert wanted(False, "", ends=True, status=NodeStatus.LEFT, **DRAINED_HERE) == []

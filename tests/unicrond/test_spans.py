@@ -1,0 +1,232 @@
+"""An incident as a trace: from the log alone, whole, and by OpenTelemetry's own exporter to a real receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agents.fork_server.telemetry import resource_attributes
+from agents.protocol.messages import Launch
+from events import vocabulary as v
+from events.envelope import Entry, Recorded
+from tests.unicrond.cluster import SECOND_US, MiniCluster
+from tests.unicrond.stories import random_life, trained
+from unicrond.core.fold import fold
+from unicrond.core.spans import DECISION, DETECTION, FIRST_STEP, REGROUPING, Span, Spans
+from unicrond.core.state import ClusterState
+from unicrond.intake.config import Config, ConfigError, check
+from unicrond.service.bookkeeper import Bookkeeper
+
+
+def spans_of(log: Iterable[Entry]) -> list[Span]:
+    found, state, spans = [], ClusterState(), Spans()
+    for entry in log:
+        before, state = state, fold(state, entry)
+        if isinstance(entry, Recorded):
+            found += spans.feed(before, state, entry)
+    return found
+
+
+def killed(seed: int) -> MiniCluster:
+    """A worker of big dies; big trains again."""
+    cluster = trained(seed)
+    cluster.train("big")
+    victim = cluster.state.tasks["big"].membership.members[1]
+    cluster.kill_worker(cluster.hosts[victim.node], victim.worker)
+    cluster.now_us += 2 * SECOND_US
+    cluster.run()
+    cluster.now_us += 6 * SECOND_US
+    cluster.train("big")
+    return cluster
+
+
+def test_an_incident_is_one_trace_from_the_fault_to_the_next_step() -> None:
+    cluster = killed(1)
+    (closed,) = cluster.state.closed
+    (root,) = [span for span in spans_of(cluster.log) if span.about.get("unicron.incident")]
+    mine = [span for span in spans_of(cluster.log) if span.trace == root.trace]
+    named = {span.name: span for span in mine}
+    assert root.name == "incident process_exit" and not root.parent and root.error.startswith("process_exit: ")
+    assert root.about["unicron.task"] == "big" and root.about["unicron.worker"] == closed.worker
+    assert (root.start_us, named[DETECTION].end_us) == (closed.occurred_us, closed.detected_us)
+    assert named[DECISION].start_us == closed.detected_us and named[DECISION].end_us == named[REGROUPING].start_us
+    assert (named[REGROUPING].end_us, named[FIRST_STEP].start_us) == (closed.resumed_us, closed.resumed_us)
+    assert named[FIRST_STEP].end_us == root.end_us > closed.resumed_us
+    regrouped = [span for span in mine if span.name == "WorkerRegrouped"]
+    assert regrouped and all(span.parent == named[REGROUPING].span for span in regrouped)
+    assert any(span.name == "worker start" for span in mine), "that of the new worker is in it"
+    assert len({span.span for span in mine}) == len(mine)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_closed_incident_has_a_trace_that_hangs_together(seed: int) -> None:
+    cluster = trained(seed)
+    for _ in random_life(cluster, seed):
+        pass
+    found = spans_of(cluster.log)
+    assert found == spans_of(cluster.log), "numbers follow from the log alone"
+    known = {(span.trace, span.span) for span in found}
+    assert len(known) == len(found)
+    for span in found:
+        assert span.start_us <= span.end_us and (not span.parent or (span.trace, span.parent) in known)
+    told = {span.about["unicron.incident"] for span in found if "unicron.incident" in span.about}
+    assert told <= {incident.id for incident in cluster.state.closed}
+
+
+def test_a_command_outside_of_incidents_is_a_trace_of_its_own() -> None:
+    cluster = trained(2)
+    alone = [span for span in spans_of(cluster.log) if not span.parent]
+    starts = [span for span in alone if span.name == "worker start"]
+    assert starts and {span.about["unicron.task"] for span in starts} == {"big", "small"}
+    assert all(span.end_us > span.start_us and not span.error for span in starts)
+    assert len({span.trace for span in alone}) == len(alone)
+
+
+def test_a_command_that_failed_says_why() -> None:
+    cluster = trained(2)
+    commands = [entry.envelope.event for entry in cluster.log if isinstance(entry.envelope.event, v.Command)]
+    state, spans = ClusterState(), Spans()
+    for entry in cluster.log:
+        before, state = state, fold(state, entry)
+        event = entry.envelope.event
+        if isinstance(event, v.CommandApplied) and event.command_id == commands[0].command_id:
+            break
+        spans.feed(before, state, entry)
+    failed = v.CommandFailed(node=commands[0].node, command_id=commands[0].command_id, reason="no memory")
+    (span,) = spans.feed(state, state, Recorded(9, state.now_us, _with(entry, failed)))
+    assert span.error == "no memory" and span.about["unicron.node"] == commands[0].node
+
+
+def _with(entry: Recorded, event: v.AnyEvent) -> Any:
+    from msgspec.structs import replace
+
+    return replace(entry.envelope, event=event)
+
+
+def test_phases_are_counted_for_metrics() -> None:
+    keeper, state = Bookkeeper(), ClusterState()
+    cluster = killed(1)
+    for entry in cluster.log:
+        before, state = state, fold(state, entry)
+        keeper.folded(before, state, entry)
+    (closed,) = cluster.state.closed
+    assert keeper.phases[DETECTION] == (1, closed.detected_us - closed.occurred_us)
+    assert all(times == 1 for times, _ in keeper.phases.values())
+
+
+@contextlib.asynccontextmanager
+async def collector() -> AsyncIterator[tuple[str, asyncio.Queue[Any]]]:
+    """A receiver of OTLP over HTTP: its address, and what it is sent, an ExportTraceServiceRequest each."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    got: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def take(request: web.Request) -> web.Response:
+        got.put_nowait(ExportTraceServiceRequest.FromString(await request.read()))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", take)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces", got
+    finally:
+        await runner.cleanup()
+
+
+async def send(url: str, spans: list[Span]) -> None:
+    from unicrond.service.tracing import Tracing
+
+    tracing = Tracing(url)
+    running = asyncio.create_task(tracing.run())
+    await asyncio.sleep(0)
+    tracing.ended(spans)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def attributes(of: Any) -> dict[str, str]:
+    return {one.key: one.value.string_value for one in of.attributes}
+
+
+async def test_spans_come_to_a_collector() -> None:
+    async with collector() as (url, got):
+        mine = spans_of(killed(1).log)
+        await send(url, mine)
+        request = await asyncio.wait_for(got.get(), 10)
+    (resource,) = request.resource_spans
+    assert attributes(resource.resource)["service.name"] == "unicrond"
+    sent = [span for scope in resource.scope_spans for span in scope.spans]
+    assert {int.from_bytes(span.span_id) for span in sent} == {span.span for span in mine}
+    (root,) = [span for span in sent if span.name == "incident process_exit"]
+    (ours,) = [span for span in mine if span.name == root.name]
+    assert (root.start_time_unix_nano, root.end_time_unix_nano) == (ours.start_us * 1000, ours.end_us * 1000)
+    assert int.from_bytes(root.trace_id) == ours.trace and not root.parent_span_id
+
+
+async def test_one_query_finds_the_incident_and_the_workers_own_spans() -> None:
+    async with collector() as (url, got):
+        incident = spans_of(killed(1).log)
+        (root,) = [span for span in incident if span.name == "incident process_exit"]
+        worker = root.about["unicron.worker"]
+        await send(url, incident)
+        environment = {
+            **os.environ,
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url,
+            "OTEL_RESOURCE_ATTRIBUTES": resource_attributes("team=a", launch(worker)),
+        }
+        program = await asyncio.create_subprocess_exec(sys.executable, "-c", A_STEP, env=environment)
+        assert await asyncio.wait_for(program.wait(), 60) == 0
+        requests = [got.get_nowait() for _ in range(got.qsize())]
+    found = {
+        span.name
+        for request in requests
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+        if (attributes(resource.resource) | attributes(span)).get("unicron.worker") == worker
+    }
+    assert {"incident process_exit", "optimizer step"} <= found
+
+
+#: A program with spans of its own, by OpenTelemetry's own SDK.
+A_STEP = """
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+spans = TracerProvider()
+spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+with spans.get_tracer("training").start_as_current_span("optimizer step"):
+    pass
+spans.shutdown()
+"""
+
+
+def launch(worker: str) -> Launch:
+    return Launch(
+        worker=worker, task="big", node="n1", address="", agent_socket="", replica=0, shard=0,
+        store=v.StoreAddress(host="10.0.0.1", port=1), spec=killed(1).state.tasks["big"].spec,
+    )  # fmt: skip
+
+
+def test_an_address_that_is_none_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match="traces_url: 'collector:4318' is not an http address"):
+        check(Config(traces_url="collector:4318"), "unicron.yaml")
+
+
+def test_spans_of_workers_have_attributes_of_the_same_names() -> None:
+    assert resource_attributes("", launch("big.7")) == "unicron.task=big,unicron.worker=big.7,unicron.node=n1"
+    given = resource_attributes("team=a,unicron.node=mine", launch("big.7"))
+    assert given == "team=a,unicron.node=mine,unicron.task=big,unicron.worker=big.7"

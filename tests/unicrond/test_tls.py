@@ -1,0 +1,272 @@
+"""TLS of the head: `tls-init`, the configuration, the API and its client, and certificates that change and end."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from agents.passes import Credentials
+from events.certificates import first_in, is_of, names_of
+from events.command_line import UsageError
+from events.keys import kept_key, read_key
+from events.logins import Role
+from events.nats_connection import Login
+from tests.events.certified import Certified, now
+from tests.unicrond.test_warrants import command, enveloped
+from unicrond.cli import main
+from unicrond.core.field_faults import faults
+from unicrond.ctl.asking import ca_in
+from unicrond.ctl.client import Client, Unreachable
+from unicrond.intake.config import Config, ConfigError, check_certificates, embedded_tls, load, login_as
+from unicrond.intake.tls import BadTls, Files, expected_name
+from unicrond.local.dev import free_port
+from unicrond.logins_command import _certify
+from unicrond.service.certificates import Certificates
+from unicrond.service.warrants import Warrants
+from unicrond.tls_command import authority_of, host_name, pem_for_node
+
+WIDE = "nats: {host: 0.0.0.0}\n"
+
+
+def configured(directory: Path, more: str = WIDE) -> Path:
+    path = directory / "unicron.yaml"
+    path.write_text(f"state_dir: {directory / 'state'}\n{more}")
+    return path
+
+
+def config(directory: Path, more: str = WIDE) -> Config:
+    return load(configured(directory, more))
+
+
+# --- unicrond tls-init ---------------------------------------------------------------------------
+
+
+def test_tls_init_makes_and_renews(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text("a token")
+    api = f"api: {{host: 0.0.0.0, token_file: {tmp_path / 'token'}}}\n"
+    path, tls = configured(tmp_path, WIDE + api), tmp_path / "state" / "tls"
+    command = ["tls-init", "--config", str(path), "--name", "head.example", "--name", "10.1.2.3"]
+    assert main([*command, "--renew"]) == 2
+    assert "run `unicrond tls-init` first" in capsys.readouterr().err
+    assert main([*command, "--days", "10"]) == 0
+    assert f"UNICRON_TLS_CA=ca.pem unicronctl --url https://head.example:{7470} status" in capsys.readouterr().out
+    assert {file.name: file.stat().st_mode & 0o777 for file in tls.iterdir()} == dict.fromkeys(
+        ("ca.key", "ca.pem", "server.pem"), 0o600
+    )
+    first, ca = first_in((tls / "server.pem").read_bytes()), first_in((tls / "ca.pem").read_bytes())
+    assert {"head.example", "10.1.2.3", "localhost", "127.0.0.1", "::1"} <= set(names_of(first))
+    assert timedelta(days=9) < first.not_valid_after_utc - now() <= timedelta(days=10)
+    assert main(command) == 2
+    assert "--renew makes a new certificate of the same CA" in capsys.readouterr().err
+    assert main(["tls-init", "--config", str(path), "--renew"]) == 0
+    again = first_in((tls / "server.pem").read_bytes())
+    assert set(names_of(again)) == set(names_of(first)), "the names of before"
+    assert again.serial_number != first.serial_number and is_of(again, ca)
+    assert first_in((tls / "ca.pem").read_bytes()) == ca
+
+
+def test_names_of_hosts() -> None:
+    assert [host_name(name) for name in ("head", "*.example.org", "10.0.0.1", "::1")] == [
+        *("head", "*.example.org", "10.0.0.1", "::1")
+    ]
+    for bad in ("", "a b", "-x", "x..y", "a" * 64, "ü"):
+        with pytest.raises(ValueError, match="neither a host's name nor an IP address"):
+            host_name(bad)
+
+
+def test_a_node_gets_a_certificate_of_our_ca_and_of_no_other(tmp_path: Path) -> None:
+    path = configured(tmp_path)
+    assert main(["tls-init", "--config", str(path)]) == 0
+    pem = pem_for_node(load(path), "n1").encode()
+    assert is_of(first_in(pem), authority_of(load(path)).certificate)
+    certified = Certified(tmp_path / "own")
+    own = f"tls: {{ca: {certified.ca}, cert: {certified.server}, key: {certified.server}}}\n"
+    assert pem_for_node(config(tmp_path, WIDE + own), "n1").encode() == certified.authority.certificate_pem
+    assert pem_for_node(config(tmp_path, ""), "n1") == "", "loopback"
+
+
+def test_with_nats_servers_of_ones_own_the_certificate_is_for_states(tmp_path: Path) -> None:
+    """The servers are of another CA, or speak in clear."""
+    text = f"nats: {{url: 'nats://10.0.0.5', auth: keys, keys: {tmp_path}}}\n"
+    path = configured(tmp_path, text)
+    own = kept_key(tmp_path, "agent-n1")
+    assert _certify(tmp_path / "agent-n1.key", load(path), "n1") and read_key(tmp_path / "agent-n1.key") == own
+    assert main(["tls-init", "--config", str(path)]) == 0
+    assert _certify(tmp_path / "agent-n1.key", load(path), "n1")
+    assert not _certify(tmp_path / "agent-n2.key", load(path), "n2"), "it was moved to its node"
+    key = read_key(tmp_path / "agent-n1.key")
+    assert (key.login, key.seed, key.nats_ca, key.is_for_states) == (own.login, own.seed, "", True)
+    assert (tmp_path / "agent-n1.key").stat().st_mode & 0o777 == 0o600
+    credentials = Credentials(key, tmp_path / "agent-n1.key")
+    assert credentials.node == "n1" and credentials.context()
+    assert "tls" not in Login(key=tmp_path / "agent-n1.key").options()
+    warrants = Warrants(load(path).certificates.cert)
+    assert warrants.beside(enveloped(command("n1")))
+
+
+# --- the configuration ---------------------------------------------------------------------------
+
+
+def test_wide_binds_use_tls_unless_switched_off_by_name(tmp_path: Path) -> None:
+    tokens = tmp_path / "token"
+    tokens.write_text("secret")
+    api = f"api: {{host: 0.0.0.0, token_file: {tokens}}}\n"
+    for text, nats, http in (
+        ("", False, False),
+        (WIDE, True, False),
+        (api, False, True),
+        (WIDE + api, True, True),
+        (WIDE + api + "tls: off\n", False, False),
+        ("nats: {host: 0.0.0.0, url: 'nats://10.0.0.5'}\n", False, False),
+    ):
+        found = config(tmp_path, text)
+        assert (found.nats_tls, found.api_tls) == (nats, http), text
+        if nats or http:
+            with pytest.raises(
+                ConfigError, match=r"open to others and speaks TLS, but .*ca\.pem is not there; run `uni"
+            ):
+                check_certificates(found, "x")
+        else:
+            check_certificates(found, "x")
+            assert embedded_tls(found) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tls: on\n", "tls: unknown value 'on'"),
+        ("tls: false\n", "tls: expected fields such as ca, cert, key, got false"),
+        ("tls: {cx: a}\n", "tls.cx: unknown field"),
+        ("tls: {ca: /nowhere}\n", "tls: give ca, cert and key together"),
+        ("tls: {ca: /nowhere, cert: /nowhere, key: /nowhere}\n", "tls.ca: /nowhere is not a file"),
+    ],
+)
+def test_a_bad_setting_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(tmp_path, text)
+
+
+def test_unions_without_a_struct_are_judged_as_ever() -> None:
+    class Some(msgspec.Struct):
+        count: int | None = None
+
+    assert [str(fault) for fault in faults({"count": "x"}, Some)] == ["count: expected a whole number, got text 'x'"]
+
+
+def test_clients_on_the_head_expect_a_name_of_the_certificate(tmp_path: Path) -> None:
+    certified = Certified(tmp_path / "own", ["head.example", "10.0.0.1"])
+    files = Files(certified.ca, certified.server, certified.server)
+    assert expected_name(files, "10.0.0.1") == "10.0.0.1"
+    assert expected_name(files, "127.0.0.1") == "head.example"
+    own = f"tls: {{ca: {certified.ca}, cert: {certified.server}, key: {certified.server}, client_certificates: true}}\n"
+    login = login_as(config(tmp_path, WIDE + own), Role.READER)
+    assert (login.tls_ca, login.tls_name, login.tls_cert) == (certified.ca, "head.example", certified.server)
+    certified.server.write_text("x")
+    with pytest.raises(BadTls, match=r"no certificate in PEM; run `unicrond tls-init`"):
+        expected_name(files, "")
+
+
+# --- the API --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def api(context: ssl.SSLContext | None) -> AsyncIterator[int]:
+    """The port of something that answers /healthz."""
+
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response({"status": "live"})
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", health)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port, ssl_context=context).start()
+    try:
+        yield port
+    finally:
+        await runner.cleanup()
+
+
+async def said(client: Client) -> str:
+    with pytest.raises(Unreachable) as caught:
+        await asyncio.to_thread(client.health)
+    return str(caught.value)
+
+
+async def test_the_api_speaks_tls_and_each_refusal_is_one_line(tmp_path: Path) -> None:
+    certified, other = Certified(tmp_path / "tls"), Certified(tmp_path / "other")
+    files = Files(certified.ca, certified.server, certified.server)
+    keeper = Certificates(files, None, is_for_api=True)
+    async with api(keeper.context) as port:
+        url = f"https://127.0.0.1:{port}"
+        assert (await asyncio.to_thread(Client(url, ca=certified.ca).health))["status"] == "live"
+        assert "not of a CA that this machine knows; give the head's STATE_DIR/tls/ca.pem as" in await said(Client(url))
+        assert f"not of the CA in {other.ca}" in await said(Client(url, ca=other.ca))
+        assert "if it speaks TLS, give https://" in await said(Client(url.replace("https", "http")))
+        certified.expire()
+        await keeper.look()
+        assert "has expired; on the head: unicrond tls-init --renew" in await said(Client(url, ca=certified.ca))
+        certified.serve(["head.example"])
+        await keeper.look()
+        assert "does not name 127.0.0.1" in await said(Client(url, ca=certified.ca))
+        named = Client(url, ca=certified.ca, server_name="head.example")
+        assert (await asyncio.to_thread(named.health))["status"] == "live"
+    async with api(None) as port:
+        assert "does not speak TLS there" in await said(Client(f"https://127.0.0.1:{port}", ca=certified.ca))
+
+
+def test_the_ca_of_the_command_line_comes_before_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "a.pem", tmp_path / "b.pem"
+    first.touch()
+    second.touch()
+    assert ca_in(None) is None
+    monkeypatch.setenv("UNICRON_TLS_CA", str(first))
+    assert (ca_in(None), ca_in(second)) == (first, second)
+    for given, source in ((Path("/nowhere"), "--tls-ca"), (None, "UNICRON_TLS_CA")):
+        monkeypatch.setenv("UNICRON_TLS_CA", "/nowhere")
+        with pytest.raises(UsageError, match=f"{source}: /nowhere is not a file; give the CA's certificate"):
+            ca_in(given)
+
+
+class Server:
+    def __init__(self) -> None:
+        self.renewed = 0
+
+    async def renew(self) -> None:
+        self.renewed += 1
+
+
+async def test_certificates_that_end_or_cannot_be_used_are_alarms(tmp_path: Path) -> None:
+    certified, server = Certified(tmp_path), Server()
+    at = now()
+    keeper = Certificates(
+        Files(certified.ca, certified.server, certified.server), server, is_for_api=False, now=lambda: at
+    )
+    assert keeper.alarms() == []
+    at += timedelta(days=4)
+    assert keeper.alarms() == [f"the certificate {certified.server} ends in 0 days: unicrond tls-init --renew"]
+    certified.serve(days=9)
+    await keeper.look()
+    assert (keeper.alarms(), server.renewed) == ([], 1)
+    at += timedelta(days=7)
+    assert "has expired: unicrond tls-init --renew" in keeper.alarms()[0]
+    whole = certified.server.read_text()
+    certified.server.write_text(whole.partition("-----BEGIN PRIVATE")[0])
+    await keeper.look()
+    assert "the new certificates are not in use" in keeper.alarms()[0] and server.renewed == 1
+    certified.server.write_text(whole)
+    await keeper.look()
+    assert (len(keeper.alarms()), server.renewed) == (1, 2)
+    with pytest.raises(BadTls, match="is not a certificate with its key"):
+        Certificates(Files(certified.ca, certified.server, certified.ca), server, is_for_api=False)

@@ -1,0 +1,105 @@
+"""What the coordinator puts beside a membership, for nodes that keep states of tasks that they do not follow."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from events import roster
+from events.certificates import first_in
+from events.envelope import Envelope
+from events.seats import runs_of
+from events.signing import BadSignature
+from events.subjects import WARRANT_HEADER
+from events.vocabulary import (
+    AnyEvent,
+    Member,
+    MembershipDecided,
+    MembershipPart,
+    SeatRun,
+    SetMembership,
+    SetPeers,
+    StoreAddress,
+    ToldOnce,
+)
+from events.warrants import warranted
+from tests.events.certified import Certified, now
+from unicrond.service.warrants import Warrants
+
+STORE = StoreAddress(host="127.0.0.1", port=1)
+NODES = ("n1", "n2", "n3")
+MEMBERS = tuple(Member(worker=f"a.{n}", node=node, replica=n, shard=0) for n, node in enumerate(NODES))
+RUNS = runs_of(MEMBERS, (), 1)
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> Certified:
+    return Certified(tmp_path)
+
+
+def enveloped(event: AnyEvent, term: int = 1) -> Envelope:
+    return Envelope(producer="coordinator", boot=term, number=1, term=term, observed_at_us=1, event=event)
+
+
+def command(node: str, generation: int = 5) -> SetMembership:
+    return SetMembership(
+        command_id=f"1.1.{node}.1", node=node, epoch=1, task="a", generation=generation, members=MEMBERS, joiners=(),
+        urgent=True, store=STORE,
+    )  # fmt: skip
+
+
+def told(generation: int, seats: tuple[SeatRun, ...], parts: int = 0) -> MembershipDecided:
+    once = ToldOnce(size=1, seats=seats, parts=parts, peers=(), mtbf_us=0, handover=False, lead_tells=False, stop="")
+    return MembershipDecided(
+        task="a", generation=generation, members=(), joiners=(), urgent=True, store=STORE, incident="", reason="",
+        told=once,
+    )  # fmt: skip
+
+
+def generation(certified: Certified, text: str, node: str) -> int:
+    place = roster.place_of(node, NODES)
+    return warranted(f"{text}.{place}", node, "a", first_in(certified.ca.read_bytes()))
+
+
+def test_commands_of_one_membership_carry_one_warrant(certified: Certified) -> None:
+    warrants = Warrants(certified.server)
+    texts = {warrants.beside(enveloped(command(node)))[WARRANT_HEADER] for node in NODES}
+    (text,) = texts
+    assert [generation(certified, text, node) for node in NODES] == [5, 5, 5]
+    assert warrants.beside(enveloped(command("n1", 6)))[WARRANT_HEADER] != text
+    assert not warrants.beside(enveloped(SetPeers(command_id="1.1.n1.2", node="n1", epoch=1, task="a", peers=())))
+
+
+def test_one_that_is_told_once_and_one_in_parts(certified: Certified) -> None:
+    warrants = Warrants(certified.server)
+    text = warrants.beside(enveloped(told(5, RUNS)))[WARRANT_HEADER]
+    assert generation(certified, text, "n3") == 5
+    for number, run in enumerate(RUNS[:2], 1):
+        assert not warrants.beside(enveloped(MembershipPart(task="a", generation=6, part=number, seats=(run,))))
+    text = warrants.beside(enveloped(told(6, RUNS[2:], parts=2)))[WARRANT_HEADER]
+    assert [generation(certified, text, node) for node in NODES] == [6, 6, 6]
+
+
+def test_a_torn_one_warrants_for_no_node(certified: Certified) -> None:
+    warrants = Warrants(certified.server)
+    warrants.beside(enveloped(MembershipPart(task="a", generation=6, part=1, seats=RUNS[:1]), term=1))
+    text = warrants.beside(enveloped(told(6, RUNS[2:], parts=1), term=2))[WARRANT_HEADER]
+    for node in NODES:
+        with pytest.raises(BadSignature, match="the warrant is not for node"):
+            generation(certified, text, node)
+
+
+def test_the_newest_certificate_signs(certified: Certified) -> None:
+    at = now()
+    warrants = Warrants(certified.server, lambda: at)
+    certified.serve()
+    renewed = warrants.beside(enveloped(command("n1")))[WARRANT_HEADER]
+    assert generation(certified, renewed, "n1") == 5
+    certified.server.write_text("nonsense")
+    assert generation(certified, warrants.beside(enveloped(command("n1", 6)))[WARRANT_HEADER], "n1") == 6
+    at += timedelta(days=400)
+    late = warrants.beside(enveloped(command("n1", 7)))[WARRANT_HEADER]
+    with pytest.raises(BadSignature, match="not valid when it made"):
+        generation(certified, late, "n1")

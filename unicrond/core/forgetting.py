@@ -1,0 +1,72 @@
+"""Nodes that go for good. Pure.
+
+Rules
+-----
+* A node that has left in order is forgotten `forget_s` later; so is one that has left or is lost, when a person asks
+  (`unicronctl forget`). One that is up is told to leave first (`forget --leave`): drained, its agent ends with 0.
+* Time alone forgets no node that a person has cordoned or that is isolated: its return must find that again.
+* Forgotten is all that is held against the name or kept for it. Its login stays (`unicrond revoke`), and so do the
+  numbers that its agents have used: nothing of theirs is read twice.
+* A node that is lost may come back from where it was cut off: a command tells it that it was forgotten, so that its
+  agent ends what runs there, and the next one joins anew. One whose agent cannot read that is not forgotten.
+* A name that joins again before it is forgotten is a new node as well.
+* No plan names a forgotten node: the next plan does not, and is waited for.
+
+What does not live here: what becomes of its workers (folding/nodes.py), when the agent ends (agents/handling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from events.schemas import readable
+from events.vocabulary import LeaveCluster, NodeForgotten
+from unicrond.core.state import ClusterState, Node, NodeStatus
+
+_HOUR_US = 3_600_000_000
+
+
+def refusal(state: ClusterState, node: Node, *, leave: bool) -> str:
+    """Why the node cannot be forgotten, as "field: what is wrong; the fix"; "" where it can."""
+    name = node.name
+    if node.status is NodeStatus.UP and not leave:
+        return f"node: {name} is up; unicronctl forget --leave {name} has it leave for good first"
+    if node.status is not NodeStatus.LEFT and not can_be_told(state, node):
+        return f"node: the agent of {name} is too old to be told (schema {node.schema}); stop it with SIGINT first"
+    return ""
+
+
+def can_be_told(state: ClusterState, node: Node) -> bool:
+    """Its agent and the coordinator know the command to leave."""
+    return readable(LeaveCluster, min(state.schema, node.schema))
+
+
+def is_known(state: ClusterState) -> bool:
+    """The coordinator forgets nodes; those of older schemas never did."""
+    return readable(NodeForgotten, state.schema)
+
+
+def is_planned_for(state: ClusterState, name: str) -> bool:
+    """The plan gives the node workers."""
+    replicas = (nodes for given in state.plan.assignments.values() for nodes in given.replicas)
+    return any(name in nodes for nodes in replicas)
+
+
+def is_due_by_time(node: Node) -> bool:
+    """Nothing but time keeps it from being forgotten."""
+    held = node.isolated or node.needs or (node.cordoned and not node.until_return)
+    return node.status is NodeStatus.LEFT and not (held or node.forgetting)
+
+
+def age(node: Node, now_us: int) -> str:
+    """For how long it has been away, in words."""
+    return f"it left {max(0, now_us - node.left_us) // _HOUR_US} h ago"
+
+
+def deadlines(state: ClusterState, left: Iterable[str], forget_s: float) -> Iterator[tuple[str, int]]:
+    """Id -> length in microseconds. `left`: the nodes that have."""
+    for name in left if forget_s and is_known(state) else ():
+        node = state.nodes[name]
+        if is_due_by_time(node):
+            gone_us = state.now_us - node.left_us if node.left_us else 0
+            yield f"forget:{name}#{node.left_us}", max(1, int(forget_s * 1e6) - gone_us)

@@ -1,0 +1,304 @@
+"""Goodput: the ledger taken apart, by task and by cause; and the time of each task, by what it did. Pure.
+
+    failure-free = goodput + badput        badput = detection + transition (by kind of incident) + sub-health (by cause)
+
+Rules
+-----
+* These are the ledger's own numbers (costs.py): at every entry the parts here add up to the ledger's totals, exactly.
+  Nothing is decided from them, so they stand beside the state and not in it.
+* Work is in weighted FLOP/s x microseconds, as in the ledger. Rates hold from one change of the ledger to the next.
+* What an incident costs is of its kind when it is closed, or when it is asked for; one that takes others over takes
+  their costs over.
+* Sub-health of a task: what it has less in the plan than in the healthy cluster is because of nodes that are lost or
+  isolated, in proportion to their slots ("plan": there are none); all else is "starting" (no step yet) or "changing"
+  (its group is not what the plan gives it). "changing" is negative while it runs on what a newer plan takes from it.
+* A task's time is productive while a group of it stands, less what a fault dates back, else in transition, waiting
+  (the plan has no workers for it), starting or changing. Time counts from its submission, and ends with the task.
+* An interruption is an incident that stopped a group of the task. Iterations are lost where no live replica was left;
+  training them again takes their number times the pace before.
+
+What does not live here: how it is shown, ratios (goodput_report.py); what nodes are suspected of (lemons.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from unicrond.core import lemons
+from unicrond.core.costs import best_worth, plus, worth
+from unicrond.core.ledger import ZERO, Account
+from unicrond.core.ordered_map import changed
+from unicrond.core.reshaping import planned_shape
+from unicrond.core.state import ClusterState, Node, NodeStatus, Task
+from unicrond.core.waf import linear_flops, worth_stays
+
+PRODUCTIVE, STARTING, WAITING, CHANGING = "productive", "starting", "waiting", "changing"
+NODES_LOST, NODES_ISOLATED, PLAN = "nodes lost", "nodes isolated", "plan"
+#: In the order in which they are shown.
+SUB_HEALTH = (NODES_LOST, NODES_ISOLATED, PLAN, STARTING, CHANGING)
+TIMES = (PRODUCTIVE, STARTING, WAITING, CHANGING)
+
+
+#: What changes a task's F, and perhaps no total of the ledger.
+_WORTH = (v.ThroughputCorrected, v.TaskReshaped)
+
+
+class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What incidents have cost one task. `detection`, `transition`: work; with `_us`: its time. `lost_us`: what
+    training the lost iterations again takes, and what was thrown away. `redone`, `thrown`: micro-batches."""
+
+    detection: Decimal = ZERO
+    transition: Decimal = ZERO
+    detection_us: int = 0
+    transition_us: int = 0
+    interruptions: int = 0
+    iterations_lost: int = 0
+    lost_us: int = 0
+    redone: int = 0
+    thrown: int = 0
+
+    def plus(self, other: Hit, sign: int = 1) -> Hit:
+        """Both together; with -1, this one without the other."""
+        sums: dict[str, Any] = {}
+        for name in self.__struct_fields__:
+            mine, others = getattr(self, name), sign * int(getattr(other, name))
+            sums[name] = plus(mine, others) if isinstance(mine, Decimal) else mine + others
+        return Hit(**sums)
+
+
+class Rate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What accrues to one task now, weighted FLOP/s. `short`: by cause. `doing`: where its time goes; "" while an
+    `incident` keeps it from training, which `had` is charged to. `is_new`: it has made no step. `workers`:
+    that train."""
+
+    delivered: int = 0
+    had: int = 0
+    incident: str = ""
+    short: dict[str, int] = {}
+    doing: str = ""
+    is_new: bool = False
+    workers: int = 0
+
+
+class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sums up to `until_us`, by task, and the rates that hold from there on. `open`: by incident and task. `losses`: of
+    closed incidents, by task and kind. `closed`: how many, by "kind SEVn". `signals`: see lemons.py, by node.
+    `lost_slots`, `isolated_slots`: of nodes that are out now, and that no person has taken out."""
+
+    from_us: int = 0
+    until_us: int = 0
+    delivered: dict[str, Decimal] = {}
+    short: dict[str, dict[str, Decimal]] = {}
+    times_us: dict[str, dict[str, int]] = {}
+    workers_us: dict[str, int] = {}
+    losses: dict[str, dict[str, Hit]] = {}
+    open: dict[str, dict[str, Hit]] = {}
+    closed: dict[str, int] = {}
+    rates: dict[str, Rate] = {}
+    signals: dict[str, dict[str, int]] = {}
+    lost_slots: int = 0
+    isolated_slots: int = 0
+
+
+def booked(books: Books, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Books:
+    """The books after `event`, which led from one state to the other."""
+    counted = _counted(books, before, after) if after.nodes is not before.nodes else books
+    if (
+        after.ledger is not before.ledger
+        or after.plan is not before.plan
+        or counted is not books
+        or type(event) in _WORTH
+    ):
+        books = _accrued(settled(books, after.now_us), counted, before, after)
+    if isinstance(event, v.WorkerRegrouped) and after.incidents is not before.incidents:
+        books = _lost_work(books, before, after, event)
+    signals = lemons.noted(books.signals, before, after, event)
+    return books if signals is books.signals else replace(books, signals=signals)
+
+
+def settled(books: Books, now_us: int) -> Books:
+    """With everything added up to `now_us` at the rates that held."""
+    lasted_us = now_us - books.until_us
+    if lasted_us <= 0 or not books.rates:
+        return replace(books, until_us=max(now_us, books.until_us))
+    delivered, short, times_us, opened = dict(books.delivered), dict(books.short), dict(books.times_us), books.open
+    workers_us = dict(books.workers_us)
+    for name, rate in books.rates.items():
+        if rate.delivered:
+            delivered[name] = plus(delivered.get(name, ZERO), rate.delivered * lasted_us)
+        if rate.workers:
+            workers_us[name] = workers_us.get(name, 0) + rate.workers * lasted_us
+        if rate.short:
+            known = dict(short.get(name, {}))
+            for cause, flops in rate.short.items():
+                known[cause] = plus(known.get(cause, ZERO), flops * lasted_us)
+            short[name] = known
+        if rate.doing:
+            spent = times_us.get(name, {})
+            times_us[name] = spent | {rate.doing: spent.get(rate.doing, 0) + lasted_us}
+        else:
+            charge = Hit(transition=Decimal(rate.had * lasted_us), transition_us=lasted_us)
+            opened = _charged(opened, rate.incident, name, charge)
+    sums = {"delivered": delivered, "short": short, "times_us": times_us, "workers_us": workers_us, "open": opened}
+    return replace(books, until_us=now_us, **sums)
+
+
+def kinds_of(books: Books, state: ClusterState) -> dict[str, dict[str, Hit]]:
+    """By task and kind, open incidents among them."""
+    losses = books.losses
+    for incident, hits in books.open.items():
+        known = state.incidents.get(incident)
+        losses = _moved(losses, hits, known.kind if known else "unknown")
+    return losses
+
+
+# --- the ledger's changes --------------------------------------------------------------------------
+
+
+def _accrued(books: Books, counted: Books, before: ClusterState, after: ClusterState) -> Books:
+    out = (counted.lost_slots, counted.isolated_slots)
+    same = after.plan is before.plan and out == (books.lost_slots, books.isolated_slots)
+    same = same and worth_stays(before, after)
+    books = replace(books, from_us=books.from_us or after.now_us, lost_slots=out[0], isolated_slots=out[1])
+    was, now = before.ledger.accounts, after.ledger.accounts
+    for name, account in now.items():
+        if account.incident:
+            books = _stopped(books, name, was.get(name), account, after.now_us)
+    if before.incidents is not after.incidents:
+        books = _handed_over(books, before, after)
+    rates = {}
+    for name, account in now.items():
+        task, old = after.tasks[name], books.rates.get(name)
+        is_new = not task.progress.first_commit_us
+        if old is not None and same and was.get(name) is account and old.is_new is is_new:
+            rates[name] = old
+        else:
+            rates[name] = _rate(books, after, task, account)
+    return replace(books, rates=rates)
+
+
+def _counted(books: Books, before: ClusterState, after: ClusterState) -> Books:
+    """Slots of nodes that are out, after some nodes have changed."""
+    lost, isolated = books.lost_slots, books.isolated_slots
+    for pair in changed(before.nodes, after.nodes).values():
+        for sign, node in zip((-1, 1), pair, strict=True):
+            if node is not None and not (node.cordoned or node.leaving):
+                lost += sign * _slots(node) * (node.status is NodeStatus.LOST)
+                isolated += sign * _slots(node) * (node.status is NodeStatus.UP and node.isolated)
+    if (lost, isolated) == (books.lost_slots, books.isolated_slots):
+        return books
+    return replace(books, lost_slots=lost, isolated_slots=isolated)
+
+
+def _slots(node: Node) -> int:
+    return max(node.slots, node.slots_max)
+
+
+def _stopped(books: Books, name: str, was: Account | None, account: Account, now_us: int) -> Books:
+    """What the task had achieved since the fault occurred was none; and an interruption, if it is a new one."""
+    fresh = was is None or not was.incident
+    moved_us = (now_us if fresh or was is None else was.lost_from_us) - account.lost_from_us if account.had else 0
+    hit = Hit(interruptions=int(fresh and bool(was and was.rate)))
+    if moved_us > 0:
+        work = account.had * moved_us
+        hit = replace(hit, detection=Decimal(work), detection_us=moved_us)
+        spent = books.times_us.get(name, {})
+        spent = spent | {PRODUCTIVE: spent.get(PRODUCTIVE, 0) - moved_us}
+        delivered = books.delivered | {name: plus(books.delivered.get(name, ZERO), -work)}
+        books = replace(books, delivered=delivered, times_us=books.times_us | {name: spent})
+    if hit == Hit():
+        return books
+    return replace(books, open=_charged(books.open, account.incident, name, hit))
+
+
+def _handed_over(books: Books, before: ClusterState, after: ClusterState) -> Books:
+    """Incidents that are gone: to the one that took them over, or to their kind."""
+    gone = [name for name in before.incidents if name not in after.incidents]
+    heir = next((name for name in after.incidents if name not in before.incidents), "")
+    for name in gone:
+        hits, incident = books.open.get(name, {}), before.incidents[name]
+        rest = {key: value for key, value in books.open.items() if key != name}
+        if heir:
+            for task, hit in hits.items():
+                rest = _charged(rest, heir, task, hit)
+            books = replace(books, open=rest)
+        else:
+            kind = f"{incident.kind} {incident.severity.name}"
+            closed = books.closed | {kind: books.closed.get(kind, 0) + 1}
+            books = replace(books, open=rest, losses=_moved(books.losses, hits, incident.kind), closed=closed)
+    return books
+
+
+def _lost_work(books: Books, before: ClusterState, after: ClusterState, event: v.WorkerRegrouped) -> Books:
+    """What a worker that goes on has to do once more."""
+    task = before.tasks[event.task]
+    for name, incident in after.incidents.items():
+        old = before.incidents.get(name)
+        if old is None or old is incident or event.task not in incident.generations:
+            continue
+        hit = Hit(redone=incident.redone - old.redone)
+        if event.source not in ("own", "replica"):
+            known = books.open.get(name, {}).get(event.task, Hit()).iterations_lost
+            more = max(0, task.progress.iteration - event.iteration + 1 - known)
+            thrown = incident.micro_batches_lost - old.micro_batches_lost
+            lost_us = more * task.pace.iteration_us + thrown * task.pace.iteration_us // task.spec.micro_batches
+            hit = replace(hit, iterations_lost=more, lost_us=lost_us, thrown=thrown)
+        if hit != Hit():
+            books = replace(books, open=_charged(books.open, name, event.task, hit))
+        break
+    return books
+
+
+# --- rates -----------------------------------------------------------------------------------------
+
+
+def _rate(books: Books, state: ClusterState, task: Task, account: Account) -> Rate:
+    def linear() -> int:
+        return linear_flops(state)
+
+    assignment = state.plan.assignments.get(task.name)
+    planned_workers = assignment.workers if assignment else 0
+    in_health = best_worth(task, state.plan.healthy.get(task.name, 0), linear)
+    short = in_health - account.rate - account.had
+    causes: dict[str, int] = {}
+    is_new = not task.progress.first_commit_us
+    if short:
+        missing = in_health - worth(task, planned_workers, linear, planned_shape(task.spec, assignment))
+        fewer = min(max(missing, 0), max(short, 0))
+        causes = _by_nodes(books, fewer) if fewer else {}
+        if short != fewer:
+            causes[STARTING if is_new else CHANGING] = short - fewer
+    if account.incident:
+        return Rate(had=account.had, incident=account.incident, short=causes, is_new=is_new)
+    standing = account.workers or account.rate
+    doing = PRODUCTIVE if standing else WAITING if not planned_workers else STARTING if is_new else CHANGING
+    return Rate(delivered=account.rate, short=causes, doing=doing, is_new=is_new, workers=account.workers)
+
+
+def _by_nodes(books: Books, flops: int) -> dict[str, int]:
+    lost, isolated = books.lost_slots, books.isolated_slots
+    if not lost + isolated:
+        return {PLAN: flops}
+    to_lost = flops * lost // (lost + isolated)
+    return {cause: part for cause, part in ((NODES_LOST, to_lost), (NODES_ISOLATED, flops - to_lost)) if part}
+
+
+# --- sums ------------------------------------------------------------------------------------------
+
+
+def _charged(opened: dict[str, dict[str, Hit]], incident: str, task: str, hit: Hit) -> dict[str, dict[str, Hit]]:
+    hits = opened.get(incident, {})
+    return opened | {incident: hits | {task: hits[task].plus(hit) if task in hits else hit}}
+
+
+def _moved(losses: dict[str, dict[str, Hit]], hits: Mapping[str, Hit], kind: str) -> dict[str, dict[str, Hit]]:
+    for task, hit in hits.items():
+        known = losses.get(task, {})
+        losses = losses | {task: known | {kind: known[kind].plus(hit) if kind in known else hit}}
+    return losses

@@ -1,0 +1,40 @@
+"""`unicronctl story`, `verify`, `debug`, and the goodput of an interval: what `unicron-replay` tells of a log, told of
+the one that the API gives.
+
+The views are replay's, and are found by name, as programs are (`programs.py`): this package knows no `replay`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from events.command_line import UsageError
+from unicrond.ctl.asking import client_of
+from unicrond.ctl.client import ApiError
+
+#: Command -> "module:function" in replay.
+VIEWS = {
+    "story": "views.story_command:story_command",
+    "verify": "views.verify_command:verify_command",
+    "debug": "views.debug_command:debug_command",
+    "goodput": "views.goodput_command:goodput_command",
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code. Raises UsageError, ApiError."""
+    import asyncio  # `unicronctl` alone pays for it where it waits for something
+
+    from events.log import LogError
+
+    module, _, name = VIEWS[options.command].partition(":")
+    view = getattr(import_module(f"replay.{module}"), name)
+    nothing_else = dict.fromkeys(("file", "nats", "state_dir", "archive"))
+    asked = argparse.Namespace(**{**vars(options), **nothing_else, "url": client_of(options).url})
+    try:
+        return int(asyncio.run(view(asked)) or 0)
+    except LogError as error:
+        raise ApiError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"{error.filename or 'input/output'}: {error.strerror or error}") from None

@@ -1,0 +1,58 @@
+"""`entry: megatron-lm` in a task file: what the flags in `args` say is filled in at submission.
+
+Rules
+-----
+* What the flags say need not stand in the file. What stands there all the same must agree.
+* Sizes of the model count FLOP, and nothing else: the model is the script's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from events.megatron_lm import ENTRY, BadFlags, CommandLine, Understood, understood
+from unicrond.core.field_faults import Fault
+
+_FIELDS = ("tp", "pp", "global_batch", "micro_batch", "iterations", "seed")
+_SIZES = ("layers", "hidden", "heads", "seq", "vocab", "dropout")
+
+
+def take(data: dict[str, Any]) -> list[Fault]:
+    """Fill in what the flags say. All that is wrong; nothing for other entries, or where args are no texts."""
+    args = data.get("args")
+    if data.get("entry") != ENTRY or not isinstance(args, list | tuple):
+        return [] if data.get("entry") != ENTRY else [Fault(("args",), "are missing; give the script and its flags")]
+    if not all(isinstance(word, str) for word in args):
+        return []
+    try:
+        told = understood(CommandLine.of(args))
+    except BadFlags as error:
+        return [Fault(("args",), str(error))]
+    found = []
+    for part, names in ((data, _FIELDS), (data.setdefault("model", {}), _SIZES)):
+        if isinstance(part, dict):
+            place = () if part is data else ("model",)
+            for name in names:
+                value = getattr(told, name)
+                if part.setdefault(name, value) != value:
+                    text = f"{part[name]!r}, but the flags in args say {value}; leave it out here"
+                    found.append(Fault((*place, name), text))
+    optimizer = data.setdefault("optimizer", {})
+    if isinstance(optimizer, dict):
+        optimizer.setdefault("distributed", told.distributed)
+    return found
+
+
+def lines(args: tuple[str, ...]) -> list[str]:
+    """What was understood of a command line that is right, for people."""
+    told: Understood = understood(CommandLine.of(args))
+    per_replica = told.tp * told.pp
+    return [
+        f"script {args[0]}, {told.iterations} iterations, seed {told.seed}",
+        f"a replica is tp {told.tp} x pp {told.pp} = {per_replica} worker{'s' if per_replica > 1 else ''}",
+        f"global batch {told.global_batch} in micro-batches of {told.micro_batch}: "
+        f"{told.global_batch // told.micro_batch} to deal, so at most as many replicas",
+        f"model: {told.layers} layers, hidden {told.hidden}, {told.heads} heads, sequence {told.seq}, vocabulary"
+        f" {told.vocab}",
+        *told.notes,
+    ]

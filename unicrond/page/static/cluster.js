@@ -1,0 +1,139 @@
+// Nodes x slots: who runs where, and which nodes are out. A canvas, for there may be a thousand nodes; beside it, for
+// keyboards and readers, the nodes that are not up as a table, and any node by its name.
+
+import { STATUS, card, colourOf, css, h, sharp, show, table } from "./dom.js";
+import { nodeButtons } from "./acting.js";
+
+const BY_NAME = new Intl.Collator("en", { numeric: true }); // node9 before node10
+const ENDING = new Set(["stopping", "lost", "parked"]);
+
+export class Cluster {
+  constructor(source) {
+    this.source = source;
+    this.chosen = "";
+    this.summary = h("div", { class: "cards" });
+    this.legend = h("p", {});
+    this.canvas = h("canvas", { id: "grid", role: "img", tabindex: 0, "aria-label": "nodes and their slots; arrow keys choose a node",
+      onclick: (event) => this.choose(this.under(event)), onmousemove: (event) => { this.canvas.title = this.text(this.under(event)); },
+      onkeydown: (event) => this.key(event) });
+    this.find = h("input", { type: "search", placeholder: "find a node", "aria-label": "find a node by name", oninput: () => {
+      const node = this.view.nodes.find((one) => one.name === this.find.value) ?? this.view.nodes.find((one) => this.find.value && one.name.startsWith(this.find.value));
+      if (node) this.choose(node);
+    } });
+    this.details = h("div", { "aria-live": "polite" });
+    this.trouble = h("div", {});
+    this.element = h("section", {}, this.summary, this.legend, this.canvas, h("form", { onsubmit: (event) => event.preventDefault() }, this.find), this.details, this.trouble);
+    new ResizeObserver(() => this.view && this.paint()).observe(this.element);
+  }
+
+  draw(given) {
+    const view = this.view = { ...given, nodes: [...given.nodes].sort((one, other) => BY_NAME.compare(one.name, other.name)) };
+    const counts = {};
+    let used = 0, slots = 0;
+    for (const node of view.nodes) {
+      counts[node.status] = (counts[node.status] ?? 0) + 1;
+      if (node.status === "up") { slots += node.slots; used += node.workers.length; }
+    }
+    const open = view.incidents.filter((one) => !one.closed_us).length;
+    show(this.summary, Object.entries(counts).map(([status, count]) => card(`nodes ${status}`, count, STATUS[status])),
+      card("slots in use", `${used} of ${slots}`), card("incidents open", open, open ? "bad" : "good"), card("incidents ever", view.incidents_total));
+    show(this.legend, view.tasks.map((task, at) => h("span", { class: "key" }, h("i", { class: "box", style: { background: colourOf(at) } }), h("a", { href: `#ranks/${encodeURIComponent(task.name)}` }, task.name))),
+      [["free", "--line", 1], ["isolated, cordoned or drained", "--warn", 0.5], ["lost", "--bad", 0.5]].map(([text, colour, opacity]) => h("span", { class: "key faint" }, h("i", { class: "box", style: { background: `var(${colour})`, opacity } }), text)));
+    if (!view.nodes.length) show(this.legend, "No node has joined yet: unicrond enroll NODE, then unicron-agent on it.");
+    this.paint();
+    this.tell();
+    const out = view.nodes.filter((node) => node.status !== "up");
+    show(this.trouble, out.length ? [h("h2", {}, "Nodes that are not up"), table(["node", "status", "reason"], out.slice(0, 100).map((node) => [
+      node.name, h("span", { class: STATUS[node.status] }, node.status), h("td", { class: "wide" }, node.reason || "-")]), (row) => this.choose(out[row])),
+    out.length > 100 && h("p", { class: "faint" }, `and ${out.length - 100} more`)] : []);
+  }
+
+  /** The size of a cell follows from how many nodes must fit. */
+  layout() {
+    const { nodes } = this.view, width = Math.max(240, this.element.clientWidth), most = Math.max(1, ...nodes.map((node) => node.slots));
+    const small = nodes.length > 120;
+    const slot = small ? (most > 4 ? 4 : 7) : Math.min(nodes.length > 40 ? 22 : 34, Math.max(9, 200 / most)), gap = small ? 1 : 2;
+    const across = small ? Math.ceil(Math.sqrt(most)) : most;
+    const cell = { width: across * (slot + gap) + (small ? 5 : 10), height: Math.ceil(most / across) * (slot + gap) + (small ? 5 : 22) };
+    if (!small) cell.width = Math.max(cell.width, 74);
+    const columns = Math.max(1, Math.floor(width / cell.width));
+    return { slot, gap, across, cell, columns, small, width: columns * cell.width, height: Math.ceil(nodes.length / columns) * cell.height };
+  }
+
+  paint() {
+    const at = this.grid = this.layout();
+    const context = sharp(this.canvas, at.width, at.height);
+    const [line, front, bad, warn, faint, accent] = ["--line", "--front", "--bad", "--warn", "--faint", "--accent"].map(css);
+    context.font = "11px system-ui, sans-serif";
+    this.view.nodes.forEach((node, number) => {
+      const x = (number % at.columns) * at.cell.width, y = Math.floor(number / at.columns) * at.cell.height, top = at.small ? 1 : 16;
+      const out = node.status !== "up";
+      if (!at.small) {
+        context.fillStyle = out ? (STATUS[node.status] === "bad" ? bad : warn) : front;
+        context.fillText(out ? `${node.name} ${node.status}` : node.name, x + 2, y + 11, at.cell.width - 6);
+      }
+      for (let slot = 0; slot < node.slots; slot++) {
+        const worker = node.workers[slot];
+        const left = x + 2 + (slot % at.across) * (at.slot + at.gap), up = y + top + Math.floor(slot / at.across) * (at.slot + at.gap);
+        if (worker && !out) {
+          context.fillStyle = colourOf(worker[0]);
+          context.globalAlpha = worker[3] === "member" ? 1 : ENDING.has(worker[3]) ? 0.25 : 0.55;
+          context.fillRect(left, up, at.slot, at.slot);
+          context.globalAlpha = 1;
+          if (at.slot >= 20 && worker[2] >= 0) { // its rank
+            context.fillStyle = "#fff";
+            context.textAlign = "center";
+            context.fillText(worker[2], left + at.slot / 2, up + at.slot / 2 + 4, at.slot - 2);
+            context.textAlign = "left";
+          }
+        } else {
+          context.fillStyle = out ? (STATUS[node.status] === "bad" ? bad : STATUS[node.status] ? warn : faint) : line;
+          context.globalAlpha = out ? 0.5 : 1;
+          context.fillRect(left, up, at.slot, at.slot);
+          context.globalAlpha = 1;
+        }
+      }
+      if (node.name === this.chosen) {
+        context.strokeStyle = accent;
+        context.lineWidth = 2;
+        context.strokeRect(x + 0.5, y + 0.5, at.cell.width - 2, at.cell.height - 2);
+      }
+    });
+  }
+
+  under(event) {
+    const box = this.canvas.getBoundingClientRect(), { cell, columns } = this.grid;
+    const column = Math.floor((event.clientX - box.left) / cell.width), row = Math.floor((event.clientY - box.top) / cell.height);
+    return column < columns ? this.view.nodes[row * columns + column] : undefined;
+  }
+
+  text(node) { return node ? `${node.name}: ${node.status}, ${node.workers.length} of ${node.slots} slots${node.reason ? `; ${node.reason}` : ""}` : ""; }
+
+  key(event) {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.grid.columns, ArrowUp: -this.grid.columns }[event.key];
+    if (!by) return;
+    const now = this.view.nodes.findIndex((node) => node.name === this.chosen);
+    const node = this.view.nodes[now < 0 ? 0 : now + by];
+    if (node) { this.choose(node); event.preventDefault(); }
+  }
+
+  choose(node) {
+    if (!node) return;
+    this.chosen = node.name;
+    this.paint();
+    this.tell(true);
+  }
+
+  tell(anew) {
+    const node = this.view.nodes.find((one) => one.name === this.chosen);
+    const seen = JSON.stringify(node ?? null);
+    if (seen === this.told && !anew) return;
+    this.told = seen;
+    show(this.details, node && h("div", { class: "panel" }, h("h3", {}, `${node.name} `, h("span", { class: STATUS[node.status] }, node.status)),
+      node.reason && h("p", {}, node.reason), h("p", { class: "faint" }, `${node.slots} slots${node.address ? ` at ${node.address}` : ""}`),
+      node.workers.length ? table(["worker", "#rank", "status"], node.workers.map(([task, number, rank, status]) => {
+        const name = this.view.tasks[task].name;
+        return [h("a", { href: `#ranks/${encodeURIComponent(name)}` }, `${name}.${number}`), rank < 0 ? "-" : rank, status];
+      })) : h("p", {}, "no workers"), h("p", {}, h("a", { href: `#plan/lose/${encodeURIComponent(node.name)}` }, "What if it were lost?")), nodeButtons(this.source, node)));
+  }
+}

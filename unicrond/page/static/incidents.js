@@ -1,0 +1,97 @@
+// Incidents on a line of time, and the story of one: cause, evidence, decision, times, what was redone, log tail.
+
+import { ERRORS } from "./source.js";
+import { SEVERITY, clock, css, h, moment, sharp, show, si, span, table } from "./dom.js";
+
+const ROW = 14;
+const DECISIONS = new Set(["MembershipDecided", "PlanAdopted", "NodeIsolated", "StopWorker", "TaskFailed"]);
+
+export class Incidents {
+  constructor(source) {
+    this.source = source;
+    this.chosen = "";
+    this.canvas = h("canvas", { role: "img", "aria-label": "incidents by time; the table below lists them", onclick: (event) => this.tell(this.under(event)),
+      onmousemove: (event) => { const one = this.under(event); this.canvas.title = one ? `${one.id} ${one.kind} ${one.severity}, ${one.node}` : ""; } });
+    this.story = h("div", { "aria-live": "polite", id: "story" });
+    this.list = h("div", {});
+    this.element = h("section", {}, h("h2", {}, "Incidents"), this.canvas, this.story, this.list);
+    new ResizeObserver(() => this.view && this.paint()).observe(this.element);
+  }
+
+  opened([id]) { if (id) this.wanted = id; }
+
+  draw(view) {
+    const seen = JSON.stringify(view.incidents.map((one) => [one.id, one.closed_us, one.kind]));
+    this.view = view;
+    this.canvas.hidden = !view.incidents.length;
+    this.paint();
+    if (this.wanted) { const one = view.incidents.find(({ id }) => id === this.wanted); this.wanted = ""; if (one) this.tell(one); }
+    if (seen === this.seen) return;
+    this.seen = seen;
+    const newest = [...view.incidents].reverse();
+    show(this.list, newest.length ? table(["incident", "severity", "cause", "node", "tasks", "response", "#detection", "#transition", "#redone", "when"], newest.map((one) => [
+      one.id, h("span", { style: { borderLeft: `.4rem solid ${SEVERITY[one.severity]}`, paddingLeft: ".4rem" } }, one.severity), one.kind, one.node, one.tasks.join(", ") || "-",
+      one.closed_us ? one.response : h("b", { class: "bad" }, `${one.response} (open)`), span(one.detection_us), one.transition_us ? span(one.transition_us) : "-", one.redone, moment(one.detected_us)]),
+    (row) => this.tell(newest[row])) : h("p", {}, "No incident so far."));
+  }
+
+  paint() {
+    const { incidents, now_us: now } = this.view, width = Math.max(240, this.element.clientWidth - 4);
+    const from = Math.min(now - 1, ...incidents.map((one) => one.detected_us)), scale = (width - 12) / Math.max(1, now - from);
+    const rows = [];
+    this.boxes = incidents.map((one) => {
+      const x = 4 + (one.detected_us - from) * scale, end = one.resumed_us || one.closed_us || now, w = Math.max(5, (end - one.detected_us) * scale);
+      let row = rows.findIndex((until) => until < x);
+      if (row < 0) row = rows.length < 10 ? rows.length : 9;
+      rows[row] = x + w + 1;
+      return { one, x, y: row * ROW, w };
+    });
+    const height = Math.max(1, rows.length) * ROW + 18, context = sharp(this.canvas, width, height);
+    context.font = "11px system-ui, sans-serif";
+    for (const { one, x, y, w } of this.boxes) {
+      context.fillStyle = SEVERITY[one.severity];
+      context.fillRect(x, y + 1, w, ROW - 3);
+      if (one.id === this.chosen) { context.strokeStyle = css("--front"); context.lineWidth = 2; context.strokeRect(x - 1, y, w + 2, ROW - 1); }
+    }
+    context.fillStyle = css("--faint");
+    context.fillText(clock(from), 2, height - 4);
+    context.textAlign = "right";
+    context.fillText(clock(now), width - 2, height - 4);
+    context.textAlign = "left";
+  }
+
+  under(event) {
+    const box = this.canvas.getBoundingClientRect(), [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    return this.boxes.findLast((one) => x >= one.x - 2 && x <= one.x + one.w + 2 && y >= one.y && y < one.y + ROW)?.one;
+  }
+
+  async tell(incident) {
+    if (!incident) return;
+    this.chosen = incident.id;
+    this.paint();
+    const evidence = h("td", { class: "wide" }, "reading the log"), decision = h("td", { class: "wide" }, "reading the log");
+    const one = incident, facts = [
+      ["cause", `${one.kind}: ${one.message}`], ["where", `${one.worker ? `worker ${one.worker} on ` : ""}node ${one.node}${one.place ? `, ${one.place}` : ""}`],
+      ["hit", one.tasks.join(", ") || "no task"], ["evidence", evidence], ["decision", decision], ["response", `${one.severity}: ${one.response}`],
+      ["times", `occurred ${clock(one.occurred_us)}, in the log ${clock(one.detected_us)} (${span(one.detection_us)} later)${one.resumed_us ? `, training again ${clock(one.resumed_us)}` : ""}${one.closed_us ? `, closed ${clock(one.closed_us)}` : ", still open"}`],
+      ["redone", `${one.redone} micro-batches${one.iterations_lost ? `, ${one.iterations_lost} iterations (state from ${one.state_from})` : ""}`], ["cost", one.flop ? `${si(one.flop, "FLOP")}, weighted` : "-"]];
+    const entries = h("div", { class: "scroll" }, "reading the log"), tail = h("div", {});
+    show(this.story, h("div", { class: "panel" }, h("h3", {}, `${one.id}: ${one.kind}, ${one.severity}`), table(["", ""], facts.map(([name, text]) => [name, text instanceof Node ? text : h("td", { class: "wide" }, text)])),
+      tail, h("h3", {}, "In the log"), entries,
+      h("p", { class: "faint" }, `The whole account: unicron-replay story ${one.id}`)));
+    this.story.scrollIntoView({ block: "nearest" });
+    try {
+      const found = await this.source.story(one);
+      const opened = Number(one.id.slice(1));
+      const said = (kinds, most, from) => found.filter((entry) => entry.seq >= from && kinds.has(entry.type)).slice(0, most).map((entry) => h("div", {}, entry.summary));
+      const symptoms = one.symptoms ? h("div", {}, `${one.symptoms} further symptoms of it`) : [];
+      const [seen, decided] = [said(ERRORS, 4, 0), said(DECISIONS, 4, opened)];
+      show(evidence, seen.length || one.symptoms ? [seen, symptoms] : "none among the entries here");
+      show(decision, decided.length ? decided : "none yet");
+      const ended = found.map((entry) => entry.envelope.event).filter((event) => event.log_tail || event.detail);
+      const last = ended.find((event) => event.worker === one.worker) ?? ended[0];
+      show(tail, last && [h("h3", {}, `End of the log of ${last.worker}`), h("pre", {}, last.log_tail || last.detail)]);
+      show(entries, table(["#entry", "time", "what"], found.map((entry) => [entry.seq, clock(entry.recorded_at_us), h("td", { class: "wide" }, entry.summary ?? "")])));
+    } catch (error) { show(entries, error.message); }
+  }
+}

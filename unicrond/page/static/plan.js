@@ -1,0 +1,54 @@
+// The plan with its reasons, what each next event would lead to, and "what if".
+
+import { h, moment, show, si, span, table, workersOf, worth } from "./dom.js";
+
+/** How the plan was obtained. */
+const WAYS = { table: "looked up in the table", incremental: "solved on rows that stood", fresh: "solved afresh" };
+
+export class Plan {
+  constructor(source) {
+    this.source = source;
+    this.now = h("div", {});
+    this.answer = h("div", { "aria-live": "polite" });
+    this.foreseen = h("div", {});
+    this.lose = h("input", { list: "nodes", placeholder: "node, node", "aria-label": "nodes to lose" });
+    this.add = h("input", { type: "number", min: 0, max: 10000, value: 0, "aria-label": "nodes to add", style: { width: "6rem" } });
+    this.names = h("datalist", { id: "nodes" });
+    const form = h("form", { id: "whatif", onsubmit: (event) => { event.preventDefault(); this.ask(); } }, "Without ", this.lose, this.names, " and with ", this.add, " more nodes ",
+      h("button", {}, "What if?"), h("button", { type: "button", onclick: () => { this.lose.value = ""; this.add.value = 2; this.ask(); } }, "two spares"));
+    this.element = h("section", {}, this.now, h("h2", {}, "What if"), h("p", { class: "faint" }, "Asks the planner; changes nothing."), form, this.answer, this.foreseen);
+  }
+
+  /** "#plan/lose/NODE" asks at once. */
+  opened([verb, node]) { if (verb === "lose" && node) { this.lose.value = node; this.add.value = 0; this.ask(); } }
+
+  draw(view) {
+    if (this.seen === `${view.plan.epoch}/${view.seq}`) return;
+    const { plan } = view;
+    this.seen = `${plan.epoch}/${view.seq}`;
+    if (this.names.childElementCount !== view.nodes.length) show(this.names, view.nodes.map((node) => h("option", { value: node.name })));
+    show(this.now, h("h2", {}, plan.epoch ? `Plan ${plan.epoch}` : "No plan yet"), plan.epoch ? [
+      h("p", {}, h("b", {}, plan.trigger), ". ", plan.reason), plan.why && h("p", {}, `Why: ${plan.why}`), h("p", { class: "faint" }, `adopted ${moment(plan.adopted_us)}, ${WAYS[plan.way] ?? plan.way} in ${span(plan.took_us)}; WAF ${worth(view, plan.waf, workersOf(plan.tasks))} of ${worth(view, plan.healthy_waf, Object.fromEntries(plan.tasks.map((one) => [one.task, one.healthy])))} in health`),
+      table(["task", "#workers", "#in health", "#WAF"], plan.tasks.map((one) => [one.task, one.workers, one.healthy, worth(view, one.waf, { [one.task]: one.workers })]))] : []);
+    if (this.epoch !== plan.epoch && !this.source.replay) { this.epoch = plan.epoch; this.foresee(); }
+  }
+
+  async foresee() {
+    try {
+      const { rows } = await this.source.ask("v1/plan/table");
+      show(this.foreseen, h("h2", {}, "Should this come next"), table(["event", "of", "#WAF then", "workers"], rows.map((row) => [
+        row.event, `${row.subject}${row.nodes.length ? ` and ${row.nodes.length} alike` : ""}`, worth(this.source.view, row.waf, row.workers), Object.entries(row.workers).map(([task, count]) => `${task} ${count}`).join(", ")])));
+    } catch { this.epoch = -1; /* not made yet: with the next view again */ }
+  }
+
+  async ask() {
+    const lose = this.lose.value.split(/[\s,]+/).filter(Boolean), add = Number(this.add.value);
+    show(this.answer, "planning");
+    try {
+      const { now, then } = await this.source.ask("v1/plan/whatif", { lose, add_nodes: add });
+      const had = (name) => now.assignments?.[name]?.workers ?? 0, view = this.source.view;
+      show(this.answer, h("div", { class: "panel" }, h("p", {}, h("b", {}, `WAF ${worth(view, now.waf ?? 0, Object.fromEntries(Object.entries(now.assignments ?? {}).map(([name, one]) => [name, one.workers])))} → ${worth(view, then.waf, workersOf(then.assignments))}`), `; the change would cost ${si(then.transition_flop ?? 0, "FLOP")}`),
+        table(["task", "#workers", "#would have"], then.assignments.map((one) => [one.task, had(one.task), h("b", { class: had(one.task) === one.workers ? "" : "warn" }, one.workers)])), h("p", {}, then.reason)));
+    } catch (error) { show(this.answer, h("p", { class: "bad" }, error.message)); }
+  }
+}

@@ -1,0 +1,176 @@
+"""What the page shows of a state, as plain JSON types: small, for a thousand nodes are asked for every second. Pure.
+
+    {"seq", "now_us", "term", "nodes", "tasks", "incidents", "plan"}
+
+Workers stand with their nodes as [task, number, rank, status]: the task's place in `tasks`, the rank -1 for one that is
+no member. A task's ranks, with what each does, are asked for one task at a time (`ranks_of`); the end of a worker's log
+is with its events. `hide`: what becomes of a text that may hold a secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from unicrond.core.departures import told as told_of
+from unicrond.core.isolation import waits_for
+from unicrond.core.severity import RESPONSE
+from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
+from unicrond.core.work import LINEAR_FLOPS, achieved_waf, iteration_flop
+from unicrond.display.cluster_tables import node_status
+from unicrond.display.plan_words import why
+
+#: Closed incidents, the newest.
+CLOSED_SHOWN = 200
+
+
+def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any]:
+    """The whole of it."""
+    places = {name: number for number, name in enumerate(state.tasks)}
+    workers: dict[str, list[list[Any]]] = {}
+    for task in state.tasks.values():
+        ranks = _ranks(task)
+        for worker in task.workers.values():
+            number = int(worker.worker.rpartition(".")[2])
+            row = [places[task.name], number, ranks.get(worker.worker, -1), worker.status.value]
+            workers.setdefault(worker.node, []).append(row)
+    return {
+        "seq": state.seq,
+        "now_us": state.now_us,
+        "term": state.term,
+        "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
+        "tasks": [_task(state, task, hide) for task in state.tasks.values()],
+        "incidents": [_incident(one, hide) for one in (*state.closed[-CLOSED_SHOWN:], *state.incidents.values())],
+        "incidents_total": state.incidents_total,
+        "linear_flops": LINEAR_FLOPS,
+        "plan": _plan(state),
+    }
+
+
+def ranks_of(task: Task, hide: Callable[[str], str] = str) -> list[dict[str, Any]]:
+    """Its members in rank order: where each is, and what it is known to do. A mark is told only of one that stands
+    still; the others train."""
+    told = []
+    for rank, member in enumerate(task.membership.members if task.membership else ()):
+        worker = task.workers.get(member.worker)
+        row: dict[str, Any] = {
+            "rank": rank,
+            "worker": member.worker,
+            "node": member.node,
+            "replica": member.replica,
+            "shard": member.shard,
+            "status": worker.status.value if worker else "lost",
+            "pid": worker.pid if worker else 0,
+            "in_group": worker is not None and task.has_joined(worker),
+            "busy": hide(worker.busy) if worker else "",
+        }
+        if still := task.group.suspicions.get(member.worker):
+            row["still"] = {
+                "phase": still.phase,
+                "iteration": still.iteration,
+                "micro_batch": still.micro_batch,
+                "collective": still.entered,
+                "waiting": still.waiting,
+                "still_us": still.still_us,
+            }
+        if slow := task.group.stragglers.get(member.worker):
+            row["factor"] = slow.factor
+        told.append(row)
+    return told
+
+
+def _ranks(task: Task) -> dict[str, int]:
+    return {member.worker: rank for rank, member in enumerate(task.membership.members if task.membership else ())}
+
+
+def _node(state: ClusterState, node: Node, workers: list[list[Any]], hide: Callable[[str], str]) -> dict[str, Any]:
+    status = node_status(node)
+    told: dict[str, Any] = {"name": node.name, "status": status, "slots": node.slots, "workers": workers}
+    if status != "up" or node.needs:
+        waits = waits_for(state, node) if node.isolated else ""
+        told["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon_reason, told_of(node)))))
+    if node.status is NodeStatus.UP:
+        told["address"] = node.address
+    return told
+
+
+def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[str, Any]:
+    spec, pace_us = task.spec, task.pace.iteration_us
+    active = task.status is TaskStatus.ACTIVE
+    members = len(task.membership.members) if task.membership and active else 0
+    left = spec.iterations - task.progress.iteration
+    per_s = 1e6 / pace_us if pace_us and active and task.confirmed else 0.0
+    return {
+        "name": task.name,
+        "status": task.status.value,
+        "reason": hide(task.ending.reason.partition("\n")[0]),
+        "weight": spec.weight,
+        "workers": members,
+        "min_workers": spec.min_workers,
+        "max_workers": spec.max_workers,
+        "has_throughput": bool(spec.throughput),
+        "tp": spec.tp,
+        "pp": spec.pp,
+        "generation": task.generation,
+        "whole": task.confirmed and task.all_able,
+        "iteration": task.progress.iteration,
+        "iterations": spec.iterations,
+        "loss": task.progress.loss,
+        "step_us": pace_us,
+        "tokens_per_s": per_s * spec.global_batch * spec.model.seq,
+        "flops": per_s * iteration_flop(spec),
+        "waf": achieved_waf(task, state.now_us),
+        "eta_us": left * pace_us if per_s else None,
+        "checkpoint": task.progress.checkpoint_iteration,
+        "stragglers": len(task.group.stragglers),
+    }
+
+
+def _incident(incident: Incident, hide: Callable[[str], str]) -> dict[str, Any]:
+    return {
+        "id": incident.id,
+        "kind": incident.kind,
+        "severity": incident.severity.name,
+        "node": incident.node,
+        "worker": incident.worker,
+        "tasks": list(incident.tasks),
+        "message": hide(incident.message),
+        "place": hide(incident.place),
+        "symptoms": incident.symptoms,
+        "response": incident.response or RESPONSE[incident.severity],
+        "occurred_us": incident.occurred_us,
+        "detected_us": incident.detected_us,
+        "resumed_us": incident.resumed_us,
+        "closed_us": incident.closed_us,
+        "detection_us": incident.detection_us or max(0, incident.detected_us - incident.occurred_us),
+        "transition_us": incident.transition_us,
+        "redone": incident.redone,
+        "iterations_lost": incident.iterations_lost,
+        "state_from": incident.state_from,
+        "flop": incident.detection_flop + incident.transition_flop,
+    }
+
+
+def _plan(state: ClusterState) -> dict[str, Any]:
+    plan = state.plan
+    return {
+        "epoch": plan.epoch,
+        "trigger": plan.trigger,
+        "reason": plan.reason,
+        "why": why(state),
+        "way": plan.way,
+        "took_us": plan.took_us,
+        "adopted_us": plan.adopted_us,
+        "waf": float(plan.waf),
+        "healthy_waf": float(plan.healthy_waf),
+        "transition_flop": plan.transition_flop,
+        "tasks": [
+            {
+                "task": name,
+                "workers": share.workers,
+                "waf": float(share.waf),
+                "healthy": plan.healthy.get(name, 0),
+            }
+            for name, share in plan.assignments.items()
+        ],
+    }

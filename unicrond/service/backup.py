@@ -1,0 +1,254 @@
+"""`unicrond backup` and `unicrond restore`: all that a head needs, as files; and a head made from them.
+
+Format
+------
+    DIR/archive/      the log: entries 1 to the last, in segments, with the heartbeats that prove losses
+    DIR/state/        what else lies in state_dir: keys, the list of nodes, certificates
+    DIR/keys/         the keys, where they lie elsewhere
+    DIR/unicron.yaml, DIR/api.tokens      the configuration and the list of tokens, where there are any
+    DIR/backup.json   when, of which entry, by which version; each file with its digest
+
+Rules
+-----
+* A backup is taken while the coordinator runs, and appears whole or not at all. It holds secrets: mode 0700.
+* Checkpoints are not in it: they lie where every node sees them.
+* A restore changes nothing where a log is already. It compares every file with its digest, and reads the log through.
+* The restored stream begins after the last entry of the backup; what stands before it is read from the archive. It is
+  another log to the agents: they stop their workers and join again, and tasks go on from their checkpoints. So nothing
+  that was decided after the backup can be taken for something that is decided now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from events.file_log import LOCK, LogBusy
+from events.log import LogDamaged, LogError
+from events.logins import Role
+from events.nats_connection import Connection, Login, connect
+from events.nats_server import EmbeddedServer, ServerError
+from events.nats_streams import STREAM_EXISTS_WITH_OTHER_CONFIG, ApiError, api, event_stream_config
+from events.segments import cut_torn_tail, read_entries, segment_paths
+from events.subjects import EVENT_STREAM
+from unicrond import VERSION
+from unicrond.intake.config import Config, login_as
+from unicrond.service.archive_command import CONNECT_TIMEOUT_S, Asked, Outcome, work
+from unicrond.service.known_log import FILE, KnownLog
+from unicrond.service.state_lock import sole_user
+
+MANIFEST = "backup.json"
+#: Of state_dir: the log itself, what is copied elsewhere, and what says nothing.
+_NOT_STATE = {"nats", "archive", "checkpoints", "unicrond.lock", FILE}
+BUSY_ATTEMPTS = 60
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`files`: path within the backup -> SHA-256. `made_at_s`: Unix time."""
+
+    version: str
+    made_at_s: int
+    last_seq: int
+    files: dict[str, str]
+
+
+class Backup(NamedTuple):
+    """What was written, or restored: entries 1 to `last_seq`."""
+
+    directory: str
+    last_seq: int
+    files: int
+
+    def __str__(self) -> str:
+        held = f"entries 1 to {self.last_seq}" if self.last_seq else "an empty log"
+        return f"{self.directory}: {held}, {self.files} files"
+
+
+# --- to a backup ---------------------------------------------------------------------------------
+
+
+def back_up(config: Config, config_path: Path | None, to: Path) -> Backup:
+    """Write a backup of the running head. Raises LogError, OSError."""
+    if to.exists():
+        raise LogError(f"{to}: is there already; name a new directory")
+    done = asyncio.run(_archived(config))
+    part = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent))
+    try:
+        for source, target in _sources(config, config_path):
+            (part / target).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            shutil.copyfile(source, part / target)
+            (part / target).chmod(0o600)
+        for segment in segment_paths(part / "archive")[-1:]:
+            cut_torn_tail(segment)  # the timer may be writing
+        last_seq = _read_through(part / "archive", done.last_seq)
+        files = {str(path.relative_to(part)): _digest(path) for path in _files(part)}
+        manifest = Manifest(VERSION, int(time.time()), last_seq, files)
+        (part / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        _make_durable(part)
+        part.rename(to)
+        _sync(to.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return Backup(str(to), last_seq, len(files))
+
+
+async def _archived(config: Config) -> Outcome:
+    """Bring the archive up to date; the coordinator's timer may be at it."""
+    attempts = 0
+    while True:
+        try:
+            return await work(Asked(config, None))
+        except LogBusy:
+            attempts += 1
+            if attempts == BUSY_ATTEMPTS:
+                raise
+        await asyncio.sleep(1.0)
+
+
+def _sources(config: Config, config_path: Path | None) -> Iterator[tuple[Path, str]]:
+    """What is copied, and to where in the backup."""
+    state_dir, archive = Path(config.state_dir), config.archive
+    for path in _files(archive):
+        if path.name != LOCK:
+            yield path, f"archive/{path.relative_to(archive)}"
+    for top in sorted(state_dir.iterdir()):
+        if top.name not in _NOT_STATE and top.resolve() != archive.resolve():
+            for path in [top] if top.is_file() else _files(top):
+                yield path, f"state/{path.relative_to(state_dir)}"
+    if config.keys.is_dir() and not config.keys.resolve().is_relative_to(state_dir.resolve()):
+        for path in _files(config.keys):
+            yield path, f"keys/{path.relative_to(config.keys)}"
+    if config_path is not None:
+        yield config_path, "unicron.yaml"
+    if config.api.tokens_file:
+        yield Path(config.api.tokens_file), "api.tokens"
+
+
+# --- from a backup -------------------------------------------------------------------------------
+
+
+def restore(config: Config, source: Path) -> Backup:
+    """Make the head of a configuration from a backup; start it afterwards. Raises LogError, OSError."""
+    manifest = _checked(source)
+    state_dir, archive = Path(config.state_dir), config.archive
+    with ExitStack() as stack:
+        if not config.nats.url:
+            stack.enter_context(sole_user(state_dir))
+        if _files(archive) or (state_dir / "nats" / "store").exists():
+            raise LogError(f"{state_dir}: holds a log already; move it away, or set another state_dir")
+        _read_through(source / "archive", manifest.last_seq)
+        for begin, place in (("archive", archive), ("state", state_dir), ("keys", config.keys)):
+            for path in _files(source / begin):
+                target = place / path.relative_to(source / begin)
+                target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if target.exists() and _digest(target) != _digest(path):
+                    raise LogError(f"{target}: is there already and differs from the backup's; move it away")
+                shutil.copyfile(path, target)
+                target.chmod(0o600)
+        _make_durable(archive)
+        KnownLog(state_dir).take(time.time_ns() // 1000)  # a person has chosen this log
+        asyncio.run(_make_stream(config, manifest.last_seq + 1))
+    return Backup(str(source), manifest.last_seq, len(manifest.files))
+
+
+def _checked(source: Path) -> Manifest:
+    try:
+        manifest = msgspec.json.decode((source / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise LogError(f"{source}: is no backup: it has no {MANIFEST}") from None
+    except msgspec.MsgspecError as error:
+        raise LogDamaged(f"{source / MANIFEST}: {error}") from None
+    found = {str(path.relative_to(source)) for path in _files(source)} - {MANIFEST}
+    for name in sorted(found ^ set(manifest.files)):
+        raise LogDamaged(f"{source / name}: is {'missing' if name in manifest.files else 'not part of the backup'}")
+    for name, digest in manifest.files.items():
+        if _digest(source / name) != digest:
+            raise LogDamaged(f"{source / name}: was changed since the backup; take another backup")
+    return manifest
+
+
+async def _make_stream(config: Config, first_seq: int) -> None:
+    """The event stream, empty, whose first entry will have this number."""
+    if config.nats.url:
+        connection = await connect(
+            config.nats.url, name="unicrond-restore", login=login_as(config, Role.OPERATOR), timeout_s=CONNECT_TIMEOUT_S
+        )
+        try:
+            await _create(connection, config, first_seq)
+        finally:
+            await connection.close()
+        return
+    login = Login(user="unicrond-restore", password=secrets.token_urlsafe(24))  # for this moment
+    server = EmbeddedServer(Path(config.state_dir) / "nats", login=login, dies_with_us=True)
+    try:
+        await server.start()
+        connection = await connect(server.url, name="unicrond-restore", login=login, timeout_s=CONNECT_TIMEOUT_S)
+        try:
+            await _create(connection, config, first_seq)
+        finally:
+            await connection.close()
+    except ServerError as error:
+        raise LogError(f"nats-server: {error}") from None
+    finally:
+        await server.stop()
+
+
+async def _create(connection: Connection, config: Config, first_seq: int) -> None:
+    ours = {**event_stream_config(config.nats.replicas), "first_seq": first_seq}
+    try:
+        found = await api(connection, f"STREAM.CREATE.{EVENT_STREAM}", ours)
+    except ApiError as error:
+        if error.code != STREAM_EXISTS_WITH_OTHER_CONFIG:
+            raise
+        raise LogError(f"{connection.urls}: has a stream {EVENT_STREAM} already; a cluster may live there") from None
+    if found["state"]["last_seq"] != first_seq - 1 or found["state"]["messages"]:
+        raise LogError(f"{connection.urls}: has a stream {EVENT_STREAM} already; a cluster may live there")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _read_through(archive: Path, last_seq: int) -> int:
+    """The number of the last entry, all of which were read; at least `last_seq`. LogDamaged."""
+    seq = 0
+    if _files(archive):
+        for entry in read_entries(archive):
+            seq = entry.seq
+    if seq < last_seq:
+        raise LogDamaged(f"{archive}: ends with entry {seq}, not {last_seq}")
+    return seq
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file()) if directory.is_dir() else []
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _make_durable(directory: Path) -> None:
+    for path in _files(directory):
+        _sync(path)
+    for path in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""The coordinator's books: goodput (core/goodput.py), kept with its snapshots, and how long the phases of transitions
+took since this process began to read; and the traces of incidents (core/spans.py), told to whoever wants them.
+
+Nothing is decided from them. Should they ever fail, that is said once, and everything else goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from events.envelope import Entry, Recorded
+from unicrond.core.goodput import Books, booked
+from unicrond.core.goodput_report import NOTHING, Reading, reading
+from unicrond.core.spans import PHASES, Span, Spans
+from unicrond.core.state import ClusterState
+
+log = logging.getLogger("unicrond")
+
+
+class Lasted(NamedTuple):
+    """How often, and how long together."""
+
+    times: int = 0
+    total_us: int = 0
+
+
+def _unwanted(_: Sequence[Span]) -> None:
+    pass
+
+
+#: How often sums are remembered, so that the goodput of an interval can be told; and how many, a month.
+READING_US, READINGS_MAX = 600_000_000, 30 * 24 * 6
+
+
+class Bookkeeper:
+    """`books`: up to the coordinator's state; None once they have failed. `phases`: of transitions. `ended`: told the
+    spans that have ended; must neither raise nor wait."""
+
+    def __init__(self) -> None:
+        self.ended: Callable[[Sequence[Span]], None] = _unwanted
+        self.begin()
+
+    def begin(self) -> None:
+        """At the log's beginning, where nothing is known."""
+        self.books: Books | None = Books()
+        self.phases = dict.fromkeys(PHASES, Lasted())
+        self._spans: Spans | None = Spans()
+        self._readings: deque[Reading] = deque(maxlen=READINGS_MAX)
+
+    def folded(self, before: ClusterState, after: ClusterState, entry: Entry) -> None:
+        """The entry has led from one state to the other."""
+        if not isinstance(entry, Recorded):
+            return
+        if self.books is not None:
+            try:
+                self.books = booked(self.books, before, after, entry.envelope.event)
+            except Exception:  # a bug of ours must not stop what heals
+                told = "goodput: the books end at entry %d; restart the coordinator without its snapshot"
+                log.exception(told, entry.seq)
+                self.books = None
+            else:
+                self._remember(after)
+        if self._spans is not None:
+            try:
+                self._note(self._spans.feed(before, after, entry))
+            except Exception:
+                log.exception("traces: they end at entry %d; restart the coordinator", entry.seq)
+                self._spans = None
+
+    def since(self, time_us: int) -> Reading:
+        """The last sums that were remembered before this time; where there are none, the first of all. Those of before
+        a snapshot that this process began with are not there."""
+        at = bisect_right(self._readings, time_us, key=lambda one: one.at_us)
+        return self._readings[max(0, at - 1)] if self._readings else NOTHING
+
+    def _remember(self, state: ClusterState) -> None:
+        last_us = self._readings[-1].at_us if self._readings else 0
+        if self.books is not None and state.now_us - last_us >= READING_US:
+            self._readings.append(reading(self.books, state))
+
+    def _note(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            if span.name in self.phases:
+                times, total_us = self.phases[span.name]
+                self.phases[span.name] = Lasted(times + 1, total_us + span.end_us - span.start_us)
+        if spans:
+            self.ended(spans)
+
+
+def encoded(books: Books | None) -> bytes:
+    """For a snapshot."""
+    return msgspec.msgpack.encode(books)
+
+
+def decoded(body: bytes) -> Books | None:
+    """What a snapshot holds. Raises msgspec.MsgspecError."""
+    books: Books | None = msgspec.msgpack.decode(body, type=Books | None)
+    return books

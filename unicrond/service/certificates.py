@@ -1,0 +1,121 @@
+"""The head's certificates while it runs: renewed without a restart, and said in time that they end.
+
+Rules
+-----
+* The files are looked at now and then. New ones are tried first; then the API shows them to new connections, and
+  nats-server reads them at a signal. Connections that are open stay.
+* Certificates that cannot be used leave the last in force, and are an alarm.
+* An alarm stands from WARN_DAYS before the server's certificate ends (a third of its time, if that is shorter).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from events.certificates import BadCertificate, first_in
+from events.nats_server import ServerError
+from unicrond.intake.tls import BadTls, Files, file_state
+
+log = logging.getLogger("unicrond")
+
+LOOK_EVERY_S = 1.0
+WARN_DAYS = 30
+
+
+class Server(Protocol):
+    """An embedded server."""
+
+    async def renew(self) -> None:
+        """See EmbeddedServer."""
+        ...
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Certificates:
+    """`files`: where the certificates are. `server`: None where it does not speak TLS, or is not ours. `is_for_api`:
+    the API speaks TLS. Raises BadTls."""
+
+    def __init__(
+        self, files: Files, server: Server | None, *, is_for_api: bool, now: Callable[[], datetime] = _now
+    ) -> None:
+        self._files = files
+        self._server = server
+        self._now = now
+        self._said: list[str] = []
+        self._warn: datetime | None = None
+        self._ends = datetime.max.replace(tzinfo=UTC)
+        #: Of the API; None: it speaks in clear.
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if is_for_api else None
+        #: Why the newest certificates are not in use; "" where they are.
+        self.trouble = ""
+        self._seen = _seen(files)
+        if server is not None or is_for_api:
+            self._load()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._say()
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Use the certificates that are in the files, if they are others than before."""
+        seen = _seen(self._files)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._load()
+            if self._server is not None:
+                await self._server.renew()
+        except (BadTls, ServerError) as error:
+            self.trouble = str(error)
+            return
+        self.trouble = ""
+        log.info("new certificates are in use until %s", self._ends.date())
+
+    def alarms(self) -> list[str]:
+        """What a person has to do about certificates, a line each."""
+        lines = [f"the new certificates are not in use: {self.trouble}"] if self.trouble else []
+        now = self._now()
+        if self._warn is not None and now >= self._warn:
+            days = max(0, (self._ends - now).days)
+            when = f"ends in {days} days" if now < self._ends else "has expired"
+            lines.append(f"the certificate {self._files.cert} {when}: unicrond tls-init --renew")
+        return lines
+
+    def _load(self) -> None:
+        """Raises BadTls, and then nothing has changed."""
+        try:
+            found = first_in(self._files.cert.read_bytes())
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self._files.cert, self._files.key)
+            if self.context is not None:
+                self.context.load_cert_chain(self._files.cert, self._files.key)
+        except BadCertificate as error:
+            raise BadTls(f"{self._files.cert}: {error}") from None
+        except (ssl.SSLError, OSError) as error:
+            why = getattr(error, "reason", None) or error.strerror
+            raise BadTls(f"{self._files.cert}: is not a certificate with its key {self._files.key} ({why})") from None
+        self._ends = found.not_valid_after_utc
+        whole = self._ends - found.not_valid_before_utc
+        self._warn = self._ends - min(timedelta(days=WARN_DAYS), whole / 3)
+
+    def _say(self) -> None:
+        alarms = self.alarms()
+        for line in alarms:
+            if line not in self._said:
+                log.error("ALARM: %s", line)
+        self._said = alarms
+
+
+def _seen(files: Files) -> list[tuple[int, int, int] | None]:
+    return [file_state(path) for path in files]

@@ -1,0 +1,51 @@
+"""What a configuration alone determines of a head: its embedded server, who may ask it, what goes beside its events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from events.certificates import BadCertificate
+from events.envelope import Envelope
+from events.logins import User
+from events.nats_server import EmbeddedServer
+from events.store_lease import StoreLease
+from unicrond.intake.config import Config, embedded_tls, login, read_secret
+from unicrond.intake.tls import BadTls
+from unicrond.service.access import Access
+from unicrond.service.arrival import Waiting
+from unicrond.service.node_logins import remembered
+from unicrond.service.warrants import Warrants
+
+
+def server_of(config: Config, roles: list[User], waiting: Waiting) -> EmbeddedServer:
+    """Not started."""
+    has_keys = config.nats.has_keys
+    shared = config.nats.shared if has_keys else login(config.nats)
+    return EmbeddedServer(
+        Path(config.state_dir) / "nats",
+        host=config.nats.host,
+        port=config.nats.port,
+        login=shared if config.nats.user else None,
+        users=[*roles, *remembered(config.keys / "nodes")] if has_keys else None,
+        tls=embedded_tls(config),
+        lease=StoreLease(Path(config.state_dir) / "nats"),
+        waits=waiting.say,
+    )
+
+
+def beside(config: Config) -> Callable[[Envelope], dict[str, str]]:
+    """What goes beside the events: warrants, where nodes have certificates. Raises BadTls."""
+    if not config.certifies_nodes:
+        return lambda _: {}
+    cert = config.certificates.cert
+    try:
+        return Warrants(cert).beside
+    except (BadCertificate, OSError) as error:
+        raise BadTls(f"{cert}: {error}; make another with `unicrond tls-init --renew`") from None
+
+
+def access_of(config: Config) -> Access:
+    """Who may use the API."""
+    token = read_secret(config.api.token_file) if config.api.token_file else ""
+    return Access(token, Path(config.api.tokens_file) if config.api.tokens_file else None)

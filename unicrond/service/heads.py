@@ -1,0 +1,253 @@
+"""One head: it stands by and folds, leads while it has the lease, and stands by again.
+
+Rules
+-----
+* The head that leads holds the lease, and then claims a term; the term alone says which one decides (events/log.py).
+* A head stands for the lease only once it has folded the log, so that it decides at once when it gets it.
+* When it may take a free lease: `unicrond/core/leadership.py`.
+* A leader that cannot renew goes on: the log is away, and no other head can take the lease either. It stands by once
+  the log says that another head has the lease, or has claimed a term.
+* What claimed a term without the lease is a head of an older version. The lease ends then by itself, and no head takes
+  it while that coordinator sends beats: two versions do not fight.
+* A head that ends gives the lease back, whatever ended it, so that the next one need not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from events.lease import ANNOUNCED_S, RENEW_S, Held, Holder, Lease
+from events.log import Fenced, LogError
+from unicrond.core.leadership import Candidacy
+from unicrond.service import same_machine
+from unicrond.service.clock import CLOCK, Clock
+from unicrond.service.coordinator import Coordinator
+
+log = logging.getLogger("unicrond")
+
+#: How often a head that stands by asks for the lease, and one that leads renews it when the last attempt failed.
+LOOK_S = 0.2
+_AGAIN_S = 0.1
+_GIVE_BACK_S = 1.0
+
+
+def this_process(api: str = "") -> Holder:
+    """A holder for this life of this process."""
+    pid = os.getpid()
+    return Holder(
+        head=secrets.token_hex(8),
+        process=f"{socket.gethostname()}:{pid}",
+        api=api,
+        machine=same_machine.machine(),
+        pid=pid,
+        began=same_machine.began(pid) or 0,
+    )
+
+
+def is_gone(holder: Holder) -> bool:
+    """It was a process of this machine, and runs no more."""
+    return same_machine.is_gone(holder.machine, holder.pid, holder.began)
+
+
+class Head:
+    """`me`: this head in the lease. `is_patient`: it was told to stand by. `gone`: whether a holder was a process of
+    this machine that has ended."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        lease: Lease,
+        me: Holder,
+        heartbeat_s: float,
+        clock: Clock = CLOCK,
+        *,
+        is_patient: bool = False,
+        gone: Callable[[Holder], bool] = is_gone,
+    ) -> None:
+        self.me = me
+        #: Who has the lease, as far as this head knows.
+        self.leader: Holder | None = None
+        #: All that have announced themselves, this one too.
+        self.heads: list[Holder] = []
+        self._coordinator = coordinator
+        self._lease = lease
+        self._heartbeat_us = int(heartbeat_s * 1e6)
+        self._clock = clock
+        self._is_patient = is_patient
+        self._gone = gone
+        self._news = asyncio.Event()
+        self._candidacy: Candidacy | None = None
+
+    @property
+    def leads(self) -> bool:
+        """It has the lease, as far as it knows."""
+        return self.leader is not None and self.leader.head == self.me.head
+
+    @property
+    def standing_by(self) -> list[str]:
+        """The heads that are known and do not lead, HOST:PID."""
+        leader = self.leader.head if self.leader is not None else ""
+        return sorted(one.process for one in self.heads if one.head != leader and not one.has_left)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises what ends the coordinator, but no Fenced."""
+        await self._lease.listen(self._news.set, self._heard)
+        announcing = asyncio.create_task(self._announce(), name="announce")
+        try:
+            while True:
+                held = await self._stand_by()
+                await self._lead(held)
+                self._is_patient = True
+        finally:
+            await _ended(announcing)
+            await self._take_leave()
+
+    # --- standing by -----------------------------------------------------------------------------
+
+    async def _stand_by(self) -> Held:
+        following = asyncio.create_task(self._coordinator.follow(), name="follow")
+        taking = asyncio.create_task(self._take(), name="lease")
+        try:
+            await asyncio.wait({following, taking}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                await following  # raises: it has no other end
+            return await taking
+        finally:
+            self._candidacy = None
+            await _ended(following, taking)
+
+    async def _take(self) -> Held:
+        await self._coordinator.caught_up.wait()
+        candidacy = Candidacy(self.me.head, self._heartbeat_us, self._now_us(), is_patient=self._is_patient)
+        self._candidacy = candidacy
+        told = ""
+        while True:
+            self._news.clear()
+            try:
+                look = await self._lease.look()
+                held = look.held
+                holder = held.holder if held is not None else None
+                self.leader = holder if holder is not None and not holder.has_left else None
+                gone = holder is not None and self._gone(holder)
+                why = candidacy.answered(held, self._now_us(), is_anew=look.is_anew, is_gone=gone)
+                if why and (ours := await self._lease.put(self.me, held.revision if held is not None else 0)):
+                    log.info("this head leads from now on: %s", why)
+                    self.leader = self.me
+                    return ours
+                if self.leader is not None and self.leader.process != told:
+                    told = self.leader.process
+                    log.info("standing by: the head %s leads", told)
+            except LogError as error:
+                log.debug("cannot ask who leads: %s", error)
+                candidacy.unanswered()
+            await _wait(self._news, LOOK_S)
+
+    def _heard(self, term: int) -> None:
+        if self._candidacy is not None and term >= self._coordinator.state.term:
+            self._candidacy.beat(self._now_us())
+
+    # --- leading ---------------------------------------------------------------------------------
+
+    async def _lead(self, held: Held) -> None:
+        """Until another head leads. Raises what else ends the coordinator."""
+        ruling = asyncio.create_task(self._coordinator.run(), name="coordinator")
+        renewing = asyncio.create_task(self._renew(held), name="lease")
+        gives_back = True
+        try:
+            await asyncio.wait({ruling, renewing}, return_when=asyncio.FIRST_COMPLETED)
+            if not ruling.done():
+                gives_back = False
+                log.warning("this head stands by from now on: %s", await renewing)
+                return
+            try:
+                await ruling
+            except Fenced as fenced:
+                gives_back = False
+                log.warning("this head stands by from now on: another coordinator took over (%s)", fenced)
+        finally:
+            await _ended(ruling, renewing)
+            self.leader = None
+            if gives_back:
+                await self._give_back()
+
+    async def _renew(self, held: Held) -> str:
+        """As long as no other head has the lease; then who has it."""
+        delay_s = RENEW_S
+        while True:
+            await asyncio.sleep(delay_s)
+            delay_s = _AGAIN_S
+            try:
+                renewed = await self._lease.put(self.me, held.revision)
+                if renewed is None:  # it had ended, or an answer was lost
+                    present = (await self._lease.look()).held
+                    holder = present.holder if present is not None else None
+                    if holder is not None and holder.head != self.me.head:
+                        return f"the head {holder.process} has the lease"
+                    renewed = await self._lease.put(self.me, present.revision if present is not None else 0)
+            except LogError as error:
+                log.debug("cannot renew the lease: %s", error)
+                continue
+            if renewed is not None:
+                held, delay_s = renewed, RENEW_S
+
+    async def _give_back(self) -> None:
+        """So that the next head need not wait for the lease's end."""
+        try:
+            async with asyncio.timeout(_GIVE_BACK_S):
+                present = (await self._lease.look()).held
+                if present is not None and present.holder is not None and present.holder.head == self.me.head:
+                    await self._lease.put(replace(self.me, has_left=True), present.revision)
+        except (LogError, TimeoutError) as error:
+            log.debug("cannot give the lease back: %s", error)
+
+    async def _announce(self) -> None:
+        """This head to the others, and the others to this head."""
+        while True:
+            try:
+                await self._lease.announce(self.me)
+                self.heads = await self._lease.heads()
+            except LogError as error:
+                log.debug("cannot tell the heads of each other: %s", error)
+            await asyncio.sleep(ANNOUNCED_S / 3)
+
+    async def _take_leave(self) -> None:
+        try:
+            await self._lease.announce(replace(self.me, has_left=True))
+        except LogError as error:
+            log.debug("cannot take leave of the other heads: %s", error)
+
+    def _now_us(self) -> int:
+        return self._clock.monotonic_us()
+
+
+async def others(lease: Lease, me: Holder) -> list[Holder]:
+    """The heads that run beside this one, asked now; none where the log does not answer."""
+    try:
+        held = (await lease.look()).held
+        known = [*await lease.heads(), *([held.holder] if held is not None and held.holder is not None else [])]
+    except LogError:
+        return []
+    return [holder for holder in known if holder.head != me.head and not holder.has_left and not is_gone(holder)]
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancelled, and at their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,122 @@
+"""The part of the HTTP API that reads: the event log, what workers say and do, what agents see of their nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from events.envelope import Quarantined
+from events.log import EventLog
+from unicrond.core.state import ClusterState
+from unicrond.display.event_lines import entry_json
+from unicrond.service.discretion import Discretion
+from unicrond.service.http_parts import answer, body_of, error, number_in
+from unicrond.service.log_reading import LogReader, LogsUnavailable
+from unicrond.service.node_checks import AskedOf, ChecksRun, NodeChecks
+
+#: How old marks may be that are told.
+MARKS_S = 1.0
+
+
+class LogApi:
+    """Its routes, over one log and the agents that have the workers' output."""
+
+    def __init__(self, event_log: EventLog, logs: LogReader, state: Callable[[], ClusterState]) -> None:
+        self._event_log = event_log
+        self._logs = logs
+        self._state = state
+        self._checks = NodeChecks(logs)
+        self._turn = asyncio.Lock()
+        #: Of the task that was asked for last, and when.
+        self._marks: dict[str, tuple[float, Any]] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """What `api.py` adds to its own."""
+        return [
+            web.get("/v1/events", self.events),
+            web.get("/v1/skips", self.skips),
+            web.get("/v1/logs/{task}", self.logs),
+            web.get("/v1/stacks/{task}", self.stacks),
+            web.get("/v1/marks/{task}", self.marks),
+            web.post("/v1/checks", self.checks),
+        ]
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events from the log itself: history after `after`, to `until` or the log's end, or live where
+        `follow` is set."""
+        after = number_in(request, "after") or 0
+        follow = request.query.get("follow", "0") not in ("", "0", "false")
+        until = None
+        if not follow:
+            asked, until = number_in(request, "until"), await self._event_log.last_seq()
+            until = until if asked is None else min(asked, until)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        if until is not None and until <= after:
+            return response
+        with suppress(ConnectionResetError):  # the reader has seen enough
+            await self._send(response, after, until)
+        return response
+
+    async def _send(self, response: web.StreamResponse, after: int, until: int | None) -> None:
+        shown = Discretion(task.spec for task in self._state().tasks.values())
+        async with aclosing(self._event_log.read(after, until_seq=until)) as entries:
+            async for entry in entries:
+                shown.see(entry)
+                kind = "Quarantined" if isinstance(entry, Quarantined) else type(entry.envelope.event).__name__
+                data = msgspec.json.encode(shown.plain(entry_json(entry))).decode()
+                await response.write(f"id: {entry.seq}\nevent: {kind}\ndata: {data}\n\n".encode())
+
+    async def skips(self, _: web.Request) -> web.Response:
+        """Which entries are passed over, and why."""
+        return answer({str(seq): why for seq, why in (await self._event_log.skips()).items()})
+
+    async def logs(self, request: web.Request) -> web.Response:
+        """A piece of a worker's log, from the node that has it."""
+        which = {field: number_in(request, field) for field in ("rank", "tail_bytes", "offset")}
+        try:
+            return answer(
+                await self._logs.read(
+                    self._state(), request.match_info["task"], worker=request.query.get("worker"), **which
+                )
+            )
+        except LookupError as unknown:
+            return error(404, str(unknown.args[0]))
+        except LogsUnavailable as missing:
+            return error(503, str(missing))
+
+    async def marks(self, request: web.Request) -> web.Response:
+        """Where each worker of a task is, by its phase mark; the nodes are asked once every MARKS_S at most."""
+        task = request.match_info["task"]
+        try:
+            async with self._turn:
+                at_s, told = self._marks.get(task, (0.0, None))
+                if told is None or time.monotonic() - at_s > MARKS_S:
+                    told = await self._logs.marks(self._state(), task)
+                    self._marks = {task: (time.monotonic(), told)}
+        except LookupError as unknown:
+            return error(404, str(unknown.args[0]))
+        return answer(told)
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        """What a worker's threads are doing, by py-spy on its node."""
+        try:
+            rank = number_in(request, "rank") or 0
+            return answer(await self._logs.stacks(self._state(), request.match_info["task"], rank))
+        except LookupError as unknown:
+            return error(404, str(unknown.args[0]))
+        except LogsUnavailable as missing:
+            return error(503, str(missing))
+
+    async def checks(self, request: web.Request) -> web.Response:
+        """What the nodes' agents see of themselves, of each other and of the tasks' storage; takes up to a minute."""
+        try:
+            return answer(await self._checks.look(self._state(), await body_of(request, AskedOf)))
+        except ChecksRun as running:
+            return error(409, str(running))

@@ -1,0 +1,34 @@
+"""What tells a process whether another one of its own machine still runs: a head that restarts asks it of its
+predecessor.
+
+A process id means something in one pid namespace of one boot, and only together with the time at which the process
+began: ids are used again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def machine() -> str:
+    """This boot of this machine, and the pid namespace; "" where the kernel does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def began(pid: int) -> int | None:
+    """When the process began, in the kernel's ticks since the boot; None where it does not run."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if after_name[0] == "Z" else int(after_name[19])
+
+
+def is_gone(other_machine: str, pid: int, other_began: int) -> bool:
+    """A process of this machine that runs no more; False of those of others."""
+    return bool(other_machine) and other_machine == machine() and pid != os.getpid() and began(pid) != other_began

@@ -1,0 +1,39 @@
+"""What people see of the process around a coordinator: its log, its standing among the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from unicrond.service.heads import Head
+
+
+class Shown(NamedTuple):
+    """`trouble`: why the log takes nothing at this moment; empty where it does. `head`: what knows which head leads;
+    None: this one, alone. `weaker`: which of its promises the log does not keep here, a line each."""
+
+    trouble: Callable[[], str] = str
+    head: Head | None = None
+    weaker: Callable[[], list[str]] = list
+
+    @property
+    def leads(self) -> bool:
+        """Whether this head does."""
+        return self.head is None or self.head.leads
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        """Which head leads, and which stand by."""
+        if self.head is None:
+            return {}
+        leader = self.head.leader
+        told = {"process": leader.process, "api": leader.api} if leader is not None else None
+        return {"leader": told, "standing_by": self.head.standing_by}
+
+    @property
+    def referral(self) -> str:
+        """To the head that leads."""
+        leader = self.head.leader if self.head is not None else None
+        if leader is None or self.leads:
+            return "coordinator: no head leads yet; try again in a moment"
+        return f"coordinator: this head stands by; ask the one that leads, {leader.process} (API {leader.api})"

@@ -1,0 +1,53 @@
+"""What of the coordinator's process tells others what has happened: notices (notifier.py), traces (tracing.py).
+
+Where the configuration names nobody, there is nothing of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from events import extras
+from unicrond.core.spans import Span
+from unicrond.intake.config import Config
+from unicrond.service.api import Api
+from unicrond.service.coordinator import Coordinator
+from unicrond.service.discretion import mask_of
+from unicrond.service.notifier import Notifier
+
+
+def telling(config: Config, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
+    """Those that are wanted, running. Raises MissingExtra."""
+    return _notices(config, coordinator, api) + _traces(config, coordinator)
+
+
+def _notices(config: Config, coordinator: Coordinator, api: Api) -> list[asyncio.Task[None]]:
+    if not config.notify.to and not config.notify.heartbeat_url:
+        return []
+    notifier = Notifier(
+        config.notify,
+        lambda: coordinator.state,
+        api.condition,
+        coordinator.live.is_set,
+        hide=lambda text: mask_of(coordinator.state).text(text),
+    )
+    coordinator.around.folded = notifier.folded
+    coordinator.around.add_alarms(notifier.alarms)
+    return [asyncio.create_task(notifier.run(), name="notifier")]
+
+
+def _traces(config: Config, coordinator: Coordinator) -> list[asyncio.Task[None]]:
+    if not config.traces_url:
+        return []
+    extras.require("traces_url", "otel")
+    from unicrond.service.tracing import Tracing
+
+    tracing = Tracing(config.traces_url)
+
+    def ended(spans: Sequence[Span]) -> None:
+        if coordinator.live.is_set():
+            tracing.ended(spans, mask_of(coordinator.state).text)
+
+    coordinator.bookkeeper.ended = ended
+    return [asyncio.create_task(tracing.run(), name="traces")]

@@ -1,0 +1,70 @@
+"""Spans (core/spans.py) to a collector of OpenTelemetry, by OTLP over HTTP. Needs the extra `otel`.
+
+Rules
+-----
+* OpenTelemetry's own exporter and queue: a thread sends, in batches; a queue that is full loses what comes, and says
+  so. Nothing waits for it.
+* Headers, certificates, compression and timeouts are the exporter's own settings: OTEL_EXPORTER_OTLP_*. Attributes of
+  this process are OTEL_RESOURCE_ATTRIBUTES.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
+
+from unicrond import VERSION
+from unicrond.core.spans import Span
+
+#: Until what was told last has been sent, at the end.
+_CLOSE_MS = 2000
+
+
+class Tracing:
+    """`url`: where to post, /v1/traces of a collector."""
+
+    def __init__(self, url: str) -> None:
+        self._resource = Resource.create({"service.name": "unicrond", "service.version": VERSION})
+        self._scope = InstrumentationScope("unicrond", VERSION)
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
+
+    def ended(self, spans: Sequence[Span], hide: Callable[[str], str] = str) -> None:
+        """To be sent. Never waits. `hide`: what becomes of a text that may hold a secret."""
+        for span in spans:
+            self._processor.on_end(self._readable(span, hide))
+
+    async def run(self) -> None:
+        """Until cancelled; then what is left is sent, for a short time."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._processor.force_flush(_CLOSE_MS)
+        self._processor.shutdown()
+
+    def _readable(self, span: Span, hide: Callable[[str], str]) -> ReadableSpan:
+        return ReadableSpan(
+            span.name,
+            context=_context(span.trace, span.span),
+            parent=_context(span.trace, span.parent) if span.parent else None,
+            resource=self._resource,
+            attributes={name: hide(told) if isinstance(told, str) else told for name, told in span.about.items()},
+            status=Status(StatusCode.ERROR, hide(span.error)) if span.error else Status(),
+            start_time=span.start_us * 1000,
+            end_time=span.end_us * 1000,
+            instrumentation_scope=self._scope,
+        )
+
+
+def _context(trace: int, span: int) -> SpanContext:
+    return SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))

@@ -1,0 +1,68 @@
+"""Warrants that go beside each membership (events/warrants.py), signed with the head's certificate of the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from events import roster
+from events.certificates import BadCertificate
+from events.envelope import Envelope
+from events.seats import Telling, told_by, told_so_far
+from events.signing import Signer
+from events.subjects import WARRANT_HEADER
+from events.vocabulary import MembershipDecided, MembershipPart, SetMembership
+from events.warrants import make_warrant
+from unicrond.intake.tls import file_state
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Warrants:
+    """`cert`: the file of the head's certificate and its key, which may be renewed at any time. Raises BadCertificate,
+    OSError."""
+
+    def __init__(self, cert: Path, now: Callable[[], datetime] = _now) -> None:
+        self._cert = cert
+        self._now = now
+        self._seen = file_state(cert)
+        self._signer = Signer(cert.read_bytes())
+        self._tellings: dict[str, Telling | None] = {}
+        #: Commands tell a membership to each node; they carry the same one.
+        self._last: tuple[str, int, str] = ("", 0, "")
+
+    def beside(self, envelope: Envelope) -> dict[str, str]:
+        """The headers for what is about to be appended."""
+        match envelope.event:
+            case MembershipPart() as part:
+                self._tellings[part.task] = told_so_far(self._tellings.get(part.task), part, envelope.term)
+            case MembershipDecided(told=told) as decided if told is not None:
+                telling = self._tellings.pop(decided.task, None)
+                seats = told_by(telling, told, decided.generation, envelope.term) or ()
+                return self._header(decided.task, decided.generation, (run.node for run in seats))
+            case SetMembership() as command:
+                return self._header(command.task, command.generation, (member.node for member in command.members))
+            case _:
+                pass
+        return {}
+
+    def _header(self, task: str, generation: int, nodes: Iterable[str]) -> dict[str, str]:
+        if self._last[:2] != (task, generation):
+            self._look()
+            root = roster.root(nodes)
+            self._last = task, generation, make_warrant(self._signer, task, generation, root, self._now())
+        return {WARRANT_HEADER: self._last[2]}
+
+    def _look(self) -> None:
+        """Sign with the newest certificate; certificates.py says what is wrong with one that cannot be used."""
+        seen = file_state(self._cert)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._signer = Signer(self._cert.read_bytes())
+        except (BadCertificate, OSError):
+            return
