@@ -34,7 +34,7 @@ async def becomes(url: str, path: str, status: int) -> dict[str, object]:
             try:
                 assert (await asyncio.to_thread(probe, f"{url}/livez"))[0] == 200
                 found, told = await asyncio.to_thread(probe, url + path)
-            except urllib.error.URLError:  # between the porch and the API nothing listens for a moment
+            except (urllib.error.URLError, ConnectionError):  # nothing listens for a moment between porch and API
                 refused += 1
                 assert refused < 20
             else:

@@ -259,11 +259,14 @@ def test_what_both_shards_of_a_replica_are_dealt_counts_once() -> None:
         made.add_host(f"n{number}")
     made.submit("big", pp=2, min_workers=2, max_workers=4, global_batch=12)
     made.run()
+    made.schema = LEAD_TELLS - 1  # each member tells for itself
+    made.take_over()
     made.train("big", 3)
-    survivors = members(made)[:2]
+    replica = members(made)[:2]
+    assert [made.state.tasks["big"].workers[worker].shard for worker in replica] == [0, 1]
     killed(made, 3)
     generation = until_decided(made, 2).generation
     (incident,) = made.state.incidents
-    for worker in survivors:
+    for worker in replica:
         regrouped(made, worker, generation, dealt=4)
     assert made.state.incidents[incident].redone == 4
