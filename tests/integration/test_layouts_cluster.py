@@ -32,8 +32,10 @@ BY_TABLE = [
 ]
 
 
-async def until(dev: DevCluster, what: str, holds: Callable[[Task], object], name: str = "big") -> Task:
-    deadline, state = time.monotonic() + TIMEOUT_S, ClusterState()
+async def until(
+    dev: DevCluster, what: str, holds: Callable[[Task], object], name: str = "big", timeout_s: float = TIMEOUT_S
+) -> Task:
+    deadline, state = time.monotonic() + timeout_s, ClusterState()
     while time.monotonic() < deadline:
         with contextlib.suppress(ApiError):
             state, _ = await dev.state()
@@ -42,7 +44,7 @@ async def until(dev: DevCluster, what: str, holds: Callable[[Task], object], nam
             if task is not None and holds(task):
                 return task
         await asyncio.sleep(0.05)
-    raise AssertionError(f"waited {TIMEOUT_S:g} s for: {what}; {state.tasks}")
+    raise AssertionError(f"waited {timeout_s:g} s for: {what}; {state.tasks}")
 
 
 async def decides_again(dev: DevCluster) -> None:

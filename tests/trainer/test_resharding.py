@@ -132,14 +132,14 @@ def test_what_is_missing_is_named() -> None:
 def test_another_model_is_no_source() -> None:
     odd = state((2, 1), 0)
     odd["layout"]["tensors"]["0.0.norm"][0][1] = [LAYERS, DEPTH + 1]
-    with pytest.raises(BadState, match=r"layers\.norm is \(4, 4\) as a whole in the state, \(4, 3\) here"):
+    with pytest.raises(NoLayout, match=r"layers\.norm is \(4, 4\) as a whole in the state, \(4, 3\) here"):
         reshard(state((1, 1), 0, trained=False), [odd])
 
 
 def test_what_is_not_cut_as_its_parameter_is_refused() -> None:
     odd = state((1, 1), 0)
     odd["optimizer"]["state"][0]["exp_avg"] = torch.zeros(WIDTH, 1)  # factored: one number for each row
-    with pytest.raises(BadState, match=r"state:exp_avg: 0\.0\.weight is \(12, 3\)"):
+    with pytest.raises(NoLayout, match=r"state:exp_avg: 0\.0\.weight is \(12, 3\)"):
         reshard(state((2, 1), 0, trained=False), [odd])
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from events.megatron_lm import BadFlags, CommandLine, understood
+from unicrond.core.task_rules import spec_faults
 from unicrond.ctl.main import main
 from unicrond.intake.task_file import TaskFileError, load, loads
 
@@ -120,3 +122,82 @@ def test_submit_check_prints_what_it_understood(tmp_path: Path, capsys: pytest.C
 def test_the_example_is_valid() -> None:
     spec = load(Path(__file__).parents[2] / "examples" / "megatron-lm.yaml")
     assert spec.micro_batches == 16 and spec.model.layers == 24
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+SMALL = FLAGS + " --sequence-parallel"
+
+
+def layouts_of(flags: str, **fields: object) -> list[tuple[int, int]]:
+    return [(one.tp, one.pp) for one in loads(task(flags, min_workers=4, max_workers=8, **fields)).layouts]
+
+
+def test_auto_is_the_rule_and_takes_what_divides_the_model_and_is_small() -> None:
+    every = [(2, 2), (1, 1), (1, 2), (1, 4), (2, 1), (4, 1)]
+    assert layouts_of(SMALL) == layouts_of(SMALL, layouts="auto") == every
+    assert layouts_of(SMALL, layouts="fixed") == []
+    assert layouts_of(SMALL + " --group-query-attention --num-query-groups 2") == every[:-1]
+    assert layouts_of(SMALL.replace("--hidden-size 128", "--hidden-size 8192")) == [], "who knows what a worker holds"
+    assert layouts_of(f"{SMALL} --num-experts 8")
+    assert layouts_of(f"{SMALL} --num-experts 100000") == [], "each holds all of them"
+
+
+def test_a_flag_may_bind_a_layout() -> None:
+    staged = SMALL + " --num-layers-per-virtual-pipeline-stage 1"
+    assert layouts_of(staged) == [(2, 2), (1, 2)]
+    assert layouts_of(SMALL + " --tp-comm-overlap") == [(2, 2), (2, 1)]
+    experts = FLAGS + " --num-experts 4"
+    assert layouts_of(experts) == [(2, 2), (1, 1), (1, 2), (1, 4)]
+    assert layouts_of(SMALL + " --make-vocab-size-divisible-by 1") == [(2, 2), (1, 1), (1, 2), (1, 4), (2, 1)]
+    assert layouts_of(SMALL + " --multi-latent-attention") == []
+    assert layouts_of(SMALL + " --multi-latent-attention", layouts="[{tp: 1, pp: 4}]") == [(2, 2), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "layouts", "reason"),
+    [
+        (
+            FLAGS,
+            "[{tp: 3}]",
+            "layouts[0]: --num-attention-heads: 8 does not divide among tp (3); use another tp; leave",
+        ),
+        (FLAGS, "[{pp: 3}]", "layouts[0]: --num-layers: 4 does not divide among pp (3)"),
+        (FLAGS + " --group-query-attention --num-query-groups 2", "[{tp: 4}]", "layouts[0]: --num-query-groups: 2"),
+        (
+            FLAGS + " --num-experts 4",
+            "[{tp: 4}]",
+            "layouts[0]: --num-experts: with tp above 1 they need --sequence-par",
+        ),
+        (
+            FLAGS + " --decoder-first-pipeline-num-layers 1",
+            "[{pp: 1}]",
+            "--decoder-first-pipeline-num-layers: binds pp",
+        ),
+        (FLAGS + " --load /x --ckpt-format torch", "[{tp: 1}]", "--ckpt-format: checkpoints of torch are read in the"),
+        (FLAGS + " --make-vocab-size-divisible-by 1", "[{tp: 4}]", "--make-vocab-size-divisible-by: 2 does not divide"),
+        (
+            FLAGS + " --fp8-format hybrid",
+            "auto",
+            "layouts: auto, but args: --fp8-format: nobody has tried it in another",
+        ),
+    ],
+)
+def test_what_cannot_be_restarted_so_is_refused_by_the_flags_name(flags: str, layouts: str, reason: str) -> None:
+    with pytest.raises(TaskFileError) as caught:
+        loads(task(flags, min_workers=4, max_workers=8, layouts=layouts))
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_of_other_scripts_nobody_knows() -> None:
+    text = task(SMALL, min_workers=4, max_workers=8).replace("pretrain_gpt.py", "/opt/mine/pretrain_mine.py")
+    assert loads(text).layouts == ()
+    with pytest.raises(TaskFileError, match=r"auto, but args: of /opt/mine/pretrain_mine\.py nobody has tried another"):
+        loads(f"{text}layouts: auto\n")
+
+
+def test_a_person_may_not_ask_for_what_the_flags_forbid() -> None:
+    spec = loads(task(FLAGS, min_workers=4, max_workers=8))
+    (fault,) = spec_faults(replace(spec, layouts=(), tp=4, pp=3, min_workers=12, max_workers=12))
+    assert str(fault) == "args: --num-layers: 4 does not divide among pp (3); use another pp"
+    assert not list(spec_faults(replace(spec, layouts=(), tp=4, pp=2, min_workers=8, max_workers=8)))

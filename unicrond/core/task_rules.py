@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from events import megatron_lm
+from events import megatron_layouts, megatron_lm
 from events.codec import MAX_EVENT_BYTES
 from events.schemas import BF16, SCHEMA, TASK_USERS, TOLD_ONCE
 from events.task_env import refusal
@@ -115,7 +115,10 @@ def _precision(spec: TaskSpec, schema: int) -> Iterator[Fault]:
 
 
 def _shape(spec: TaskSpec) -> Iterator[Fault]:
-    """Of the built-in GPT: what Megatron-core asserts when it builds the model."""
+    """Of the built-in GPT: what Megatron-core asserts when it builds the model. Of Megatron-LM: in a layout that is not
+    its flags'."""
+    if problem := flag_problem(spec, Shape(spec.tp, spec.pp)):
+        yield Fault(("args",), problem)
     if spec.entry != BUILT_IN:
         return
     model = spec.model
@@ -140,11 +143,17 @@ def _shape(spec: TaskSpec) -> Iterator[Fault]:
 
 
 def divides(spec: TaskSpec, shape: Shape) -> bool:
-    """Whether the model can be cut so; of programs other than the built-in GPT nothing is known against it."""
+    """Whether the model can be cut so; of a script of one's own nothing is known against it."""
     model = spec.model
     if spec.entry != BUILT_IN:
-        return True
+        return not flag_problem(spec, shape)
     return not any(size % shape.tp for size in (model.heads, model.hidden, model.vocab)) and not model.layers % shape.pp
+
+
+def flag_problem(spec: TaskSpec, shape: Shape) -> str:
+    """Of Megatron-LM: which flag keeps it from being cut so, and why."""
+    rules = megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
+    return rules.problem(shape.tp, shape.pp) if rules is not None else ""
 
 
 def _layouts(spec: TaskSpec) -> Iterator[Fault]:

@@ -4,9 +4,11 @@ Rules
 -----
 * `fixed`: its own alone. A list: these, its own among them; `tp` and `pp` of an entry are a number, a list of numbers
   or a range like `1..8`, of which those count that divide the model. `auto`: what the program can be restarted in.
-* `auto` is the rule for the built-in GPT, other programs are `fixed` unless they say otherwise.
+* `auto` is the rule for the built-in GPT and for Megatron-LM, where it is known that its flags can be restarted in
+  another layout (`events/megatron_layouts.py`); other programs are `fixed` unless they say otherwise.
 * Without a model of its memory `auto` takes no layout in which a worker holds more of the model than in its own, unless
-  that is little (SMALL_BYTES); and none of more workers to a replica: nothing says that it would be faster.
+  that is little (SMALL_BYTES); and none of more workers to a replica: nothing says that it would be faster. Of
+  Megatron-LM it takes only those in which it is little: flags alone do not tell what a worker holds.
 * With `throughput_model` each layout has its own table. Those that are the best for no number of workers are left out.
 * A layout without a table has that of the task: nothing is known against it.
 """
@@ -20,12 +22,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from events import megatron_lm
+from events import megatron_layouts, megatron_lm
 from events.vocabulary import LayoutSpec, TaskSpec
 from unicrond.core.field_faults import Fault, Place
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.core.planning.placement import Shape
-from unicrond.core.task_rules import BUILT_IN, LAYOUTS_MAX, divides
+from unicrond.core.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, divides, flag_problem
 from unicrond.core.waf import in_layout
 
 FIELD = "layouts"
@@ -46,17 +48,27 @@ def take(data: Any) -> tuple[Wish, bool, list[Fault]]:
     if not isinstance(data, dict):
         return "fixed", False, []
     if FIELD not in data:
-        return ("auto" if data.get("entry", BUILT_IN) == BUILT_IN else "fixed"), False, []
+        is_free = data.get("entry", BUILT_IN) in ENTRIES and not _untried(data)
+        return ("auto" if is_free else "fixed"), False, []
     given = data.pop(FIELD)
-    if given == "fixed" or (given == "auto" and data.get("entry") != megatron_lm.ENTRY):
+    if given == "auto" and (why := _untried(data)):
+        return "fixed", True, [Fault((FIELD,), f"auto, but {why}; give fixed or a list")]
+    if given in ("fixed", "auto"):
         return given, True, []
-    if data.get("entry") == megatron_lm.ENTRY:
-        return "fixed", True, [Fault((FIELD,), f"{megatron_lm.ENTRY} has its tp and pp from its flags; give fixed")]
     if not isinstance(given, list | tuple) or not given:
         return "fixed", True, [Fault((FIELD,), "give auto, fixed, or a list like [{tp: 1, pp: 1..4}]")]
     found: list[Fault] = []
     wish = [_entry(entry, (FIELD, n), found) for n, entry in enumerate(given)]
     return wish, True, found
+
+
+def _untried(data: dict[str, Any]) -> str:
+    """Why nobody can say that these flags can be restarted in another layout."""
+    args = data.get("args")
+    if data.get("entry") != megatron_lm.ENTRY or not isinstance(args, list | tuple):
+        return ""
+    rules = megatron_layouts.of_args([str(word) for word in args])
+    return rules.untried if rules is not None else ""
 
 
 def _entry(entry: Any, place: Place, found: list[Fault]) -> tuple[list[int], list[int], dict[str, int]]:
@@ -100,7 +112,9 @@ def shapes_of(spec: TaskSpec, wish: Wish) -> tuple[list[Shape], list[Fault]]:
             fits = [shape for shape in wished if divides(spec, shape) and shape.workers <= spec.max_workers]
             shapes += fits
             if not fits:
-                text = f"no tp and pp of this entry divide the model on up to {spec.max_workers} workers; leave it out"
+                known = (why for shape in wished if (why := flag_problem(spec, shape)))
+                why = next(known, f"no tp and pp of this entry divide the model on up to {spec.max_workers} workers")
+                text = f"{why}; leave it out"
                 found.append(Fault((FIELD, n), text))
     return list(dict.fromkeys(shapes)), found
 
@@ -147,8 +161,11 @@ def with_bounds(spec: TaskSpec) -> TaskSpec:
 
 def _is_safe(spec: TaskSpec, shape: Shape) -> bool:
     """In the layout a worker holds no more than in the task's own, or little; and nothing speaks against its size."""
-    if shape.workers >= spec.replica_workers:
-        return shape.workers == spec.replica_workers
+    if shape.workers > spec.replica_workers:
+        return False
+    if shape.workers == spec.replica_workers and spec.entry == BUILT_IN:
+        return True
     one = in_layout(replace(spec, layouts=(LayoutSpec(tp=shape.tp, pp=shape.pp),)), shape)
     held = _STATE_BYTES + ELEMENT_BYTES * gradients(one, 1).most
-    return parameters(one) * held <= SMALL_BYTES
+    rules = megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
+    return parameters(one) * held * (rules.experts if rules is not None else 1) <= SMALL_BYTES

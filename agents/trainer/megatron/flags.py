@@ -6,6 +6,7 @@ Every line names the flag. The table of what is refused: `events/megatron_lm.py`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,14 @@ class Taken:
 
 
 def to_the_task(args: Any, spec: TaskSpec) -> Iterator[str]:
-    """Set the layout to the task's, which may have been reshaped since it was submitted; what was changed."""
+    """Set the layout to the task's, which may have been reshaped since it was submitted; what was changed. The
+    vocabulary stays padded as for the flags' own tp: the model is the same in every layout."""
+    if args.tensor_model_parallel_size != spec.tp:
+        padded_to = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        if padded_to % spec.tp:
+            raise Refused(f"args: --make-vocab-size-divisible-by: {padded_to} does not divide among tp {spec.tp}")
+        args.make_vocab_size_divisible_by = padded_to // spec.tp
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of tp above 1 Megatron asks for it
     for name, wanted in (("tensor_model_parallel_size", spec.tp), ("pipeline_model_parallel_size", spec.pp)):
         if getattr(args, name) != wanted:
             yield f"--{name.replace('_', '-')}: {wanted}, as the task says ({getattr(args, name)} on the command line)"

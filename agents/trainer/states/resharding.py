@@ -70,7 +70,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NoLayout(BadState):
-    """The state does not tell how its tensors lie in the whole, or this worker's model does not."""
+    """This layout can never take the state over: the state does not tell how its tensors lie in the whole, or this
+    worker's model does not, or the wholes differ."""
 
 
 def layout_in(tree: dict[str, Any]) -> Layout:
@@ -137,9 +138,8 @@ class _Assembly:
         self.roles.setdefault(role)
         is_number = not isinstance(value, torch.Tensor) or (not value.dim() and len(shape) > 0)
         if not is_number and tuple(value.shape) != tuple(shape):
-            raise BadState(
-                f"{role}: {name} is {tuple(shape)}, its optimizer state {tuple(value.shape)}: it cannot be cut"
-            )
+            shapes = f"{name} is {tuple(shape)}, its optimizer state {tuple(value.shape)}"
+            raise NoLayout(f"cannot be resharded: {role}: {shapes}")
         for piece in theirs.tensors.get(name, ()):
             for own_name, wanted in self._wanted.get(piece.key, ()):
                 if is_number:
@@ -181,7 +181,9 @@ class _Assembly:
 
 def _require_same(piece: Piece, wanted: Piece) -> None:
     if piece.whole != wanted.whole:
-        raise BadState(f"model: {piece.key} is {piece.whole} as a whole in the state, {wanted.whole} here")
+        raise NoLayout(
+            f"cannot be resharded: {piece.key} is {piece.whole} as a whole in the state, {wanted.whole} here"
+        )
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
@@ -257,7 +259,8 @@ def _merged(own: Any, theirs: Any, here: str, paths: frozenset[str]) -> Any:
         if any(f"{here}.{number}".strip(".") in paths for number in range(len(own))):
             return []
         if len(own) != len(theirs):
-            raise BadState(f"optimizer: {here or 'it'} has {len(theirs)} entries in the state, {len(own)} here")
+            counts = f"{len(theirs)} entries in the state, {len(own)} here"
+            raise NoLayout(f"cannot be resharded: optimizer: {here or 'it'} has {counts}")
         inside = zip(own, theirs, range(len(own)), strict=True)
         return [_merged(mine, other, f"{here}.{number}".strip("."), paths) for mine, other, number in inside]
     return theirs

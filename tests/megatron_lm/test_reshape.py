@@ -1,0 +1,75 @@
+"""Another tp and pp for Megatron-LM in the middle of its training: the state is put together anew, and training goes on
+as in a run that kept its layout. `make megatron-lm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from agents.protocol.messages import Taken
+from agents.trainer.states import checkpoint, portable
+from events.vocabulary import CheckpointSpec, TaskSpec
+from tests.integration.regroup_rig import ForkServer, Rig
+from tests.integration.test_reshape import BOUNDARY, apart, go_on, hand_over
+from tests.megatron_lm.fixtures import MODEL, task
+from tests.megatron_lm.runs import names, told, unbroken
+from tests.megatron_lm.test_layouts import MOE
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.megatron_lm]
+EIGHT = MODEL.replace("--train-iters 5", "--train-iters 8")
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+#: Its vocabulary is padded to 256 for tp 2, and would be to 128 for tp 1.
+ODD = "--vocab-size 100"
+GATED = "--swiglu --group-query-attention --num-query-groups 2 --disable-bias-linear --normalization RMSNorm"
+WAYS = {
+    "tp 2 -> tp 1, odd vocabulary": (f"{TP2} {ODD}", (1, 1)),
+    "tp 1 -> tp 2, sequence parallel, gated": (f"--sequence-parallel {GATED}", (2, 1)),
+    "tp 2 -> pp 2, gated": (f"{TP2} {GATED}", (1, 2)),
+    "pp 2 -> tp 2, untied, distributed": (
+        f"{PP2} --untie-embeddings-and-output-weights --use-distributed-optimizer",
+        (2, 1),
+    ),
+    "interleaved: tp 1 -> tp 2": (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-layers 4", (2, 2)),
+    "experts: pp 2 -> pp 1": (f"{PP2} {MOE}", (1, 1)),
+}
+
+
+def of_memory(spec: TaskSpec) -> TaskSpec:
+    """Memory is written to at the handover alone."""
+    return msgspec.structs.replace(spec, checkpoint=CheckpointSpec(interval=0, memory_interval=1000))
+
+
+def whole(directory: Path) -> dict[str, torch.Tensor]:
+    """The last parameters that the rig's task of this directory has saved, by their global names, in any layout."""
+    name = directory.name
+    iteration, (tp, pp) = next(iter(checkpoint.newest_iterations(directory, name).items()))
+    shards = [checkpoint.load(directory, name, iteration, shard)[0] for shard in range(tp * pp)]
+    tensors: dict[str, torch.Tensor] = portable.whole(shards)["tensors"]
+    return tensors
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_in_another_layout(server: ForkServer, tmp_path: Path, way: str) -> None:
+    flags, (tp, pp) = WAYS[way]
+    spec = of_memory(task(flags, model=EIGHT))
+    kept = unbroken(server, tmp_path / "kept", spec, 1)
+    with Rig(server, tmp_path, spec) as rig:
+        old = names(spec, range(1))
+        hand_over(rig, old, memory=True)
+        other = msgspec.structs.replace(spec, tp=tp, pp=pp)
+        go_on(rig, other, [f"t.{len(old) + 1 + number}" for number in range(tp * pp)])
+        (taken,) = rig.of(Taken, f"t.{len(old) + 1}")
+        assert isinstance(taken, Taken) and (taken.source, taken.iteration) == ("peer", BOUNDARY)
+        assert taken.resharded_from == f"tp {spec.tp}, pp {spec.pp}"
+        losses = {iteration: commit.loss for iteration, commit in rig.iterations().items()}
+        here = whole(rig.checkpoints)
+    (kept_in,) = (one for one in (tmp_path / "kept").glob("t-*") if one.is_dir())
+    there = whole(kept_in)
+    assert list(losses) == list(kept.iterations)
+    assert list(losses.values()) == pytest.approx(kept.losses, rel=1e-6)
+    distance = apart(here, there)
+    told(f"{way}: parameters {distance:.2g} apart")
+    assert distance <= 1e-6
