@@ -147,7 +147,8 @@ class Checks:
                       limit_s=check.limit_s)  # fmt: skip
         try:
             said = await _run_pair_sum(order, environment)
-            return msgspec.json.decode(said, type=tuple[PairSum, ...]), ""
+            told = msgspec.json.decode(said, type=tuple[PairSum, ...] | str)
+            return ((), told) if isinstance(told, str) else (told, "")
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             return (), f"its process gave no result: {error or type(error).__name__}"
 

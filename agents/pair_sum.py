@@ -9,7 +9,8 @@ Rules
 * A vector of whole numbers: large enough to fill packets of every size, and right to the last bit or wrong.
 * With gloo all pairs sum at the same time; with NCCL, on one GPU, one after the other, in an order that is the same on
   all nodes. What sums is behind one function, `Sum`: NCCL's has only run against a double, never on GPUs.
-* One line on stdout says what came of each pair; the process ends in time, whatever hangs.
+* One line on stdout says what came of each pair, or why there was no sum; the process ends in time, whatever hangs.
+* A node so busy that torch takes half of the time to load sums nothing: who is late would look like a bad link.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ VECTOR = 1 << 20
 #: Once both are there.
 SUM_S = 10.0
 _TEXT_CHARS = 400
+#: Share of the limit in which torch must be loaded.
+_LOADED_BY = 0.5
 #: Before the limit everything is told.
 _TELL_S = 1.0
 
@@ -55,18 +58,26 @@ class NotThere(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    """Print what came of each pair, as JSON; the exit code."""
+    """Print what came of each pair, or why there was no sum, as JSON; the exit code."""
     began_s = time.monotonic()
     order = msgspec.json.decode(arguments[0], type=Order)
     signal.alarm(int(order.limit_s) + 2)
     import torch  # here, after the alarm
 
     torch.set_num_threads(1)
-    ends_s = began_s + order.limit_s - _TELL_S
-    summed = sum_all(torch, order, LIBRARIES[order.library], ends_s)
-    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(summed) + b"\n")
+    told: list[PairSum] | str = too_late(time.monotonic() - began_s, order.limit_s)
+    if not told:
+        told = sum_all(torch, order, LIBRARIES[order.library], began_s + order.limit_s - _TELL_S)
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(told) + b"\n")
     sys.stdout.flush()
     os._exit(0)  # a thread may hang in the library
+
+
+def too_late(load_s: float, limit_s: float) -> str:
+    """Why nothing is summed where torch took so long to load; "": it was quick enough."""
+    if load_s <= _LOADED_BY * limit_s:
+        return ""
+    return f"the node is busy: torch took {load_s:.0f} s to load; give a --limit-s above {2 * load_s:.0f}"
 
 
 def sum_all(torch: Any, order: Order, by: Sum, ends_s: float) -> list[PairSum]:

@@ -5,6 +5,7 @@ Everything inside a replica is Megatron's: model, tensor and pipeline parallelis
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from agents.trainer import corpus
 from agents.trainer.corpus import Corpus
 from agents.trainer.hook import Hook, Step
 from agents.trainer.ledger import exactly
+from agents.trainer.progress import Progress
 from agents.trainer.randomness import seed_all
 from agents.trainer.sharded.optimizer import ShardedOptimizer
 from events.vocabulary import TaskSpec
@@ -40,11 +42,14 @@ def main(spec: TaskSpec) -> None:
     model = build_model(spec)
     optimizer, scheduler = build_optimizer(spec, model)
     hook = Hook.attach(model, optimizer, scheduler, dataset_size=len(text), overlap=True)
+    progress = Progress(time.monotonic)
     for step in hook.steps():
         for micro_batches in step.lists(at_most=1 if spec.pp == 1 else None):
             step.add(*forward_backward(spec, model, text, step, micro_batches))
         optimizer.step()
         scheduler.step(increment=spec.global_batch)
+        if told := progress.after(step.loss):
+            hook.log(told)
 
 
 def build_model(spec: TaskSpec) -> torch.nn.Module:

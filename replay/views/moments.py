@@ -6,13 +6,14 @@ States share what they have in common, so that keeping many costs little.
 from __future__ import annotations
 
 from bisect import bisect_right
+from contextlib import suppress
 from typing import NamedTuple
 
 from events.envelope import Entry, Recorded
-from events.vocabulary import CoordinatorStarted
 from unicrond.core.fold import fold
 from unicrond.core.goodput import Books, booked
-from unicrond.core.policy import Policy, settings_of
+from unicrond.core.policy import Policy
+from unicrond.core.replayer import policy_after
 from unicrond.core.state import ClusterState
 
 #: Entries between two kept states.
@@ -72,11 +73,7 @@ class Moments:
 def _after(moment: Moment, entry: Entry) -> Moment:
     state, books, policy = fold(moment.state, entry), moment.books, moment.policy
     if isinstance(entry, Recorded):
-        event = entry.envelope.event
-        books = booked(books, moment.state, state, event)
-        if isinstance(event, CoordinatorStarted):
-            try:
-                policy = settings_of(event.policy).policy
-            except ValueError:  # another version's; the one before is the nearest that is known
-                policy = moment.policy
+        books = booked(books, moment.state, state, entry.envelope.event)
+    with suppress(ValueError):  # another version's; the one before is the nearest that is known
+        policy = policy_after(policy, entry)
     return Moment(state, books, policy)

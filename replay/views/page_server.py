@@ -11,7 +11,7 @@ from aiohttp import web
 from replay.views.moments import Moment, Moments
 from unicrond.core.goodput_report import NOTHING, reading, report
 from unicrond.core.planning.problem import ProblemError
-from unicrond.core.what_if import BadChange, Changes, what_if
+from unicrond.core.what_if import BadChange, changes_of, what_if
 from unicrond.display.event_lines import entry_json
 from unicrond.intake.config import is_loopback
 from unicrond.page.files import page_routes
@@ -102,7 +102,7 @@ class PageServer:
         """The plan that would have been adopted then, were the cluster as the body says."""
         moment = self._at(request)
         try:
-            changes = msgspec.json.decode(await request.read() or b"{}", type=Changes)
+            changes = changes_of(msgspec.json.decode(await request.read() or b"{}"))
             plan = await asyncio.to_thread(what_if, moment.state, moment.policy, changes)
         except (msgspec.MsgspecError, BadChange, ProblemError) as error:
             return _json({"error": str(error)}, 400)

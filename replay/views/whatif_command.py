@@ -7,19 +7,17 @@ from collections import Counter
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
 from events.command_line import UsageError
-from events.envelope import Recorded
+from events.envelope import Entry
 from events.prose import summary
-from events.vocabulary import AnyEvent, CoordinatorStarted, PlanAdopted
+from events.vocabulary import AnyEvent, PlanAdopted
 from replay.reading.opening import as_json, open_source, require_reached, resolve, say
 from replay.reading.progress import with_bar
 from replay.reading.source import read
 from replay.views.report import when
 from replay.views.whatif import BadChange, Changes, Outcome, waf_of, what_if
-from unicrond.core.policy import Policy, settings_of
-from unicrond.core.replayer import EMPTY, replay
+from unicrond.core.policy import Policy
+from unicrond.core.replayer import EMPTY, policy_after, replay
 from unicrond.core.state import ClusterState
 from unicrond.display.tables import Table, clean, plain
 
@@ -46,18 +44,17 @@ async def _state_and_policy(options: argparse.Namespace) -> tuple[ClusterState, 
         async with aclosing(with_bar(read(source, until=until), "replaying")) as chunks:
             async for chunk in chunks:
                 for entry in chunk.entries:
-                    if isinstance(entry, Recorded) and isinstance(entry.envelope.event, CoordinatorStarted):
-                        policy = _policy(entry.envelope.event)
+                    policy = _policy_after(policy, entry)
                 state = replay(chunk.entries, start=state)
     require_reached(options.at, state.seq)
     return state, policy
 
 
-def _policy(event: CoordinatorStarted) -> Policy:
+def _policy_after(policy: Policy, entry: Entry) -> Policy:
     try:
-        return settings_of(event.policy).policy
-    except msgspec.ValidationError as error:
-        raise UsageError(f"--at: the policy of term {event.term} is another version's: {error}") from None
+        return policy_after(policy, entry)
+    except ValueError as error:
+        raise UsageError(f"--at: {error}") from None
 
 
 def _json(state: ClusterState, without: Outcome, with_changes: Outcome) -> dict[str, Any]:

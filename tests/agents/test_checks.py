@@ -275,6 +275,21 @@ async def test_without_a_free_gpu_nothing_is_summed_by_nccl(store: Any) -> None:
     assert (seen.sums, seen.no_sums) == ((), "no slot with a GPU is free")
 
 
+def test_a_node_too_busy_to_load_torch_in_time_says_so() -> None:
+    assert pair_sum.too_late(30.0, 60.0) == ""
+    said = "the node is busy: torch took 31 s to load; give a --limit-s above 62"
+    assert pair_sum.too_late(31.0, 60.0) == said
+
+
+async def test_why_a_process_has_not_summed_is_told(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def says(*_: Any) -> bytes:
+        return b'"the node is busy"'
+
+    monkeypatch.setattr(checks, "_run_pair_sum", says)
+    seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2")))).data, LinksSeen)
+    assert (seen.sums, seen.no_sums) == ((), "the node is busy")
+
+
 async def test_a_process_that_says_nothing_is_ended(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
     seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2", limit_s=0.1)))).data, LinksSeen)

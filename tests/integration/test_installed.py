@@ -103,6 +103,7 @@ def test_without_extras_unicronctl_works(base: Path, tmp_path: Path) -> None:
         ("unicron-replay fuzz --seeds 1", "head"),
         ("unicron-replay simulate", "head"),
         ("unicronctl plan solve problem.yaml", "head"),
+        ("unicronctl plan table --at 1 --url http://127.0.0.1:9", "head"),
         ("unicronctl throughput --model gpt3-7b", "head"),
     ],
 )

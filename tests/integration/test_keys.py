@@ -203,7 +203,8 @@ async def test_an_agent_with_its_key_trains_until_it_is_revoked(tmp_path: Path) 
         async with asyncio.timeout(90):
             while (await dev.state())[0].tasks["a"].status is not TaskStatus.COMPLETED:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        assert "megatron" in await asyncio.to_thread(ctl, dev.url, "logs", "a")
+        printed = await asyncio.to_thread(ctl, dev.url, "logs", "a")
+        assert "megatron" in printed and "iteration 1: loss " in printed
         command = [str(Path(sys.executable).with_name("unicron-replay")), "verify", "--state-dir", str(dev.state_dir)]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -17,7 +17,6 @@ from events.memory_log import MemoryBeatLog, MemoryLog
 from events.schemas import SCHEMA
 from events.vocabulary import AnyEvent, CoordinatorStarted
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState
 from unicrond.intake.config import Config
 from unicrond.service.access import Access
@@ -116,7 +115,8 @@ class Served:
 
     async def start(self) -> None:
         # A heartbeat of a minute: no node is given up for lost while a test runs.
-        self.coordinator = Audible(self.log, self._beats, Policy(), heartbeat_s=60, schema=self._schema)
+        policy = self._config.policy
+        self.coordinator = Audible(self.log, self._beats, policy, heartbeat_s=60, schema=self._schema)
         self._task = asyncio.create_task(self.coordinator.run())
         await asyncio.wait_for(self.coordinator.live.wait(), 10)
         api = Api(self._config, self.coordinator, self.log, self.files, self._access)  # type: ignore[arg-type]

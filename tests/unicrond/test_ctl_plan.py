@@ -12,16 +12,43 @@ import pytest
 from events.vocabulary import Evidence, NodeLost, PlanAdopted
 from tests.unicrond.serving import Served, serving
 from tests.unicrond.test_ctl import ctl, one_line
+from unicrond.core.policy import Policy
 from unicrond.core.what_if import foreseen
+from unicrond.intake.config import Config
+
+#: Another than one that nobody has set: to move a task costs more than it brings.
+RELUCTANT = Policy(churn_s=1e6)
+PAST = (
+    ("plan", "table"),
+    ("plan", "whatif", "--lose", "n1", "--add-nodes", "4"),
+    ("plan", "spares"),
+)
 
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     async with serving(tmp_path) as served:
-        async with asyncio.timeout(10):
-            while served.coordinator.foresight.table is None:  # noqa: ASYNC110 - made in a thread, told to nobody
-                await asyncio.sleep(0.01)
+        await table_of(served, served.coordinator.state.plan.epoch)
         yield served
+
+
+@pytest.fixture
+async def reluctant(tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(tmp_path, config=Config(policy=RELUCTANT)) as served:
+        await table_of(served, served.coordinator.state.plan.epoch)
+        yield served
+
+
+async def table_of(served: Served, epoch: int) -> None:
+    """Until what may follow plan `epoch` is foreseen."""
+    async with asyncio.timeout(10):
+        while served.coordinator.foresight.epoch != epoch:  # noqa: ASYNC110 - made in a thread, told to nobody
+            await asyncio.sleep(0.01)
+
+
+def lost_n1(served: Served) -> None:
+    evidence = Evidence(beat_seq=1, beat_at_us=1)
+    served.coordinator._post(NodeLost(node="n1", evidence=evidence, reason="the test says so"))
 
 
 async def test_the_plan_says_who_what_why_how_and_what_all_has_cost(served: Served) -> None:
@@ -116,18 +143,46 @@ async def test_it_says_how_many_spares_pay(served: Served) -> None:
 async def test_a_lost_node_finds_its_plan_in_the_table(tmp_path: Path) -> None:
     """The whole way: foreseen in a thread, looked up when it happens, told in the log, and the next one foreseen."""
     async with serving(tmp_path) as served:
-        foresight = served.coordinator.foresight
-        async with asyncio.timeout(10):
-            while foresight.table is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await table_of(served, served.coordinator.state.plan.epoch)
         seq = await served.log.last_seq()
-        served.coordinator._post(
-            NodeLost(node="n1", evidence=Evidence(beat_seq=1, beat_at_us=1), reason="the test says so")
-        )
+        lost_n1(served)
         await served.until(PlanAdopted, seq)
         plan = served.coordinator.state.plan
         assert plan.way == "table" and plan.took_us < 50_000
         assert plan.healthy_waf > plan.waf, "one node of four is missing"
-        async with asyncio.timeout(10):
-            while foresight.epoch != plan.epoch:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await table_of(served, plan.epoch)
+
+
+@pytest.mark.parametrize("words", PAST, ids=lambda words: words[1])
+async def test_the_past_has_the_plans_that_the_coordinator_would_have_told(
+    reluctant: Served, words: tuple[str, ...]
+) -> None:
+    served, before = reluctant, reluctant.coordinator.state.seq
+    data, text = await ctl(*words, "--json", url=served.url), await ctl(*words, url=served.url)
+    assert (data.code, text.code) == (0, 0), (data, text)
+    await ctl("cancel", "small", url=served.url)
+    await served.until(PlanAdopted, before)
+    await table_of(served, served.coordinator.state.plan.epoch)
+    now = await ctl(*words, "--json", url=served.url)
+    assert now.code == 0 and json.loads(now.out) != json.loads(data.out), "with a task less the answer is another"
+    then = await ctl(*words, "--json", "--at", str(before), url=served.url)
+    assert then.code == 0 and json.loads(then.out) == json.loads(data.out)
+    told = await ctl(*words, "--at", str(before), url=served.url)
+    assert told.out == text.out.replace("workers now,", f"workers at entry {before},")
+
+
+async def test_the_past_has_no_table_before_a_plan_that_fits(served: Served) -> None:
+    before, epoch = served.coordinator.state.seq, served.coordinator.state.plan.epoch
+    lost_n1(served)
+    lost = await served.until(NodeLost, before)
+    early = await ctl("plan", "table", "--at", "1", url=served.url)
+    told = "unicronctl: table: there was no plan yet at entry 1; give a later --at\n"
+    assert one_line(early, 1) == told
+    between = await ctl("plan", "table", "--at", str(lost), url=served.url)
+    assert one_line(between, 1).startswith(f"unicronctl: table: plan {epoch} was not made for what had just happened")
+    wrong = await ctl("plan", "whatif", "--lose", "n1", "--at", str(lost), url=served.url)
+    assert one_line(wrong, 2) == "unicronctl: --lose: n1 is not a node that is up; choose from n2, n3, n4\n"
+    rare = await ctl("plan", "spares", "--mtbf-s", "3600", "--at", str(before), url=served.url)
+    assert one_line(rare, 2).startswith("unicronctl: --mtbf-s: a node would fail once in 1 h")
+    late = await ctl("plan", "spares", "--at", "99999", url=served.url)
+    assert one_line(late, 2).startswith("unicronctl: --at: entry 99999 is not in the log")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from events.envelope import Entry
+from events.envelope import Entry, Recorded
 from events.log import LogDamaged
 from events.point import Point
+from events.vocabulary import CoordinatorStarted
 from unicrond.core.fold import fold
+from unicrond.core.policy import Policy, settings_of
 from unicrond.core.state import ClusterState
 
 EMPTY = ClusterState()
@@ -26,3 +28,17 @@ def replay(entries: Iterable[Entry], until: Point | None = None, *, start: Clust
             raise LogDamaged(f"entry {entry.seq} follows entry {state.seq}; a replay needs every entry from 1 on")
         state = fold(state, entry)
     return state
+
+
+def policy_after(policy: Policy, entry: Entry) -> Policy:
+    """That of the coordinator whose term the entry begins; after any other entry as before.
+
+    ValueError for the policy of a version that has other settings.
+    """
+    if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, CoordinatorStarted):
+        return policy
+    event = entry.envelope.event
+    try:
+        return settings_of(event.policy).policy
+    except ValueError as error:
+        raise ValueError(f"the policy of term {event.term} is another version's: {error}") from None

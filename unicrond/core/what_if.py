@@ -1,13 +1,14 @@
 """What would be planned if: pure questions to the planner that change nothing.
 
-`foreseen` reads the one-step table: what each next event would lead to. `what_if` changes the state as a person
-says (nodes lost or added, tasks weighed otherwise), and plans for that with the coordinator's own rules.
+`table_of` makes the one-step table, and `foreseen` reads it: what each next event would lead to. `what_if` changes the
+state as a person says (nodes lost or added, tasks weighed otherwise), and plans for that with the coordinator's own
+rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -16,10 +17,12 @@ from msgspec.structs import replace
 from events.guess import guess
 from events.vocabulary import Name, PlanAdopted, StoreAddress
 from unicrond.core.deciding.plans import FLOPS_MAX, planned
-from unicrond.core.plan_problems import healthy_problem_of, problem_of
+from unicrond.core.field_faults import faults
+from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.planning import kernel
 from unicrond.core.planning.situation import NextEvent, NodeJoined, NodeLost, TaskFinished, TaskLaunched, WorkerLost
 from unicrond.core.planning.solver import solve
-from unicrond.core.planning.table import Table
+from unicrond.core.planning.table import Planner, Table
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState, Node, NodeStatus, TaskStatus
 from unicrond.core.survey import Survey
@@ -27,6 +30,8 @@ from unicrond.core.task_rules import spec_faults
 
 #: More nodes than any question needs; a planner's row has one entry per worker.
 NODES_MAX = 10_000
+#: Workers times tasks from which on the compiled kernel is worth its loading (a second, 100 MB).
+WARM_FROM = 1000
 
 
 class BadChange(ValueError):
@@ -75,6 +80,19 @@ _WORDS: dict[type, str] = {
 }
 
 
+def table_of(survey: Survey, planner: Planner) -> Table | None:
+    """The one-step table of a state; None while the last event has not been planned for. Raises ProblemError.
+
+    May load the compiled kernel first: not for an event loop.
+    """
+    situation = situation_of(survey)
+    if situation is None:
+        return None
+    if situation.workers * len(situation.tasks) >= WARM_FROM:
+        kernel.warm()
+    return planner.refresh(situation)
+
+
 def foreseen(table: Table) -> list[Row]:
     """One row per event that the table answers; nodes whose loss means the same share one."""
     rows: list[Row] = []
@@ -114,6 +132,13 @@ def _subject(event: NextEvent) -> str:
             return f"{slots} slot{'s' if slots != 1 else ''}"
         case WorkerLost(task) | TaskFinished(task) | TaskLaunched(task):
             return task
+
+
+def changes_of(value: Any) -> Changes:
+    """The changes that JSON states. Raises BadChange."""
+    for fault in faults(value, Changes):
+        raise BadChange(str(fault))
+    return msgspec.convert(value, Changes, strict=True)
 
 
 def what_if(state: ClusterState, policy: Policy, changes: Changes) -> PlanAdopted:

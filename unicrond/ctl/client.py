@@ -32,7 +32,7 @@ from unicrond.display.tables import clean
 DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
 #: Of the question which head leads, to each.
-#: Until the agents have looked at what doctor asks.
+#: Until the agents have looked at what doctor asks, beside the limit of the sums.
 _CHECKS_S = 300.0
 _WHO_LEADS_S = 3.0
 RETRY_S = 0.5
@@ -225,11 +225,13 @@ class Client:
         """Where each worker of the task is: {"marks": {worker: mark}, "silent": {node: why}}."""
         return self._object("GET", f"/v1/marks/{quote(task, safe='')}")
 
-    def checks(self, library: str) -> dict[str, Any]:
-        """What the agents see of nodes, links and storage (display/doctor_nodes.py); takes up to a minute or two."""
-        timeout_s, self._timeout_s = self._timeout_s, _CHECKS_S
+    def checks(self, library: str, limit_s: float | None = None) -> dict[str, Any]:
+        """What the agents see of nodes, links and storage (display/doctor_nodes.py); takes a little longer than the
+        sums between nodes, which may take `limit_s` (the coordinator's)."""
+        timeout_s, self._timeout_s = self._timeout_s, (limit_s or 0.0) + _CHECKS_S
+        body = {"library": library, **({"limit_s": limit_s} if limit_s else {})}  # older coordinators know none
         try:
-            return self._object("POST", "/v1/checks", body={"library": library})
+            return self._object("POST", "/v1/checks", body=body)
         finally:
             self._timeout_s = timeout_s
 

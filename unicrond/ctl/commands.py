@@ -181,7 +181,7 @@ def doctor(options: argparse.Namespace) -> int:
         notes = ["nodes, links and storage (--quick)"]
     else:
         try:
-            seen = client.checks(options.library)
+            seen = client.checks(options.library, options.limit_s)
             look = of_nodes(seen)
             found, notes = [*without_clocks(found, seen["facts"]), *look.findings], look.notes
         except Refused as error:

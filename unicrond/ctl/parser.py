@@ -132,6 +132,8 @@ def _add_looking(commands: Commands) -> None:
         switch("--quick", "judge what the coordinator knows, and have no agent look"),
         option("--library", "NAME", "gloo, or nccl, which no test has run on GPUs (gloo)",
                choices=("gloo", "nccl"), default="gloo"),
+        option("--limit-s", "S", "how long the sums may take (60); busy nodes need more",
+               type=number(5, 600, "seconds")),
     )  # fmt: skip
     add_to(commands, "watch", "the live view: nodes, tasks, plan, incidents, last events", ("watch",))
     add_to(
@@ -348,21 +350,18 @@ def _add_plan(commands: Commands) -> None:
     plans = plan.commands("plan_command")
     what = "each task's slots, WAF and gradients, the reason, the method, the costs so far"
     add_to(plans, "show", what, ("plan show",), AT)
-    add_to(
-        plans,
-        "table",
-        "the plan for each event that may come next",
-        ("plan table", "plan table --json"),
-    )
+    shown = ("plan table", "plan table --json", "plan table --at 10m")
+    add_to(plans, "table", "the plan for each event that may come next", shown, AT)
     add_to(
         plans,
         "whatif",
         "the plan for a changed cluster; changes nothing",
-        ("plan whatif --lose node3", "plan whatif --add-nodes 4 --slots 8 --task big:weight=3"),
+        ("plan whatif --lose node3", "plan whatif --add-nodes 4 --slots 8 --task big:weight=3 --at 10m"),
         repeated("--lose", "NODE", "without this node"),
         option("--add-nodes", "N", "with N more nodes", type=whole(), default=0),
         option("--slots", "N", "workers on each (default: as most nodes have)", type=whole(), default=0),
         repeated("--task", "NAME:FIELD=N", "a task with another weight, min_workers or max_workers"),
+        AT,
     )
     add_to(
         plans,
@@ -371,6 +370,7 @@ def _add_plan(commands: Commands) -> None:
         ("plan spares --repair-s 86400", "plan spares --repair-s 3600 --mtbf-s 30000000 --json"),
         option("--repair-s", "S", "how long a failed node is away (86400)", type=whole(1, 10**9), default=86_400),
         option("--mtbf-s", "S", "mean time between failures of a worker (as learnt)", type=whole(1, 10**12), default=0),
+        AT,
     )
     add_to(
         plans,

@@ -6,11 +6,14 @@ hidden in that state as well, so it has no digest to compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import TypeAlias
 
 from events.command_line import UsageError
+from events.envelope import Entry
 from events.point import AtSeq, BeforeEnd, Point
+from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState
 from unicrond.ctl.client import Client
 from unicrond.display.event_lines import EventLine
@@ -36,11 +39,34 @@ def state_at(client: Client, asked: Asked) -> ClusterState:
     """The state after all entries that the point covers. UsageError beyond the log's end."""
     from unicrond.core.replayer import replay  # brings asyncio with it
 
+    return replay(_entries(client, asked))
+
+
+def moment_at(client: Client, asked: Asked) -> tuple[ClusterState, Policy]:
+    """The same, and the policy of the coordinator of that moment. UsageError also where this version cannot read it."""
+    from unicrond.core.replayer import policy_after, replay
+
+    policy = Policy()
+
+    def followed() -> Iterator[Entry]:
+        nonlocal policy
+        for entry in _entries(client, asked):
+            try:
+                policy = policy_after(policy, entry)
+            except ValueError as error:
+                raise UsageError(f"--at: {error}") from None
+            yield entry
+
+    return replay(followed()), policy
+
+
+def _entries(client: Client, asked: Asked) -> Iterator[Entry]:
+    """All that the point covers. UsageError beyond the log's end."""
     end = end_of(client)
     point = point_in(client, asked, end)
     if isinstance(point, AtSeq) and point.seq > end:
         raise UsageError(f"--at: entry {point.seq} is not in the log, which ends at entry {end}")
-    return replay(client.entries(0, point.seq if isinstance(point, AtSeq) else end), point)
+    return takewhile(point.covers, client.entries(0, point.seq if isinstance(point, AtSeq) else end))
 
 
 def seq_at(client: Client, asked: Asked, end: int) -> int:

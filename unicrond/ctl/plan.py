@@ -1,6 +1,7 @@
 """`unicronctl plan show|table|whatif|spares`: the plan that is, those that would follow, and those of other clusters.
 
-`plan solve` needs no coordinator and lives in `solve.py`.
+The coordinator answers, or `plan_past.py` for a moment of the past. `plan solve` needs no coordinator and lives in
+`solve.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from events.command_line import UsageError
 from unicrond.core.gradient_memory import gradients
 from unicrond.ctl.asking import client_of, print_json, snapshot_of
-from unicrond.ctl.client import Refused
+from unicrond.ctl.client import Client, Refused
 from unicrond.display.cluster_tables import (
     costs_table,
     departures,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import argparse
 
     from unicrond.core.state import ClusterState
+    from unicrond.ctl.plan_past import PastPlans
 
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
@@ -90,12 +92,12 @@ def _microseconds(took_us: int) -> str:
 
 def plan_foreseen(options: argparse.Namespace) -> None:
     """What would happen if: the plan for each event that may come next."""
-    client = client_of(options)
-    body = client.plan_table()
+    asked = _asked(options)
+    body = asked.plan_table()
     if options.json:
         print_json(body)
         return
-    state = client.snapshot().state
+    state = _state(asked)
     now = state.plan.workers
     rows = []
     for row in body["rows"]:
@@ -119,9 +121,9 @@ def plan_whatif(options: argparse.Namespace) -> None:
         "slots": options.slots,
         "tasks": _task_changes(options.task),
     }
-    client = client_of(options)
+    asked = _asked(options)
     try:
-        body = client.plan_whatif(changes)
+        body = asked.plan_whatif(changes)
     except Refused as refusal:
         if refusal.status == 400:
             raise UsageError(f"--{refusal}") from None
@@ -129,7 +131,7 @@ def plan_whatif(options: argparse.Namespace) -> None:
     if options.json:
         print_json(body)
         return
-    state, then = client.snapshot().state, body["then"]
+    state, then = _state(asked), body["then"]
     now = state.plan.assignments
     rows = []
     for share in then["assignments"]:
@@ -145,15 +147,16 @@ def plan_whatif(options: argparse.Namespace) -> None:
     show(Table(headers, tuple(rows), frozenset(headers[1:]), "no task is active"))
     was = planned_waf(state, state.plan.waf, state.plan.workers)
     would = planned_waf(state, then["waf"], {share["task"]: share["workers"] for share in then["assignments"]})
-    print(f"\nWAF {was} now, {would} then; the change would cost {si(then['transition_flop'], 'FLOP')}")
+    when = "now" if options.at is None else f"at entry {state.seq}"
+    print(f"\nWAF {was} {when}, {would} then; the change would cost {si(then['transition_flop'], 'FLOP')}")
     print(f"reason: {then['reason']}")
 
 
 def plan_spares(options: argparse.Namespace) -> None:
     """What the cluster would achieve with some of its nodes kept back, and how many pay."""
-    client = client_of(options)
+    asked = _asked(options)
     try:
-        told = client.plan_spares(options.repair_s, options.mtbf_s)
+        told = asked.plan_spares(options.repair_s, options.mtbf_s)
     except Refused as refusal:
         if refusal.status == 400:
             raise UsageError(f"--{refusal}".replace("_", "-") if "mtbf_s" in str(refusal) else str(refusal)) from None
@@ -185,6 +188,20 @@ def _advice(told: Mapping[str, Any], full: int) -> str:
 
 def _share(waf: int, of: int) -> str:
     return f"{100 * waf / of:.1f} %" if of else "0.0 %"
+
+
+def _asked(options: argparse.Namespace) -> Client | PastPlans:
+    """Who answers: the coordinator, or with --at its own code on the state of then. Raises UsageError."""
+    client = client_of(options)
+    if options.at is None:
+        return client
+    from unicrond.ctl.plan_past import PastPlans  # brings numpy with it, which the base install has not
+
+    return PastPlans.at(client, options.at)
+
+
+def _state(asked: Client | PastPlans) -> ClusterState:
+    return asked.snapshot().state if isinstance(asked, Client) else asked.state
 
 
 def _new_layout(state: ClusterState, task: str, then: dict[str, str]) -> str:

@@ -71,7 +71,7 @@ from unicrond.core.state import Task, TaskStatus
 from unicrond.core.state_bytes import digest, to_json
 from unicrond.core.survey import worker_mtbf_us
 from unicrond.core.task_rules import too_few_lanes
-from unicrond.core.what_if import BadChange, Changes, foreseen, what_if
+from unicrond.core.what_if import BadChange, changes_of, foreseen, what_if
 from unicrond.display.derived import derived
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import understood
@@ -262,10 +262,9 @@ class Api:
 
     async def plan_whatif(self, request: web.Request) -> web.Response:
         """The plan that would be adopted, were the cluster as the body says (`what_if.Changes`); nothing changes."""
-        changes = await body_of(request, Changes)
-        state, policy = self._coordinator.state, self._config.policy
+        asked, state, policy = await json_of(request), self._coordinator.state, self._config.policy
         try:
-            plan = await asyncio.to_thread(what_if, state, policy, changes)
+            plan = await asyncio.to_thread(what_if, state, policy, changes_of(asked))
         except (BadChange, ProblemError) as wrong:
             return error(400, str(wrong))
         return answer({"now": state.plan, "then": plan})

@@ -21,19 +21,16 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from unicrond.core.plan_problems import healthy_problem_of, situation_of
-from unicrond.core.planning import kernel
+from unicrond.core.plan_problems import healthy_problem_of
 from unicrond.core.planning.problem import Problem, ProblemError
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.planning.table import Answer, Planner, Table
 from unicrond.core.provenance import Answered
 from unicrond.core.survey import Survey
+from unicrond.core.what_if import table_of
 
 log = logging.getLogger("unicrond")
 T = TypeVar("T")
-
-#: Workers times tasks from which on the compiled kernel is worth its loading (a second, 100 MB).
-WARM_FROM = 1000
 
 
 class Foresight:
@@ -132,12 +129,9 @@ class Foresight:
 
     def _foresee(self, survey: Survey) -> Table | None:
         """In the thread."""
-        situation = situation_of(survey)
-        if situation is None:
+        table = table_of(survey, self._planner)
+        if table is None:
             return None
-        if situation.workers * len(situation.tasks) >= WARM_FROM:
-            kernel.warm()
-        table = self._planner.refresh(situation)
         healthy = healthy_problem_of(survey)
         if self._healthy is None or self._healthy.problem != healthy:
             self._healthy = solve(healthy)

@@ -29,6 +29,7 @@ from events.node_checks import (
     NodeFacts,
     Pair,
     Peer,
+    Seconds,
     StorageCheck,
     StorageSeen,
     decode_seen,
@@ -41,7 +42,7 @@ NODES_MAX = 512
 #: Up to so many nodes try connections with all others.
 ALL_PAIRS_MAX = 24
 FACTS_S = 10.0
-#: A node imports torch first, and may be busy.
+#: A node imports torch first, and may be busy; if nobody gives another limit.
 LINKS_S = 60.0
 STORAGE_S = 10.0
 TASKS_MAX = 64
@@ -53,9 +54,10 @@ class ChecksRun(RuntimeError):
 
 
 class AskedOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `doctor` wants. `library`: of the sums between nodes."""
+    """What `doctor` wants. `library`: of the sums between nodes; `limit_s`: for these."""
 
     library: Library = "gloo"
+    limit_s: Seconds = LINKS_S
 
 
 class Facts(NodeFacts, frozen=True, kw_only=True):
@@ -105,7 +107,7 @@ class NodeChecks:
             facts = await self._facts(nodes, silent)
             answering = {name: node for name, node in nodes.items() if name in facts}
             links, storage = await asyncio.gather(
-                self._links(answering, asked.library, silent), self._storage(state, answering)
+                self._links(answering, asked, silent), self._storage(state, answering)
             )
             return Seen(
                 nodes=tuple(nodes),
@@ -127,7 +129,7 @@ class NodeChecks:
 
         return await _all_of({node: of(node) for node in nodes}, silent)
 
-    async def _links(self, nodes: Mapping[str, Node], library: Library, silent: dict[str, str]) -> dict[str, LinksSeen]:
+    async def _links(self, nodes: Mapping[str, Node], asked: AskedOf, silent: dict[str, str]) -> dict[str, LinksSeen]:
         token, names = secrets.token_hex(8), list(nodes)
         if len(names) < 2:
             return {}
@@ -144,10 +146,10 @@ class NodeChecks:
                 token=token,
                 peers=tuple(_peer(nodes[other]) for other in tried[name]),
                 pairs=tuple(own),
-                library=library,
-                limit_s=LINKS_S,
+                library=asked.library,
+                limit_s=asked.limit_s,
             )
-            return await self._ask(name, check, LinksSeen, LINKS_S + 15.0)
+            return await self._ask(name, check, LinksSeen, asked.limit_s + 15.0)
 
         return await _all_of({name: of(name) for name in names}, silent)
 

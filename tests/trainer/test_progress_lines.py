@@ -1,0 +1,30 @@
+"""What the built-in GPT's log says of training, and how often."""
+
+from __future__ import annotations
+
+import pytest
+
+from agents.trainer.progress import LOG_EVERY_S, Progress
+
+
+def test_the_first_iteration_is_told_and_then_one_in_ten_seconds_with_the_mean_time() -> None:
+    now_s = 1000.0
+    progress = Progress(lambda: now_s)
+    told = []
+    for made in range(1, 251):
+        now_s += 0.1
+        if line := progress.after(5.0 - made / 100):
+            told.append((made, line))
+    assert [made for made, _ in told] == [1, 101, 201]
+    assert told[0][1] == {"loss": 4.99}
+    for made, line in told[1:]:
+        assert line == {"loss": pytest.approx(5.0 - made / 100), "iteration_s": pytest.approx(0.1)}
+
+
+def test_long_iterations_are_told_one_by_one() -> None:
+    now_s = 0.0
+    progress = Progress(lambda: now_s)
+    for _ in range(3):
+        now_s += 2 * LOG_EVERY_S
+        assert progress.after(1.0)["loss"] == 1.0
+    assert progress.after(1.0) == {}, "no time has passed"

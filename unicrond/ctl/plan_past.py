@@ -1,0 +1,66 @@
+"""The plans of a moment of the past: what the coordinator would have answered then.
+
+The state is folded from the log (`past.py`), the questions are the coordinator's own (`unicrond.core.what_if`,
+`spares`), under the policy that its log gives it for that term. Planning needs numpy, which the base install has not:
+`plan.py` imports this module for `--at` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from unicrond.core.planning.problem import ProblemError
+from unicrond.core.planning.table import Planner
+from unicrond.core.policy import Policy
+from unicrond.core.spares import spares
+from unicrond.core.state import ClusterState
+from unicrond.core.survey import Survey
+from unicrond.core.what_if import BadChange, changes_of, foreseen, table_of, what_if
+from unicrond.ctl.client import Client, Refused
+from unicrond.ctl.past import Asked, moment_at
+
+
+class PastPlans:
+    """Answers and refuses as `Client` does."""
+
+    def __init__(self, state: ClusterState, policy: Policy) -> None:
+        self.state = state
+        self._policy = policy
+
+    @classmethod
+    def at(cls, client: Client, asked: Asked) -> PastPlans:
+        """Reads the log up to the point. Raises UsageError beyond its end."""
+        return cls(*moment_at(client, asked))
+
+    def plan_table(self) -> dict[str, Any]:
+        """As Client.plan_table."""
+        state = self.state
+        if not state.plan.epoch:
+            raise Refused(f"table: there was no plan yet at entry {state.seq}; give a later --at", 503)
+        try:
+            table = table_of(Survey(state, self._policy), Planner())
+        except ProblemError as error:
+            raise Refused(f"table: {error}", 400) from None
+        if table is None:
+            why = f"plan {state.plan.epoch} was not made for what had just happened at entry {state.seq}"
+            raise Refused(f"table: {why}; give an --at after the next plan", 503)
+        return {"epoch": state.plan.epoch, "rows": msgspec.to_builtins(foreseen(table))}
+
+    def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """As Client.plan_whatif."""
+        try:
+            plan = what_if(self.state, self._policy, changes_of(changes))
+        except (BadChange, ProblemError) as wrong:
+            raise Refused(str(wrong), 400) from None
+        built: dict[str, Any] = msgspec.to_builtins({"now": self.state.plan, "then": plan})
+        return built
+
+    def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
+        """As Client.plan_spares."""
+        try:
+            told: dict[str, Any] = msgspec.to_builtins(spares(self.state, self._policy, repair_s, mtbf_s))
+        except ValueError as wrong:
+            raise Refused(str(wrong), 400) from None
+        return told
