@@ -15,7 +15,7 @@ import yaml
 from agents.trainer import corpus
 from tests.containers.image import Image
 from tests.containers.pods import MANIFESTS, Machines, Pod
-from tests.integration.live import Live, members
+from tests.integration.live import TIMEOUT_S, Live, members
 from unicrond.core.state import ClusterState, NodeStatus
 from unicrond.ctl.client import ApiError, Client
 from unicrond.display.event_lines import EventLine
@@ -76,7 +76,7 @@ class Cluster(Live):
         """The head's pod, to which the Service leads; the seconds until it is ready."""
         began_s = time.monotonic()
         self.lead_to(self.new_head(part, **more))
-        await until(lambda: self.head.probe("readinessProbe")[0], 60, "a head that is ready")
+        await until(lambda: self.head.probe("readinessProbe")[0], TIMEOUT_S, "a head that is ready")
         return time.monotonic() - began_s
 
     def lead_to(self, pod: Pod) -> None:
@@ -103,7 +103,8 @@ class Cluster(Live):
 
     async def until_ready(self, machine: str) -> None:
         """As the readiness probe has it."""
-        await until(lambda: self.agents[machine].probe("readinessProbe")[0], 90, f"an agent that is ready on {machine}")
+        agent = self.agents[machine]
+        await until(lambda: agent.probe("readinessProbe")[0], TIMEOUT_S, f"an agent that is ready on {machine}")
 
     # --- the task --------------------------------------------------------------------------------
 

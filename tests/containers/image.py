@@ -7,6 +7,7 @@ them there and installs what is left, which is ours. There is no network while i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import re
@@ -69,19 +70,33 @@ def context() -> list[str]:
     return [file for file in source_files() if any(file == name or file.startswith(f"{name}/") for name in named)]
 
 
-def built(directory: Path) -> Image:
-    """The image of this tree, from `directory` where it lies already."""
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two runs beside each other make a thing once."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "image.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs beside each other make it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def bootstrap(directory: Path) -> str:
+    """Debian's packages into `directory`, where they do not lie already; why that failed, or "". Needs the network,
+    which the tests' own namespace has not."""
+    _, suite = base()
+    with _alone(directory):
+        bare = directory / suite
+        return "" if (bare / "usr" / "bin" / "python3").exists() else _debootstrap(suite, bare)
+
+
+def built(directory: Path) -> Image:
+    """The image of this tree, from `directory` where it lies already, and else on the Debian there."""
+    with _alone(directory):
         return _built(directory)
 
 
 def _built(directory: Path) -> Image:
     _, suite = base()
     bare, root, key = directory / suite, directory / "image", directory / "image.key"
-    if not (bare / "usr" / "bin" / "python3").exists():
-        _debootstrap(suite, bare)
     wanted = _key()
     is_new = not key.exists() or key.read_text() != wanted
     if is_new:
@@ -144,13 +159,16 @@ def _follow(image: Image, word: str, rest: str, directory: Path, name: str, *, r
         assert word in ("FROM", "CMD", "COPY", "RUN"), f"the Containerfile has {word}, which is not followed here"
 
 
-def _debootstrap(suite: str, target: Path) -> None:
+def _debootstrap(suite: str, target: Path) -> str:
     draft = target.with_name(f"{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     words = ["debootstrap", "--variant=minbase", "--include=python3,python3-venv", suite, str(draft), _MIRROR]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    if done.returncode:
+        said = [line.removeprefix("E: ") for line in (done.stdout + done.stderr).splitlines() if line.startswith("E:")]
+        return f"debootstrap of {suite} from {_MIRROR} failed: {' '.join(said) or f'exit code {done.returncode}'}"
     draft.rename(target)
+    return ""
 
 
 def _key() -> str:

@@ -191,15 +191,15 @@ TABLE = (
 def missing() -> str:
     """What `make containers` lacks here; "" where all is there."""
     if os.getuid() != 0:
-        return "make containers needs root: it makes namespaces, mounts and cgroups"
+        return "needs root: it makes namespaces, mounts and cgroups"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     lacks = [name for name in ("debootstrap", "bindfs", "ip") if shutil.which(name, path=path) is None]
     lacks += [] if runtime() else ["runc"]
     if lacks:
-        return f"make containers needs {', '.join(lacks)}: apt-get install runc debootstrap bindfs iproute2"
+        return f"needs {', '.join(lacks)}: apt-get install runc debootstrap bindfs iproute2"
     version = ".".join(map(str, sys.version_info[:2]))
     if version != base()[0]:
-        return f"make containers needs a .venv of Python {base()[0]}, as in {CONTAINERFILE.name}; this is {version}"
+        return f"needs a .venv of Python {base()[0]}, as in {CONTAINERFILE.name}; this is {version}"
     return ""
 
 

@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 
-from tests.containers.rows import ROWS, missing, write
+from tests.containers.image import bootstrap
+from tests.containers.rows import BUILD, ROWS, missing, write
 from tests.integration.installation import ROOT
 
 #: Network, mounts and processes are the test's own; they end with it.
@@ -17,8 +18,8 @@ ALONE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mo
 
 
 def main(arguments: list[str]) -> int:
-    if why := missing():
-        print(why)
+    if why := missing() or bootstrap(BUILD):
+        print(f"make containers: {why}")
         return 1
     if not arguments:
         ROWS.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.containers.cluster import NO_DAMAGE, NODES, Cluster, is_up, node_of
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 Record = Callable[..., None]
 #: The end of a node that is drained, and its return.
 TOLD = ("NodeLeaving",)

@@ -13,7 +13,7 @@ from tests.containers.cluster import NO_DAMAGE, NODES, TASK, Cluster, is_up, nod
 from tests.containers.pods import MIB, Pod
 from tests.integration.live import seats
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 Record = Callable[..., None]
 #: How a worker's end is told.
 ENDS = ("WorkerExited", "ErrorReported", "NodeJoined", "NodeLost")
