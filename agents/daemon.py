@@ -315,7 +315,7 @@ class Agent(Shell):
             return probe.Condition(is_ready=False, status=why)
         if self._guard is not None and self._guard.trouble:
             return probe.Condition(is_ready=False, status=f"waits for a person: {self._guard.trouble}")
-        has_joined = self.has_joined.is_set()
+        has_joined = self.has_joined.is_set() and self._guard is not None and self._guard.is_sure
         return probe.Condition(is_ready=has_joined, status="joined" if has_joined else "waits for the log")
 
     def _status(self) -> str:

@@ -6,6 +6,8 @@ Rules
 * A log that was born at another time, that is shorter, or whose terms have gone back is another one: what it says of
   this node is void, and what this agent would tell it has no place there. The agent takes nothing from it and writes
   nothing to it; its workers train on (log_guard.py).
+* Where there is no log, as on a NATS server that came back with an empty store, the known one is gone: no agent makes
+  one, and each waits as for another.
 * A person's order is in the log itself: `unicrond run --new-log` and `unicrond restore` put the time of the order into
   CoordinatorStarted (`taken_us`), and so does every later coordinator. An order that is younger than the one that the
   agent remembers is obeyed, whatever log it remembers; a log that only looks new has none.
@@ -17,10 +19,14 @@ from __future__ import annotations
 from agents.state import LogSeen, Remembered
 
 
-def difference(memory: Remembered, seen: LogSeen, read_seq: int = 0) -> str:
+def difference(memory: Remembered, seen: LogSeen | None, read_seq: int = 0) -> str:
     """In what the log is another than the remembered one, in one line; "" where it is that, or where nothing is known.
-    `read_seq`: the last entry that this agent has read."""
-    if not (memory.log and seen.identity):
+    `seen`: None where NATS has none. `read_seq`: the last entry that this agent has read."""
+    if not memory.log:
+        return ""
+    if seen is None:
+        return f"the event log is gone: NATS has none, and this agent knows the one made at {memory.log}"
+    if not seen.identity:
         return ""
     if seen.identity != memory.log:
         return f"the event log was made at {seen.identity}, and this agent knows the one made at {memory.log}"

@@ -1,4 +1,5 @@
-"""Looks whether the log is still the one that this agent knows (known_log.py), and waits for a person where it is not.
+"""Looks whether the log is still the one that this agent knows (known_log.py), and waits for a person where it is not,
+or where it is gone.
 
 The log is asked at the start, with each new connection, when a coordinator claims a term, when an append is
 acknowledged under a number that was given already, and every LOOK_EVERY_S. Mid-way a difference has to be seen twice:
@@ -22,7 +23,9 @@ from events.subjects import EVENT_STREAM
 logger = logging.getLogger(__name__)
 
 CURE = "Restore the log, or take it as it is: unicrond run --new-log (docs/operate/recovery.md)"
+_CURE_OF_NONE = "Restore the log, or begin a new one: unicrond run --new-log (docs/operate/recovery.md)"
 LOOK_EVERY_S = 15.0
+_SOON_S = 0.1
 _AGAIN_S = 0.5
 _AGAIN_MAX_S = 2.0
 #: Times that the server does not answer though it is connected: the agent may lack the right to ask.
@@ -68,44 +71,46 @@ class LogGuard:
                 for wait in waits:
                     wait.cancel()
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the log was found to be the known one on the connection of now."""
+        return self._trusted is not None and not self._trusted.lost.is_set()
+
     async def known(self) -> LogSeen:
         """The log, once it is the known one or may be taken."""
-        said, said_s, looks, pause_s = "", 0.0, 0, _AGAIN_S
+        told, told_s, looks, pause_s = "", 0.0, 0, 0.0
         while True:
             self._look.clear()
             session = await self._connection.session()
-            seen = await self._ask(waits=True)
-            assert seen is not None, "waited for"
+            seen = await self._ask(warns=True)
             why = difference(self._memory(), seen, self._read_seq())
-            if not why or is_taken(self._memory(), seen) or self._may_take():
-                self._begin(why, said, seen)
+            may_take = self._may_take()
+            if seen is not None and (not why or is_taken(self._memory(), seen) or may_take):
+                self._begin(why, seen)
                 self._trust(session)
                 return seen
             looks += 1
-            if looks > 1:  # a coordinator that was told to take it may be about to say so
-                self.trouble = why
-                if why != said or time.monotonic() - said_s > _SAY_EVERY_S:
-                    said, said_s = why, time.monotonic()
-                    logger.critical(
-                        "%s: this agent takes nothing from it and writes nothing to it; its workers train on. %s",
-                        why,
-                        CURE,
-                    )
+            if looks > 1:  # a coordinator that was told to take it, or to make one, may be about to do so
+                self.trouble = "" if may_take else why
+                line = _waiting(self.trouble, is_gone=seen is None)
+                if line != told or time.monotonic() - told_s > _SAY_EVERY_S:
+                    told, told_s = line, time.monotonic()
+                    logger.log(logging.CRITICAL if self.trouble else logging.WARNING, "%s", line)
+            pause_s = min(2 * pause_s or (_AGAIN_S if why else _SOON_S), _AGAIN_MAX_S)
             await self._pause(pause_s)
-            pause_s = min(2 * pause_s, _AGAIN_MAX_S)
 
     def _trust(self, session: Session) -> None:
         self._trusted = session
         self._asked.set()
         self._asked = asyncio.Event()
 
-    def _begin(self, why: str, said: str, seen: LogSeen) -> None:
-        self.trouble = ""
+    def _begin(self, why: str, seen: LogSeen) -> None:
         if why:
             how = "a person has taken it" if is_taken(self._memory(), seen) else "nothing of the old one runs here"
             logger.warning("%s: %s, and this agent begins anew there", why, how)
-        elif said:
+        elif self.trouble:
             logger.warning("the event log is the known one again: this agent goes on")
+        self.trouble = ""
 
     async def until_another(self, note: Callable[[LogSeen], object]) -> None:
         """Until the log is another. `note`: given each answer that is the known one's."""
@@ -114,14 +119,14 @@ class LogGuard:
         while doubts < 2:
             if session.lost.is_set():
                 session = await self._connection.session()
-            elif not doubts:
+            elif doubts:
+                await asyncio.sleep(_AGAIN_S)
+            elif self._trusted is session:
                 await self._pause(LOOK_EVERY_S, session.lost)
                 if session.lost.is_set():
                     continue
-            else:
-                await asyncio.sleep(_AGAIN_S)
             self._look.clear()
-            seen = await self._ask(waits=False)
+            seen = await self._ask(warns=False)
             if seen is None:
                 doubts += 1
             elif not seen.identity:
@@ -141,10 +146,10 @@ class LogGuard:
             for reason in reasons:
                 reason.cancel()
 
-    async def _ask(self, *, waits: bool) -> LogSeen | None:
-        """What the server says; None where it has no such stream, unless `waits`.
+    async def _ask(self, *, warns: bool) -> LogSeen | None:
+        """What the server says; None where it has no such stream.
 
-        Nothing is known ("") where it does not answer though it is connected.
+        Nothing is known ("") where it does not answer though it is connected; `warns` of that.
         """
         unanswered, pause_s, told = 0, 0.1, False
         while unanswered < _ATTEMPTS:
@@ -154,11 +159,11 @@ class LogGuard:
             except Unanswered:
                 unanswered += self._connection.is_up
             except ApiError as error:
-                if error.code == NO_STREAM and not waits:
+                if error.code == NO_STREAM:
                     return None
                 if not told:
                     told = True
-                    logger.warning("there is no event log yet (%s); waiting for the coordinator to create it", error)
+                    logger.warning("NATS cannot say anything of the event log now (%s); asking again", error)
             else:
                 return LogSeen(
                     identity=str(info["created"]),
@@ -168,10 +173,19 @@ class LogGuard:
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _AGAIN_MAX_S)
-        if waits:
+        if warns:
             logger.warning(
                 "cannot ask for the event stream's information; allow $JS.API.STREAM.INFO.%s, or start the agent with "
                 "--new-log when you recreate the log",
                 EVENT_STREAM,
             )
         return LogSeen(identity="")
+
+
+def _waiting(trouble: str, *, is_gone: bool) -> str:
+    """`trouble`: "" where no log is known here, and the first one is to come."""
+    if not trouble:
+        return "there is no event log yet; waiting for the coordinator to create it"
+    if is_gone:
+        return f"{trouble}: this agent makes no other, and its workers train on. {_CURE_OF_NONE}"
+    return f"{trouble}: this agent takes nothing from it and writes nothing to it; its workers train on. {CURE}"

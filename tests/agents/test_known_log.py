@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from agents.known_log import difference, is_taken
+from agents.places import PROBE_SOCKET
+from agents.probe import Condition, ask
 from agents.state import LogSeen, Remembered
 from events.envelope import Envelope
 from events.nats_connection import Connection
@@ -40,9 +42,10 @@ KNOWN = Remembered(log="first", log_seq=40, log_taken_us=7, fence=(3, 1))
         (LogSeen(identity="first", last_seq=39, term=3), 0, "ends at entry 39, and this agent knows entry 40"),
         (LogSeen(identity="first", last_seq=40, term=3), 41, "ends at entry 40, and this agent knows entry 41"),
         (LogSeen(identity="first", last_seq=90, term=2), 40, "newest term is 2, and this agent has obeyed term 3"),
+        (None, 40, "the event log is gone: NATS has none, and this agent knows the one made at first"),
     ],
 )
-def test_what_makes_it_another(seen: LogSeen, read_seq: int, words: str) -> None:
+def test_what_makes_it_another(seen: LogSeen | None, read_seq: int, words: str) -> None:
     found = difference(KNOWN, seen, read_seq)
     assert words in found and bool(words) == bool(found)
     assert not difference(Remembered(), seen, read_seq), "who knows of none takes what there is"
@@ -79,10 +82,27 @@ async def _claim(log: NatsEventLog, term: int, taken_us: int) -> None:
     )
 
 
-async def _says(agent: AgentProcess, words: str, times: int = 1) -> None:
+async def _says(agent: AgentProcess, words: str) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while agent.log().count(words) < times:  # noqa: ASYNC110  # another process writes it
+        while words not in agent.log():  # noqa: ASYNC110  # another process writes it
             await asyncio.sleep(0.05)
+
+
+async def _answers_probes(agent: AgentProcess, words: str, *, is_ready: bool) -> None:
+    """Whoever asks while an agent begins or ends finds nobody there."""
+    found: Condition | OSError | None = None
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                try:
+                    found = await asyncio.to_thread(ask, agent.run_dir / PROBE_SOCKET)
+                    if words in found.status and found.is_ready == is_ready:
+                        return
+                except (OSError, ValueError) as error:
+                    found = error
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"not {words!r}, but {found}") from None
 
 
 async def test_it_waits_for_a_person_and_its_workers_train_on(
@@ -101,7 +121,7 @@ async def test_it_waits_for_a_person_and_its_workers_train_on(
     await asyncio.sleep(1.5)
     assert await log.last_seq() == before + 1
     kill_and_start(agent)  # the next agent knows what this one did
-    await _says(agent, "CRITICAL", times=2)
+    await _says(agent, "this agent takes nothing from it and writes nothing to it; its workers train on")
     await asyncio.sleep(1.5)
     assert await log.last_seq() == before + 1
     assert not has_ended(pid, 0)
@@ -117,8 +137,10 @@ async def test_it_waits_for_a_person_and_its_workers_train_on(
 
 
 def kill_and_start(agent: AgentProcess) -> None:
+    """Its log begins anew too."""
     agent.process.kill()
     agent.process.wait()
+    agent.output.write_text("")
     agent.start()
 
 
@@ -158,5 +180,55 @@ async def test_a_shorter_log_is_waited_out_and_the_right_one_gone_on_with(
     anew = Coordinator(nats_connection)
     steps = [await anew.until(StepCommitted) for _ in range(3)]
     assert [step.first for step in steps[1:]] == [step.last + 1 for step in steps[:-1]], "the steps have no gap"
+    assert not has_ended(pid, 0) and not any(isinstance(e.envelope.event, WorkerExited) for e in anew.seen)
+    await anew.entries.aclose()
+
+
+async def _swapped(server: EmbeddedServer, away: Path, here: Path | None = None) -> None:
+    """The server's store goes `away`, and the one that lies `here` takes its place; None: an empty one."""
+    await server.kill()
+    store = server.directory / "store"
+    store.rename(away)
+    if here is not None:
+        here.rename(store)  # noqa: ASYNC240  (nothing else runs meanwhile)
+    await server.restart()
+
+
+async def test_a_log_that_is_gone_is_waited_out(
+    agent: AgentProcess,
+    coordinator: Coordinator,
+    nats_server: EmbeddedServer,
+    nats_connection: Connection,
+    tmp_path: Path,
+) -> None:
+    """A server that comes back with an empty store: no agent makes anything in it, not even the next one."""
+    await coordinator.take_over()
+    await coordinator.trained("a.1")
+    pid = next(e.envelope.event.pid for e in coordinator.seen if isinstance(e.envelope.event, WorkerStarted))
+    await _answers_probes(agent, "joined", is_ready=True)
+    await coordinator.entries.aclose()
+    gone = "waits for a person: the event log is gone: NATS has none"
+    await _swapped(nats_server, tmp_path / "kept")
+    await _answers_probes(agent, gone, is_ready=False)
+    assert "this agent makes no other, and its workers train on. Restore the log" in agent.log()
+    assert (await api(nats_connection, "STREAM.NAMES", {})).get("streams") is None
+
+    await _swapped(nats_server, tmp_path / "empty", tmp_path / "kept")
+    await _says(agent, "the event log is the known one again: this agent goes on")
+    await _answers_probes(agent, "joined", is_ready=True)
+    anew = Coordinator(nats_connection)
+    steps = [await anew.until(StepCommitted) for _ in range(3)]
+    assert [step.first for step in steps[1:]] == [step.last + 1 for step in steps[:-1]], "the steps have no gap"
+    await anew.entries.aclose()
+
+    await _swapped(nats_server, tmp_path / "kept")
+    kill_and_start(agent)  # what the one before has not told is lost with it
+    await _answers_probes(agent, gone, is_ready=False)
+    assert (await api(nats_connection, "STREAM.NAMES", {})).get("streams") is None
+    await _swapped(nats_server, tmp_path / "empty again", tmp_path / "kept")
+    await _answers_probes(agent, "joined", is_ready=True)
+    anew = Coordinator(nats_connection)
+    while (await anew.until(StepCommitted)).first <= steps[-1].last:
+        pass
     assert not has_ended(pid, 0) and not any(isinstance(e.envelope.event, WorkerExited) for e in anew.seen)
     await anew.entries.aclose()

@@ -78,6 +78,7 @@ async def test_a_log_that_is_gone_is_not_made_anew_but_by_name(tmp_path: Path, n
             await known(tmp_path, 1)
             born = (await api(connection, f"STREAM.INFO.{EVENT_STREAM}", {}))["created"]
             await api(connection, f"STREAM.DELETE.{EVENT_STREAM}", {})
+            await says(url, "NATS has no event log, and this head has read one of 1 entries; restore it, or")
             await create_streams(connection)  # as somebody's script might
             await says(url, "the coordinator has read")
             assert (await asyncio.to_thread(probe, f"{url}/healthz"))[1]["status"] == "stopped deciding"

@@ -277,6 +277,7 @@ async def test_a_stream_that_refuses_is_told_and_no_server_is_ended_for_it(tmp_p
         await asyncio.wait_for(probe.looks.wait(), 10)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(server.stopped.wait(), 0.3)
+        assert keeper.trouble == "holds 50 messages", "the cause comes before what follows from it"
         log.trouble = ""
         assert keeper.trouble == "holds 50 messages"
         probe.trouble, probe.is_settled = "", False

@@ -122,6 +122,8 @@ class LogKeeper:
     def trouble(self) -> str:
         """Why the log takes nothing, in one line; empty where it does."""
         probed = self._probe.trouble if self._probe else ""
+        if self._probe is not None and self._probe.is_settled:
+            return probed  # the cause; waiting appends and missing heartbeats only follow
         return self._seen_here or probed or self._told_by_nodes
 
     @property

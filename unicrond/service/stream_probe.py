@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from events.nats_connection import Connection, Unanswered
-from events.nats_streams import ApiError, api_once
+from events.nats_streams import NO_STREAM, ApiError, api_once
 from events.subjects import EVENT_STREAM
+from unicrond.service.follower import CURE
 
 
 class StreamProbe:
@@ -57,6 +58,8 @@ class StreamProbe:
             self.trouble, self.is_settled = f"NATS does not answer about the event log: {error}", False
         except ApiError as error:
             self.trouble = f"NATS has no event log: {error}"
+            if error.code == NO_STREAM and self.created:
+                self.trouble = f"NATS has no event log, and this head has read one of {folded_seq} entries; {CURE}"
             self.is_settled = not error.is_passing
         else:
             self.info = info
