@@ -67,13 +67,16 @@ class Copies:
                 if found is None:
                     return  # a newer one is being written; it is reported when it is sealed
                 passes = self._passes(peers, key[0], warrant)
+                what, refusals = f"{key[0]}/{key[1]} after iteration {newest.iteration}", []
                 for peer in peers:
                     try:
                         memory_exchange.push(peer, key[0], key[1], self._node, *found, passes)
                         return
-                    except NoAnswer as error:
-                        what = f"{key[0]}/{key[1]} after iteration {newest.iteration}"
-                        logger.warning("no copy of %s on %s: %s", what, peer.node, error)
+                    except NoAnswer as error:  # as of a node that leaves: the next one takes it
+                        refusals.append(f"{peer.node}: {error}")
+                        logger.info("%s is not copied to %s: %s", what, peer.node, error)
+                if refusals:
+                    logger.warning("no copy of %s: %s", what, "; ".join(refusals))
         finally:
             memory.close()
 

@@ -273,7 +273,8 @@ class MemoryServer:
         started, head = time.monotonic(), push.head.head()
         newest = memory.newest()
         if newest is not None and (newest.generation, newest.iteration) >= (head.generation, head.iteration):
-            raise _Refusal(f"iteration {newest.iteration} of generation {newest.generation} is already in memory")
+            say(connection, Stored())  # there already, or a newer one: several nodes may bring the same state
+            return
         try:
             draft = memory.draft(head.size_bytes)
         except TooLarge as error:

@@ -120,7 +120,7 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 
 class Stored(Message, frozen=True, kw_only=True):
-    """Last answer to Push: the state is kept."""
+    """Last answer to Push: the state is kept. As the first one: it was kept already, or a newer one."""
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -132,7 +132,7 @@ class Refused(Message, frozen=True, kw_only=True):
 Request: TypeAlias = Ask | Fetch | Push
 Answer: TypeAlias = Holds | Fetched | Accepted | Stored | Refused
 T = TypeVar("T")
-A = TypeVar("A", Holds, Fetched, Accepted, Stored)
+A = TypeVar("A", bound=Message)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -192,11 +192,12 @@ def push(
     view: memoryview,
     passes: Passes | None = None,
 ) -> None:
-    """Have the node keep a copy. Raises NoAnswer."""
+    """Have the node keep a copy, unless it keeps that state or a newer one already. Raises NoAnswer."""
     with _connected(service, passes) as connection:
         token, head_of = _shown(service, passes), HeadOf.of(head)
         say(connection, Push(token=token, task=task, shard=shard, origin=origin, head=head_of))
-        _answer(connection, Accepted)
+        if isinstance(_answer(connection, Accepted, Stored), Stored):
+            return
         try:
             send(connection, view)
         except OSError as error:
@@ -328,10 +329,10 @@ def _dialled(service: MemoryService) -> socket.socket:
     return connection
 
 
-def _answer(connection: socket.socket, expected: type[A]) -> A:
+def _answer(connection: socket.socket, *expected: type[A]) -> A:
     answer = hear(connection, _answers)
     if isinstance(answer, Refused):
         raise NoAnswer(f"refused: {answer.reason}")
     if not isinstance(answer, expected):
-        raise NoAnswer(f"{type(answer).__name__} instead of {expected.__name__}")
+        raise NoAnswer(f"{type(answer).__name__} instead of {expected[0].__name__}")
     return answer
