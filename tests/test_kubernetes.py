@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,23 @@ def test_every_file_is_in_one_kustomization_and_every_part_is_there() -> None:
     assert {path.resolve() for path in FILES} <= named
     parts = {path.parent.resolve() for path in KUSTOMIZATIONS if "overlays" not in path.parts}
     assert parts <= named
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+@pytest.mark.parametrize("overlay", sorted(path.name for path in (ROOT / "overlays").iterdir()))
+def test_kubectl_builds_every_overlay(overlay: str) -> None:
+    words = ["kubectl", "kustomize", str(ROOT / "overlays" / overlay)]
+    built = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    found = [*yaml.safe_load_all(built.stdout)]
+    kinds = {each["kind"] for each in found}
+    assert {"StatefulSet", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy", "PriorityClass"} <= kinds
+    assert {each["metadata"].get("namespace", "training") for each in found} == {"training"}
+    images = {container["image"] for each in found for pod in pods(each) for container in pod["spec"]["containers"]}
+    assert images == {"registry.example.org/unicrond:0.1.0"}, "JobSet's pods too"
+    for each in found:
+        for version in VERSIONS if each["kind"] != "JobSet" else ():
+            kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_the_patch_of_the_agents_log_meets_its_variable() -> None:

@@ -98,6 +98,55 @@ def test_limits_of_version_2_stand_at_any_height(tmp_path: Path) -> None:
     assert container.memory_free_bytes(found) == 0, "a limit that was lowered under its use"
 
 
+#: What a container of a pod reads on Linux 6.12, where kubelet gives it 512 MiB, 0.5 CPU and a group that dies as one.
+V2_FILES = {
+    "cgroup.controllers": "cpuset cpu io memory hugetlb pids rdma misc",
+    "cpu.max": "50000 100000",
+    "memory.current": "536571904",
+    "memory.high": "max",
+    "memory.max": "536870912",
+    "memory.oom.group": "1",
+    "memory.swap.max": "0",
+    "memory.stat": "anon 317194240\nfile 209715200\nkernel 9662464\nkernel_stack 458752\npagetables 2154496\n"
+    "sec_pagetables 0\npercpu 2880\nsock 0\nvmalloc 49152\nshmem 104857600\nzswap 0\nzswapped 0\nfile_mapped 14364672\n"
+    "file_dirty 0\nfile_writeback 0\nswapcached 0\nanon_thp 0\nfile_thp 0\nshmem_thp 0\ninactive_anon 422051840\n"
+    "active_anon 0\ninactive_file 83886080\nactive_file 20971520\nunevictable 0\nslab_reclaimable 4812800",
+    "memory.events": "low 0\nhigh 0\nmax 35\noom 0\noom_kill 0\noom_group_kill 0",
+    "memory.events.local": "low 0\nhigh 0\nmax 35\noom 0\noom_kill 0\noom_group_kill 0",
+}
+
+
+def test_a_pod_on_version_2_by_the_kernels_own_files(tmp_path: Path) -> None:
+    proc = machine(tmp_path, *V2_PRIVATE[:2])
+    top = tmp_path / "cgroup"
+    top.mkdir()
+    for name, text in V2_FILES.items():
+        (top / name).write_text(f"{text}\n")
+    boot = proc / "sys" / "kernel" / "random" / "boot_id"
+    boot.parent.mkdir(parents=True)
+    boot.write_text("8f0a1c3e-1111-4222-8333-444455556666\n")
+    (proc / "vmstat").write_text("nr_free_pages 81230\noom_kill 4\nthp_fault_alloc 0\n")
+    found = places("memory", proc / "self", proc / "self")
+    assert container.memory_limit_bytes(found) == 512 << 20
+    assert container.memory_free_bytes(found) == (512 << 20) - 536571904 + 83886080, "shm stays"
+    assert container.cpu_limit(places("cpu", proc / "self", proc / "self")) == 0.5
+
+    # The whole group is killed: three processes. Agent and workers share it, so only one that lives on there can ask.
+    before = kill_counts.look(proc)
+    assert (before.kills, before.machine) == (0, 4)
+    events = "low 0\nhigh 0\nmax 61\noom 1\noom_kill 3\noom_group_kill 1\n"
+    (top / "memory.events").write_text(events)
+    (proc / "vmstat").write_text("nr_free_pages 91230\noom_kill 7\nthp_fault_alloc 0\n")
+    assert cause(before, kill_counts.look(proc)) == "oom_killed"
+
+    # The next container of the pod has a cgroup of its own, which has counted nothing.
+    top.rename(tmp_path / "gone")
+    top.mkdir()
+    for name, text in V2_FILES.items():
+        (top / name).write_text(f"{text}\n")
+    assert cause(before, kill_counts.look(proc)) == "maybe_oom_killed"
+
+
 def test_a_space_in_a_path_is_written_as_its_number() -> None:
     (mount,) = mounted("30 24 0:26 /a\\040b /sys/fs/c\\134d rw - cgroup2 cgroup2 rw\n")
     assert mount == Mount(2, "/a b", Path("/sys/fs/c\\d"), frozenset())
