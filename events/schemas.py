@@ -84,6 +84,7 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "DropState": ("agent_boot",),
         "Heartbeat": ("read_seq",),
         "InjectionRequested": ("by",),
+        "LayoutSpec": ("micro_batch",),
         "ModelSpec": ("precision",),
         "NodeCordoned": ("address", "agent_boot", "by", "empty_by_us", "until_return"),
         "NodeJoined": ("since_boot", "users"),

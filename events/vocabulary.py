@@ -289,13 +289,15 @@ DETERMINISM = ("check", "require", "off")
 
 class LayoutSpec(Value, frozen=True, kw_only=True):
     """A layout that a task may have: `tp` * `pp` workers in a replica. `throughput`: T(x) in it, as in TaskSpec.
+    `micro_batch`: samples of a micro-batch in it; 0: as many as the task has.
 
-    Bounds: `tp`, `pp` 1..131072; `throughput` < 2**63.
+    Bounds: `tp`, `pp` 1..131072; `throughput` < 2**63; `micro_batch` < 2**31.
     """
 
     tp: SomeWorkers = always(1)
     pp: SomeWorkers = always(1)
     throughput: dict[str, Flops] = always({})
+    micro_batch: Small = 0
 
 
 class TaskSpec(Value, frozen=True, kw_only=True):
@@ -353,6 +355,11 @@ class TaskSpec(Value, frozen=True, kw_only=True):
         return self.global_batch // self.micro_batch
 
     @property
+    def fewest_micro_batches(self) -> int:
+        """The same in the layout of the task that has the largest."""
+        return self.global_batch // max([self.micro_batch, *(layout.micro_batch for layout in self.layouts)])
+
+    @property
     def lanes(self) -> int:
         """In how many parts an iteration's gradients are summed, whoever computes them
         (agents/trainer/gradients/lanes.py). 0: the sum follows the deal.
@@ -364,7 +371,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
         wanted = self.env.get(LANES, "")
         sizes = [self.replica_workers, *(layout.tp * layout.pp for layout in self.layouts)]
         replicas = self.max_workers // min(sizes)
-        return max(1, min(int(wanted) if wanted.isdecimal() else replicas, self.micro_batches))
+        return max(1, min(int(wanted) if wanted.isdecimal() else replicas, self.fewest_micro_batches))
 
 
 # --- parts ---------------------------------------------------------------------------------------

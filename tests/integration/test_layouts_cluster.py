@@ -25,10 +25,10 @@ from unicrond.local.dev import DevCluster, small_cluster
 TIMEOUT_S = 90.0
 #: Captures in memory now and then: where a shard is lost the rest is put together from these.
 SAVING = {**TASK, "checkpoint": {"interval": 0, "memory_interval": 5}}
-#: Pairs are much the better on four workers; on two singles are.
+#: Pairs are much the better on four workers; on two singles are, whose micro-batches are larger.
 BY_TABLE = [
     {"tp": 2, "throughput": {"2": 10**9, "4": 4 * 10**9}},
-    {"tp": 1, "throughput": {"1": 8 * 10**8, "2": 16 * 10**8, "3": 17 * 10**8}},
+    {"tp": 1, "micro_batch": 2, "throughput": {"1": 8 * 10**8, "2": 16 * 10**8, "3": 17 * 10**8}},
 ]
 
 
@@ -78,8 +78,10 @@ async def test_a_node_dies_and_the_task_trains_on_in_the_best_layout_and_returns
         await dev.kill_node(node)
         task = await until(dev, "two singles train", lambda task: trains(task, (1, 1, 2), at + 2))
         at = task.progress.iteration
+        assert task.spec.micro_batch == 2
         await dev.bring_back(node)
-        await until(dev, "two pairs train again", lambda task: trains(task, (2, 1, 4), at + 2))
+        task = await until(dev, "two pairs train again", lambda task: trains(task, (2, 1, 4), at + 2))
+        assert task.spec.micro_batch == 1
         client = Client(dev.url)
         reshapes = [(e["tp"], e["plan"] > 0) for e in told(client, "TaskReshaped")]
         assert reshapes[-2:] == [(1, True), (2, True)], "before these the nodes came one by one"

@@ -44,6 +44,7 @@ async def test_a_node_dies_and_megatron_lm_trains_on_in_the_best_layout_and_retu
         await dev.kill_node(node)
         seen = await until(dev, "two singles train", lambda task: trains(task, (1, 1, 2), at + 2), timeout_s=PATIENCE_S)
         at = seen.progress.iteration
+        assert seen.spec.micro_batch == 2, "that of the layout"
         await dev.bring_back(node)
         await until(dev, "two pairs train again", lambda task: trains(task, (2, 1, 4), at + 2), timeout_s=PATIENCE_S)
         reshapes = [(e["tp"], e["plan"] > 0) for e in told(client, "TaskReshaped")]

@@ -86,6 +86,20 @@ def test_a_node_dies_and_the_task_trains_on_in_what_is_left_and_returns(seed: in
     assert "in tp 2, pp 1" in cluster.state.plan.reason
 
 
+def test_a_micro_batch_is_that_of_the_layout() -> None:
+    layouts = (replace(PAIRS, micro_batch=1), replace(SINGLES, micro_batch=4))
+    cluster = cluster_of(1, 2, 1, layouts=layouts)
+    assert cluster.state.tasks["big"].spec.micro_batch == 1
+    lose(cluster, "n0")
+    cluster.run()
+    cluster.assert_whole()
+    assert (layout(cluster), cluster.state.tasks["big"].spec.micro_batch) == ((1, 1, 1), 4)
+    cluster.add_host("n0", slots=2)
+    cluster.run()
+    cluster.assert_whole()
+    assert (layout(cluster), cluster.state.tasks["big"].spec.micro_batch) == ((2, 1, 2), 1)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_survivors_hand_over_before_they_end(seed: int) -> None:
     """Two pairs; one node of three slots is left, and the table says that three singles beat a pair."""

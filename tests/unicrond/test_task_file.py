@@ -30,7 +30,7 @@ from events.vocabulary import (
 from unicrond.core.planning.placement import Shape
 from unicrond.core.reshaping import most_workers
 from unicrond.core.task_rules import SPEC_BYTES_MAX, spec_faults
-from unicrond.core.waf import modelled
+from unicrond.core.waf import in_layout, modelled
 from unicrond.intake.strict_yaml import BadYaml, parse
 from unicrond.intake.task_file import TaskFileError, load, loads, problems
 from unicrond.throughput.layouts import job
@@ -389,8 +389,11 @@ def test_layouts(text: str, layouts: list[tuple[int, int, int]]) -> None:
     [
         ("layouts: many", "layouts: give auto, fixed, or a list like"),
         ("layouts: []", "layouts: give auto, fixed, or a list like"),
-        ("layouts: [{tq: 2}]", "layouts[0]: unknown field tq; give tp, pp and throughput"),
+        ("layouts: [{tq: 2}]", "layouts[0]: unknown field tq; give tp, pp, micro_batch and throughput"),
         ("layouts: [{tp: 0}]", "layouts[0].tp: 0 is no size"),
+        ("layouts: [{micro_batch: 0}]", "layouts[0].micro_batch: 0 is no number of samples"),
+        ("layouts: [{micro_batch: 2}]", "layouts[0].micro_batch: tp 1, pp 1 has micro-batches of 1 already"),
+        ("max_workers: 2\nlayouts: [{tp: 2, micro_batch: 3}]", "layouts[0].micro_batch: 3 does not divide"),
         ("layouts: [{tp: 4..2}]", "layouts[0].tp: '4..2' is no size"),
         ("max_workers: 6\nlayouts: [{tp: 3}]", "layouts[0]: no tp and pp of this entry divide the model"),
         ("max_workers: 4\nlayouts: [{tp: [1, 2], throughput: {2: 5}}]", "layouts[0].throughput: is of one layout"),
@@ -413,6 +416,28 @@ def test_own_loops_keep_their_layout_unless_they_say_otherwise(tmp_path: Path) -
     text = f"entry: {script}\ntp: 2\nmin_workers: 2\nmax_workers: 4"
     assert layouts_of(text) == []
     assert layouts_of(f"{text}\nlayouts: [{{tp: 1}}]") == [(2, 1, 0), (1, 1, 0)]
+
+
+def test_an_entry_may_say_how_large_a_micro_batch_is() -> None:
+    """Global batch 8: no more replicas than micro-batches, no more lanes than the layout with the largest has."""
+    spec = loads("name: a\ntp: 2\nmax_workers: 8\nlayouts: [{tp: 1, pp: [1, 2], micro_batch: 4}, {tp: 4}]")
+    sizes = [(one.tp, one.pp, one.micro_batch) for one in spec.layouts]
+    assert sizes == [(2, 1, 1), (1, 1, 4), (1, 2, 4), (4, 1, 1)]
+    assert spec.lanes == spec.fewest_micro_batches == 2
+    assert [most_workers(spec, Shape(one.tp, one.pp)) for one in spec.layouts] == [4, 2, 4, 8]
+    assert [in_layout(spec, Shape(tp, 1)).micro_batch for tp in (1, 2)] == [4, 1]
+    same = loads("name: a\ntp: 2\nmax_workers: 8\nmicro_batch: 2\nlayouts: [{tp: 1}]")
+    assert [one.micro_batch for one in same.layouts] == [0, 0], "the log of who names none stays as it is"
+
+
+def test_a_preset_knows_the_micro_batches_of_each_layout() -> None:
+    text = "name: a\ntp: 8\nmin_workers: 8\nmax_workers: 16\nthroughput_model: {model: gpt3-7b, gpu: a100-80g}\n"
+    one, four = (
+        {(o.tp, o.pp): o for o in loads(f"{text}layouts: [{{tp: [2, 4], micro_batch: {n}}}]").layouts} for n in (1, 4)
+    )
+    shared = (one.keys() & four.keys()) - {(8, 1)}
+    assert shared and all(one[shape].throughput != four[shape].throughput for shape in shared)
+    assert all(four[shape].micro_batch == 4 for shape in shared)
 
 
 def test_lanes_are_as_many_as_replicas_in_any_layout() -> None:

@@ -40,10 +40,17 @@ def layouts_of(spec: TaskSpec) -> list[Shape]:
     return list(dict.fromkeys(listed if own in listed else [own, *listed]))
 
 
+def micro_batch_in(spec: TaskSpec, shape: Shape) -> int:
+    """Samples of a micro-batch in a layout."""
+    given = next((one.micro_batch for one in spec.layouts if Shape(one.tp, one.pp) == shape), 0)
+    return given or spec.micro_batch
+
+
 def most_workers(spec: TaskSpec, shape: Shape) -> int:
     """The most that a plan may give the task in a layout: whole replicas, no more than micro-batches or lanes (those
     that share a lane compute one after the other)."""
-    replicas = min(spec.max_workers // shape.workers, spec.micro_batches, spec.lanes or spec.micro_batches)
+    micro_batches = spec.global_batch // micro_batch_in(spec, shape)
+    replicas = min(spec.max_workers // shape.workers, micro_batches, spec.lanes or micro_batches)
     return replicas * shape.workers
 
 
@@ -90,15 +97,17 @@ def reshaped(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> TaskSpec
     """
     by_plan = isinstance(asked, TaskReshaped) and asked.plan > 0
     layouts = spec.layouts if by_plan or (spec.tp, spec.pp) == (asked.tp, asked.pp) else ()
-    given = spec.throughput
+    given, micro_batch = spec.throughput, spec.micro_batch
     if by_plan:
         given = next((one.throughput for one in layouts if (one.tp, one.pp) == (asked.tp, asked.pp)), given)
+        micro_batch = micro_batch_in(spec, Shape(asked.tp, asked.pp))
     most = asked.max_workers
     return replace(
         spec,
         layouts=tuple([replace(one, throughput=_up_to(most, one.throughput)) for one in layouts]),
         tp=asked.tp,
         pp=asked.pp,
+        micro_batch=micro_batch,
         min_workers=asked.min_workers,
         max_workers=most,
         throughput=_up_to(most, given),

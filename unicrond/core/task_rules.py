@@ -166,6 +166,9 @@ def _layouts(spec: TaskSpec) -> Iterator[Fault]:
         if not divides(spec, Shape(layout.tp, layout.pp)):
             yield Fault(place, f"tp {layout.tp}, pp {layout.pp} does not divide the model; leave it out")
         yield from _table(layout.throughput, spec.max_workers, (*place, "throughput"))
+        if layout.micro_batch and spec.global_batch % layout.micro_batch:
+            text = f"{layout.micro_batch} does not divide global_batch ({spec.global_batch}); use a divisor of it"
+            yield Fault((*place, "micro_batch"), text)
     fewest = min(layout.tp * layout.pp for layout in spec.layouts)
     least = max(spec.min_workers, 1)
     if -(-least // fewest) * fewest > spec.max_workers and spec.min_workers <= spec.max_workers:
@@ -241,9 +244,9 @@ def _program(spec: TaskSpec) -> Iterator[Fault]:
     if wish not in DETERMINISM:
         yield Fault(("env", DETERMINISTIC), f"{wish!r} is not one of {', '.join(DETERMINISM)}")
     lanes = spec.env.get(LANES, "1")
-    if not (lanes.isascii() and lanes.isdecimal() and 1 <= int(lanes[:9]) <= spec.micro_batches):
+    if not (lanes.isascii() and lanes.isdecimal() and 1 <= int(lanes[:9]) <= spec.fewest_micro_batches):
         yield Fault(
-            ("env", LANES), f"{lanes!r} is not a number of lanes; give 1 to {spec.micro_batches} (micro-batches)"
+            ("env", LANES), f"{lanes!r} is not a number of lanes; give 1 to {spec.fewest_micro_batches} (micro-batches)"
         )
 
 

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from events.vocabulary import TaskSpec
 from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Curve, Number
-from unicrond.core.reshaping import layout_key, layouts_of, most_workers, shape_of
+from unicrond.core.reshaping import layout_key, layouts_of, micro_batch_in, most_workers, shape_of
 from unicrond.core.state import ClusterState, Task
 from unicrond.core.work import LINEAR_FLOPS
 
@@ -122,7 +122,8 @@ def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
     if shape == shape_of(spec):
         given = spec.throughput
     most = max(1, most_workers(spec, shape))
-    return replace(spec, tp=shape.tp, pp=shape.pp, throughput=given, max_workers=most)
+    micro_batch = micro_batch_in(spec, shape)
+    return replace(spec, tp=shape.tp, pp=shape.pp, micro_batch=micro_batch, throughput=given, max_workers=most)
 
 
 def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Model | Corrected | Presumed:

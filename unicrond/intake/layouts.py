@@ -9,6 +9,7 @@ Rules
 * Without a model of its memory `auto` takes no layout in which a worker holds more of the model than in its own, unless
   that is little (SMALL_BYTES); and none of more workers to a replica: nothing says that it would be faster. Of
   Megatron-LM it takes only those in which it is little: flags alone do not tell what a worker holds.
+* An entry may say how large a micro-batch is in its layouts; in the others it is as the task says.
 * With `throughput_model` each layout has its own table. Those that are the best for no number of workers are left out.
 * A layout without a table has that of the task: nothing is known against it.
 """
@@ -16,8 +17,8 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -39,8 +40,23 @@ _RANGE = re.compile(r"([1-9][0-9]{0,5})\.\.([1-9][0-9]{0,5})")
 #: Tensor-parallel sizes that `auto` tries.
 _TP_TRIED = (1, 2, 4, 8, 16)
 
-#: "auto", "fixed", or the entries of a list: tp, pp, and the table if one was given.
-Wish = str | list[tuple[list[int], list[int], dict[str, int]]]
+
+class Entry(NamedTuple):
+    """Of a list. `micro_batch`: 0 where it says nothing of it."""
+
+    tps: list[int]
+    pps: list[int]
+    table: dict[str, int]
+    micro_batch: int = 0
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Each tp with each pp."""
+        return [Shape(tp, pp) for tp in self.tps for pp in self.pps]
+
+
+#: "auto", "fixed", or the entries of a list.
+Wish = str | list[Entry]
 
 
 def take(data: Any) -> tuple[Wish, bool, list[Fault]]:
@@ -71,11 +87,11 @@ def _untried(data: dict[str, Any]) -> str:
     return rules.untried if rules is not None else ""
 
 
-def _entry(entry: Any, place: Place, found: list[Fault]) -> tuple[list[int], list[int], dict[str, int]]:
-    if not isinstance(entry, dict) or (strange := set(entry) - {"tp", "pp", "throughput"}):
+def _entry(entry: Any, place: Place, found: list[Fault]) -> Entry:
+    if not isinstance(entry, dict) or (strange := set(entry) - {"tp", "pp", "throughput", "micro_batch"}):
         named = f"unknown field {min(map(str, strange))}; " if isinstance(entry, dict) else ""
-        found.append(Fault(place, f"{named}give tp, pp and throughput, like {{tp: 2, pp: 1}}"))
-        return [1], [1], {}
+        found.append(Fault(place, f"{named}give tp, pp, micro_batch and throughput, like {{tp: 2, pp: 1}}"))
+        return Entry([1], [1], {})
     tps, pps = (_numbers(entry.get(name, 1), (*place, name), found) for name in ("tp", "pp"))
     try:
         table = msgspec.convert(entry.get("throughput", {}), dict[str, int], str_keys=True)
@@ -84,7 +100,11 @@ def _entry(entry: Any, place: Place, found: list[Fault]) -> tuple[list[int], lis
         table = {}
     if table and len(tps) * len(pps) > 1:
         found.append(Fault((*place, "throughput"), "is of one layout; give tp and pp as one number each"))
-    return tps, pps, table
+    micro_batch = entry.get("micro_batch", 0)
+    if "micro_batch" in entry and (type(micro_batch) is not int or not 0 < micro_batch < 2**31):
+        found.append(Fault((*place, "micro_batch"), f"{micro_batch!r} is no number of samples; give a number like 2"))
+        micro_batch = 0
+    return Entry(tps, pps, table, micro_batch)
 
 
 def _numbers(given: Any, place: Place, found: list[Fault]) -> list[int]:
@@ -107,8 +127,8 @@ def shapes_of(spec: TaskSpec, wish: Wish) -> tuple[list[Shape], list[Fault]]:
     if isinstance(wish, str):
         shapes += [shape for shape in _divisors(spec) if shape.workers <= spec.max_workers]
     else:
-        for n, (tps, pps, _) in enumerate(wish):
-            wished = [Shape(tp, pp) for tp in tps for pp in pps]
+        for n, entry in enumerate(wish):
+            wished = entry.shapes
             fits = [shape for shape in wished if divides(spec, shape) and shape.workers <= spec.max_workers]
             shapes += fits
             if not fits:
@@ -117,6 +137,24 @@ def shapes_of(spec: TaskSpec, wish: Wish) -> tuple[list[Shape], list[Fault]]:
                 text = f"{why}; leave it out"
                 found.append(Fault((FIELD, n), text))
     return list(dict.fromkeys(shapes)), found
+
+
+def micro_batches_of(spec: TaskSpec, wish: Wish) -> tuple[dict[Shape, int], list[Fault]]:
+    """Samples of a micro-batch in each layout that an entry of the list names; nothing where none says how many."""
+    found: list[Fault] = []
+    if isinstance(wish, str) or not any(entry.micro_batch for entry in wish):
+        return {}, found
+    sizes = {Shape(spec.tp, spec.pp): spec.micro_batch}
+    for n, entry in enumerate(wish):
+        size = entry.micro_batch or spec.micro_batch
+        if spec.global_batch % size:
+            text = f"{size} does not divide global_batch ({spec.global_batch}); use a divisor of it"
+            found.append(Fault((FIELD, n, "micro_batch"), text))
+        other = next((shape for shape in entry.shapes if sizes.setdefault(shape, size) != size), None)
+        if other is not None:
+            text = f"tp {other.tp}, pp {other.pp} has micro-batches of {sizes[other]} already; give it one size"
+            found.append(Fault((FIELD, n, "micro_batch"), text))
+    return sizes, found
 
 
 def _divisors(spec: TaskSpec) -> Iterator[Shape]:
@@ -129,20 +167,27 @@ def _divisors(spec: TaskSpec) -> Iterator[Shape]:
 def filled(spec: TaskSpec, wish: Wish) -> tuple[TaskSpec, list[Fault]]:
     """The task with its layouts, where no model of Megatron is given."""
     shapes, found = shapes_of(spec, wish)
+    sizes, wrong = micro_batches_of(spec, wish)
+    found = [*found, *wrong]
     tables = {}
     if isinstance(wish, str):
         shapes = [shape for shape in shapes if shape == Shape(spec.tp, spec.pp) or _is_safe(spec, shape)]
     else:
-        tables = {Shape(tps[0], pps[0]): table for tps, pps, table in wish if table}
-    return with_layouts(spec, shapes, tables), found
+        tables = {entry.shapes[0]: entry.table for entry in wish if entry.table}
+    return with_layouts(spec, shapes, tables, sizes), found
 
 
-def with_layouts(spec: TaskSpec, shapes: list[Shape], tables: dict[Shape, dict[str, int]]) -> TaskSpec:
+def with_layouts(
+    spec: TaskSpec, shapes: list[Shape], tables: dict[Shape, dict[str, int]], sizes: Mapping[Shape, int]
+) -> TaskSpec:
     """The task with these layouts, its own first; none where that is all."""
     if len(shapes) < 2:
         return spec
     given = spec.throughput or tables.get(Shape(spec.tp, spec.pp), {})
-    layouts = [LayoutSpec(tp=one.tp, pp=one.pp, throughput=tables.get(one) or given) for one in shapes[:LAYOUTS_MAX]]
+    layouts = [
+        LayoutSpec(tp=one.tp, pp=one.pp, throughput=tables.get(one) or given, micro_batch=sizes.get(one, 0))
+        for one in shapes[:LAYOUTS_MAX]
+    ]
     return replace(spec, layouts=tuple(layouts), throughput=given)
 
 

@@ -63,9 +63,12 @@ def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
     return preset, []
 
 
-def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool) -> tuple[TaskSpec, list[Fault]]:
+def fill(
+    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int], *, is_free: bool
+) -> tuple[TaskSpec, list[Fault]]:
     """The task with the tables that its preset stands for, one for each of `shapes` that is worth it; or what keeps it
-    from having one. `is_free`: the file gives neither tp nor pp, so its own layout is the best for most workers."""
+    from having one. `sizes`: micro-batches that are not the task's. `is_free`: the file gives neither tp nor pp, so its
+    own layout is the best for most workers."""
     from unicrond.throughput.presets import MODELS
 
     known = MODELS[preset.model]
@@ -75,10 +78,10 @@ def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bo
         return spec, [Fault(("model",), text)]
     try:
         if len(shapes) > 1:
-            chosen = _chosen(spec, preset, shapes, is_free=is_free)
+            chosen = _chosen(spec, preset, shapes, sizes, is_free=is_free)
             if chosen is not None:
                 return chosen, []
-        points = _tables(spec, preset, [Shape(spec.tp, spec.pp)])[Shape(spec.tp, spec.pp)]
+        points = _tables(spec, preset, [Shape(spec.tp, spec.pp)], {})[Shape(spec.tp, spec.pp)]
     except ValueError as error:
         return spec, [Fault((FIELD,), str(error))]
     if not points:
@@ -91,23 +94,26 @@ def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bo
     return replace(spec, throughput=points), []
 
 
-def _chosen(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool) -> TaskSpec | None:
+def _chosen(
+    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int], *, is_free: bool
+) -> TaskSpec | None:
     """The task with the layouts that are worth it; None where its own fits nowhere.
 
     There are as many lanes as there may be replicas in any of them; where its own then had no room on some numbers of
     workers, as many as in its own: no layout has more replicas than lanes.
     """
     own = Shape(spec.tp, spec.pp)
-    narrow = _in_lanes(spec, 1) if is_free else _in_lanes(spec, spec.lanes)
-    tables = _tables(narrow, preset, shapes)
+    fewest = spec.global_batch // max([spec.micro_batch, *sizes.values()])
+    narrow = _in_lanes(spec, 1) if is_free else _in_lanes(spec, min(spec.lanes, fewest))
+    tables = _tables(narrow, preset, shapes, sizes)
     if not is_free and not tables[own]:
         return None
     kept = _kept(tables, own, is_free=is_free)
     if not kept:
         return None
-    replicas = min(spec.max_workers // min(shape.workers for shape in kept), spec.micro_batches)
+    replicas = min(spec.max_workers // min(shape.workers for shape in kept), fewest)
     wide = _in_lanes(spec, replicas)
-    wider = _tables(wide, preset, kept)
+    wider = _tables(wide, preset, kept, sizes)
     if is_free or wider[own].keys() == tables[own].keys():
         spec, tables = wide, wider
     else:
@@ -120,8 +126,9 @@ def _chosen(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free:
     if is_free:
         own = max(kept, key=lambda one: max((int(workers), flops) for workers, flops in tables[one].items()))
         kept = list(dict.fromkeys([own, *kept]))
-    spec = replace(spec, tp=own.tp, pp=own.pp, throughput=tables[own])
-    return with_layouts(spec, kept, tables)
+    micro_batch = sizes.get(own, spec.micro_batch)
+    spec = replace(spec, tp=own.tp, pp=own.pp, micro_batch=micro_batch, throughput=tables[own])
+    return with_layouts(spec, kept, tables, sizes)
 
 
 def _kept(tables: Mapping[Shape, Mapping[str, int]], own: Shape, *, is_free: bool) -> list[Shape]:
@@ -134,7 +141,9 @@ def _in_lanes(spec: TaskSpec, lanes: int) -> TaskSpec:
     return spec if not spec.lanes or LANES in spec.env else replace(spec, env={**spec.env, LANES: str(lanes)})
 
 
-def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Shape, dict[str, int]]:
+def _tables(
+    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int]
+) -> dict[Shape, dict[str, int]]:
     """T of each layout, by workers; empty where it fits nowhere. Raises ValueError for what cannot be."""
     import numpy as np
 
@@ -144,7 +153,8 @@ def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Sha
 
     def needed_bytes(job: Job, layout: Layout, dp: Ints) -> Floats:
         """In the place of the one gradient that Megatron has: all that a worker holds."""
-        held = np.array([gradients(spec, replicas).most for replicas in dp.tolist()])
+        dealt = replace(spec, micro_batch=layout.micro_batch)
+        held = np.array([gradients(dealt, replicas).most for replicas in dp.tolist()])
         more_bytes = parameters(job, layout) * (held * ELEMENT_BYTES - job.stack.gradient_bytes)
         return memory_bytes(job, layout, dp) + more_bytes
 
@@ -164,7 +174,7 @@ def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Sha
             seq=spec.model.seq,
             tp=shape.tp,
             pp=shape.pp,
-            micro_batch=spec.micro_batch,
+            micro_batch=sizes.get(shape, spec.micro_batch),
         )
         points = table(question, spec.max_workers, needed_bytes=needed_bytes)
         found[shape] = {str(workers): flops for workers, flops in points.items()}

@@ -41,7 +41,11 @@ def to_the_task(args: Any, spec: TaskSpec) -> Iterator[str]:
             raise Refused(f"args: --make-vocab-size-divisible-by: {padded_to} does not divide among tp {spec.tp}")
         args.make_vocab_size_divisible_by = padded_to // spec.tp
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of tp above 1 Megatron asks for it
-    for name, wanted in (("tensor_model_parallel_size", spec.tp), ("pipeline_model_parallel_size", spec.pp)):
+    for name, wanted in (
+        ("tensor_model_parallel_size", spec.tp),
+        ("pipeline_model_parallel_size", spec.pp),
+        ("micro_batch_size", spec.micro_batch),
+    ):
         if getattr(args, name) != wanted:
             yield f"--{name.replace('_', '-')}: {wanted}, as the task says ({getattr(args, name)} on the command line)"
             setattr(args, name, wanted)
@@ -71,7 +75,6 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
                 yield f"--{name}: not with --use-distributed-optimizer yet; unicrond keeps checkpoints of its own"
     for flag, found, wanted in (
         ("--global-batch-size", args.global_batch_size, spec.global_batch),
-        ("--micro-batch-size", args.micro_batch_size, spec.micro_batch),
         ("--seed", args.seed, spec.seed),
     ):
         if found != wanted:
