@@ -21,6 +21,8 @@ import psutil
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _SBIN = "/usr/sbin:/sbin"
+#: How many times as long everything may take; for a machine that is busy with others.
+PATIENCE = float(os.environ.get("UNICRON_TEST_PATIENCE", "1"))
 _CONF = """\
 ClusterName=lab
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
@@ -197,7 +199,8 @@ def lab(nodes: int) -> Iterator[Lab]:
 
 
 def until(holds: object, limit_s: float, what: str) -> None:
-    """Wait until `holds()`, at most so long."""
+    """Wait until `holds()`, at most so long, times PATIENCE."""
+    limit_s *= PATIENCE
     ends_s = time.monotonic() + limit_s
     while not holds():  # type: ignore[operator]
         assert time.monotonic() < ends_s, f"no {what} within {limit_s:g} s"

@@ -1,6 +1,7 @@
 """deploy/slurm/unicron.sbatch on a real Slurm of four nodes: submit, kill, drain, isolate, add, end, go on.
 
-`make slurm`; needs Debian's slurmctld, slurmd, slurm-client and munge.
+`make slurm`; needs Debian's slurmctld, slurmd, slurm-client and munge. Beside much other work `UNICRON_TEST_PATIENCE=5
+make slurm` waits five times as long for everything.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.lab import Lab, lab, missing, until
+from tests.slurm.lab import PATIENCE, Lab, lab, missing, until
 from unicrond.core.state import ClusterState
 from unicrond.ctl.client import ApiError, Client
 from unicrond.local.dev import free_port
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420 * PATIENCE)]
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "unicron.sbatch"
 TASK = """\
 name: small
