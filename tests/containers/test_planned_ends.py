@@ -71,7 +71,9 @@ async def test_two_rolling_updates_and_a_link_that_is_down(cluster: Cluster, rec
     pod.mend()
     await watch.whole(also=is_up(NODES[1]))
     found = await watch.damage()
-    assert found["faults"] == ["NodeLost"] and found["flaps"] == 1, found
+    # What its worker said while it was cut off may arrive, and nothing follows from it.
+    assert found["faults"][0] == "NodeLost" and set(found["faults"][1:]) <= {"ErrorReported"}, found
+    assert (found["incidents"], found["failures"], found["flaps"]) == (1, 1, 1), found
     back_s = (watch.lines("NodeReturned")[0].recorded_at_us - watch.began_us) / 1e6
     record("link", told=watch.told("NodeLost"), back=back_s, whole=await watch.whole(), isolated=0)
 
@@ -91,6 +93,9 @@ async def test_a_hook_interrupts_and_sigterm_follows(cluster: Cluster, record: R
     cluster.start_agent(NODES[2])
     whole_s = await watch.whole(also=is_up(NODES[2]))
     found = await watch.damage()
-    assert not found["faults"] and not found["incidents"] and not found["failures"], found
+    # SIGINT is not announced: a start may cross with the node's last words, and is refused.
+    refused = [line for line in watch.lines("CommandFailed") if "the node is leaving" in line.summary]
+    assert found["faults"] == ["CommandFailed"] * len(refused) and len(refused) <= 1, found
+    assert not found["incidents"] and not found["failures"] and not found["flaps"], found
     assert code == 128 + signal.SIGINT
     record("interrupt", told=watch.told("NodeLeft", "NodeLeaving"), whole=whole_s, pod_s=took_s, redone=found["redone"])
