@@ -28,6 +28,7 @@ def image() -> Iterator[Image]:
         pytest.skip("has to be alone in its namespaces: make containers")
     subprocess.run("mount -t tmpfs none /run && mkdir /run/netns", shell=True, check=True)
     make_network()
+    oci.make_cgroups()
     yield built(BUILD)
     oci.remove_cgroups()
 

@@ -21,6 +21,10 @@ _MASKED = ("/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/p
 _READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
 
+#: Of all containers together, where a process outside has 1024: else all of them count as one process.
+_CPU_SHARES = 8 * 1024
+
+
 def runtime() -> str | None:
     return shutil.which("runc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
@@ -238,6 +242,18 @@ def run_to_its_end(directory: Path, name: str, box: Box, timeout_s: float) -> st
         container.remove()
     assert code == 0, f"{name} ended with {code}: {container.said()}"
     return container.said()
+
+
+def make_cgroups() -> None:
+    """The parent of what runc makes, with as much of the processors as so many processes outside have."""
+    version = cgroup_version()
+    parent = _CGROUPS / ("" if version == 2 else "cpu") / CGROUP
+    with contextlib.suppress(OSError):  # no such controller here: then as little as one process
+        parent.mkdir(exist_ok=True)
+        if version == 1:
+            (parent / "cpu.shares").write_text(str(_CPU_SHARES))
+        else:
+            (parent / "cpu.weight").write_text(str(100 * _CPU_SHARES // 1024))
 
 
 def remove_cgroups() -> None:
