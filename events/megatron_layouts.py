@@ -37,7 +37,8 @@ _BIND_PP = (
     "--standalone-embedding-stage",
 )
 #: Formats of Megatron's own checkpoints that one layout has written and no other can read.
-_RIGID_FORMATS = ("torch", "zarr")
+_RIGID_FORMATS = ("torch", "torch_dcp", "zarr")
+_ANY_LAYOUT = "torch_dist"
 _UNTRIED = (
     "--experimental-attention-variant",
     "--fp4-format",
@@ -49,7 +50,6 @@ _UNTRIED = (
     "--hybrid-mlp-ratio",
     "--hybrid-override-pattern",
     "--is-hybrid-model",
-    "--load",
     "--moe-grouped-gemm",
     "--moe-use-legacy-grouped-gemm",
     "--multi-latent-attention",
@@ -116,7 +116,7 @@ def _read(line: CommandLine) -> LayoutRules:
     tp = line.number("--tensor-model-parallel-size", default=1)
     experts = line.number("--num-experts", default=1)
     rigid = ""
-    if "--load" in line.flags and (form := line.text("--ckpt-format", default="torch_dist")) in _RIGID_FORMATS:
+    if "--load" in line.flags and (form := line.text("--ckpt-format", default=_ANY_LAYOUT)) in _RIGID_FORMATS:
         rigid = f"--ckpt-format: checkpoints of {form} are read in the layout that wrote them alone"
     return LayoutRules(
         tp=tp,
@@ -149,5 +149,8 @@ def _divided_by_tp(line: CommandLine, tp: int) -> Iterator[tuple[str, int]]:
 def _untried(line: CommandLine) -> str:
     if line.script.rpartition("/")[2] != _TRIED_SCRIPT:
         return f"args: of {line.script} nobody has tried another layout"
+    if "--load" in line.flags and line.text("--ckpt-format") != _ANY_LAYOUT:
+        # Megatron's default, but an older checkpoint would be read all the same, in its own layout alone.
+        return f"args: --load: can be read in another layout with --ckpt-format {_ANY_LAYOUT} alone, which is not given"
     flag = next((flag for flag in _UNTRIED if flag in line.flags), "")
     return f"args: {flag}: nobody has tried it in another layout" if flag else ""

@@ -53,9 +53,31 @@ def whole(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_in_another_layout(server: ForkServer, tmp_path: Path, way: str) -> None:
-    flags, (tp, pp) = WAYS[way]
+    flags, shape = WAYS[way]
     spec = of_memory(task(flags, model=EIGHT))
-    kept = unbroken(server, tmp_path / "kept", spec, 1)
+    goes_on(server, tmp_path, way, spec, spec, shape)
+
+
+def test_what_loads_megatrons_own_checkpoint_goes_on_in_another_layout(server: ForkServer, tmp_path: Path) -> None:
+    """The new workers find one that the old ones have saved, of an older iteration, and read it in their layout."""
+
+    def saving(directory: str) -> TaskSpec:
+        saved = tmp_path / directory
+        return of_memory(
+            task(f"{TP2} --save {saved} --load {saved} --save-interval 2 --ckpt-format torch_dist", model=EIGHT)
+        )
+
+    logs = goes_on(server, tmp_path, "Megatron's own", saving("one"), saving("other"), (1, 1))
+    assert "successfully loaded checkpoint" in logs["t.3"] and "at iteration 2" in logs["t.3"]
+    assert (tmp_path / "other" / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def goes_on(
+    server: ForkServer, tmp_path: Path, way: str, unchanged: TaskSpec, spec: TaskSpec, shape: tuple[int, int]
+) -> dict[str, str]:
+    """Trained on in that tp and pp as in an unchanged run; the workers' logs."""
+    tp, pp = shape
+    kept = unbroken(server, tmp_path / "kept", unchanged, 1)
     with Rig(server, tmp_path, spec) as rig:
         old = names(spec, range(1))
         hand_over(rig, old, memory=True)
@@ -73,3 +95,4 @@ def test_training_goes_on_in_another_layout(server: ForkServer, tmp_path: Path, 
     distance = apart(here, there)
     told(f"{way}: parameters {distance:.2g} apart")
     assert distance <= 1e-6
+    return {log.stem: log.read_text() for log in tmp_path.glob("*.log")}

@@ -150,7 +150,8 @@ def test_a_flag_may_bind_a_layout() -> None:
     experts = FLAGS + " --num-experts 4"
     assert layouts_of(experts) == [(2, 2), (1, 1), (1, 2), (1, 4)]
     assert layouts_of(SMALL + " --make-vocab-size-divisible-by 1") == [(2, 2), (1, 1), (1, 2), (1, 4), (2, 1)]
-    assert layouts_of(SMALL + " --multi-latent-attention") == []
+    assert layouts_of(SMALL + " --multi-latent-attention") == layouts_of(SMALL + " --load /x") == []
+    assert layouts_of(SMALL + " --load /x --ckpt-format torch_dist") == layouts_of(SMALL) != []
     assert layouts_of(SMALL + " --multi-latent-attention", layouts="[{tp: 1, pp: 4}]") == [(2, 2), (1, 4)]
 
 
@@ -181,6 +182,7 @@ def test_a_flag_may_bind_a_layout() -> None:
             "auto",
             "layouts: auto, but args: --fp8-format: nobody has tried it in another",
         ),
+        (FLAGS + " --load /x", "auto", "layouts: auto, but args: --load: can be read in another layout with"),
     ],
 )
 def test_what_cannot_be_restarted_so_is_refused_by_the_flags_name(flags: str, layouts: str, reason: str) -> None:
