@@ -60,7 +60,6 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("--use-megatron-fsdp", "FSDP shards what a replica must hold whole; use --use-distributed-optimizer"),
     Refusal("--context-parallel-size", f"context parallelism is {_UNDONE}; use --tensor-model-parallel-size", (1,)),
     Refusal("--hybrid-context-parallel", f"context parallelism is {_UNDONE}"),
-    Refusal("--expert-model-parallel-size", f"expert parallelism is {_UNDONE}: a replica is tp x pp workers", (1,)),
     Refusal("--rampup-batch-size", _OTHER_SIZES),
     Refusal("--decrease-batch-size-if-needed", _OTHER_SIZES),
     Refusal("--iterations-to-skip", f"skipped iterations are {_UNDONE}; leave it out"),
@@ -95,6 +94,14 @@ REFUSED: tuple[Refusal, ...] = (
 _GLOBAL_AUX_LOSS = Refusal(
     "--moe-router-load-balancing-type", "global_aux_loss depends on the order of micro-batches; use aux_loss"
 )
+#: What `refusals` asks for beside the flags of the table.
+ASKED = (
+    _GLOBAL_AUX_LOSS.flag,
+    "--tensor-model-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--use-distributed-optimizer",
+)
 
 
 def refusals(values: Mapping[str, object]) -> Iterator[str]:
@@ -104,6 +111,23 @@ def refusals(values: Mapping[str, object]) -> Iterator[str]:
             yield f"{refusal.flag}: {refusal.why}"
     if "global_aux_loss" in str(values.get(_GLOBAL_AUX_LOSS.flag, "")):
         yield f"{_GLOBAL_AUX_LOSS.flag}: {_GLOBAL_AUX_LOSS.why}"
+    tp, experts = _size(values, "--tensor-model-parallel-size"), _size(values, "--expert-model-parallel-size")
+    tensor = _size(values, "--expert-tensor-parallel-size", tp)
+    if experts > 1 and experts * tensor != tp:
+        yield (
+            f"--expert-model-parallel-size: {experts}, times --expert-tensor-parallel-size {tensor}, must be"
+            f" --tensor-model-parallel-size ({tp}): a replica's tp workers share its experts"
+        )
+    if experts > 1 and values.get("--use-distributed-optimizer"):
+        yield f"--use-distributed-optimizer: with --expert-model-parallel-size it is {_UNDONE}; leave it out"
+
+
+def _size(values: Mapping[str, object], flag: str, default: int = 1) -> int:
+    """Of a kind of parallelism, parsed or in words; what is no number is told elsewhere."""
+    value = values.get(flag)
+    if isinstance(value, tuple):
+        value = value[0] if value else None
+    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else default
 
 
 @dataclass(frozen=True, slots=True)

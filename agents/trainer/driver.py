@@ -35,6 +35,7 @@ from agents.trainer.lifecycle.failures import QuitAsked, Stranded
 from agents.trainer.lifecycle.results import Due, Loaded, Stock
 from agents.trainer.lifecycle.verdict import Position
 from agents.trainer.process.context import Context
+from agents.trainer.sharded.optimizer import Rows as OptimizerRows
 from agents.trainer.sharded.sharing import Sharing
 from agents.trainer.states import transfer
 from agents.trainer.states.resharding import NoLayout, reshard
@@ -282,6 +283,8 @@ class Driver:
     def _clear(self, effect: e.Clear) -> None:
         self.accumulation.clear()
         self.reduction.begin()
+        if self.sharing is not None:
+            self.sharing.optimizer.assembled = None
         self.here.iteration = effect.iteration
 
     def _keep_sums(self, effect: e.KeepSums) -> None:
@@ -372,10 +375,12 @@ class Driver:
                 effect.iteration, duration_s, effect.loss, effect.membership, leads=effect.leads, due=effect.due
             )
         self.saving.whole = None
+        if self.sharing is not None and not self.books.program_saves(effect.iteration):
+            self.sharing.optimizer.assembled = None
 
     def _save_and_wait(self, effect: e.SaveAndWait) -> None:
         if self.sharing is not None and self.saving.whole is None:
-            self.saving.whole = Whole(self.sharing.optimizer.whole_tree(self.sharing.alone()), 0.0)
+            self._put_together(self.sharing, self.sharing.alone(), 0.0)
         last = effect.iteration, self.here.generation, effect.loss
         if not (effect.handover and self.saving.capture_and_wait(*last)):
             self.saving.save_and_wait(*last)
@@ -420,7 +425,11 @@ class Driver:
         with self.detection.saving() if effect.at_boundary else contextlib.nullcontext():
             rows = self.rendezvous.together(lambda: sharing.assemble(group, effect.moves))
             if rows is not None:
-                self.saving.whole = Whole(sharing.optimizer.whole_tree(rows), time.monotonic() - started_s)
+                self._put_together(sharing, rows, time.monotonic() - started_s)
+
+    def _put_together(self, sharing: Sharing, rows: OptimizerRows, cost_s: float) -> None:
+        sharing.optimizer.assembled = rows
+        self.saving.whole = Whole(sharing.optimizer.whole_tree(rows), cost_s)
 
 
 HANDLERS = e.handlers(Driver)

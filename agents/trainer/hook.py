@@ -165,8 +165,8 @@ class Hook:
         sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         layout = partial(_layout_told, here, models, optimizer)
         state = TrainingState(models, optimizer, scheduler, randomness, layout)
-        extents = () if sharded is None else sharded.extents
-        books = Books(here.launch, len(accumulation), time.monotonic, extents, brings=brings)
+        extents, saves = ((), None) if sharded is None else (sharded.extents, sharded.saves)
+        books = Books(here.launch, len(accumulation), time.monotonic, extents, brings=brings, saves=saves)
         reduction, rendezvous = Reduction(accumulation, lanes), Rendezvous(here)
         driver = Driver(
             books=books,

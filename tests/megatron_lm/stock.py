@@ -25,6 +25,7 @@ def main() -> None:
 
     cpu.behind_imports()
     utils.compile_helpers = lambda: None
+    _mend_loading()
     real = training.train
 
     def train(forward_step: Any, model: Any, *rest: Any, **options: Any) -> Any:
@@ -46,6 +47,37 @@ def main() -> None:
     training.train = train
     os.chdir(script.parent)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _mend_loading() -> None:
+    """Megatron's DistributedOptimizer, as released, cannot load what it has saved where there is neither Apex nor
+    Transformer Engine: it fails without a state, and gives all parameters one count of steps, the wrong one."""
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    told, loaded = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+
+    def state_dict(self: Any) -> Any:
+        if not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return told(self)
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        loaded(self, state)
+        for entry in self.optimizer.state.values():
+            entry["step"] = torch.tensor(float(state["optimizer"]["param_groups"][0]["step"]))
+
+    @torch.no_grad()
+    def take(self: Any, parameter: Any, tensors: Any) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        main = self.optimizer.param_groups[group]["params"][place]
+        for name, tensor in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step":
+                tensor.copy_(tensors[name])
+
+    DistributedOptimizer.state_dict = state_dict
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = take
 
 
 if __name__ == "__main__":

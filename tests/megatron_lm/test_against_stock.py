@@ -10,7 +10,7 @@ from tests.integration.regroup_rig import ForkServer
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import broken, furthest, logged, stock, told
 
-pytestmark = pytest.mark.megatron_lm
+pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 #: Without momentum a difference of gradients stays what it is.
 SGD = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0"
 KILL = "kill@iteration=3,micro_batch=1"

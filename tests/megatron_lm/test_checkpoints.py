@@ -14,7 +14,7 @@ from tests.integration.regroup_rig import ForkServer, Rig
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Parameters, broken, ended, furthest, names, stock, told, unbroken
 
-pytestmark = pytest.mark.megatron_lm
+pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 #: With Adam: of SGD stock writes states that it cannot load itself.
 TEN = MODEL.replace("--train-iters 5", "--train-iters 10")
 

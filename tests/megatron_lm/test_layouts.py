@@ -11,7 +11,7 @@ from tests.integration.regroup_rig import ForkServer
 from tests.megatron_lm.fixtures import MODEL, task
 from tests.megatron_lm.runs import Outcome, broken, furthest, same_bits, stock, told, unbroken
 
-pytestmark = pytest.mark.megatron_lm
+pytestmark = [pytest.mark.timeout(900), pytest.mark.megatron_lm]
 SGD = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0"
 KILL = "kill@iteration=3,micro_batch=1"
 #: A pipeline takes all its micro-batches at once.
@@ -33,6 +33,10 @@ LAYOUTS = {
     ),
     "experts": (1, 1, MOE),
     "experts with bias": (1, 1, f"{MOE} {BIAS}"),
+    "experts over tp2": (
+        2, 1, f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel"
+              " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    ),
     "recomputed": (1, 1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "per token": (1, 1, "--calculate-per-token-loss"),
     "micro-batches of two": (1, 1, "--micro-batch-size 2 --global-batch-size 12"),

@@ -349,6 +349,14 @@ def test_a_state_assembled_for_one_group_is_not_saved_by_another() -> None:
     assert driven.until() is None
 
 
+def test_for_a_checkpoint_that_the_program_writes_the_state_is_put_together() -> None:
+    driven = Driven(membership(1, "t.1"), iterations=4, extents=(128,))
+    driven.books.saves = lambda iteration: iteration == 2
+    assert driven.until() is None
+    names = [name for name in driven.names() if name in ("Compute", "Assemble")]
+    assert names == ["Compute", "Compute", "Assemble", "Compute", "Compute", "Assemble"]
+
+
 # --- what a lead may tell for all ----------------------------------------------------------------
 
 

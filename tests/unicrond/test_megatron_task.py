@@ -59,7 +59,11 @@ def test_the_last_of_two_equal_flags_counts() -> None:
         (FLAGS + " --rampup-batch-size 2 2 100", "--rampup-batch-size: iterations of different sizes"),
         (FLAGS + " --context-parallel-size 2", "--context-parallel-size: context parallelism is not supported yet"),
         (FLAGS + " --use-megatron-fsdp", "--use-megatron-fsdp: FSDP shards what a replica must hold whole"),
-        (FLAGS + " --expert-model-parallel-size 2", "--expert-model-parallel-size: expert parallelism"),
+        (FLAGS + " --expert-model-parallel-size 2", "--expert-model-parallel-size: 2, times --expert-tensor"),
+        (
+            FLAGS + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --use-distributed-optimizer",
+            "--use-distributed-optimizer: with --expert-model-parallel-size it is not supported yet; leave it out",
+        ),
         (FLAGS + " --moe-router-load-balancing-type global_aux_loss", "--moe-router-load-balancing-type: global_aux"),
         (FLAGS + " --dataloader-type external", "--dataloader-type: unicrond deals micro-batches"),
         (FLAGS + " --optimizer dist_muon", "--optimizer: adam or sgd"),
@@ -81,6 +85,7 @@ def test_what_is_refused_is_one_line_that_names_the_flag(flags: str, reason: str
         "--cuda-graph-impl none",
         "--dataloader-type cyclic",
         "--expert-model-parallel-size=1",
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     ],
 )
 def test_harmless_values_of_refused_flags_pass(flags: str) -> None:

@@ -159,6 +159,9 @@ class Accumulation:
         self._most = 1
         self.sums = Sums(self._add_up)
         self._enter(self._first)
+        self._drop_grads()
+
+    def _drop_grads(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -240,7 +243,7 @@ class Accumulation:
         self._present.places[index].add_(gradient)
         self._arrived(index)
 
-    def _arrived(self, index: int) -> None:
+    def _arrived(self, index: int, *_: object) -> None:
         """A gradient is finished and added, in the middle of a backward."""
         self.arriving()
         if self._awaited is None or self._ready is None:

@@ -38,7 +38,8 @@ class Books:
 
     `ledger`: of the iteration that is worked on, the last committed + 1. `total`: its sums, once they are complete.
     `stepped`: the loop has stepped it. `trained`: parameters are no longer those of the seed. `target`: the generation
-    to follow at the next boundary. `whole`: this member has assembled the whole state after the last commit.
+    to follow at the next boundary. `whole`: this member has assembled the whole state after the last commit. `saves`:
+    after which iterations the program saves the sharded state itself, and at the end; None: it never does.
     """
 
     launch: Launch
@@ -68,6 +69,7 @@ class Books:
     stopped: bool = False
     boundary_s: float = 0.0
     brings: int | None = None
+    saves: Callable[[int], bool] | None = None
 
     def __post_init__(self) -> None:
         self.shares = Shares(self.extents) if self.extents else None
@@ -120,6 +122,10 @@ class Books:
     def last(self) -> int:
         """The last committed iteration, 0 before the first."""
         return max(0, self.ledger.iteration - 1)
+
+    def program_saves(self, iteration: int) -> bool:
+        """Whether the program saves the sharded state itself after `iteration`."""
+        return self.saves is not None and self.saves(iteration)
 
     @property
     def micro_batches(self) -> int:

@@ -30,7 +30,7 @@ def complete(books: Books) -> Flow[bool]:
         yield from Ending(books.ledger.iteration, books.in_lead_replica and stores)
         failure = ""
         try:
-            if books.shares is not None and stores:
+            if books.shares is not None and (stores or books.saves is not None):
                 yield from assemble(books, books.shares)
             if books.in_lead_replica and not told:
                 yield from save_and_wait(books)

@@ -16,7 +16,7 @@ def save(books: Books, iteration: int, duration_us: int) -> Flow[None]:
     due = None
     if books.shares is not None:
         due, books.due = books.due, NOTHING
-        if due.anything:
+        if due.anything or books.program_saves(iteration):
             yield from assemble(books, books.shares, at_boundary=True)
     yield from Save(iteration, duration_us, books.loss, membership, books.in_lead_replica, due)
     books.whole = False

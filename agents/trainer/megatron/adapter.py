@@ -27,6 +27,7 @@ from typing import Any
 from agents.trainer.hook import Hook, Step
 from agents.trainer.megatron import cpu, flags
 from agents.trainer.megatron.buffers import BufferAccumulation
+from agents.trainer.megatron.checkpointed import CheckpointedOptimizer, NotWhole
 from agents.trainer.megatron.data import Behind, Dealt
 from agents.trainer.megatron.index_lock import index_lock
 from agents.trainer.megatron.runs import Runs
@@ -34,7 +35,6 @@ from agents.trainer.megatron.seams import SEAMS, VALIDATE_ARGS
 from agents.trainer.megatron.trackers import Trackers
 from agents.trainer.megatron.writers import LeadWriter
 from agents.trainer.process.context import Context
-from agents.trainer.sharded.optimizer import ShardedOptimizer
 from agents.trainer.states.saving import unsaved
 
 
@@ -55,6 +55,7 @@ class Adapter:
         self._hook: Hook | None = None
         self._steps: Iterator[Step] = iter(())
         self._step: Step | None = None
+        self._sharded: CheckpointedOptimizer | None = None
         self._runs: Runs | None = None
         self._data: list[Dealt] = []
         self._loaders = 0
@@ -138,7 +139,8 @@ class Adapter:
         """Megatron's, or in place of its DistributedOptimizer the one whose parts move between replicas."""
         assert self._taken is not None
         if self._taken.distributed:
-            return ShardedOptimizer(config, model)
+            self._sharded = CheckpointedOptimizer(config, model, flags.saves(self._args))
+            return self._sharded
         return self._real["get_megatron_optimizer"](config, model, *rest, **options)
 
     def build_train_valid_test_datasets(self, *arguments: Any, **options: Any) -> Any:
@@ -177,6 +179,8 @@ class Adapter:
         args, taken = self._args, self._taken
         assert taken is not None
         brings = args.iteration
+        if self._sharded is not None and brings:
+            self._sharded.bring()
         config = self._training.get_model_config(model[0])
         trackers = Trackers(config)
         one_stage = self._training.mpu.get_pipeline_model_parallel_world_size() == 1
@@ -326,10 +330,17 @@ class Adapter:
         else:
             self._save(finalize, is_new=False)
 
+    def _require_whole(self, optimizer: CheckpointedOptimizer) -> None:
+        """In every shard of this replica, or in none: they write it together. Raises NotWhole."""
+        if not self._here.replica.all_true(optimizer.assembled is not None):
+            raise NotWhole("the lead changed while the optimizer's state was put together; the next save has it")
+
     def _save(self, save: Callable[[], object], *, is_new: bool = True) -> None:
         """Whatever a storage does: the checkpoint before stays, an alarm says so until another is saved, or begun
         where that takes longer (`is_new`), and training goes on."""
         try:
+            if is_new and self._sharded is not None:
+                self._require_whole(self._sharded)
             save()
         except Exception as error:
             self.say(f"Megatron's checkpoint was not saved: {type(error).__name__}: {error}")

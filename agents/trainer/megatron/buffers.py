@@ -71,13 +71,13 @@ class BufferAccumulation(Accumulation):
         for index, parameter in enumerate(self._parameters):
             parameter.main_grad = self._first.places[index]
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            node.register_hook(partial(self._added, index))
+            node.register_hook(partial(self._arrived, index))
             self._hooked.append(node)
         for router, counter in zip(self._routers, self._first_store.counters, strict=True):
             setattr(router, _COUNTER, counter)
 
-    def _added(self, index: int, *_: object) -> None:
-        self._arrived(index)
+    def _drop_grads(self) -> None:
+        """DDP's hooks and the optimizer's `zero_grad` do."""
 
     @property
     def _first_store(self) -> BufferStore:

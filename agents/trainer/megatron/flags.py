@@ -7,11 +7,11 @@ Every line names the flag. The table of what is refused: `events/megatron_lm.py`
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from events.megatron_lm import REFUSED, TESTED, refusals
+from events.megatron_lm import ASKED, REFUSED, TESTED, refusals
 from events.vocabulary import TaskSpec
 
 __all__ = ["TESTED", "Refused", "Taken", "require", "take_over", "to_the_task"]
@@ -59,7 +59,8 @@ def require(args: Any, spec: TaskSpec, *, on_gpu: bool) -> None:
 
 def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
     values = {refusal.flag: getattr(args, refusal.name, None) for refusal in REFUSED}
-    values["--moe-router-load-balancing-type"] = getattr(args, "moe_router_load_balancing_type", "")
+    for flag in ASKED:
+        values[flag] = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
     yield from refusals(values)
     if getattr(args, "fp8", None) and not on_gpu:
         yield "--fp8-format: fp8 needs a GPU"
@@ -70,9 +71,8 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
     if args.use_distributed_optimizer:
         if args.fp16 or args.optimizer != "adam":
             yield "--use-distributed-optimizer: Adam in fp32 or bf16 only; leave it out"
-        for name in ("save", "load"):
-            if getattr(args, name, None):
-                yield f"--{name}: not with --use-distributed-optimizer yet; unicrond keeps checkpoints of its own"
+        if args.ckpt_format != "torch_dist":
+            yield "--ckpt-format: with --use-distributed-optimizer torch_dist only"
     for flag, found, wanted in (
         ("--global-batch-size", args.global_batch_size, spec.global_batch),
         ("--seed", args.seed, spec.seed),
@@ -82,6 +82,14 @@ def _reasons(args: Any, spec: TaskSpec, *, on_gpu: bool) -> Iterator[str]:
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     if iterations != spec.iterations:
         yield f"--train-iters: Megatron reads {iterations}, the task says {spec.iterations}; submit the task again"
+
+
+def saves(args: Any) -> Callable[[int], bool] | None:
+    """After which iterations Megatron writes checkpoints; None: it never does."""
+    rhythms = [getattr(args, name, None) for name in ("save_interval", "non_persistent_save_interval")]
+    if not args.save:
+        return None
+    return lambda iteration: any(every and iteration % every == 0 for every in rhythms)
 
 
 def take_over(args: Any, say: Any) -> Taken:
@@ -95,7 +103,6 @@ def take_over(args: Any, say: Any) -> Taken:
     )
     args.rerun_mode = "disabled"
     args.align_grad_reduce = args.align_param_gather = args.overlap_param_gather = False
-    args.use_distributed_optimizer = False
     args.exit_duration_in_mins = None
     if getattr(args, "log_straggler", False):
         args.log_straggler = False

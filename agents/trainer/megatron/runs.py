@@ -113,7 +113,7 @@ class Runs:
                 place = 2 * self._names.index(name)
                 flat = torch.as_tensor(value).detach().view(-1).float()
                 pair = flat if flat.numel() == 2 else torch.stack([flat.sum(), flat.new_tensor(float(flat.numel()))])
-                slots[place : place + 2] += pair.to(slots.device)
+                slots[place : place + 2].add_(pair.to(slots.device))
 
     def _report(self, step: Step) -> list[dict[str, Any]]:
         """Each value as a sum and its count, as Megatron wants them of one micro-batch."""
@@ -146,9 +146,9 @@ class _Weighing:
             whole = loss.new_ones(()) if tokens is None else torch.as_tensor(tokens).to(loss).clamp(min=1)
             share = whole.new_ones(()) if self._per_token else 1.0 / whole
             if counts:
-                self._losses.append((loss.detach() * share).sum())
-                counted = tokens if self._per_token and tokens is not None else whole.new_ones(())
-                self._tokens.append(torch.as_tensor(counted).detach().to(torch.float64))
+                self._losses.append((loss.detach() * share).sum().double())
+                if self._per_token and tokens is not None:
+                    self._tokens.append(torch.as_tensor(tokens).detach().double().reshape(()))
             weight = self._scale(share.reshape(1)).reshape(()) * float(counts)
             return _Weighted.apply(loss, weight), *others
 
@@ -158,9 +158,8 @@ class _Weighing:
         """The sum of the losses, and what it is to be divided by; both 0 where there is no loss."""
         if not self._losses:
             return 0.0, 0
-        losses = torch.stack([loss.double() for loss in self._losses]).tolist()
-        tokens = torch.stack([one.reshape(()) for one in self._tokens]).sum().item()
-        return sum(map(exactly, losses)), int(tokens)
+        count, values = len(self._losses), torch.stack([*self._losses, *self._tokens]).tolist()
+        return sum(map(exactly, values[:count])), int(sum(values[count:])) if self._tokens else count
 
 
 class _Weighted(torch.autograd.Function):  # type: ignore[misc]

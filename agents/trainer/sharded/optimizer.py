@@ -23,7 +23,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -45,7 +45,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from agents.trainer.sharded.parts import ALIGN, Part, Span
 from agents.trainer.states.state import BadState
 
-_MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 #: A space's number and a field of Adam's state, or the fp32 master.
 Row: TypeAlias = tuple[int, str]
 Rows: TypeAlias = dict[Row, torch.Tensor]
@@ -70,7 +70,7 @@ class Space:
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of what is kept per element: the moments, and float32 master values where `data` is not float32."""
-        return _MOMENTS if self.data.dtype == torch.float32 else (_MASTER, *_MOMENTS)
+        return _MOMENTS if self.data.dtype == torch.float32 else (MASTER, *_MOMENTS)
 
 
 @dataclass(slots=True)
@@ -109,6 +109,12 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         self._options = [{**group, "params": []} for group in groups]
         self._held: list[Held] = []
         self._staged: list[Held] = []
+        #: All rows, as the program has loaded them itself, until the first step.
+        self.brought: Rows | None = None
+        #: After which iterations the program writes a checkpoint of its own; None: it never does. It finds the whole
+        #: state in `assembled` then, at the lead's replica.
+        self.saves: Callable[[int], bool] | None = None
+        self.assembled: Rows | None = None
         probe = self._stepper(Part(1, 0), {})
         self._options = [{**group, "params": []} for group in probe.optimizer.param_groups]
 
@@ -138,6 +144,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             raise RuntimeError("the program stepped a sharded optimizer outside of hook.steps()")
         done = super().step()
         self.steps += 1
+        self.brought = None
         return done
 
     def reload_model_params(self, state_dict: object = None) -> None:
@@ -162,6 +169,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             raise BadState(
                 f"optimizer: the state has {len(groups)} groups of parameters, there are {len(self._options)}"
             )
+        self.brought = None
         self.forget()
         self._staged, self.steps = staged, steps
         for options, theirs in zip(self._options, groups, strict=True):
@@ -185,8 +193,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return sorted({span for span in spans if span[0] < span[1]})
 
     def forget(self) -> None:
-        """Drop all parts."""
-        self._held, self._staged = [], []
+        """Drop all parts but what the program has brought, before the first step."""
+        self._held, self._staged = [], [] if self.brought is None else [Held(Part(1, 0), self.brought)]
         self.chained_optimizers: list[DistributedOptimizer] = []
 
     def read(self, row: Row, start: int, stop: int) -> torch.Tensor:
@@ -212,7 +220,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             space, name = self.spaces[row[0]], row[1]
             start, stop = part.within(space.extent)
             master = space.data[start:stop].float()
-            rows[row] = master if name == _MASTER else torch.zeros_like(master)
+            rows[row] = master if name == MASTER else torch.zeros_like(master)
         return Held(part, rows)
 
     def stage(self, arrived: Sequence[Held]) -> None:
@@ -234,22 +242,28 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
             overlap_grad_reduce=True,
             overlap_param_gather=True,  # the step itself gathers nothing
         )
-        groups = [
+        buffers = {0: [_Buffer(space, rank, ddp_config) for space in self.spaces]}
+        stepper = self._distributed([Chunk(ddp_config)], buffers, data_parallel_group=rank)
+        if rows:
+            with torch.no_grad():
+                self._put(stepper, rows)
+        return stepper
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _distributed(self, chunks: Sequence[Any], buffers: Mapping[int, Sequence[Any]], **groups: Any) -> Any:
+        """Megatron's optimizer of these buffers. (Shards of fp32 parameters are views of them, and must be leaves.)"""
+        param_groups = [
             {**options, "params": list(parameters)}
             for options, parameters in zip(self._options, self.whole_groups, strict=True)
         ]
-        with torch.no_grad():  # shards of fp32 parameters are views of them, and must be leaves
-            stepper = _get_megatron_optimizer_based_on_param_groups(
-                self.config,
-                [_Chunk(ddp_config)],
-                groups,
-                {0: [_Buffer(space, rank, ddp_config) for space in self.spaces]},
-                data_parallel_group=rank,
-                intra_dist_opt_group=parallel_state.get_model_parallel_group(),
-            )
-            if rows:
-                self._put(stepper, rows)
-        return stepper
+        return _get_megatron_optimizer_based_on_param_groups(
+            self.config,
+            chunks,
+            param_groups,
+            buffers,
+            intra_dist_opt_group=parallel_state.get_model_parallel_group(),
+            **groups,
+        )
 
     def _put(self, stepper: DistributedOptimizer, rows: Rows) -> None:
         models = [*stepper.model_float16_groups, *stepper.model_fp32_groups]
@@ -259,8 +273,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
                 number = self._space_of(parameter)
                 place = stepper._get_model_param_range_map(parameter)["gbuf_local"]
                 views = {name: rows[number, name][place.start : place.end] for name in self.spaces[number].fields}
-                if _MASTER in views:
-                    shard.data = views.pop(_MASTER)
+                if MASTER in views:
+                    shard.data = views.pop(MASTER)
                 stepper.optimizer.state[shard] = {"step": torch.tensor(float(self.steps)), **views}
 
     def _space_of(self, parameter: torch.nn.Parameter) -> int:
@@ -282,8 +296,8 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
                 views = {
                     name: rows[number, name][start:stop].view(parameter.shape) for name in self.spaces[number].fields
                 }
-                if _MASTER in views:
-                    masters[-1].append(views.pop(_MASTER))
+                if MASTER in views:
+                    masters[-1].append(views.pop(MASTER))
                 state[len(state)] = {"step": torch.tensor(float(self.steps)), **views}
         inner = {"state": state, "param_groups": groups}
         return {"optimizer": inner, "fp32_from_fp16_params": masters} if self.config.bf16 else inner
@@ -313,7 +327,7 @@ def _tensors(state: Mapping[int, Mapping[str, torch.Tensor]], masters: Sequence[
             yield (number, name), entry[name]
     for number, group in enumerate(masters):
         for place, tensor in enumerate(group):
-            yield (_MASTER, number, place), tensor
+            yield (MASTER, number, place), tensor
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,7 +351,7 @@ class _Rank:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """In place of a model chunk."""
 
     ddp_config: DistributedDataParallelConfig

@@ -1,0 +1,133 @@
+"""The sharded optimizer in Megatron-LM's own checkpoints: `--use-distributed-optimizer` with `--save` and `--load`.
+
+Rules
+-----
+* What Megatron writes and reads is the state of a `DistributedOptimizer` of one rank, made for each save and each load
+  over the buffers of Megatron's DistributedDataParallel. So the format, whichever the flags or the checkpoint name, is
+  Megatron's own, and on any number of ranks it reads what is written here.
+* Its buffers are laid out as for its own DistributedOptimizer, since one of its formats is that layout. Nothing else of
+  it is used: gradients are not scattered, parameters lie in the optimizer's spaces (`sharded/optimizer.py`).
+* Its tensors are whole rows: those that the lifecycle has put together (`assembled`), or those that all others are
+  given their parts of (`brought`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig
+
+from agents.trainer.sharded.optimizer import MASTER, Chunk, Held, Rows, ShardedOptimizer
+from agents.trainer.sharded.parts import Part
+
+
+class NotWhole(RuntimeError):
+    """The state is not here as a whole. One line."""
+
+
+class CheckpointedOptimizer(ShardedOptimizer):
+    """Of `chunks`, which DistributedDataParallel has wrapped. `saves`: after which iterations Megatron saves."""
+
+    def __init__(
+        self, config: OptimizerConfig, chunks: Sequence[Any], saves: Callable[[int], bool] | None = None
+    ) -> None:
+        super().__init__(config, chunks)
+        self.saves = saves
+        self._buffers = {number: chunk.buffers for number, chunk in enumerate(chunks)}
+        self._ddp_config = chunks[0].ddp_config
+        self._read: Any = None
+        for buffer in chain(*self._buffers.values()):
+            for holder in (buffer, *buffer.buckets):
+                holder.param_data = None
+
+    def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **options: Any) -> Any:
+        """As Megatron's own would tell it; to save, of what is assembled."""
+        rows, self.assembled = self.assembled, None
+        if is_loading:
+            rows = self._empty()
+        assert rows is not None
+        whole = self._of_one_rank(rows)
+        self._read = whole if is_loading else None
+        return whole.sharded_state_dict(model_sharded_state_dict, is_loading, **options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Megatron's, or as any sharded optimizer. Raises BadState."""
+        if "param_state" not in state_dict:
+            super().load_state_dict(state_dict)
+            return
+        rows, groups = self._empty(), state_dict["optimizer"]["param_groups"]
+        whole, self._read = self._read, None
+        whole._set_main_param_and_optimizer_states = partial(self._take, rows)
+        whole.load_state_dict(state_dict)
+        for options, theirs in zip(self._options, whole.optimizer.param_groups, strict=True):
+            options.update({name: value for name, value in theirs.items() if name not in ("params", "step")})
+        self.steps = max((int(group["step"]) for group in groups if group.get("step") is not None), default=0)
+        self._bring(rows)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _take(self, rows: Rows, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What is read of one parameter. (In place of Megatron's, which with torch's Adam mistakes its step counts.)"""
+        number = self._space_of(parameter)
+        start, stop = self.spaces[number].places[parameter]
+        for name in self.spaces[number].fields:
+            rows[number, name][start:stop].copy_(tensors["param" if name == MASTER else name].flatten())
+        if MASTER not in self.spaces[number].fields:
+            parameter.copy_(tensors["param"].view(parameter.shape))
+
+    def bring(self) -> None:
+        """The program has loaded parameters, and training goes on from there; without moments where it has none."""
+        if self.brought is None:
+            self._bring(self.first(Part(1, 0)).rows)
+
+    def _empty(self) -> Rows:
+        return {row: torch.zeros(self.spaces[row[0]].extent) for row in self.rows}
+
+    def _bring(self, rows: Rows) -> None:
+        self.brought = rows
+        self.stage([Held(Part(1, 0), rows)])
+
+    def save_parameter_state(self, *_: Any, **__: Any) -> None:
+        """Of another format than torch_dist."""
+        raise NotWhole("--ckpt-format: with --use-distributed-optimizer torch_dist only")
+
+    load_parameter_state = save_parameter_state
+
+    # --- Megatron's optimizer of one rank ---------------------------------------------------------
+
+    def _of_one_rank(self, rows: Rows) -> Any:
+        """It holds `rows`, aliased, but for masters of float32 parameters, which are the parameters."""
+        known = [
+            (parameter, {name: value for name, value in vars(parameter).items() if name.startswith("main_param")})
+            for parameter in chain(*self.whole_groups)
+        ]
+        whole = self._distributed(
+            [Chunk(self._ddp_config)] * len(self._buffers),
+            self._buffers,
+            data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            data_parallel_group_gloo=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
+            data_parallel_group_idx=torch.distributed.get_rank(parallel_state.get_model_parallel_group()),
+        )
+        for parameter, before in known:  # it makes its own known there
+            for name in [name for name in vars(parameter) if name.startswith("main_param")]:
+                delattr(parameter, name)
+            vars(parameter).update(before)
+        for parameter, shard in _pairs(whole):
+            number = self._space_of(parameter)
+            start, stop = self.spaces[number].places[parameter]
+            views = {name: rows[number, name][start:stop] for name in self.spaces[number].fields}
+            if MASTER in views:
+                shard.data = views.pop(MASTER)
+            whole.optimizer.state[shard] = {"step": torch.tensor(float(self.steps)), **views}
+        return whole
+
+
+def _pairs(whole: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Each parameter, and what is stepped in its place."""
+    models = chain(*whole.model_float16_groups, *whole.model_fp32_groups)
+    shards = chain(*whole.shard_fp32_from_float16_groups, *whole.shard_fp32_groups)
+    yield from zip(models, shards, strict=True)
