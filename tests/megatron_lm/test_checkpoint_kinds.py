@@ -22,10 +22,9 @@ KINDS = {
     "distributed optimizer": (1, 1, "--use-distributed-optimizer"),
     "distributed optimizer, bf16": (1, 1, "--use-distributed-optimizer --bf16"),
     "distributed optimizer, tp2": (2, 1, "--use-distributed-optimizer --tensor-model-parallel-size 2"),
-    "distributed optimizer, reshardable": (
-        1, 2, "--use-distributed-optimizer --pipeline-model-parallel-size 2 --dist-ckpt-optim-fully-reshardable",
-    ),
-}  # fmt: skip
+    "distributed optimizer, pp2": (1, 2, "--use-distributed-optimizer --pipeline-model-parallel-size 2"),
+    "distributed optimizer, reshardable": (1, 1, "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"),
+}
 
 
 def started(server: ForkServer, directory: Path, flags: str, replicas: int) -> Outcome:

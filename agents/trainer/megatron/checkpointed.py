@@ -30,6 +30,10 @@ class NotWhole(RuntimeError):
     """The state is not here as a whole. One line."""
 
 
+class Misplaced(RuntimeError):
+    """Megatron would put the state of one parameter where another's belongs. One line."""
+
+
 class CheckpointedOptimizer(ShardedOptimizer):
     """Of `chunks`, which DistributedDataParallel has wrapped. `saves`: after which iterations Megatron saves."""
 
@@ -46,7 +50,8 @@ class CheckpointedOptimizer(ShardedOptimizer):
                 holder.param_data = None
 
     def sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False, **options: Any) -> Any:
-        """As Megatron's own would tell it; to save, of what is assembled."""
+        """As Megatron's own would tell it; to save, of what is assembled. Raises Misplaced."""
+        self._require_places((options.get("metadata") or {}).get("distrib_optim_sharding_type", ""))
         rows, self.assembled = self.assembled, None
         if is_loading:
             rows = self._empty()
@@ -54,6 +59,19 @@ class CheckpointedOptimizer(ShardedOptimizer):
         whole = self._of_one_rank(rows)
         self._read = whole if is_loading else None
         return whole.sharded_state_dict(model_sharded_state_dict, is_loading, **options)
+
+    def _require_places(self, kind: str) -> None:
+        """Megatron gathers whole buffers without the padding behind their buckets, and looks parameters up with it."""
+        padded = any(
+            bucket.numel_unpadded != bucket.grad_data.numel()
+            for buffer in chain(*self._buffers.values())
+            for bucket in buffer.buckets[:-1]
+        )
+        if kind == "fully_reshardable" and padded:
+            raise Misplaced(
+                "--dist-ckpt-optim-fully-reshardable: Megatron mistakes parameters' places in this model's buffers"
+                " (several buckets, with padding); leave it out"
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Megatron's, or as any sharded optimizer. Raises BadState."""
