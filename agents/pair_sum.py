@@ -34,8 +34,8 @@ VECTOR = 1 << 20
 #: Once both are there.
 SUM_S = 10.0
 _TEXT_CHARS = 400
-#: Share of the limit in which torch must be loaded.
-_LOADED_BY = 0.5
+#: Share of the limit in which torch must be loaded; so much later both are there.
+_LOADED_BY, _MEET_S = 0.5, 5.0
 #: Before the limit everything is told.
 _TELL_S = 1.0
 
@@ -103,9 +103,11 @@ def sum_all(torch: Any, order: Order, by: Sum, ends_s: float) -> list[PairSum]:
 
 def sum_with(torch: Any, pair: Pair, order: Order, by: Sum, ends_s: float) -> PairSum:
     """Meet one peer, sum, and look at the sum."""
-    prefix = f"doctor/{order.token}/{pair.turn}"
+    prefix, meet_by_s = f"doctor/{order.token}/{pair.turn}", ends_s - SUM_S - _TELL_S
+    if order.library == "gloo":  # else a peer may have another pair before this one
+        meet_by_s = min(meet_by_s, ends_s + _TELL_S - (1 - _LOADED_BY) * order.limit_s + _MEET_S)
     try:
-        server, store = _meet(torch, pair, prefix, ends_s)
+        server, store = _meet(torch, pair, prefix, meet_by_s)
     except NotThere as error:
         return PairSum(peer=pair.peer, trouble=str(error)[:_TEXT_CHARS])
     began_s = time.monotonic()
@@ -121,10 +123,10 @@ def sum_with(torch: Any, pair: Pair, order: Order, by: Sum, ends_s: float) -> Pa
     return PairSum(peer=pair.peer, trouble=trouble, took_us=took_us)
 
 
-def _meet(torch: Any, pair: Pair, prefix: str, ends_s: float) -> tuple[Any, Any]:
+def _meet(torch: Any, pair: Pair, prefix: str, meet_by_s: float) -> tuple[Any, Any]:
     """The store, and the pair's part of it, once both are there. Raises NotThere."""
     dist = torch.distributed
-    wait = timedelta(seconds=max(0.5, ends_s - SUM_S - _TELL_S - time.monotonic()))
+    wait = timedelta(seconds=max(0.5, meet_by_s - time.monotonic()))
     try:
         server = dist.TCPStore(pair.store.host, pair.store.port, is_master=False, timeout=wait)
         store = dist.PrefixStore(prefix, server)

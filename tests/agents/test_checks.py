@@ -99,6 +99,14 @@ def test_a_peer_that_does_not_come_is_told_in_time(store: Any, monkeypatch: pyte
     assert told.trouble.startswith(f"the two have not met in the store at {HERE}:{store.port}")
 
 
+def test_nobody_waits_for_a_peer_that_has_loaded_too_late(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_sum, "_MEET_S", -15.0)  # half of the limit is over after 15 s
+    order = Order(address=HERE, token="8" * 16, pairs=(pair(store, 0, "n1"),), library="gloo", limit_s=30.0)
+    began_s = time.monotonic()
+    (told,) = sum_all(torch, order, pair_sum.by_gloo, began_s + 29.0)
+    assert told.trouble.startswith("the two have not met") and time.monotonic() - began_s < 10
+
+
 def test_a_library_that_hangs_holds_nothing_up(store: Any) -> None:
     hangs = threading.Event()
     one, other = both(store, lambda *_: hangs.wait(20) and None, "e" * 16, limit_s=1.5)

@@ -20,7 +20,7 @@ from agents.trainer import corpus
 from tests.integration.hosts import Hosts, Namespaces, ip, members
 
 #: The machine of the test may be busy with others.
-LIMIT_S = 600
+LIMIT_S = 120
 #: Whose mount of the checkpoints is its own.
 APART = "n3"
 _ON_ONE_MACHINE = ("--run-dir", "limits", "shared memory", "container")
