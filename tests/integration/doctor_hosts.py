@@ -85,7 +85,8 @@ async def scenario(directory: Path) -> dict[str, Any]:
         before, reached = state.seq, state.tasks["t"].progress.iteration
         told["storage"] = await doctor(net.api_port)
         await hosts.until(lambda s: s.tasks["t"].progress.iteration > reached + 5)
-        told["types"] = [line["type"] for line in await hosts.events() if line["seq"] > before]
+        events = [line["envelope"]["event"]["type"] for line in await hosts.events() if line["seq"] > before]
+        told["types"] = sorted(set(events))
     return told
 
 
