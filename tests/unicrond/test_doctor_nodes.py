@@ -175,6 +175,12 @@ async def test_sums_that_fail_though_connections_stand(state: ClusterState, agen
     assert "is wrong (on n3)" in found[2].what and "drain" in found[2].fix
 
 
+async def test_a_link_has_one_name_whichever_way_it_was_tried(state: ClusterState, agents: Agents) -> None:
+    agents.bad_sums = {("n4", "n1"): "the sum failed: Timed out"}  # the ring closes from n4 to n1
+    found, _ = await look(state, agents)
+    assert [one.about for one in found] == ["n1, n4"]
+
+
 async def test_what_agents_find_on_their_nodes_and_what_has_to_be_alike(state: ClusterState, agents: Agents) -> None:
     agents.facts = {
         "n2": {"findings": (Finding("--slots", "9 slots, but 8 visible GPUs", "look for GPUs that are gone"),)},

@@ -110,6 +110,7 @@ def _says(unreached: Any) -> str:
 
 def _of_sum(one: str, other: str, links: Mapping[str, Any]) -> Finding | None:
     """Connections stand, and a sum fails all the same. What is wrong counts before what only did not end."""
+    about = ", ".join(_link((one, other)))
     troubles = [
         (result["trouble"], node)
         for node, peer in ((one, other), (other, one))
@@ -120,9 +121,9 @@ def _of_sum(one: str, other: str, links: Mapping[str, Any]) -> Finding | None:
         return None  # a node that had none to make is told of elsewhere
     wrong = [node for trouble, node in troubles if "wrong" in trouble]
     if wrong:
-        return Finding(f"{one}, {other}", f"a sum of 4 MiB between them is wrong (on {some(wrong)})", _WRONG)
+        return Finding(about, f"a sum of 4 MiB between them is wrong (on {some(wrong)})", _WRONG)
     trouble, node = troubles[0]
-    return Finding(f"{one}, {other}", f"connect, but a sum of 4 MiB between them fails: {trouble} (on {node})", _MTU)
+    return Finding(about, f"connect, but a sum of 4 MiB between them fails: {trouble} (on {node})", _MTU)
 
 
 def _link(link: tuple[str, str]) -> tuple[str, str]:
