@@ -82,7 +82,9 @@ def ended(rig: Rig, lost: Sequence[str] = ()) -> Outcome:
     def wrong() -> dict[str, int]:
         return {worker: status for worker, status in rig.exits.items() if status and worker not in lost}
 
-    rig.until(lambda: wrong() or (rig.completed and len(rig.exits) == len(rig.places)), 240.0)
+    rig.until(
+        lambda: wrong() or (rig.completed and len(rig.exits) == len(rig.places)), 240.0 + 0.5 * rig.spec.iterations
+    )
     logs = _logs(rig.directory)
     assert not wrong(), {worker: logs[worker][-3000:] for worker in wrong()}
     assert rig.completed is not None

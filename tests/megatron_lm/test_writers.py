@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,11 +20,12 @@ def test_curves_go_on_when_the_lead_is_lost(server: ForkServer, tmp_path: Path) 
     spec = task(f"--tensorboard-dir {tmp_path / 'curves'} --log-throughput")
     with Rig(server, tmp_path, spec) as rig:
         workers = ["t.1", "t.2", "t.3"]
-        rig.start("t.1", fault="stop@iteration=4,micro_batch=0")
+        rig.start("t.1", fault="stop@iteration=4,micro_batch=1")
         rig.start("t.2", "t.3")
         rig.until(lambda: rig.ready(*workers) or rig.exits)
         rig.tell(1, workers)
-        rig.until(lambda: rig.reached(3))
+        # It logs an iteration behind its commit: stopped in the next one, it has.
+        rig.until(lambda: psutil.Process(rig.pids["t.1"]).status() == psutil.STATUS_STOPPED)
         rig.signal("t.1", signal.SIGKILL)
         rig.until(lambda: "t.1" in rig.exits)
         rig.tell(2, workers[1:], urgent=True)

@@ -118,9 +118,13 @@ class Adapter:
 
         def make() -> Any:
             setattr(module, holder, None)
-            self._real[name](args)
-            made = getattr(module, holder)
-            setattr(module, holder, writer)
+            counted, args.world_size = args.world_size, args.rank + 1  # it may be the whole task's (`training_log`)
+            try:
+                self._real[name](args)
+            finally:
+                args.world_size = counted
+                made = getattr(module, holder)
+                setattr(module, holder, writer)
             return made
 
         if getattr(args, flag, None) and args.rank == args.world_size - 1:
