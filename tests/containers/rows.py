@@ -91,7 +91,7 @@ TABLE = (
         "all oom",
         "shared memory fills the limit, the kernel kills all, process 1 too",
         '"the kernel\'s OOM killer did not", which was false; isolated for 64.8 s after two rolling updates',
-        "exit code {code}; told at {told} s, whole after {whole} s, not isolated: *{said[0]}*",
+        "exit code {code}; told at {told} s, whole after {whole} s, not isolated by then: *{said[0]}*",
     ),
     (
         "force",
