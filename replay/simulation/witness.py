@@ -158,11 +158,11 @@ class Witness:
 
     def agent_acts(self, host: Host, given: Input, actions: Sequence[Action]) -> None:
         """An agent has handled an input."""
-        if isinstance(given, Commanded | Told):
+        # Without a memory the fence that it saw may not be written, or another machine of its name saw it.
+        if isinstance(given, Commanded | Told) and host.remembers:
             highest = self._fences.get(host.name, (0, 0))
-            if host.remembers:  # else the fence that it saw may not be written
-                story = rules.stale_commands_never_act(host.name, highest, given, actions)
-                self.broke("stale_commands_never_act", story)
+            story = rules.stale_commands_never_act(host.name, highest, given, actions)
+            self.broke("stale_commands_never_act", story)
             self._fences[host.name] = max(highest, rules.fence_of(given, highest))
         if isinstance(given, Commanded) and isinstance(given.command, v.InjectFault) and host.remembers:
             self._strikes(given.command, actions)
