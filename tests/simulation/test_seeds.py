@@ -62,7 +62,7 @@ def test_a_readmitted_nodes_peers_are_not_clearly_at_fault() -> None:
 
 
 def test_what_another_machine_of_a_nodes_name_was_told_binds_only_that_one() -> None:
-    """n4 comes back with an empty disk, while a second n4 was told of a newer epoch; commands of old heads name no boot."""
+    """n4 comes back with an empty disk; a second n4 was told of a newer epoch. Commands of old heads name no boot."""
     faults = [
         Fault(kind="second_agent", at_s=4.02, for_s=12.796, nodes=("n4",), how="leaves", pick=4),
         Fault(kind="power_off", at_s=8.003, for_s=8.812, nodes=("n4",), how="disk_lost", pick=4),
