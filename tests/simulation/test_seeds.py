@@ -72,6 +72,20 @@ def test_what_another_machine_of_a_nodes_name_was_told_binds_only_that_one() -> 
     assert not outcome.rule, outcome.story
 
 
+def test_a_deposed_leader_does_not_take_a_lease_that_nats_has_forgotten() -> None:
+    """It was cut off, the other head leads, NATS was killed, and it reaches NATS before it hears of the newer term."""
+    faults = [
+        Fault(kind="hang_after_join", at_s=6.984, for_s=4.503, nodes=("n2",), pick=1),
+        Fault(kind="order_fault", at_s=9.71, for_s=0.408, nodes=("n1",), how="kill", pick=1),
+        Fault(kind="cordon", at_s=23.239, for_s=9.193, nodes=("n1", "n2"), pick=2),
+        Fault(kind="kill_worker", at_s=25.822, for_s=0.0, nodes=("n1",), how="agreeing", pick=1),
+        Fault(kind="cut_coordinator", at_s=28.811, for_s=6.632, pick=3),
+        Fault(kind="crash_log", at_s=35.365, for_s=0.882, pick=2),
+    ]
+    outcome = simulate(62040, faults)
+    assert not outcome.rule, outcome.story
+
+
 @pytest.mark.parametrize("seed", range(1, 7))
 def test_planned_departures_lose_no_step_and_redo_no_micro_batch(seed: int) -> None:
     faults = [

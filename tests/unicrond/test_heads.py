@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any, cast
 
 from events import vocabulary as v
-from events.envelope import Envelope, Recorded
+from events.envelope import Entry, Envelope, Recorded
 from events.lease import Held, Holder, Look, MemoryLease
-from events.log import LogUnavailable
+from events.log import EventLog, LogUnavailable
 from events.memory_log import MemoryBeatLog, MemoryLog
 from replay.simulation.virtual_time import HostClock, VirtualLoop
 from tests.unicrond.test_coordinator import entries_until, joined, observation
@@ -67,13 +67,32 @@ class Away:
         await self.shared.listen(on_news, on_beat)
 
 
+class Late:
+    """An EventLog over one that is shared: what a head reads may be held up."""
+
+    def __init__(self, shared: MemoryLog) -> None:
+        self._shared = shared
+        self.passes = asyncio.Event()
+        self.passes.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared, name)
+
+    async def read(self, after_seq: int = 0, *, until_seq: int | None = None) -> AsyncIterator[Entry]:
+        async with aclosing(self._shared.read(after_seq, until_seq=until_seq)) as entries:
+            async for entry in entries:
+                await self.passes.wait()
+                yield entry
+
+
 class Run:
     """One head that runs."""
 
     def __init__(self, name: str, log: MemoryLog, lease: MemoryLease, *, is_patient: bool = False) -> None:
         self.lease = Away(lease)
+        self.log = Late(log)
         clock = HostClock(asyncio.get_running_loop())
-        self.coordinator = Coordinator(log, MemoryBeatLog(), Policy(), 1.0, clock, process=name)
+        self.coordinator = Coordinator(cast("EventLog", self.log), MemoryBeatLog(), Policy(), 1.0, clock, process=name)
         me = Holder(head=name, process=name)
         self.head = Head(
             self.coordinator,
@@ -231,6 +250,28 @@ async def test_a_leader_that_is_cut_off_alone_is_deposed_and_stands_by() -> None
         await two.leave()
         await one.leads()
         assert await terms(log) == ["one", "two", "one"]
+
+
+@in_virtual_time
+async def test_a_deposed_leader_that_finds_the_lease_forgotten_leaves_it_to_the_other() -> None:
+    """It reaches the lease before it hears of the newer term."""
+    async with site() as (log, lease, start):
+        one = start("one")
+        await one.leads()
+        two = start("two")
+        await two.stands_by()
+        one.lease.is_cut = True
+        one.log.passes.clear()
+        await two.leads()
+        lease.forget()
+        one.lease.is_cut = False
+        await asyncio.sleep(5.0)
+        assert two.head.leads and two.coordinator.live.is_set()
+        one.log.passes.set()
+        await one.stands_by()
+        await asyncio.sleep(5.0)
+        assert two.head.leads and two.coordinator.live.is_set()
+        assert await terms(log) == ["one", "two"]
 
 
 @in_virtual_time

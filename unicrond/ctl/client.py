@@ -31,9 +31,9 @@ from unicrond.display.tables import clean
 
 DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
-#: Of the question which head leads, to each.
 #: Until the agents have looked at what doctor asks, beside the limit of the sums.
 _CHECKS_S = 300.0
+#: Of the question which head leads, to each.
 _WHO_LEADS_S = 3.0
 RETRY_S = 0.5
 

@@ -147,6 +147,11 @@ class Coordinator(Follower):
         """The term that it decides in; 0 where it does not."""
         return self._fence.term if self._fence is not None and self.live.is_set() else 0
 
+    @property
+    def is_deposed(self) -> bool:
+        """It has folded a newer term than its own."""
+        return self._fence is not None and self.state.term > self._fence.term
+
     def _stand_down(self) -> None:
         """What a term leaves behind says nothing of the next one."""
         self.live.clear()
@@ -189,7 +194,7 @@ class Coordinator(Follower):
             await asyncio.Event().wait()
         await self._read_up(end)
         assert self._fence is not None
-        if self.state.term > self._fence.term:
+        if self.is_deposed:
             raise fenced
         if self._renews:
             self._renews = False
@@ -284,7 +289,7 @@ class Coordinator(Follower):
         while True:
             await self._take_in()
             assert self._fence is not None
-            if self.state.term > self._fence.term:
+            if self.is_deposed:
                 raise Fenced(f"term {self._fence.term} was replaced by term {self.state.term}")
             if self.state.seq >= self._fence.seq and self.state.term < self._fence.term:
                 raise Fenced(f"the claim of term {self._fence.term} does not count after term {self.state.term}")

@@ -64,6 +64,10 @@ class Follower:
         """The last entry that was folded."""
         return self._mark
 
+    async def end_seq(self) -> int:
+        """The last entry of the log, folded or not. Raises LogError."""
+        return await self._event_log.last_seq()
+
     def log_is_another(self, why: str) -> None:
         """The log is not the one that was folded: nothing more is decided until a person has looked."""
         if not self.fault:

@@ -7,6 +7,8 @@ Rules
 * When it may take a free lease: `unicrond/core/leadership.py`.
 * A leader that cannot renew goes on: the log is away, and no other head can take the lease either. It stands by once
   the log says that another head has the lease, or has claimed a term.
+* A leader that finds its lease forgotten takes it again once it has folded what the log then held: another head may
+  have claimed a term meanwhile, and lost the same lease.
 * What claimed a term without the lease is a head of an older version. The lease ends then by itself, and no head takes
   it while that coordinator sends beats: two versions do not fight.
 * A head that ends gives the lease back, whatever ended it, so that the next one need not wait.
@@ -24,7 +26,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from events.lease import ANNOUNCED_S, RENEW_S, Held, Holder, Lease
+from events.lease import ANNOUNCED_S, RENEW_S, Holder, Lease
 from events.log import Fenced, LogError
 from unicrond.core.leadership import Candidacy
 from unicrond.service import same_machine
@@ -103,8 +105,8 @@ class Head:
         announcing = asyncio.create_task(self._announce(), name="announce")
         try:
             while True:
-                held = await self._stand_by()
-                await self._lead(held)
+                await self._stand_by()
+                await self._lead()
                 self._is_patient = True
         finally:
             await _ended(announcing)
@@ -112,19 +114,19 @@ class Head:
 
     # --- standing by -----------------------------------------------------------------------------
 
-    async def _stand_by(self) -> Held:
+    async def _stand_by(self) -> None:
         following = asyncio.create_task(self._coordinator.follow(), name="follow")
         taking = asyncio.create_task(self._take(), name="lease")
         try:
             await asyncio.wait({following, taking}, return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
                 await following  # raises: it has no other end
-            return await taking
+            await taking
         finally:
             self._candidacy = None
             await _ended(following, taking)
 
-    async def _take(self) -> Held:
+    async def _take(self) -> None:
         await self._coordinator.caught_up.wait()
         candidacy = Candidacy(self.me.head, self._heartbeat_us, self._now_us(), is_patient=self._is_patient)
         self._candidacy = candidacy
@@ -138,10 +140,10 @@ class Head:
                 self.leader = holder if holder is not None and not holder.has_left else None
                 gone = holder is not None and self._gone(holder)
                 why = candidacy.answered(held, self._now_us(), is_anew=look.is_anew, is_gone=gone)
-                if why and (ours := await self._lease.put(self.me, held.revision if held is not None else 0)):
+                if why and await self._lease.put(self.me, held.revision if held is not None else 0):
                     log.info("this head leads from now on: %s", why)
                     self.leader = self.me
-                    return ours
+                    return
                 if self.leader is not None and self.leader.process != told:
                     told = self.leader.process
                     log.info("standing by: the head %s leads", told)
@@ -156,10 +158,10 @@ class Head:
 
     # --- leading ---------------------------------------------------------------------------------
 
-    async def _lead(self, held: Held) -> None:
+    async def _lead(self) -> None:
         """Until another head leads. Raises what else ends the coordinator."""
         ruling = asyncio.create_task(self._coordinator.run(), name="coordinator")
-        renewing = asyncio.create_task(self._renew(held), name="lease")
+        renewing = asyncio.create_task(self._renew(), name="lease")
         gives_back = True
         try:
             await asyncio.wait({ruling, renewing}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,25 +180,27 @@ class Head:
             if gives_back:
                 await self._give_back()
 
-    async def _renew(self, held: Held) -> str:
+    async def _renew(self) -> str:
         """As long as no other head has the lease; then who has it."""
         delay_s = RENEW_S
+        free_at_seq: int | None = None
         while True:
             await asyncio.sleep(delay_s)
             delay_s = _AGAIN_S
             try:
-                renewed = await self._lease.put(self.me, held.revision)
-                if renewed is None:  # it had ended, or an answer was lost
-                    present = (await self._lease.look()).held
-                    holder = present.holder if present is not None else None
-                    if holder is not None and holder.head != self.me.head:
-                        return f"the head {holder.process} has the lease"
-                    renewed = await self._lease.put(self.me, present.revision if present is not None else 0)
+                # Asked each time: a server that forgets the lease counts its revisions from 1 again.
+                present = (await self._lease.look()).held
+                holder = present.holder if present is not None else None
+                if holder is not None and holder.head != self.me.head:
+                    return f"the head {holder.process} has the lease"
+                if holder is None and free_at_seq is None:
+                    free_at_seq = await self._coordinator.end_seq()
+                if self._coordinator.state.seq < (free_at_seq or 0) or self._coordinator.is_deposed:
+                    continue  # a newer claim ends this head's term
+                if await self._lease.put(self.me, present.revision if present is not None else 0):
+                    delay_s, free_at_seq = RENEW_S, None
             except LogError as error:
                 log.debug("cannot renew the lease: %s", error)
-                continue
-            if renewed is not None:
-                held, delay_s = renewed, RENEW_S
 
     async def _give_back(self) -> None:
         """So that the next head need not wait for the lease's end."""
