@@ -76,7 +76,7 @@ class ForkLink:
         self._on_death = on_death
         self._writer: asyncio.StreamWriter | None = None
         self._is_usable = False
-        #: Why there is no fork server, in one line; "" where one serves or starts.
+        #: Why no fork server serves, in one line; "" while one serves or starts.
         self.trouble = ""
         self._pidfd = -1
         #: The process that is connected to, or was last.

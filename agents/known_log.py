@@ -6,8 +6,8 @@ Rules
 * A log that was born at another time, that is shorter, or whose terms have gone back is another one: what it says of
   this node is void, and what this agent would tell it has no place there. The agent takes nothing from it and writes
   nothing to it; its workers train on (log_guard.py).
-* Where there is no log, as on a NATS server that came back with an empty store, the known one is gone: no agent makes
-  one, and each waits as for another.
+* A NATS server that came back with an empty store has lost the known log. An agent makes none; it waits, as it does
+  before another log.
 * A person's order is in the log itself: `unicrond run --new-log` and `unicrond restore` put the time of the order into
   CoordinatorStarted (`taken_us`), and so does every later coordinator. An order that is younger than the one that the
   agent remembers is obeyed, whatever log it remembers; a log that only looks new has none.

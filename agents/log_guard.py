@@ -185,7 +185,7 @@ class LogGuard:
 def _waiting(trouble: str, *, is_gone: bool) -> str:
     """`trouble`: "" where no log is known here, and the first one is to come."""
     if not trouble:
-        return "there is no event log yet; waiting for the coordinator to create it"
+        return "NATS holds no event log yet; this agent waits until the coordinator makes it"
     if is_gone:
         return f"{trouble}: this agent makes no other, and its workers train on. {_CURE_OF_NONE}"
     return f"{trouble}: this agent takes nothing from it and writes nothing to it; its workers train on. {CURE}"

@@ -69,7 +69,8 @@ class _Refusal(Exception):
 
 
 class _Peer(NamedTuple):
-    """Who asks: a node, in clear an address. `generation`: of which it is a member; None in clear: it is not known."""
+    """Who asks: the node's name, or its address where nothing is encrypted. `generation`: that of which the node is a
+    member; None where nothing is encrypted, for nothing tells it."""
 
     name: str
     generation: int | None = None

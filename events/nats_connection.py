@@ -98,6 +98,9 @@ class _Client(Client):  # type: ignore[misc]
                 await self.close()
         except Exception as error:
             logger.debug("closing a NATS connection: %s", _said(error))
+        finally:
+            if self._transport is not None:  # nats-py leaves it open where its own closing is interrupted
+                self._transport.close()
 
     @staticmethod
     def _parse_header_lines(raw: bytes) -> dict[str, str]:

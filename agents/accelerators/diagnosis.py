@@ -10,7 +10,7 @@ Rules
 * Counts mean something when they grow: uncorrectable errors that no code has explained, links that go down. The first
   reading is where they are counted from.
 * A high rate of corrected ECC errors foretells a failure: CORRECTED_MIN more within CORRECTED_S, or the driver's code
-  for it. Nothing has failed, so there is no kind; the coordinator empties the node and has it checked.
+  for it. It has no kind, for nothing has failed yet; the coordinator empties the node and has it checked.
 * Throttling, CRC errors, retrained links and pending remappings are news for people: no kind, at most once in QUIET_S
   each; throttling when SUSTAINED readings in a row show it.
 * A code that comes again under the same workers within BURST_S is the same event.

@@ -23,7 +23,7 @@ def regular(path: str, flags: int) -> int:
     fd = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "is no regular file", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return fd
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -528,10 +528,11 @@ async def test_a_server_that_dies_in_a_tls_handshake_is_asked_again(tmp_path: Pa
     attempts: asyncio.Queue[None] = asyncio.Queue()
 
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b'INFO {"server_id":"s","version":"2.15.1","max_payload":1048576,"tls_required":true}\r\n')
-        await reader.read(1)  # its first bytes of TLS
-        attempts.put_nowait(None)
-        writer.transport.abort()
+        with closing(writer):  # though the test has ended meanwhile
+            writer.write(b'INFO {"server_id":"s","version":"2.15.1","max_payload":1048576,"tls_required":true}\r\n')
+            await reader.read(1)  # its first bytes of TLS
+            attempts.put_nowait(None)
+            writer.transport.abort()
 
     server = await asyncio.start_server(die, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

@@ -35,12 +35,14 @@ class Proxy:
         try:
             await self._whole.wait()
             there = await asyncio.open_connection(*self._target)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._pass_on(reader, there[1]))
-                both.create_task(self._pass_on(there[0], writer))
+            with contextlib.closing(there[1]):
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(self._pass_on(reader, there[1]))
+                    both.create_task(self._pass_on(there[0], writer))
         except (OSError, ExceptionGroup, asyncio.CancelledError):
-            writer.close()  # the other end is gone, or the proxy is to end
+            pass  # the other end is gone, or the proxy is to end
         finally:
+            writer.close()
             self._serving.discard(task)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -254,9 +255,9 @@ async def test_ctrl_c_ends_it_without_a_word() -> None:
     reached = asyncio.Event()
 
     async def silent_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        reached.set()
-        await reader.read()
-        writer.close()
+        with closing(writer):  # though the test has ended meanwhile
+            reached.set()
+            await reader.read()
 
     server = await asyncio.start_server(silent_server, "127.0.0.1", 0)
     async with server:

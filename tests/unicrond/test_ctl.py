@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -303,10 +304,10 @@ async def answer_with(body: bytes) -> asyncio.Server:
     """A server on a free port that says `body` to whoever comes."""
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(body)
-        await writer.drain()
-        writer.close()
+        with closing(writer):  # though the test has ended meanwhile
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(body)
+            await writer.drain()
 
     return await asyncio.start_server(speak, "127.0.0.1", 0)
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -285,17 +285,17 @@ async def test_email() -> None:
     mail: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"220 here\r\n")
-        while line := (await reader.readline()).decode().strip():
-            line = line.upper()
-            if line == "DATA":
-                writer.write(b"354 go on\r\n")
-                while (text := (await reader.readline()).decode().rstrip()) != ".":
-                    mail.append(text)
-            writer.write(b"221 bye\r\n" if line == "QUIT" else b"250 ok\r\n")
-            if line == "QUIT":
-                break
-        writer.close()
+        with closing(writer):  # though the test has ended meanwhile
+            writer.write(b"220 here\r\n")
+            while line := (await reader.readline()).decode().strip():
+                line = line.upper()
+                if line == "DATA":
+                    writer.write(b"354 go on\r\n")
+                    while (text := (await reader.readline()).decode().rstrip()) != ".":
+                        mail.append(text)
+                writer.write(b"221 bye\r\n" if line == "QUIT" else b"250 ok\r\n")
+                if line == "QUIT":
+                    break
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
