@@ -131,7 +131,7 @@ async def test_credentials_do_as_keys(server: Server) -> None:
 async def test_expired_credentials_are_one_clear_line(server: Server) -> None:
     path = server.credentials("agent-n1", exp=int(time.time()) - 10)
     with pytest.raises(Refused, match=r"^NATS refuses the credentials of agent-n1 .*: they have expired; get new ones"):
-        await connect(server.url, name="n1", login=Login(key=path), timeout_s=1)
+        await connect(server.url, name="n1", login=Login(key=path), timeout_s=3)
 
 
 def test_credentials_of_another_user_or_name_are_no_key(tmp_path: Path) -> None:

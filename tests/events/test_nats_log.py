@@ -514,7 +514,7 @@ async def test_a_wrong_password_is_named(tmp_path_factory: pytest.TempPathFactor
             (Login(user="unicron", password="other"), "NATS refuses user unicron: the name or the password is wrong"),
         ):
             with pytest.raises(Refused, match=why):
-                await connect(server.url, name="test", login=given, timeout_s=0.5)
+                await connect(server.url, name="test", login=given, timeout_s=3)
         connection = await connect(server.url, name="test", login=login, timeout_s=10)
         await create_streams(connection)
         await connection.close()

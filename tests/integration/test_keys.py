@@ -64,7 +64,7 @@ async def unicrond(path: Path, *words: str) -> None:
 
 
 async def logged_in(path: Path, login: Login) -> Connection:
-    return await connect(f"nats://127.0.0.1:{load(path).nats.port}", name="test", login=login, timeout_s=1)
+    return await connect(f"nats://127.0.0.1:{load(path).nats.port}", name="test", login=login, timeout_s=3)
 
 
 async def alarm(url: str, text: str) -> str:
