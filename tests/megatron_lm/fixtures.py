@@ -68,9 +68,11 @@ def checkout() -> Path:
     return Path(named) if named else unpacked(TRAINING)
 
 
-def task(flags: str = "", *, model: str = MODEL, replicas: int = 3, numerics: str = "fixed") -> TaskSpec:
+def task(
+    flags: str = "", *, model: str = MODEL, replicas: int = 3, numerics: str = "fixed", script: str = "pretrain_gpt.py"
+) -> TaskSpec:
     """As a task file of name, entry, cwd, args, min_workers and max_workers says it."""
-    args = ["pretrain_gpt.py", *model.split(), *flags.split()]
+    args = [script, *model.split(), *flags.split()]
     data = {"name": "t", "entry": "megatron-lm", "cwd": str(checkout()), "args": args, "numerics": numerics}
     told = flags_understood(CommandLine.of(args))
     size = told.tp * told.pp

@@ -105,7 +105,9 @@ def _logs(directory: Path) -> dict[str, str]:
     return {log.stem: log.read_text() for log in sorted(directory.glob("*.log"))}
 
 
-def stock(directory: Path, flags: str, workers: int, *, tp: int = 1, pp: int = 1) -> list[Parameters]:
+def stock(
+    directory: Path, flags: str, workers: int, *, tp: int = 1, pp: int = 1, script: str = "pretrain_gpt.py"
+) -> list[Parameters]:
     """Megatron-LM alone, started by torchrun; the first replica's last parameters, by shard. What it has logged is left
     in `directory`/log."""
     dump = _made(directory) / "stock"
@@ -115,11 +117,11 @@ def stock(directory: Path, flags: str, workers: int, *, tp: int = 1, pp: int = 1
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", f"--master-port={port}",
         "--master-addr=127.0.0.1", str(_ROOT / "tests/megatron_lm/stock.py"), str(dump),
-        str(checkout() / "pretrain_gpt.py"), *flags.split(), *CPU.split(),
+        str(checkout() / script), *CPU.split(), *flags.split(),
     ]  # fmt: skip
     environment = {
         **os.environ,
-        "PYTHONPATH": str(_ROOT),
+        "PYTHONPATH": f"{_ROOT}:{checkout()}",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONWARNINGS": "ignore",

@@ -1,5 +1,5 @@
-"""`entry: megatron-lm`: the first of `args` is a script of a Megatron-LM checkout that ends in
-`megatron.training.pretrain(...)`; the others are its flags, unchanged.
+"""`entry: megatron-lm`: the first of `args` is a script that ends in `megatron.training.pretrain(...)`, one of the
+checkout of Megatron-LM that `cwd` names or one's own; the others are its flags, unchanged.
 
 Rules
 -----
@@ -38,8 +38,9 @@ def main(spec: TaskSpec) -> None:
     if not script.is_file():
         raise NoCheckout(f"args: no script {script} in {Path.cwd()}; cwd must be a checkout of Megatron-LM")
     sys.argv = list(spec.args)
-    sys.path.insert(0, str(script.resolve().parent))
-    _same_core(script.resolve().parent)
+    for place in dict.fromkeys((Path.cwd(), script.resolve().parent)):  # a script of one's own lies where it likes
+        sys.path.insert(0, str(place))
+        _same_core(place)
     here = context.current()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
