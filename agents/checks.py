@@ -2,8 +2,8 @@
 
 Rules
 -----
-* It takes no slot: connections that are opened and closed, one niced process of one thread on the CPU (pair_sum.py),
-  which nodes that train on the CPU do feel, and a file of a few bytes. NCCL only runs on the GPU of a free slot.
+* It takes no slot: connections that are opened and closed, one niced process of one thread on the CPU, which the fork
+  server forks (pair_sum.py), and a file of a few bytes. NCCL only runs on the GPU of a free slot.
 * One check of links at a time; each ends within its limit. Nothing of it comes into the event log.
 * Connections begin at the node's address in the training network, as those of groups do.
 """
@@ -13,15 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from agents import preflight
-from agents.pair_sum import Order
+from agents.fork_server.sockets import listen_unix
+from agents.protocol.sum_order import Sum
 from events.finding import Finding
 from events.logs_request import BadLogsMessage, LogsReply
 from events.logs_request import encode as encode_reply
@@ -49,18 +49,21 @@ _AT_ONCE = 32
 #: A file that another node has written may be seen there a little later.
 LOOK_S = 5.0
 _LOOK_EVERY_S = 0.25
-_NICENESS = 10
+_SAID_BYTES = 65536
 _TEXT_CHARS = 400
 
 
 class Checks:
-    """Of one node. `findings`: its preflight's. `free_gpus`: the names of those that no worker has."""
+    """Of one node. `findings`: its preflight's. `fork`: has the fork server fork what sums; why not, or "".
+    `sum_socket`: where that tells its result. `free_gpus`: the names of those that no worker has."""
 
     def __init__(
         self,
         node: Name,
         address: str,
         findings: Callable[[], list[Finding]],
+        fork: Callable[[Sum], str],
+        sum_socket: Path,
         free_gpus: Callable[[], Sequence[str]] = tuple,
         *,
         runs_as_others: bool = False,
@@ -68,6 +71,8 @@ class Checks:
         self._node = node
         self._address = address
         self._findings = findings
+        self._fork = fork
+        self._sum_socket = sum_socket
         self._free_gpus = free_gpus
         self._runs_as_others = runs_as_others
         self._links = asyncio.Lock()
@@ -135,44 +140,51 @@ class Checks:
 
     async def _sum(self, check: LinksCheck) -> tuple[tuple[PairSum, ...], str]:
         """What the sums say; why there are none."""
-        environment = dict(os.environ)
+        gpu = ""
         if check.library == "nccl":
             free = self._free_gpus()
             if not free:
                 return (), "no slot with a GPU is free"
-            environment |= {"CUDA_VISIBLE_DEVICES": free[0]}
+            gpu = free[0]
         if not check.pairs:
             return (), ""
-        order = Order(address=self._address, token=check.token, pairs=check.pairs, library=check.library,
-                      limit_s=check.limit_s)  # fmt: skip
+        order = Sum(address=self._address, token=check.token, pairs=check.pairs, library=check.library,
+                    limit_s=check.limit_s, answer=str(self._sum_socket), asked_s=time.monotonic(), gpu=gpu)  # fmt: skip
         try:
-            said = await _run_pair_sum(order, environment)
+            said = await _said_of(order, self._fork)
             told = msgspec.json.decode(said, type=tuple[PairSum, ...] | str)
             return ((), told) if isinstance(told, str) else (told, "")
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             return (), f"its process gave no result: {error or type(error).__name__}"
+        except NotForked as error:
+            return (), str(error)
 
 
-async def _run_pair_sum(order: Order, environment: Mapping[str, str]) -> bytes:
-    """The last line that the process says. Raises OSError, TimeoutError. It is over when this returns."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agents.under", str(os.getpid()), str(_NICENESS)),
-        *(sys.executable, "-P", "-m", "agents.pair_sum", msgspec.json.encode(order).decode()),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=environment,
-    )
+class NotForked(Exception):
+    """There is no process that could sum; says why."""
+
+
+async def _said_of(order: Sum, fork: Callable[[Sum], str]) -> bytes:
+    """What the process says. Raises NotForked, OSError, TimeoutError. It lives no longer than its connection here."""
+    loop, said = asyncio.get_running_loop(), bytearray()
     try:
-        async with asyncio.timeout(order.limit_s + CONNECT_S):
-            out, _ = await process.communicate()
+        with listen_unix(Path(order.answer)) as listener:
+            if why := fork(order):
+                raise NotForked(why)
+            async with asyncio.timeout(order.limit_s + CONNECT_S):
+                connection, _ = await loop.sock_accept(listener)
+                with connection:
+                    while data := await loop.sock_recv(connection, _SAID_BYTES):
+                        said += data
     except TimeoutError:
         raise TimeoutError(f"it did not end within {order.limit_s:g} s") from None
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return out.strip().rpartition(b"\n")[2]
+        _unlink(order.answer)
+    return bytes(said)
+
+
+def _unlink(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
 
 
 async def unreached(
@@ -181,9 +193,10 @@ async def unreached(
     """Why this node cannot connect there; None where it can. `source`: its own address."""
     async with turn:
         connecting = asyncio.ensure_future(asyncio.open_connection(host, port, local_addr=(source, 0)))
+        connecting.add_done_callback(_hang_up)  # also of one that comes when nobody waits for it any more
         try:
             if await came(connecting, CONNECT_S):
-                connecting.result()[1].close()
+                connecting.result()
                 return None
             why = f"no answer within {CONNECT_S:g} s"
         except OSError as error:
@@ -192,6 +205,11 @@ async def unreached(
             connecting.cancel()
     shown = f"[{host}]" if ":" in host else host
     return Unreached(peer=peer, what=what, at=f"{shown}:{port}", why=why[:_TEXT_CHARS])
+
+
+def _hang_up(connecting: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result()[1].close()
 
 
 def facts(findings: Callable[[], list[Finding]], address: str) -> NodeFacts:

@@ -494,6 +494,8 @@ class Agent(Shell):
             options.node,
             options.address,
             lambda: findings_here(options),
+            self._link.sum,
+            self._run_dir.sum_socket,
             self._free_gpus,
             runs_as_others=bool(options.users),
         )

@@ -28,6 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from agents.fork_server.server import EXIT_OCCUPIED, READY
 from agents.protocol.framing import BadFrame, Unframer, frame
 from agents.protocol.messages import FromForkServer, Inventory, Retire, ToForkServer
+from agents.protocol.peers import SUMS
+from agents.protocol.sum_order import Sum
 from agents.rotated_log import MAX_BYTES, tail
 from agents.run_dir import RunDir
 from events.schemas import FIRST
@@ -93,6 +95,15 @@ class ForkLink:
         """Send on the present connection; without one it is lost, and the next inventory settles it."""
         if self._writer is not None and self._is_usable and not self._writer.is_closing():
             self._writer.write(frame(message))
+
+    def sum(self, order: Sum) -> str:
+        """Send it; "", or why not."""
+        if not self._is_usable:
+            return self.trouble or "there is no fork server yet"
+        if self.schema < SUMS:
+            return "its fork server is older than its agent; have the node leave and join again"
+        self.send(order)
+        return ""
 
     def kill(self) -> None:
         """SIGKILL for the fork server: its workers and the store die with it."""

@@ -1,6 +1,6 @@
 """Sums a vector with other nodes, two nodes at a time: does the way carry what a training group sends?
 
-    python -m agents.pair_sum ORDER       (JSON; started by checks.py, niced, with a time limit)
+The fork server forks the process when checks.py asks for it: torch is there already, which would cost seconds of CPU.
 
 Rules
 -----
@@ -9,8 +9,9 @@ Rules
 * A vector of whole numbers: large enough to fill packets of every size, and right to the last bit or wrong.
 * With gloo all pairs sum at the same time; with NCCL, on one GPU, one after the other, in an order that is the same on
   all nodes. What sums is behind one function, `Sum`: NCCL's has only run against a double, never on GPUs.
-* One line on stdout says what came of each pair, or why there was no sum; the process ends in time, whatever hangs.
-* A node so busy that torch takes half of the time to load sums nothing: who is late would look like a bad link.
+* One answer says what came of each pair, or why there was no sum. The process is niced and ends in time, whatever
+  hangs, and at once when the agent no longer listens.
+* A node so busy that half of the time is over before it can begin sums nothing: who is late would look like a bad link.
 """
 
 from __future__ import annotations
@@ -18,69 +19,75 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
+from agents.protocol.sum_order import Sum
 from events.node_checks import Library, Pair, PairSum
 
+_NICENESS = 10
 #: Whole numbers of 4 bytes.
 VECTOR = 1 << 20
 #: Once both are there.
 SUM_S = 10.0
 _TEXT_CHARS = 400
-#: Share of the limit in which torch must be loaded; so much later both are there.
-_LOADED_BY, _MEET_S = 0.5, 5.0
+#: Share of the limit in which it must have begun; so much later both are there.
+_BEGUN_BY, _MEET_S = 0.5, 5.0
 #: Before the limit everything is told.
 _TELL_S = 1.0
 
 #: Adds up the vector in place: (torch, store, rank, address, vector).
-Sum: TypeAlias = Callable[[Any, Any, int, str, Any], None]
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`address`: this node's. See events.node_checks.LinksCheck."""
-
-    address: str
-    token: str
-    pairs: tuple[Pair, ...]
-    library: Library
-    limit_s: float
+By: TypeAlias = Callable[[Any, Any, int, str, Any], None]
 
 
 class NotThere(Exception):
     """The peer has not come to the store."""
 
 
-def main(arguments: list[str]) -> int:
-    """Print what came of each pair, or why there was no sum, as JSON; the exit code."""
-    began_s = time.monotonic()
-    order = msgspec.json.decode(arguments[0], type=Order)
-    signal.alarm(int(order.limit_s) + 2)
-    import torch  # here, after the alarm
+def run(order: Sum) -> NoReturn:
+    """Tell `order.answer` what came of each pair, or why there was no sum, as JSON."""
+    ends_s = order.asked_s + order.limit_s
+    signal.alarm(max(1, round(ends_s - time.monotonic()) + 2))
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):  # of a session of its own: where the kernel shares CPUs by session, that counts
+        Path("/proc/self/autogroup").write_text(f"{_NICENESS}\n", "ascii")
+    if order.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = order.gpu
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as workers
+    with socket.socket(socket.AF_UNIX) as answer:
+        answer.connect(order.answer)
+        threading.Thread(target=_end_with, args=(answer,), daemon=True).start()
+        import torch  # the fork server has done it; it is not for the agent, which reads this module as well
 
-    torch.set_num_threads(1)
-    told: list[PairSum] | str = too_late(time.monotonic() - began_s, order.limit_s)
-    if not told:
-        told = sum_all(torch, order, LIBRARIES[order.library], began_s + order.limit_s - _TELL_S)
-    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(told) + b"\n")
-    sys.stdout.flush()
-    os._exit(0)  # a thread may hang in the library
+        torch.set_num_threads(1)
+        told: list[PairSum] | str = too_late(time.monotonic() - order.asked_s, order.limit_s)
+        if not told:
+            told = sum_all(torch, order, LIBRARIES[order.library], ends_s - _TELL_S)
+        answer.sendall(msgspec.json.encode(told))
+        os._exit(0)  # a thread may hang in the library
 
 
-def too_late(load_s: float, limit_s: float) -> str:
-    """Why nothing is summed where torch took so long to load; "": it was quick enough."""
-    if load_s <= _LOADED_BY * limit_s:
+def _end_with(answer: socket.socket) -> NoReturn:
+    """The agent says nothing: what it hears of it is the end."""
+    answer.recv(1)
+    os._exit(1)
+
+
+def too_late(after_s: float, limit_s: float) -> str:
+    """Why nothing is summed where it could begin only so long after it was asked for; "": it was quick enough."""
+    if after_s <= _BEGUN_BY * limit_s:
         return ""
-    return f"the node is busy: torch took {load_s:.0f} s to load; give a --limit-s above {2 * load_s:.0f}"
+    return f"the node is busy: its sums could begin after {after_s:.0f} s; give a --limit-s above {2 * after_s:.0f}"
 
 
-def sum_all(torch: Any, order: Order, by: Sum, ends_s: float) -> list[PairSum]:
+def sum_all(torch: Any, order: Sum, by: By, ends_s: float) -> list[PairSum]:
     """What came of each pair by `ends_s` of the monotonic clock."""
     found: dict[str, PairSum] = {}
 
@@ -101,11 +108,11 @@ def sum_all(torch: Any, order: Order, by: Sum, ends_s: float) -> list[PairSum]:
     return [found.get(pair.peer) or PairSum(peer=pair.peer, trouble=late) for pair in order.pairs]
 
 
-def sum_with(torch: Any, pair: Pair, order: Order, by: Sum, ends_s: float) -> PairSum:
+def sum_with(torch: Any, pair: Pair, order: Sum, by: By, ends_s: float) -> PairSum:
     """Meet one peer, sum, and look at the sum."""
     prefix, meet_by_s = f"doctor/{order.token}/{pair.turn}", ends_s - SUM_S - _TELL_S
     if order.library == "gloo":  # else a peer may have another pair before this one
-        meet_by_s = min(meet_by_s, ends_s + _TELL_S - (1 - _LOADED_BY) * order.limit_s + _MEET_S)
+        meet_by_s = min(meet_by_s, ends_s + _TELL_S - (1 - _BEGUN_BY) * order.limit_s + _MEET_S)
     try:
         server, store = _meet(torch, pair, prefix, meet_by_s)
     except NotThere as error:
@@ -173,13 +180,9 @@ def by_nccl(torch: Any, store: Any, rank: int, address: str, vector: Any) -> Non
     group.abort()
 
 
-LIBRARIES: dict[Library, Sum] = {"gloo": by_gloo, "nccl": by_nccl}
+LIBRARIES: dict[Library, By] = {"gloo": by_gloo, "nccl": by_nccl}
 
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@
     <run_dir>/agent.sock     workers connect here
     <run_dir>/fork.sock      the fork server serves the agent here
     <run_dir>/probe.sock     the agent answers `--probe` here
+    <run_dir>/sum.sock       a sum with other nodes tells its result here, while one is made (checks.py)
     <run_dir>/marks/<worker>         the worker's phase mark (see agents/protocol/marks.py)
     <run_dir>/fork_server.log
     <run_dir>/logs/<task>/<worker>.log, .log.1, ...    (log_pruning.py; may lie elsewhere, on a disk)
@@ -63,6 +64,7 @@ class RunDir:
         self.agent_socket = self.path / "agent.sock"
         self.fork_socket = self.path / "fork.sock"
         self.probe_socket = self.path / PROBE_SOCKET
+        self.sum_socket = self.path / "sum.sock"
         self.fork_server_log = self.path / "fork_server.log"
         self.logs = self.path / "logs" if logs is None else logs.absolute()
         self.marks = self.path / "marks"

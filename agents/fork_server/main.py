@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     parser.add_argument(
         "--store", default="agents.trainer.groups.rendezvous_store:serve", help="function that the store runs"
     )
+    parser.add_argument("--sum", default="agents.pair_sum:run", help="function that a sum with other nodes runs")
     parser.add_argument("--ready-fd", type=int, default=-1, help="notified when agents may connect")
     parser.add_argument("--separate", action="store_true", help="every worker becomes the user that its order names")
     parser.add_argument("--limit", action="append", default=[], type=parse, help="of each worker, NAME=VALUE")
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
     begun_s = time.monotonic()
     importlib.import_module(options.preload)
-    run, serve_store = imported(options.worker), imported(options.store)
+    run, serve_store, sums = imported(options.worker), imported(options.store), imported(options.sum)
     server = ForkServer(
         options.run_dir,
         address=options.address,
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         memory_max_bytes=options.memory_max_bytes,
         run=run,
         serve_store=serve_store,
+        sums=sums,
         names=(options.preload, options.worker),
         separation=Separation(
             users=options.separate,

@@ -54,6 +54,7 @@ from agents.protocol.messages import (
     ToForkServer,
 )
 from agents.protocol.peers import agent_schema, greeting_of
+from agents.protocol.sum_order import Sum
 from events.schemas import SCHEMA
 
 logger = logging.getLogger("agents.fork_server")
@@ -66,7 +67,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class ForkServer:
-    """See the module's rules. `run` and `serve_store` are called in children, never here."""
+    """See the module's rules. `run`, `serve_store` and `sums` are called in children, never here."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class ForkServer:
         memory_max_bytes: int,
         run: Callable[[Launch], object],
         serve_store: Callable[[socket.socket], object],
+        sums: Callable[[Sum], object],
         separation: Separation | None = None,
         names: tuple[str, str] = ("", ""),
     ) -> None:
@@ -92,7 +94,8 @@ class ForkServer:
         except OSError:
             os.close(self._lock_fd)
             raise SystemExit(EXIT_OCCUPIED) from None
-        self._store = Store(address, serve_store, self._fork_store)
+        self._store = Store(address, serve_store, self._fork_unprivileged)
+        self._sums = sums
         self._line = AgentLine(self._socket_path, lease_s, self._selector, self._greeting, self._obey)
         self._memories = Memories(memory_max_bytes, self._line.say)
         self._separates = separation is not None and separation.users
@@ -182,6 +185,8 @@ class ForkServer:
             case Forget(task=task):
                 self._memories.forget(task)
                 self._workers.preloaders.forget(task)
+            case Sum():
+                self._sum(message)
             case Retire():
                 raise Retired("the agent ends it")
 
@@ -208,8 +213,8 @@ class ForkServer:
         finally:
             os._exit(1)
 
-    def _fork_store(self, child: Callable[[], object]) -> int:
-        """The store serves the network: it needs no privilege, and has none."""
+    def _fork_unprivileged(self, child: Callable[[], object]) -> int:
+        """What speaks to the network needs no privilege, and has none: the store, a sum with other nodes."""
 
         def unprivileged() -> None:
             if self._separates:
@@ -218,6 +223,18 @@ class ForkServer:
             child()
 
         return self._fork(unprivileged)
+
+    def _sum(self, order: Sum) -> None:
+        """The process tells the agent itself; what it says is not for here."""
+
+        def without_store() -> None:
+            self._store.listener.close()
+            self._sums(order)
+
+        try:
+            self._fork_unprivileged(without_store)
+        except OSError as error:
+            logger.error("no process could be forked for a sum with other nodes: %s", error)
 
     def _fork_worker(self, child: Callable[[], object]) -> int:
         def without_store() -> None:

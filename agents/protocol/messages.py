@@ -22,6 +22,7 @@ from msgspec import Meta
 from agents.protocol.flight import Flight, TellFlight
 from agents.protocol.identity import Identity
 from agents.protocol.message import Message
+from agents.protocol.sum_order import Sum
 from events.vocabulary import (
     CorruptionSign,
     Count,
@@ -443,5 +444,5 @@ FromWorker: TypeAlias = (
     | Suspected | Saved | Unsaved | Captured | Taken | Completed | Busy | Waits | StopWanted | Flight
 )  # fmt: skip
 ToWorker: TypeAlias = Membership | Quit | Inject | TellFlight
-ToForkServer: TypeAlias = Spawn | Kill | Keep | Forget | Retire | ExitedAck
+ToForkServer: TypeAlias = Spawn | Kill | Keep | Forget | Retire | ExitedAck | Sum
 FromForkServer: TypeAlias = Forked | SpawnFailed | Exited | Kept | KeepFailed | Inventory

@@ -35,6 +35,8 @@ _SINCE_2 = (Straggles, CaughtUp, Busy, Waits, StopWanted)
 
 #: From here on agents understand a worker that says it has a flight recorder.
 FLIGHT = 4
+#: From here on fork servers fork a process that sums with other nodes.
+SUMS = 4
 
 
 def plain(message: M, schema: int = FIRST) -> M:

@@ -16,10 +16,12 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from agents.prctl import capabilities
 from agents.protocol.flight import Flight, TellFlight
 from agents.protocol.framing import Unframer, frame
 from agents.protocol.line import Line
 from agents.protocol.messages import Committed, Hello, Launch, Membership, Quit, Ready, Regrouped, ToWorker
+from agents.protocol.sum_order import Sum
 
 
 def serve(listener: socket.socket) -> NoReturn:
@@ -29,6 +31,13 @@ def serve(listener: socket.socket) -> NoReturn:
         connection, _ = listener.accept()
         connection.sendall(b"!")
         kept.append(connection)
+
+
+def tell_rights(order: Sum) -> None:
+    """A sum's place: what it may do."""
+    with socket.socket(socket.AF_UNIX) as answer:
+        answer.connect(order.answer)
+        answer.sendall(json.dumps(sorted(capabilities())).encode())
 
 
 def run(launch: Launch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,11 @@ import torch
 
 from agents import checks, pair_sum
 from agents.checks import Checks, look_at_storage, unreached
-from agents.pair_sum import Order, Sum, sum_all
+from agents.fork_link import ForkLink
+from agents.pair_sum import By, sum_all
+from agents.protocol.peers import SUMS
+from agents.protocol.sum_order import Sum
+from agents.run_dir import RunDir
 from events.finding import Finding
 from events.logs_request import LogsReply, decode_reply
 from events.node_checks import (
@@ -34,6 +40,8 @@ from events.node_checks import (
     encode,
 )
 from events.vocabulary import StoreAddress
+from tests.agents.conftest import Agents, ForkServers
+from tests.agents.processes import children, eventually, has_ended
 
 TOKEN = "0123456789abcdef"
 HERE = "127.0.0.1"
@@ -49,14 +57,17 @@ def pair(store: Any, rank: int, peer: str, turn: int = 0) -> Pair:
     return Pair(peer=peer, rank=rank, store=StoreAddress(host=HERE, port=store.port), turn=turn)
 
 
-def both(store: Any, by: Sum, token: str, limit_s: float = 30.0) -> tuple[PairSum, PairSum]:
+def an_order(*pairs: Pair, **more: Any) -> Sum:
+    fixed = {"address": HERE, "library": "gloo", "answer": "", "asked_s": time.monotonic()}
+    return Sum(**{**fixed, "pairs": pairs, **more})
+
+
+def both(store: Any, by: By, token: str, limit_s: float = 30.0) -> tuple[PairSum, PairSum]:
     """What the two nodes n0 and n1 tell of their sum."""
     told: dict[int, PairSum] = {}
 
     def one(rank: int) -> None:
-        order = Order(
-            address=HERE, token=token, pairs=(pair(store, rank, f"n{1 - rank}"),), library="gloo", limit_s=limit_s
-        )
+        order = an_order(pair(store, rank, f"n{1 - rank}"), token=token, limit_s=limit_s)
         (told[rank],) = sum_all(torch, order, by, time.monotonic() + limit_s)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
@@ -94,14 +105,14 @@ def test_what_the_library_says_is_told(store: Any) -> None:
 
 def test_a_peer_that_does_not_come_is_told_in_time(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_sum, "SUM_S", 0.0)
-    order = Order(address=HERE, token="d" * 16, pairs=(pair(store, 0, "n1"),), library="gloo", limit_s=2.0)
+    order = an_order(pair(store, 0, "n1"), token="d" * 16, limit_s=2.0)
     (told,) = sum_all(torch, order, pair_sum.by_gloo, time.monotonic() + 2.0)
     assert told.trouble.startswith(f"the two have not met in the store at {HERE}:{store.port}")
 
 
 def test_nobody_waits_for_a_peer_that_has_loaded_too_late(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_sum, "_MEET_S", -15.0)  # half of the limit is over after 15 s
-    order = Order(address=HERE, token="8" * 16, pairs=(pair(store, 0, "n1"),), library="gloo", limit_s=30.0)
+    order = an_order(pair(store, 0, "n1"), token="8" * 16, limit_s=30.0)
     began_s = time.monotonic()
     (told,) = sum_all(torch, order, pair_sum.by_gloo, began_s + 29.0)
     assert told.trouble.startswith("the two have not met") and time.monotonic() - began_s < 10
@@ -150,7 +161,7 @@ def test_nccl_goes_in_turn_and_through_its_own_group(store: Any) -> None:
     for turn in (0, 2):
         store.set(f"doctor/{'f' * 16}/{turn}/here 1", "")
     pairs = (pair(store, 0, "n2", turn=2), pair(store, 0, "n1"))
-    order = Order(address=HERE, token="f" * 16, pairs=pairs, library="nccl", limit_s=30.0)
+    order = an_order(*pairs, token="f" * 16, library="nccl", limit_s=30.0)
     told = sum_all(torch, order, by, time.monotonic() + 30.0)
     assert [(one.peer, one.trouble) for one in told] == [("n2", ""), ("n1", "")]
     assert made == ["group", "abort"] * 2 and turns == [2, 4]
@@ -179,6 +190,19 @@ def test_connections_that_stand_and_that_do_not(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(asyncio, "open_connection", never)
     assert connect(port).why == "no answer within 0.2 s"
+
+
+def test_a_connection_that_comes_too_late_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+
+    async def late(*_: Any, **__: Any) -> Any:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return None, SimpleNamespace(close=lambda: closed.append(True))
+
+    monkeypatch.setattr(checks, "CONNECT_S", 0.1)
+    monkeypatch.setattr(asyncio, "open_connection", late)
+    assert connect(1).why == "no answer within 0.1 s" and closed == [True]
 
 
 # --- storage -------------------------------------------------------------------------------------
@@ -227,8 +251,10 @@ async def ask(asked: Checks, body: bytes) -> LogsReply:
     return decode_reply(await asyncio.wait_for(answered, 90))
 
 
-def an_agent(address: str = HERE, **more: Any) -> Checks:
-    return Checks("n1", address, lambda: [Finding("--slots", "9 slots, but 8 visible GPUs", "look")], **more)
+def an_agent(fork: Callable[[Sum], str] | None = None, at: Path = Path(), **more: Any) -> Checks:
+    """`fork`: sends to a fork server; `at`: where the sum tells its result."""
+    findings = [Finding("--slots", "9 slots, but 8 visible GPUs", "look")]
+    return Checks("n1", HERE, lambda: findings, fork or (lambda _: "there is no fork server yet"), at, **more)
 
 
 async def test_a_request_for_a_log_is_no_check() -> None:
@@ -254,7 +280,7 @@ async def test_a_check_that_fails_is_told_and_costs_nothing_else() -> None:
     def findings() -> list[Finding]:
         raise OSError(5, "Input/output error")
 
-    agent = Checks("n1", HERE, findings)
+    agent = Checks("n1", HERE, findings, lambda _: "", Path())
     assert "its check failed: OSError" in (await ask(agent, encode(FactsCheck()))).error
     await agent.close()
 
@@ -267,8 +293,13 @@ def links(store: Any, rank: int, peer: str, **more: Any) -> AnyCheck:
     )  # fmt: skip
 
 
-async def test_two_agents_sum_with_a_process_each(store: Any) -> None:
-    one, other = an_agent(), an_agent()
+async def test_two_agents_sum_with_a_process_each(
+    store: Any, fork_server: ForkServers, agent: Agents, run_dir: Path
+) -> None:
+    server, side = fork_server("--preload=torch"), agent()
+    side.inventory()  # the store is there
+    before = children(server.pid)
+    one, other = (an_agent(lambda order: side.send(order) or "", run_dir / f"{name}.sock") for name in "ab")
     first = asyncio.create_task(ask(one, encode(links(store, 0, "n2"))))
     second = asyncio.create_task(ask(other, encode(links(store, 1, "n1"))))
     while not one._links.locked():  # noqa: ASYNC110  # it begins in this loop
@@ -276,6 +307,23 @@ async def test_two_agents_sum_with_a_process_each(store: Any) -> None:
     assert "already" in (await ask(one, encode(links(store, 0, "n2")))).error
     seen = [decode_seen((await task).data, LinksSeen) for task in (first, second)]
     assert [(one.unreached, one.no_sums, [sum.trouble for sum in one.sums]) for one in seen] == [((), "", [""])] * 2
+    assert not any(name.endswith(("a.sock", "b.sock")) for name in os.listdir(run_dir))  # noqa: PTH208
+    assert eventually(lambda: children(server.pid) == before)
+
+
+async def test_a_sum_ends_with_its_agent(store: Any, fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    server, side = fork_server("--preload=torch"), agent()
+    side.inventory()  # the store is there
+    before = set(children(server.pid))
+    one = an_agent(lambda order: side.send(order) or "", run_dir / "sum.sock")
+    asked = asyncio.create_task(ask(one, encode(links(store, 0, "nobody"))))
+    assert await asyncio.to_thread(eventually, lambda: set(children(server.pid)) - before)
+    (its,) = set(children(server.pid)) - before
+    assert await asyncio.to_thread(eventually, lambda: os.getpriority(os.PRIO_PROCESS, its) == 10)
+    assert await asyncio.to_thread(eventually, lambda: store.check([f"doctor/{'9' * 16}/0/here 0"])), "it waits"
+    asked.cancel()
+    await one.close()
+    assert has_ended(its) and not (run_dir / "sum.sock").exists()
 
 
 async def test_without_a_free_gpu_nothing_is_summed_by_nccl(store: Any) -> None:
@@ -283,9 +331,9 @@ async def test_without_a_free_gpu_nothing_is_summed_by_nccl(store: Any) -> None:
     assert (seen.sums, seen.no_sums) == ((), "no slot with a GPU is free")
 
 
-def test_a_node_too_busy_to_load_torch_in_time_says_so() -> None:
+def test_a_node_too_busy_to_begin_in_time_says_so() -> None:
     assert pair_sum.too_late(30.0, 60.0) == ""
-    said = "the node is busy: torch took 31 s to load; give a --limit-s above 62"
+    said = "the node is busy: its sums could begin after 31 s; give a --limit-s above 62"
     assert pair_sum.too_late(31.0, 60.0) == said
 
 
@@ -293,12 +341,33 @@ async def test_why_a_process_has_not_summed_is_told(store: Any, monkeypatch: pyt
     async def says(*_: Any) -> bytes:
         return b'"the node is busy"'
 
-    monkeypatch.setattr(checks, "_run_pair_sum", says)
+    monkeypatch.setattr(checks, "_said_of", says)
     seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2")))).data, LinksSeen)
     assert (seen.sums, seen.no_sums) == ((), "the node is busy")
 
 
-async def test_a_process_that_says_nothing_is_ended(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_why_there_is_no_process_is_told(store: Any, run_dir: Path) -> None:
+    seen = decode_seen((await ask(an_agent(at=run_dir / "sum.sock"), encode(links(store, 0, "n2")))).data, LinksSeen)
+    assert (seen.sums, seen.no_sums) == ((), "there is no fork server yet")
+
+
+async def test_a_process_that_says_nothing_is_given_up(
+    store: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "CONNECT_S", 0.1)
-    seen = decode_seen((await ask(an_agent(), encode(links(store, 0, "n2", limit_s=0.1)))).data, LinksSeen)
+    one = an_agent(lambda _: "", run_dir / "sum.sock")
+    seen = decode_seen((await ask(one, encode(links(store, 0, "n2", limit_s=0.1)))).data, LinksSeen)
     assert seen.no_sums == "its process gave no result: it did not end within 0.1 s"
+
+
+def test_only_a_fork_server_that_knows_sums_is_asked_for_one(run_dir: Path) -> None:
+    link = ForkLink(RunDir(run_dir), arguments=(), on_message=lambda _: None, on_death=lambda: None)
+    order, sent = an_order(token=TOKEN, limit_s=1.0), list[object]()
+    assert link.sum(order) == "there is no fork server yet"
+    link.trouble = "no fork server: it ended with code 1"
+    assert link.sum(order) == link.trouble
+    link._is_usable, link.send = True, sent.append  # type: ignore[method-assign]
+    link.schema = SUMS - 1
+    assert "older than its agent" in link.sum(order) and not sent
+    link.schema = SUMS
+    assert link.sum(order) == "" and sent == [order]

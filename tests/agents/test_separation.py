@@ -27,6 +27,7 @@ from agents.protocol import marks
 from agents.protocol.framing import Unframer
 from agents.protocol.identity import Identity
 from agents.protocol.messages import Connected, Exited, ExitedAck, FromWorker, Kept, Kill, Spawn, SpawnFailed
+from agents.protocol.sum_order import Sum
 from events.vocabulary import TaskSpec
 from tests.agents.attacks import ATTEMPTS
 from tests.agents.conftest import Agents, ForkServers
@@ -344,6 +345,22 @@ def importer(launch: Any) -> None:
     """As runpy does with a script: its directory comes first."""
     sys.path.insert(0, launch.spec.cwd)
     import theirs  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_a_sum_with_other_nodes_has_no_privilege(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:
+    fork_server("--separate", "--sum=tests.agents.entries:tell_rights", flags=FLAGS)
+    told = Sum(
+        address="127.0.0.1", token="0" * 16, pairs=(), library="gloo", limit_s=1.0, answer=str(run_dir / "sum.sock"),
+        asked_s=0.0,
+    )  # fmt: skip
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(told.answer)
+        listener.listen()
+        listener.settimeout(20)
+        agent().send(told)
+        connection, _ = listener.accept()
+        with connection, connection.makefile() as said:
+            assert json.loads(said.read()) == [] and capabilities()
 
 
 def test_memory_is_shared_with_the_agent_by_descriptor(fork_server: ForkServers, agent: Agents, run_dir: Path) -> None:

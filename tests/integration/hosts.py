@@ -82,12 +82,16 @@ class Namespaces:
         ip("link", "set", "lo", "up")
         ip("link", "add", "br0", "type", "bridge")
         ip("addr", "add", f"{self.head}/24", "dev", "br0")
+        ip("link", "set", "br0", "gso_max_segs", "1")
         ip("link", "set", "br0", "up")
         for node in nodes:
             ip("netns", "add", node)
             ip("link", "add", f"{node}-head", "type", "veth", "peer", "name", "eth0", "netns", node)
             ip("link", "set", f"{node}-head", "master", "br0")
             ip("link", "set", f"{node}-head", "up")
+            # As between real hosts no packet is larger than the MTU: the kernel would carry many in one piece, past
+            # every port of the bridge, whatever its MTU (is_skb_forwardable lets all GSO packets through).
+            ip("-n", node, "link", "set", "eth0", "gso_max_segs", "1")
             ip("-n", node, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
             ip("-n", node, "link", "set", "eth0", "up")
             ip("-n", node, "link", "set", "lo", "up")

@@ -1,0 +1,22 @@
+"""A sum with other nodes, for `unicronctl doctor`. Part of messages.py."""
+
+from __future__ import annotations
+
+from agents.protocol.message import Message
+from events.node_checks import Library, Pair, Seconds, Token
+from events.vocabulary import Text
+
+
+class Sum(Message, frozen=True, kw_only=True):
+    """(agent -> fork server) fork a process that sums with other nodes (pair_sum.py; see LinksCheck). Only to a fork
+    server that reads `peers.SUMS`. `address`: this node's. `answer`: the Unix socket where the process tells what came
+    of it. `gpu`: what NCCL sums on. `asked_s`: when it was asked for, by the machine's monotonic clock."""
+
+    address: Text
+    token: Token
+    pairs: tuple[Pair, ...]
+    library: Library
+    limit_s: Seconds
+    answer: Text
+    asked_s: float
+    gpu: Text = ""
