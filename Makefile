@@ -82,7 +82,7 @@ megatron-lm: $(STAMP)
 
 older-core: $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target .megatron-core-$(OLDER_CORE) megatron-core==$(OLDER_CORE)
-	PYTHONPATH=.megatron-core-$(OLDER_CORE) $(BIN)/pytest -n 2 --dist loadscope $(OLDER_WARNS) $(RIGS) tests/trainer
+	PYTHONPATH=$(CURDIR)/.megatron-core-$(OLDER_CORE) $(BIN)/pytest -n 2 --dist loadscope $(OLDER_WARNS) $(RIGS) tests/trainer
 
 upgrade: $(STAMP)
 	$(BIN)/pytest -m "matrix or not matrix" tests/integration/test_upgrade.py

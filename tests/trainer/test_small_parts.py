@@ -107,7 +107,8 @@ def test_the_preload_leaves_nothing_that_a_fork_would_miss() -> None:
     told = subprocess.run(
         [sys.executable, "-c", look], capture_output=True, text=True, check=False, env=environment, timeout=60
     )
-    assert (told.stdout.split(), told.stderr) == (["1", "False", "False"], "")
+    said = [line for line in told.stderr.splitlines() if "has reached end of life" not in line]  # Megatron-core 0.15's own
+    assert (told.stdout.split(), said) == (["1", "False", "False"], [])
 
 
 def test_what_a_younger_peer_says_beyond_is_set_aside() -> None:

@@ -23,6 +23,7 @@ Rules
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -82,6 +83,14 @@ class Held:
     stepper: DistributedOptimizer | None = None
 
 
+def _groups(models: list[torch.nn.Module], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The plain optimizer's. Megatron-core 0.15 asks for values of the configuration, one by one."""
+    if "config" in inspect.signature(_get_param_groups).parameters:
+        return _get_param_groups(models, config, None)  # type: ignore[no-any-return]
+    rates = (config.lr, config.min_lr, config.decoupled_lr, config.decoupled_min_lr)
+    return _get_param_groups(models, None, None, 1.0, *rates)  # type: ignore[no-any-return]
+
+
 class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     """Adam over `models`, stepping the parts that this replica holds. See the module's rules."""
 
@@ -94,7 +103,7 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         super().__init__([])
         self.config = replace(config, use_distributed_optimizer=True)
         self.is_stub_optimizer = False
-        groups = _get_param_groups(list(models), self.config, None)
+        groups = _groups(list(models), self.config)
         if any(group["is_expert_parallel"] for group in groups):
             raise ValueError(
                 "optimizer.distributed: expert parallel parameters are not supported; use the unsharded optimizer"
@@ -128,11 +137,10 @@ class ShardedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def get_grad_norm(self) -> float:
         """Of the whole gradient, over the replica's shards."""
-        group = parallel_state.get_tensor_model_parallel_group()
         gradients = [
             parameter.main_grad.float()
             for parameter in chain(*self.whole_groups)
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group)
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
         ]
         norm: float = get_grad_norm_fp32(gradients, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
         return norm
