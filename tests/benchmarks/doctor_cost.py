@@ -37,13 +37,13 @@ _TASK = {
 
 
 def fork_servers() -> list[psutil.Process]:
-    """Of this cluster: the parents of what sums."""
+    """Of this cluster, before anything sums: the parents of what will."""
     return [one for one in psutil.Process().children(recursive=True) if "agents.fork_server" in one.cmdline()]
 
 
-def ended_cpu_s() -> float:
+def ended_cpu_s(servers: list[psutil.Process]) -> float:
     """Of the fork servers' children that have ended: while no worker ends, of what has summed."""
-    times = [one.cpu_times() for one in fork_servers()]
+    times = [one.cpu_times() for one in servers]
     return sum(one.children_user + one.children_system for one in times)
 
 
@@ -56,13 +56,13 @@ def look(client: Client) -> None:
         raise SystemExit(f"a node did not sum: {seen['silent'] or unsummed or troubles}")
 
 
-def looks(client: Client) -> tuple[int, float, float]:
+def looks(client: Client, servers: list[psutil.Process]) -> tuple[int, float, float]:
     """For as long as without: how many, the seconds of one, the CPU seconds of one."""
-    began_s, before_s, count = time.monotonic(), ended_cpu_s(), 0
+    began_s, before_s, count = time.monotonic(), ended_cpu_s(servers), 0
     while time.monotonic() - began_s < CALM_S:
         look(client)
         count += 1
-    return count, (time.monotonic() - began_s) / count, (ended_cpu_s() - before_s) / count
+    return count, (time.monotonic() - began_s) / count, (ended_cpu_s(servers) - before_s) / count
 
 
 def pace(client: Client, after: int, until: int) -> float:
@@ -82,6 +82,8 @@ async def measured(cluster: DevCluster, rounds: int) -> list[dict[str, float]]:
     while (await cluster.state())[0].tasks["big"].progress.iteration < 50:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
 
+    servers = fork_servers()
+
     async def end() -> int:
         return int((await asyncio.to_thread(client.health))["seq"])
 
@@ -89,7 +91,7 @@ async def measured(cluster: DevCluster, rounds: int) -> list[dict[str, float]]:
         began = await end()
         await asyncio.sleep(CALM_S)
         calm = await end()
-        count, look_s, cpu_s = await asyncio.to_thread(looks, client)
+        count, look_s, cpu_s = await asyncio.to_thread(looks, client, servers)
         ended = await end()
         without, beside = pace(client, began, calm), pace(client, calm, ended)
         found.append(
