@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from agents.protocol.identity import Identity
-from events.vocabulary import ExitCause, MemoryService, Name, TaskSpec
+from events.vocabulary import ExitCause, Gpu, MemoryService, Name, TaskSpec
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -38,6 +38,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     vanished: ExitCause = "signalled"
     #: That tasks may run as, the first where a task names none; empty: all run as the agent's own.
     users: tuple[Identity, ...] = ()
+    #: The type of the node's GPUs; "": not known.
+    gpu: Gpu = ""
 
     def user_of(self, spec: TaskSpec) -> Identity | None:
         """As whom the task runs; None: as the agent's own user, or (users.refusal) not at all."""

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+import msgspec
+
 from agents import preflight, probe
 from agents.accelerators.driver import Choice, NoDriver
 from agents.cgroup_place import NoCgroup
@@ -51,7 +53,7 @@ from events.keys import read_key
 from events.logins import agent_login
 from events.nats_url import parse_urls
 from events.pid_one import Keeper
-from events.vocabulary import NAME_PATTERN
+from events.vocabulary import NAME_PATTERN, Gpu
 
 #: Of one node.
 SLOTS_MAX = 1024
@@ -113,6 +115,9 @@ def parser() -> Parser:
             "source of the GPUs' health: nvml, fake (only ordered XIDs), none (auto: nvml where it works)",
             choices=get_args(Choice),
             default="auto",
+        ),
+        option(
+            "--gpu-type", "TYPE", "the type of the node's GPUs, as h100-80g (as NVML has it)", type=_gpu, default=""
         ),
         switch("--states-in-clear", "exchange training states between nodes in clear; the same on all nodes"),
         *_separation(),
@@ -282,6 +287,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         logs_max_age_s=given.logs_days,
         logs_max_bytes=given.logs_gib,
         accelerators=given.accelerators,
+        gpu_type=given.gpu_type or "",
         states_in_clear=given.states_in_clear,
         users=users,
         limits=tuple(given.limit),
@@ -395,6 +401,15 @@ def _slots(text: str) -> int:
         return whole(1, SLOTS_MAX)(text)
     except ValueError:
         raise ValueError(f"{text[:40]!r} is neither auto nor a whole number of 1 to {SLOTS_MAX}") from None
+
+
+def _gpu(text: str) -> str:
+    try:
+        return msgspec.convert(text, Gpu)
+    except msgspec.ValidationError:
+        raise ValueError(
+            f"{text[:40]!r} is no type of GPU; use small letters, digits, -, _ and ., at most 63"
+        ) from None
 
 
 def _address(text: str) -> str:

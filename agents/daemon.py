@@ -33,6 +33,7 @@ import msgspec
 from agents import host, kill_counts, preflight, probe
 from agents.accelerators.diagnosis import Finding as AcceleratorFinding
 from agents.accelerators.driver import Choice
+from agents.accelerators.gpu_type import gpu_type
 from agents.accelerators.watch import AcceleratorWatch, open_driver
 from agents.agent_config import Config
 from agents.cgroup_place import NoCgroup, own_cgroup, prepare
@@ -113,7 +114,7 @@ from events.nats_terms import Terms
 from events.prose import summary
 from events.schemas import SCHEMA, readable, spoken_schema, told_version
 from events.systemd import Systemd
-from events.vocabulary import CoordinatorStarted, MemoryService, Name, NodeJoined, NodeLeaving, WorkerId
+from events.vocabulary import CoordinatorStarted, Gpu, MemoryService, Name, NodeJoined, NodeLeaving, WorkerId
 
 if TYPE_CHECKING:
     from agents.passes import Credentials  # needs an extra, and so does what it imports
@@ -138,8 +139,8 @@ class Options:
 
     `grace_s`: from SIGTERM to the end, unless `hand_over`: then SIGTERM leaves the workers to the next agent.
     `memory_bytes`: for states of training; None: a quarter of what may be used (host.py), 0: none. `accelerators`: the
-    source of their health. `logs_dir`: of workers; None: in the run directory. `shows_output`: on
-    stdout too (output_mirror.py). `logs_max_age_s`, `logs_max_bytes`:
+    source of their health. `gpu_type`: "": as the driver has it. `logs_dir`: of workers; None: in the
+    run directory. `shows_output`: on stdout too (output_mirror.py). `logs_max_age_s`, `logs_max_bytes`:
     None: see log_pruning.py. `states_in_clear`: between nodes, though the node's key carries a certificate. `users`:
     that tasks may run as (users.py). `limits`: of each worker. `cgroup`: where workers get cgroups of their own; None:
     this process's. `pass_env`: further variables that tasks of `users` may see. `only_checks`: join nothing
@@ -163,6 +164,7 @@ class Options:
     logs_max_age_s: float | None = None
     logs_max_bytes: int | None = None
     accelerators: Choice = "auto"
+    gpu_type: Gpu = ""
     states_in_clear: bool = False
     users: tuple[Identity, ...] = ()
     limits: tuple[Limit, ...] = ()
@@ -191,6 +193,7 @@ class Agent(Shell):
         #: Of two looks, the older first: a kill is counted a little before its end is seen.
         self._kills = (kill_counts.look(),) * 2
         outbox = Outbox(options.node, self._boot, _wall_clock_us)
+        self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
         super().__init__(self._config(), self._recall(), outbox, MarkFiles(run_dir.marks))
         self._sockets = WorkerSockets(
             run_dir.agent_socket,
@@ -221,7 +224,6 @@ class Agent(Shell):
         self._memory_server = MemoryServer(
             self._regions, self._token, lambda held: self.feed(StateHeld(held=held)), self._credentials
         )
-        self._accelerator_driver = open_driver(options.accelerators, visible_gpus(), options.slots)
         self._accelerators: AcceleratorWatch | None = None
         self._node_faults = NodeFaults(self._link.kill, self._report_xid)
         self._health = Health(options.node, options.slots, options.accelerators, self.feed)
@@ -247,6 +249,7 @@ class Agent(Shell):
             agent_socket=str(run_dir.agent_socket),
             logs=str(run_dir.logs),
             users=options.users,
+            gpu=options.gpu_type or gpu_type(self._accelerator_driver.models if self._accelerator_driver else ()),
             vanished=kill_counts.cause(run_dir.recall_kills(), self._kills[1]),
         )
 

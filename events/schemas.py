@@ -87,8 +87,9 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "LayoutSpec": ("micro_batch",),
         "ModelSpec": ("precision",),
         "NodeCordoned": ("address", "agent_boot", "by", "empty_by_us", "until_return"),
-        "NodeJoined": ("since_boot", "users"),
+        "NodeJoined": ("gpu", "since_boot", "users"),
         "NodeUncordoned": ("address", "agent_boot", "by"),
+        "PlanAdopted": ("healthy_gpus",),
         "ReshapeRequested": ("by", "iterations", "lr"),
         "SetMembership": ("agent_boot",),
         "SetPeers": ("agent_boot",),
@@ -99,7 +100,7 @@ FIELDS: dict[int, dict[str, tuple[str, ...]]] = {
         "TaskCancelled": ("by",),
         "TaskAssignment": ("pp", "tp"),
         "TaskReshaped": ("iterations", "lr", "plan"),
-        "TaskSpec": ("layouts", "preload", "run_as", "secrets"),
+        "TaskSpec": ("gpus", "layouts", "preload", "run_as", "secrets"),
         "TaskSubmitted": ("by",),
         "ToldOnce": ("lead_tells",),
         "TransitionCompleted": ("micro_batches_lost",),
@@ -123,6 +124,8 @@ LEAD_TELLS = 4
 BF16 = 4
 #: From here on a plan may choose a task's tp and pp.
 CHOOSES_LAYOUTS = 4
+#: From here on nodes may say what type of GPU they have, and plans keep the types apart.
+GPU_TYPES = 4
 #: From here on a request says whose token came with it.
 NAMES_WHO_ASKS = 4
 #: From here on a task may name the user that it runs as, and its variables are looked at.

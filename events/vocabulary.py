@@ -37,6 +37,8 @@ PublicKey: TypeAlias = Annotated[str, Meta(pattern=r"^U[A-Z2-7]{55}\Z")]
 #: A user of a node, or none.
 User: TypeAlias = Annotated[str, Meta(pattern=r"^([a-z_][a-z0-9_.-]{0,31})?\Z")]
 Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+#: A type of GPU, as the presets of the throughput model are named: "h100-80g".
+Gpu: TypeAlias = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_.-]{0,62})?\Z")]
 LongText: TypeAlias = Annotated[str, Meta(max_length=32768)]
 Micros: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
 #: Bytes, beats, samples: what is only told, never looped over.
@@ -300,6 +302,14 @@ class LayoutSpec(Value, frozen=True, kw_only=True):
     micro_batch: Small = 0
 
 
+class GpuSpec(Value, frozen=True, kw_only=True):
+    """What a task achieves on nodes with another type of GPU: T(x) for layouts of the task; those that are not named
+    achieve there what the task's own `throughput` says."""
+
+    gpu: Gpu
+    layouts: tuple[LayoutSpec, ...] = always(())
+
+
 class TaskSpec(Value, frozen=True, kw_only=True):
     """One training job as its file describes it (YAML, see docs/use/task-files.md).
 
@@ -311,6 +321,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     that a process of the task's own imports once on each node, and the workers start with.
     `layouts`: those that the plan may give it, in the order that decides ties; empty: tp and pp stay until a person
     asks for others. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
+    `gpus`: T on types of GPU for which it is not `throughput`.
 
     Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `global_batch`, `micro_batch` < 2**31, >= 1;
     `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63.
@@ -343,6 +354,7 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     run_as: User = ""
     preload: tuple[Text, ...] = ()
     layouts: tuple[LayoutSpec, ...] = ()
+    gpus: tuple[GpuSpec, ...] = ()
 
     @property
     def replica_workers(self) -> int:
@@ -517,7 +529,7 @@ class Evidence(Value, frozen=True, kw_only=True):
 class NodeJoined(Observation, frozen=True, kw_only=True):
     """An agent is up and serves `slots` workers; `workers` are those it adopted. `users`: that tasks may run as, the
     first where a task names none; empty: all tasks run as the agent's own. `since_boot`: the first agent of its run
-    directory; commands for earlier agents are void. 0: not told.
+    directory; commands for earlier agents are void. 0: not told. `gpu`: the type of its GPUs; "": not told.
 
     Bounds: `slots` 1..1024; `agent_boot`, `since_boot` < 2**52.
     """
@@ -532,6 +544,7 @@ class NodeJoined(Observation, frozen=True, kw_only=True):
     memory: MemoryService | None = always(None)
     users: tuple[User, ...] = ()
     since_boot: Boot = 0
+    gpu: Gpu = ""
 
 
 class NodeLeft(Observation, frozen=True, kw_only=True):
@@ -1208,6 +1221,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
 
     `basis`: digest of the nodes and tasks that the plan was made for; another basis asks for a new plan.
     `healthy`, `healthy_waf`: workers per task, and their WAF, were every node that has not left healthy.
+    `healthy_gpus`: the type of GPU that each of these would be on, where there are several.
     `transition_flop`: what the change is expected to cost, sum of F(t, x) * D_transition over the tasks it moves.
     `way`, `took_us`, `rows_reused`: how the answer was come by; the answer does not depend on it.
 
@@ -1227,6 +1241,7 @@ class PlanAdopted(Decision, frozen=True, kw_only=True):
     way: PlanWay = always("fresh")
     took_us: Duration = always(0)
     rows_reused: Small = always(0)
+    healthy_gpus: dict[Name, Gpu] = {}
 
 
 class MembershipDecided(Decision, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ class NoDriver(Exception):
 
 class Driver(Protocol):
     """Tells of GPUs, numbered from 0. `names`: each one's own. `gpu_of_slot`: on which one a slot's worker runs.
+    `models`: what each is, "" = not known.
 
     `read` and `wait` may be called from different threads, `wake` from any. They block, and should not
     raise: the watch could say no more than that they did.
@@ -22,6 +23,7 @@ class Driver(Protocol):
 
     names: tuple[str, ...]
     gpu_of_slot: tuple[int, ...]
+    models: tuple[str, ...]
 
     def read(self, gpu: int) -> Reading:
         """One look at a GPU's counters and states; what cannot be read is None, or the GPU is `lost`."""

@@ -14,6 +14,7 @@ class FakeDriver:
     def __init__(self, slots: Sequence[str]) -> None:
         self.names = tuple(dict.fromkeys(slots))
         self.gpu_of_slot = tuple(self.names.index(name) for name in slots)
+        self.models = ("",) * len(self.names)
         self.readings = [Reading() for _ in self.names]
         self._events: queue.SimpleQueue[tuple[int, XidSeen] | None] = queue.SimpleQueue()
 

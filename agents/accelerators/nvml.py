@@ -66,15 +66,18 @@ class NvmlDriver:
         nvml = self._nvml
         self._devices: list[Any] = []
         found: list[str] = []
+        models: list[str] = []
         gpu_of_slot = []
         for slot in slots:
             device = self._device(slot)
-            name = f"{nvml.nvmlDeviceGetName(device)} {nvml.nvmlDeviceGetUUID(device)}"
+            model = str(nvml.nvmlDeviceGetName(device))
+            name = f"{model} {nvml.nvmlDeviceGetUUID(device)}"
             if name not in found:
                 found.append(name)
+                models.append(model)
                 self._devices.append(device)
             gpu_of_slot.append(found.index(name))
-        self.names = tuple(found)
+        self.names, self.models = tuple(found), tuple(models)
         self.gpu_of_slot = tuple(gpu_of_slot)
         self._addresses = [_address(device) for device in self._devices]
         self._links = [self._links_of(device) for device in self._devices]

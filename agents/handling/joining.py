@@ -51,6 +51,7 @@ def join(turn: Turn) -> None:
             memory=config.memory,
             users=tuple(user.name for user in config.users),
             since_boot=turn.memory.since_boot,
+            gpu=config.gpu,
         )
     )
     if turn.state.machine is not None:

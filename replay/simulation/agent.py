@@ -70,6 +70,7 @@ class Agent(Shell):
             hello_wait_s=1.0,
             commit_interval_s=1.0,
             held_interval_s=6.0,
+            gpu=host.gpu,
             memory=MemoryService(node=host.name, host=host.name, port=9000, token="token"),
         )
         #: Feeds until it is killed: before its memory is written, or after so many of the actions of that turn.

@@ -67,6 +67,7 @@ class Host:
         lease_s: float,
         start_max_age_s: float,
         schema: int,
+        gpu: str = "",
     ) -> None:
         self.name = name
         self.slots = slots
@@ -81,6 +82,8 @@ class Host:
         self.start_max_age_s = start_max_age_s
         #: What the version that is installed here reads (events/schemas.py); the next agent is of it.
         self.schema = schema
+        #: The type of its GPUs, as its agent tells it.
+        self.gpu = gpu
         self.clock = HostClock(loop)
         self.link = Link(loop, drawn)
         self.disk = Disk()
@@ -147,7 +150,7 @@ class Host:
         twin = Host(
             self.name, self.slots, loop=self.loop, drawn=self.drawn, server=self.server, beats=self.beats,
             training=self.training, witness=self.witness, heartbeat_s=self.heartbeat_s, lease_s=self.lease_s,
-            start_max_age_s=self.start_max_age_s, schema=self.schema,
+            start_max_age_s=self.start_max_age_s, schema=self.schema, gpu=self.gpu,
         )  # fmt: skip
         twin.is_twin = True
         twin._pid, twin._store_port = 10_000, 5_000

@@ -15,9 +15,10 @@ from agents.trainer.sharded.parts import Part
 from events import vocabulary as v
 from events.codec import encode
 from events.envelope import Entry, Envelope, Recorded
-from events.schemas import CHOOSES_LAYOUTS, schema_of, since
+from events.schemas import CHOOSES_LAYOUTS, GPU_TYPES, schema_of, since
 from events.seats import expanded, starts
 from unicrond.core.decide import decide, needed_solves
+from unicrond.core.gpu_types import told_types
 from unicrond.core.invariants import InvariantError, check
 from unicrond.core.planning.placement import place
 from unicrond.core.planning.problem import Problem
@@ -201,6 +202,11 @@ def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
         healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
         if node is None or not healthy or count > node.slots:
             return f"plan {plan.epoch} puts {count} workers on {name}, which is {node}"
+    several = known.schema >= GPU_TYPES and told_types(known.nodes.values())[1]
+    for each in assignments:
+        types = {known.nodes[node].gpu for nodes in each.replicas for node in nodes}
+        if several and len(types) > 1:
+            return f"plan {plan.epoch} puts {each.task} on several types of GPU: {sorted(types)}"
     return ""
 
 
@@ -413,12 +419,15 @@ def _has_room(state: ClusterState, task: Task) -> bool:
     for assignment in state.plan.assignments.values():
         free.subtract(node for nodes in assignment.replicas for node in nodes)
     slots = {name: max(0, count) for name, count in free.items()}
+    types = told_types(state.nodes.values())[1] if state.schema >= GPU_TYPES else {}
     shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [shape_of(task.spec)]
     for shape in shapes:
         wanted = -(-task.spec.min_workers // shape.workers)
         within = wanted * shape.workers <= task.spec.max_workers
-        if within and not place({task.name: wanted}, {task.name: shape}, slots, {}).short:
-            return True
+        for gpu in sorted(set(types.values())) or [""]:
+            there = {name: count for name, count in slots.items() if types.get(name, "") == gpu}
+            if within and not place({task.name: wanted}, {task.name: shape}, there, {}).short:
+                return True
     return False
 
 

@@ -33,6 +33,10 @@ _LEASE_S = 12.0
 _FOREVER = 1_000_000
 
 
+#: Of clusters with several types of GPU.
+GPU_TYPES = ("a100-80g", "h100-80g")
+
+
 class World:
     """`shape` draws what the cluster looks like; every part draws its own chances, so that a fault less in one place
     leaves the others' alone."""
@@ -70,6 +74,7 @@ class World:
         self.numerics = self.drawn("numerics")
         self.sharding = self.drawn("sharding")
         self.layouts = self.drawn("layouts")
+        self.gpus = self.drawn("gpus")
         self.hosts = self._hosts()
         self.training.hosts = self.hosts
         self.coordinators = Coordinators(
@@ -97,6 +102,7 @@ class World:
     def _hosts(self) -> dict[str, Host]:
         slots = self.shape.choice((1, 1, 2, 2, 3))
         names = [f"n{number}" for number in range(1, self.shape.randint(2, 5) + 1)]
+        self.types: tuple[str, ...] = self.gpus.choice((("",), ("",), ("h100-80g",), GPU_TYPES, GPU_TYPES))
         return {
             name: Host(
                 name,
@@ -111,6 +117,7 @@ class World:
                 lease_s=_LEASE_S,
                 start_max_age_s=60.0,
                 schema=self.versions.choice(VERSIONS),
+                gpu=self.gpus.choice(self.types),
             )
             for name in names
         }
@@ -178,7 +185,24 @@ class World:
         lanes = min(self.numerics.choice((replicas, self.numerics.randint(1, 6))), spec.micro_batches)
         accumulation: Literal["exact", "float"] = self.numerics.choice(("exact", "exact", "float"))
         spec = replace(spec, accumulation=accumulation, env={v.LANES: str(lanes)})
-        return self._with_layouts(spec) if self.layouts.random() < 0.4 else spec
+        spec = self._with_layouts(spec) if self.layouts.random() < 0.4 else spec
+        return self._with_gpus(spec) if len(self.types) > 1 and self.gpus.random() < 0.7 else spec
+
+    def _with_gpus(self, spec: v.TaskSpec) -> v.TaskSpec:
+        """Tables for the types of GPU, of which now one and now the other is the better for the task."""
+
+        def table(unit: int) -> dict[str, int]:
+            each = self.gpus.choice((0.5, 1.0, 1.5, 3.0)) * 1e9
+            return {str(n): int(each * n) for n in range(unit, spec.max_workers + 1, unit)}
+
+        shapes = dict.fromkeys([(spec.tp, spec.pp), *((one.tp, one.pp) for one in spec.layouts)])
+        gpus = [
+            v.GpuSpec(
+                gpu=gpu, layouts=tuple(v.LayoutSpec(tp=tp, pp=pp, throughput=table(tp * pp)) for tp, pp in shapes)
+            )
+            for gpu in self.types
+        ]
+        return replace(spec, gpus=tuple(gpus))
 
     def _with_layouts(self, spec: v.TaskSpec) -> v.TaskSpec:
         """The plan chooses, by tables of which now one layout and now another is the better."""

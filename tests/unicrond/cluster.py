@@ -81,6 +81,7 @@ class Host:
     ill: bool | None = False
     #: Its agent was told to leave.
     leaving: bool = False
+    gpu: str = ""
 
 
 class MiniCluster:
@@ -163,9 +164,15 @@ class MiniCluster:
     # --- people ------------------------------------------------------------------------------
 
     def add_host(
-        self, name: str, slots: int = 1, memory: v.MemoryService | None = None, users: tuple[str, ...] = ()
+        self,
+        name: str,
+        slots: int = 1,
+        memory: v.MemoryService | None = None,
+        users: tuple[str, ...] = (),
+        gpu: str = "",
     ) -> None:
         host = self.hosts.setdefault(name, Host(name, slots))
+        host.gpu = gpu or host.gpu
         host.up = True
         host.boot += 1
         running = tuple(
@@ -183,6 +190,7 @@ class MiniCluster:
             workers=running,
             memory=memory,
             users=users,
+            gpu=host.gpu,
         )
         self.say(host, joined)
 

@@ -31,9 +31,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from events import vocabulary as v
+from unicrond.core.gpu_types import on_type
 from unicrond.core.ledger import Account, Charge, Ledger
 from unicrond.core.planning.placement import Shape
-from unicrond.core.state import ClusterState, Incident, Task, TaskStatus
+from unicrond.core.state import ClusterState, Incident, Plan, Task, TaskStatus
 from unicrond.core.waf import best_waf, has_scale, linear_flops, waf, worth_stays
 
 _SECOND_US = 1_000_000
@@ -137,7 +138,7 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
             accounts[task.name] = _account(after, task, old or Account(since_us=after.now_us), linear, same=same)
     healthy = after.ledger.healthy
     if not same_worth or before.plan is not after.plan:
-        healthy = sum(best_worth(after.tasks[name], after.plan.healthy.get(name, 0), linear) for name in accounts)
+        healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)
     if accounts == after.ledger.accounts and healthy == after.ledger.healthy and before.incidents is after.incidents:
         return after
     ledger = replace(settle(after.ledger, after.now_us), accounts=accounts, healthy=healthy)
@@ -202,8 +203,9 @@ def worth(task: Task, workers: int, linear: Callable[[], int], shape: Shape | No
     return waf(task, workers, shape=shape) if has_scale(task) else waf(task, workers, linear(), shape)
 
 
-def best_worth(task: Task, workers: int, linear: Callable[[], int]) -> int:
-    """The same in the best of its layouts."""
+def worth_in_health(plan: Plan, task: Task, linear: Callable[[], int]) -> int:
+    """The same in the best of its layouts, with what the plan would give it in health."""
+    workers, task = plan.healthy.get(task.name, 0), on_type(task, plan.healthy_gpus.get(task.name, task.pace.gpu))
     return best_waf(task, workers) if has_scale(task) else best_waf(task, workers, linear())
 
 

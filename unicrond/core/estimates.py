@@ -42,7 +42,9 @@ def corrections(survey: Survey) -> list[ThroughputCorrected]:
 def _correction(task: Task, survey: Survey) -> ThroughputCorrected | None:
     if len(task.pace.timings) < REPORTS_MIN or task.membership is None or not task.confirmed or task.leavers:
         return None
-    workers = len(task.membership.members)
+    workers, nodes = len(task.membership.members), survey.state.nodes
+    if len({nodes[one.node].gpu for one in task.membership.members if one.node in nodes}) > 1:
+        return None  # some have yet to leave another type of GPU
     iteration_us = median_low(task.pace.timings)
     flops = min(iteration_flop(task.spec) * _SECOND_US // iteration_us, _FLOPS_MAX)
     believed = int(survey.throughput(task)(workers))

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from events import vocabulary as v
 from unicrond.core import lemons
-from unicrond.core.costs import best_worth, plus, worth
+from unicrond.core.costs import plus, worth, worth_in_health
 from unicrond.core.ledger import ZERO, Account
 from unicrond.core.ordered_map import changed
 from unicrond.core.reshaping import planned_shape
@@ -264,7 +264,7 @@ def _rate(books: Books, state: ClusterState, task: Task, account: Account) -> Ra
 
     assignment = state.plan.assignments.get(task.name)
     planned_workers = assignment.workers if assignment else 0
-    in_health = best_worth(task, state.plan.healthy.get(task.name, 0), linear)
+    in_health = worth_in_health(state.plan, task, linear)
     short = in_health - account.rate - account.had
     causes: dict[str, int] = {}
     is_new = not task.progress.first_commit_us

@@ -10,16 +10,20 @@ Rules
   one-step table a look-up. A test holds them to it.
 * What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
   `basis` does not hold it, so that learning by itself never moves a worker.
+* With several types of GPU each is a pool, also while no node of it may carry workers.
 * A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypedDict
+
 from events.schemas import CHOOSES_LAYOUTS
-from events.vocabulary import TaskAssignment
+from events.vocabulary import DETERMINISTIC, TaskAssignment
 from unicrond.core.planning.placement import Shape
-from unicrond.core.planning.problem import Alternative, Prices, Problem, TaskProblem
-from unicrond.core.planning.seating import seats_matter, seats_of
+from unicrond.core.planning.problem import Alternative, Pool, Prices, Problem, TaskProblem
+from unicrond.core.planning.seating import Seats, seats_matter, seats_of
 from unicrond.core.planning.situation import NodeLoad, Situation
 from unicrond.core.reshaping import most_workers, planned_shape, shape_of
 from unicrond.core.state import NodeStatus, Task
@@ -40,7 +44,7 @@ def problem_of(survey: Survey) -> Problem:
         d_transition_us=int(policy.transition_s * _SECOND_US),
         tasks=tasks,
         churn_us=int(policy.churn_s * _SECOND_US),
-        seats=seats_of(survey.capacity) if _asks_for_seats(survey, tasks) else (),
+        **_room(survey, survey.capacity, tasks),
     )
 
 
@@ -58,13 +62,17 @@ def situation_of(survey: Survey) -> Situation | None:
     problems = tuple([_task_problem(survey, task) for task in tasks])
     known = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
     return Situation(
-        nodes=tuple(NodeLoad(name, slots, frozenset(on_node[name])) for name, slots in capacity.items()),
+        nodes=tuple(
+            NodeLoad(name, slots, frozenset(on_node[name]), survey.gpus.get(name, ""))
+            for name, slots in capacity.items()
+        ),
         tasks=problems,
         mtbf_us=survey.worker_mtbf_us,
         d_transition_us=int(policy.transition_s * _SECOND_US),
         churn_us=int(policy.churn_s * _SECOND_US),
         join_slots=tuple(sorted({node.slots for node in known})),
         seats_matter=_asks_for_seats(survey, problems),
+        gpus=survey.types,
     )
 
 
@@ -80,8 +88,8 @@ def healthy_problem_of(survey: Survey) -> Problem:
         if node.status is not NodeStatus.LEFT
     }
     tasks = tuple([_task_problem(survey, task, at_rest=True) for task in survey.active])
-    seats = seats_of(slots) if _asks_for_seats(survey, tasks) else ()
-    return Problem(workers=sum(slots.values()), d_running_us=1, d_transition_us=0, tasks=tasks, seats=seats)
+    room = _room(survey, slots, tasks)
+    return Problem(workers=sum(slots.values()), d_running_us=1, d_transition_us=0, tasks=tasks, **room)
 
 
 def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
@@ -100,12 +108,33 @@ def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
     return replicas
 
 
+class _Room(TypedDict):
+    seats: Seats
+    pools: tuple[Pool, ...]
+
+
+def _room(survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ...]) -> _Room:
+    """Seats and pools of nodes with so many slots."""
+    asks = _asks_for_seats(survey, tasks)
+    if not survey.types:
+        return {"seats": seats_of(slots) if asks else (), "pools": ()}
+    pools = []
+    for gpu in survey.types:
+        own = {name: count for name, count in slots.items() if survey.gpus[name] == gpu}
+        pools.append(Pool(gpu, sum(own.values()), seats_of(own) if asks else ()))
+    return {"seats": (), "pools": tuple(pools)}
+
+
 def _is_faulty(survey: Survey, task: Task) -> bool:
     """The plan has workers of the task where it can have none now."""
     assignment = survey.state.plan.assignments.get(task.name)
     if assignment is None:
         return False
-    off = any(node not in survey.capacity for nodes in assignment.replicas for node in nodes)
+    nodes = {node for nodes in assignment.replicas for node in nodes}
+    off = any(node not in survey.capacity for node in nodes)
+    gpu = survey.type_of(task)
+    if survey.types and any(survey.gpus.get(node) != gpu for node in nodes):
+        return True
     return off or len(present_replicas(survey, task)) < len(assignment.replicas)
 
 
@@ -119,15 +148,10 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     assignment = None if at_rest else given
     own = _shape(task, given)
     chooses = _chooses(survey, task)
-    curves = survey.curves(task) if chooses else {}
+    gpu = survey.type_of(task)
+    curves = survey.curves(task, gpu)
     most = most_workers(task.spec, own) if chooses else task.spec.max_workers
-    others = tuple(
-        [
-            Alternative(shape, curve, most_workers(task.spec, shape))
-            for shape, curve in curves.items()
-            if shape != own and shape.tp <= survey.largest
-        ]
-    )
+    others = _others(survey, task, own, gpu) if chooses or survey.types else ()
     fits = own.tp <= survey.largest
     return TaskProblem(
         name=task.name,
@@ -139,12 +163,28 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         floor=task.spec.min_workers if fits or others else 0,
         unit=own.workers,
         tp=own.tp,
-        throughput=curves.get(own) or survey.throughput(task),
+        throughput=curves.get(own) or curves[shape_of(task.spec)],
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
         others=others,
-        prices=_prices(survey, task) if chooses and not at_rest else Prices(),
+        prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
         turn=0 if at_rest else survey.turns.get(task.name, 0),
+        gpu=gpu if survey.types else "",
     )
+
+
+def _others(survey: Survey, task: Task, own: Shape, gpu: str) -> tuple[Alternative, ...]:
+    """The task's other layouts on its type of GPU, then all on each other type, unless it must have the same bits."""
+    chooses, found = _chooses(survey, task), []
+    stays = task.membership is not None and task.spec.env.get(DETERMINISTIC) == "require"
+    for its in (gpu, *(one for one in survey.types if one != gpu and not stays)):
+        curves = survey.curves(task, its)
+        for shape in curves if chooses else [own]:
+            if (its, shape) == (gpu, own) or shape.tp > survey.largest:
+                continue
+            most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
+            curve = curves.get(shape) or curves[shape_of(task.spec)]
+            found.append(Alternative(shape, curve, most, its if survey.types else ""))
+    return tuple(found)
 
 
 def _chooses(survey: Survey, task: Task) -> bool:

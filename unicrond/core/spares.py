@@ -67,6 +67,10 @@ def spares(state: ClusterState, policy: Policy, repair_s: float, mtbf_s: float =
     Takes the time of some tens of plans. Raises ValueError without nodes, and where most of them would be away.
     """
     survey = Survey(state, policy)
+    if survey.types:
+        raise ValueError(
+            f"the nodes have GPUs of several types ({', '.join(survey.types)}); spares are told for one type"
+        )
     known = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
     if not known:
         raise ValueError("there are no nodes yet")

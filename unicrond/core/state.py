@@ -85,17 +85,16 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A host. `isolated`: gets no workers (SEV1, until readmitted). `slots_max`: the most it ever had.
 
     `cordoned`: people want no new workers on it; `draining`: nor those that it has. `cordon_reason`: why.
-    `until_return`: that ends when an agent comes back without workers.
-    `returns_us`: when it came back from the lost, since it was last isolated; the newest RETURNS_MAX.
-    `schema`: what its agent reads (events/schemas.py). `unread`: commands that it could not, since it joined.
-    `injected`: somebody has ordered its loss; its next return is none of these.
-    `users`: that tasks may run as; empty: all run as its agent's own.
-    `empty_by_us`: when it is to be empty, 0: at no time; `overdue`: that time is over. `window`: the maintenance window
-    that wants it so, "" where a person does. `foretold`: why its failure is expected (departures.py).
-    `leaving`: its agent has announced its end; what ends there from then on is no failure.
-    `since_boot`: the first agent of its run directory; commands for an earlier one are void. 0: not known.
-    `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once it is away (forgetting.py);
-    `dismissed`: its agent was told to leave for that.
+    `until_return`: that ends when an agent comes back without workers. `returns_us`: when it came back from the lost,
+    since it was last isolated; the newest RETURNS_MAX. `schema`: what its agent reads (events/schemas.py). `unread`:
+    commands that it could not, since it joined. `injected`: somebody has ordered its loss; its next return is none of
+    these. `users`: that tasks may run as; empty: all run as its agent's own. `empty_by_us`: when it is to be empty,
+    0: at no time; `overdue`: that time is over. `window`: the maintenance window that wants it so, "" where a person
+    does. `foretold`: why its failure is expected (departures.py). `leaving`: its agent has announced its end; what
+    ends there from then on is no failure. `since_boot`: the first agent of its run directory; commands for an earlier
+    one are void. 0: not known. `left_us`: when it left, 0: it has not. `forgetting`: why it is to be forgotten once
+    it is away (forgetting.py); `dismissed`: its agent was told to leave for that. `gpu`: the type of its GPUs, "":
+    not told (gpu_types.py).
     """
 
     name: str
@@ -133,6 +132,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     left_us: int = 0
     forgetting: str = ""
     dismissed: bool = False
+    gpu: str = ""
 
     @property
     def schedulable(self) -> bool:
@@ -343,6 +343,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     way: str = always("")
     took_us: int = always(0)
     rows_reused: int = always(0)
+    healthy_gpus: dict[str, str] = {}
 
     @property
     def workers(self) -> dict[str, int]:
@@ -444,7 +445,5 @@ DERIVED = ("counted", "judged", "placed")
 CLOSED_INCIDENTS_MAX = 200
 #: After how many commands that an agent could not read, since it joined, one more is a failure like any other.
 UNREAD_MAX = 3
-#: How many refused events it remembers.
-REFUSED_MAX = 16
-#: How many returns of a node it remembers.
-RETURNS_MAX = 16
+#: How many refused events it remembers, and how many returns of a node.
+REFUSED_MAX, RETURNS_MAX = 16, 16

@@ -79,6 +79,8 @@ TASK_FIELDS: tuple[str, ...] = (
     "turn.overdue_us",
     "turn.turn_since_us",
     "turn.turn_over_us",
+    "pace.gpu",
+    "pace.on_gpus",
 )
 
 

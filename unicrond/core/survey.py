@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+from events.schemas import GPU_TYPES
 from events.vocabulary import MemoryService, TaskAssignment, TaskSpec
-from unicrond.core import memory_places, reconcile, turns
+from unicrond.core import gpu_types, memory_places, reconcile, turns
 from unicrond.core.ordered_map import changed
 from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Curve
@@ -24,11 +25,12 @@ from unicrond.core.policy import Policy
 from unicrond.core.reconcile import Staffing, seat
 from unicrond.core.reshaping import layouts_of, shape_of
 from unicrond.core.state import ClusterState, Membership, Node, NodeStatus, Task, Worker
+from unicrond.core.task_parts import Pace
 from unicrond.core.waf import has_scale, linear_flops, throughput
 
 _SECOND_US = 1_000_000
 #: Of a task the parts that its curves were made of, and a curve for each layout.
-_Curves: TypeAlias = tuple[TaskSpec, Mapping[str, int], Mapping[str, dict[str, int]], int, Mapping[Shape, Curve]]
+_Curves: TypeAlias = tuple[TaskSpec, Pace, int, Mapping[Shape, Curve]]
 
 
 class Nodes(NamedTuple):
@@ -38,6 +40,7 @@ class Nodes(NamedTuple):
     `returned`: those that have come back from the lost, since they last were. `left`: those that have left in order;
     `forgetting`: those that are to be forgotten. `services`: see memory_places.py.
     `dated`: those that are to be empty by a time; `foretold`: those that are expected to fail (departures.py).
+    `gpu`, `gpus`: the one type of GPU; or of each that has not left, where there are several (gpu_types.py).
     """
 
     of: Mapping[str, Node]
@@ -50,6 +53,8 @@ class Nodes(NamedTuple):
     services: tuple[MemoryService, ...]
     dated: Sequence[str]
     foretold: Sequence[str]
+    gpu: str
+    gpus: Mapping[str, str]
 
 
 def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
@@ -62,6 +67,7 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
             return before._replace(of=nodes)
     every = nodes.values()
     slots, cordoned = reconcile.schedulable(nodes)
+    gpu, gpus = gpu_types.told_types(every)
     return Nodes(
         of=nodes,
         slots=slots,
@@ -73,12 +79,23 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
         services=memory_places.services(every),
         dated=[node.name for node in every if node.empty_by_us],
         foretold=[node.name for node in every if node.foretold],
+        gpu=gpu,
+        gpus=gpus,
     )
 
 
 def _asked(node: Node) -> tuple[object, ...]:
     planned = bool(node.empty_by_us), bool(node.foretold), bool(node.forgetting)
-    known = node.schedulable, node.slots, node.cordoned, node.isolated, bool(node.returns_us), node.status, node.memory
+    known = (
+        node.schedulable,
+        node.slots,
+        node.cordoned,
+        node.isolated,
+        bool(node.returns_us),
+        node.status,
+        node.memory,
+        node.gpu,
+    )
     return *known, *planned
 
 
@@ -87,7 +104,7 @@ class Survey:
 
     `capacity`: slots that a plan may use, per schedulable node. `basis`: digest of the nodes and tasks that a plan
     depends on. `turns`: tasks whose floors go first (turns.py). `fresh`: the adopted plan was made for the present
-    nodes and tasks.
+    nodes and tasks. `gpus`: the type of GPU of each node, `types`: the types, both empty where there is one.
     """
 
     def __init__(self, state: ClusterState, policy: Policy, before: Survey | None = None) -> None:
@@ -96,17 +113,20 @@ class Survey:
         self.active = state.active
         self.nodes: Nodes = of_nodes(state.nodes, before.nodes if before else None)
         self.capacity: Mapping[str, int] = reconcile.capacity(state, self.nodes.slots, self.nodes.cordoned)
+        self.gpus: Mapping[str, str] = self.nodes.gpus if state.schema >= GPU_TYPES else {}
+        self.types: tuple[str, ...] = tuple(sorted(set(self.gpus.values())))
         self.turns: Mapping[str, int] = turns.ranks(state)
         self._planned = tuple(
             [(task.name, task.submitted_seq, *(("turn",) * (task.name in self.turns))) for task in self.active]
         )
         same = before is not None and before._planned == self._planned
         same = same and before is not None and (before.capacity is self.capacity or before.capacity == self.capacity)
-        self.basis: str = before.basis if before and same else _digest(self.capacity, self._planned)
+        same = same and before is not None and before.gpus == self.gpus
+        self.basis: str = before.basis if before and same else _digest(self.capacity, self._planned, self.gpus)
         self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
         alike = before is not None and before.nodes.services == self.nodes.services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
-        self._curves: dict[str, _Curves] = before._curves if before else {}
+        self._curves: dict[tuple[str, str], _Curves] = before._curves if before else {}
         #: Per task, whether the members stand where the plan wants them, once they all do.
         self._seated: dict[str, tuple[Membership | None, TaskAssignment | None, bool]] = (
             before._seated if before else {}
@@ -169,33 +189,44 @@ class Survey:
     @property
     def points_to_make(self) -> int:
         """How many points `make_curves` would compute: all of them after a restart."""
-        unknown = [task.spec for task in self.active if self._known(task) is None]
+        unknown = [task.spec for task in self.active for gpu in self._asked(task) if self._known(task, gpu) is None]
         return sum(spec.max_workers // shape.workers for spec in unknown for shape in layouts_of(spec))
 
     def make_curves(self) -> None:
         """Make the curves that are not there yet: of a large cluster that takes most of a second."""
         for task in self.active:
-            self.curves(task)
+            for gpu in self._asked(task):
+                self.curves(task, gpu)
 
     def throughput(self, task: Task) -> Curve:
-        """T(0..max_workers) of the task in its present layout as far as it is known today, FLOP/s."""
-        return self.curves(task)[shape_of(task.spec)]
+        """T(0..max_workers) of the task in its present layout, where it is, as far as it is known today, FLOP/s."""
+        return self.curves(task, task.pace.gpu)[shape_of(task.spec)]
 
-    def curves(self, task: Task) -> Mapping[Shape, Curve]:
-        """The layouts that a plan may give the task, each with T as far as it is known today."""
-        known = self._known(task)
+    def curves(self, task: Task, gpu: str) -> Mapping[Shape, Curve]:
+        """The layouts that a plan may give the task, each with T on this type of GPU as far as it is known today."""
+        known = self._known(task, gpu)
         if known is None:
-            known = {shape: throughput(task, self.linear, shape) for shape in layouts_of(task.spec)}
-            linear = 0 if has_scale(task) else self.linear
-            self._curves[task.name] = (task.spec, task.pace.measured, task.pace.elsewhere, linear, known)
+            there = gpu_types.on_type(task, gpu)
+            known = {shape: throughput(there, self.linear, shape) for shape in layouts_of(task.spec)}
+            self._curves[task.name, gpu] = (task.spec, task.pace, 0 if has_scale(there) else self.linear, known)
         return known
 
-    def _known(self, task: Task) -> Mapping[Shape, Curve] | None:
-        known = self._curves.get(task.name)
-        if known is None or known[0] is not task.spec or known[1] is not task.pace.measured:
+    def _known(self, task: Task, gpu: str) -> Mapping[Shape, Curve] | None:
+        known = self._curves.get((task.name, gpu))
+        if known is None or known[0] is not task.spec or not _as_measured(known[1], task.pace):
             return None
-        same = known[2] is task.pace.elsewhere and known[3] == (0 if has_scale(task) else self.linear)
-        return known[4] if same else None
+        return known[3] if known[2] == (0 if has_scale(gpu_types.on_type(task, gpu)) else self.linear) else None
+
+    def type_of(self, task: Task) -> str:
+        """The type of GPU that the plan has the task on; where it has none, that of its last group, else the first."""
+        if not self.types:
+            return self.nodes.gpu or task.pace.gpu if self.state.schema >= GPU_TYPES else ""
+        planned = gpu_types.of_assignment(self.state.nodes, self.state.plan.assignments.get(task.name))
+        known = [gpu for gpu in (planned, task.pace.gpu) if gpu in self.types]
+        return known[0] if known else self.types[0]
+
+    def _asked(self, task: Task) -> tuple[str, ...]:
+        return self.types or (self.type_of(task),)
 
     @cached_property
     def linear(self) -> int:
@@ -214,12 +245,21 @@ def _alike(before: Worker | None, after: Worker | None) -> bool:
     return before is not None and after is not None and seat(before) == seat(after)
 
 
+def _as_measured(before: Pace, after: Pace) -> bool:
+    """What was measured is the very same."""
+    if before is after:
+        return True
+    same = before.measured is after.measured and before.elsewhere is after.elsewhere
+    return same and before.on_gpus is after.on_gpus and before.gpu == after.gpu
+
+
 def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:
     """Mean time between failures of one worker: learnt from the log, else configured."""
     return state.worker_mtbf_us or int(policy.worker_mtbf_s * _SECOND_US)
 
 
-def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[object, ...], ...]) -> str:
+def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[object, ...], ...], gpus: Mapping[str, str]) -> str:
     """In no order of theirs."""
-    told = repr((sorted(nodes.items()), sorted(tasks)))
+    types = [(name, gpus[name]) for name in sorted(nodes)] if gpus else []
+    told = repr((sorted(nodes.items()), sorted(tasks), *([types] if types else [])))
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()

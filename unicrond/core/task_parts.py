@@ -87,7 +87,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     generation, its first WARM_UP left out (`warm`: how many have come). `measured`: workers -> FLOP/s that were
     measured (waf.py). `transition_us`: D_transition, a moving average over the task's transitions; 0 = none yet.
     `elsewhere`: what was measured in other layouts (`layout_key`). `reshape_us`, `move_us`: D_reshape and D_move,
-    likewise, of a task that has a choice of layouts.
+    likewise, of a task that has a choice of layouts. `gpu`: the type of GPU it was measured on, "": none told;
+    `on_gpus`: what was measured on other types, by layout (gpu_types.py).
     """
 
     iteration_us: int = always(0)
@@ -98,6 +99,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     elsewhere: dict[str, dict[str, int]] = {}
     reshape_us: int = 0
     move_us: int = 0
+    gpu: str = ""
+    on_gpus: dict[str, dict[str, dict[str, int]]] = {}
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

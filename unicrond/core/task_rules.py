@@ -32,6 +32,8 @@ SPEC_BYTES_MAX = 64 * 1024
 SHORT_NAME = 12
 #: As many layouts a task may have: a plan weighs them all.
 LAYOUTS_MAX = 64
+#: As many types of GPU may have a T of their own.
+GPUS_MAX = 16
 #: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
 WAF_MAX = 2**62
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -49,6 +51,7 @@ def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[Fault]:
     yield from _precision(spec, schema)
     yield from _shape(spec)
     yield from _layouts(spec)
+    yield from _gpus(spec)
     yield from _worth(spec)
     yield from _schedule(spec)
     yield from _program(spec)
@@ -178,6 +181,19 @@ def _layouts(spec: TaskSpec) -> Iterator[Fault]:
         yield Fault(("max_workers",), text)
 
 
+def _gpus(spec: TaskSpec) -> Iterator[Fault]:
+    if len(spec.gpus) > GPUS_MAX:
+        yield Fault(("gpus",), f"are {len(spec.gpus)}, more than {GPUS_MAX}; give fewer")
+    names = [one.gpu for one in spec.gpus]
+    for n, one in enumerate(spec.gpus):
+        if not one.gpu or one.gpu in names[:n]:
+            yield Fault(("gpus", n, "gpu"), f"{one.gpu!r} is empty or given twice; give each type once")
+        for k, layout in enumerate(one.layouts):
+            yield from _table(layout.throughput, spec.max_workers, ("gpus", n, "layouts", k, "throughput"))
+            if layout.micro_batch:
+                yield Fault(("gpus", n, "layouts", k, "micro_batch"), "is the same on all types; give it in layouts")
+
+
 def _table(table: Mapping[str, int], most: int, place: Place) -> Iterator[Fault]:
     for key in table:
         if not re.fullmatch(r"[1-9][0-9]{0,8}", key) or int(key) > most:
@@ -197,7 +213,8 @@ def _worth(spec: TaskSpec) -> Iterator[Fault]:
     if wrong:
         yield from wrong
         return
-    every = [*table.values(), *(flops for layout in spec.layouts for flops in layout.throughput.values())]
+    layouts = [*spec.layouts, *(layout for gpu in spec.gpus for layout in gpu.layouts)]
+    every = [*table.values(), *(flops for layout in layouts for flops in layout.throughput.values())]
     best = max(every) if every else spec.max_workers * LINEAR_FLOPS
     if not math.isfinite(spec.weight):
         return

@@ -10,6 +10,7 @@ Rules
   by the ratio of measured to modelled at the nearest measured number, between two by what lies between theirs.
 * A task that may have several layouts has a T for each. What was measured in one corrects those in which nothing was:
   by the ratio at as many workers, from the nearest layout (fewest doublings of tp and pp, the first of equals).
+* A task on another type of GPU has another T (gpu_types.py): a task is asked as it is on one type.
 * A straight line has no scale of its own. Until the task is measured, one of its workers is worth what one
   of the others' is (the median over measured and tabled tasks); where nothing is known, LINEAR_FLOPS.
 """
@@ -25,6 +26,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from events.vocabulary import TaskSpec
+from unicrond.core.gpu_types import spec_on
 from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Curve, Number
 from unicrond.core.reshaping import layout_key, layouts_of, micro_batch_in, most_workers, shape_of
@@ -128,15 +130,15 @@ def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
 
 def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Model | Corrected | Presumed:
     """T as far as it is known today, in its present layout or in another: call it with a number of workers."""
-    shape = shape or shape_of(task.spec)
-    spec = in_layout(task.spec, shape)
+    shape, told = shape or shape_of(task.spec), spec_on(task.spec, task.pace.gpu)
+    spec = in_layout(told, shape)
     measured = _measured_in(task, shape)
     if measured:
         return _corrected(model_of(spec), measured)
     if spec.layouts:
         for other in sorted(layouts_of(task.spec), key=lambda one: _doublings(one, shape)):
             near = _measured_in(task, other)
-            known = _corrected(model_of(in_layout(task.spec, other)), near) if near else None
+            known = _corrected(model_of(in_layout(told, other)), near) if near else None
             if isinstance(known, Corrected):
                 return Presumed(model_of(spec), known)
     return model_of(spec, linear)
@@ -178,7 +180,7 @@ def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
 
 def throughput(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Curve:
     """T(0..max_workers) as far as it is known today, FLOP/s; in its present layout, or in another."""
-    spec = in_layout(task.spec, shape or shape_of(task.spec))
+    spec = in_layout(spec_on(task.spec, task.pace.gpu), shape or shape_of(task.spec))
     return _curve(spec, flops_of(task, linear, shape))
 
 
@@ -189,7 +191,7 @@ def _curve(spec: TaskSpec, flops: Model | Corrected | Presumed) -> Curve:
 
 def has_scale(task: Task) -> bool:
     """Its T is known in FLOP/s; of others it is a line of `linear_flops`."""
-    return bool(task.pace.measured or task.pace.elsewhere or task.spec.throughput)
+    return bool(task.pace.measured or task.pace.elsewhere or spec_on(task.spec, task.pace.gpu).throughput)
 
 
 def linear_flops(state: ClusterState) -> int:
@@ -224,11 +226,14 @@ def worth_stays(before: ClusterState, after: ClusterState) -> bool:
             return False
         if was.pace.measured is not task.pace.measured or was.pace.elsewhere is not task.pace.elsewhere:
             return False
+        if was.pace.gpu != task.pace.gpu:
+            return False
     return True
 
 
 def _per_worker(task: Task) -> int:
     """FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is known."""
-    known = task.pace.measured or next(iter(task.pace.elsewhere.values()), {}) or task.spec.throughput
+    told = spec_on(task.spec, task.pace.gpu).throughput
+    known = task.pace.measured or next(iter(task.pace.elsewhere.values()), {}) or told
     most = max(known, key=int, default="")
     return known[most] // int(most) if most else 0

@@ -7,6 +7,7 @@ rules.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from events.guess import guess
-from events.vocabulary import Name, PlanAdopted, StoreAddress
+from events.vocabulary import Gpu, Name, PlanAdopted, StoreAddress
 from unicrond.core.deciding.plans import FLOPS_MAX, planned
 from unicrond.core.field_faults import faults
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
@@ -47,19 +48,22 @@ class TaskChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`lose`: nodes. `add_nodes`: how many, of `slots` each (0: as most nodes have). `tasks`: by name."""
+    """`lose`: nodes. `add_nodes`: how many, of `slots` each (0: as most nodes have), with GPUs of type `gpu` ("": as
+    most nodes have). `tasks`: by name."""
 
     lose: tuple[Name, ...] = ()
     add_nodes: Annotated[int, Meta(ge=0, le=NODES_MAX)] = 0
     slots: Annotated[int, Meta(ge=0, le=NODES_MAX)] = 0
     tasks: dict[Name, TaskChange] = {}
+    gpu: Gpu = ""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What one next event would lead to. `nodes`: further nodes whose loss would lead to the same.
 
     `workers`: per task that would be there. `waf`: weighted FLOP/s of that, as far as all find a seat. `layouts`: of
-    the tasks that have a choice and would have workers, "tp 2, pp 1".
+    the tasks that have a choice and would have workers, "tp 2, pp 1". `gpus`: of tasks that would have workers, the
+    type of GPU, where there are several.
     """
 
     event: str
@@ -69,6 +73,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     nodes: tuple[str, ...] = ()
     layouts: dict[str, str] = {}
+    gpus: dict[str, str] = {}
 
 
 _WORDS: dict[type, str] = {
@@ -117,8 +122,9 @@ def foreseen(table: Table) -> list[Row]:
                 layouts={
                     task.name: f"tp {shape.tp}, pp {shape.pp}"
                     for (task, workers), shape in zip(solution, solution.shapes, strict=True)
-                    if task.others and workers
+                    if task.others and workers and len({task.shape, *(one.shape for one in task.others)}) > 1
                 },
+                gpus={t.name: gpu for (t, k), gpu in zip(solution, solution.gpus, strict=True) if k and gpu},
             )
         )
     return rows
@@ -128,8 +134,8 @@ def _subject(event: NextEvent) -> str:
     match event:
         case NodeLost(node):
             return node
-        case NodeJoined(slots):
-            return f"{slots} slot{'s' if slots != 1 else ''}"
+        case NodeJoined(slots, gpu):
+            return f"{slots} slot{'s' if slots != 1 else ''}{f' of {gpu}' if gpu else ''}"
         case WorkerLost(task) | TaskFinished(task) | TaskLaunched(task):
             return task
 
@@ -165,7 +171,7 @@ def changed(state: ClusterState, changes: Changes) -> ClusterState:
     added = 0
     while added < changes.add_nodes:
         name = f"new-{len(nodes) + 1}"
-        nodes[name] = _new_node(name, slots, state.now_us)
+        nodes[name] = _new_node(name, slots, changes.gpu or _usual_gpu(state.nodes), state.now_us)
         added += 1
     tasks = dict(state.tasks)
     for name, change in changes.tasks.items():
@@ -191,7 +197,13 @@ def _usual_slots(nodes: Mapping[str, Node]) -> int:
     return max(slots, key=lambda count: (slots.count(count), count), default=0)
 
 
-def _new_node(name: str, slots: int, now_us: int) -> Node:
+def _usual_gpu(nodes: Mapping[str, Node]) -> str:
+    """The type of GPU that most have; the first by name of two as frequent."""
+    types = Counter(node.gpu for node in nodes.values() if node.status is not NodeStatus.LEFT)
+    return min(types, key=lambda gpu: (-types[gpu], gpu), default="")
+
+
+def _new_node(name: str, slots: int, gpu: str, now_us: int) -> Node:
     return Node(
         name=name,
         status=NodeStatus.UP,
@@ -201,4 +213,5 @@ def _new_node(name: str, slots: int, now_us: int) -> Node:
         store=StoreAddress(host="", port=0),
         agent_boot=0,
         joined_us=now_us + 1,
+        gpu=gpu,
     )

@@ -360,6 +360,7 @@ def _add_plan(commands: Commands) -> None:
         repeated("--lose", "NODE", "without this node"),
         option("--add-nodes", "N", "with N more nodes", type=whole(), default=0),
         option("--slots", "N", "workers on each (default: as most nodes have)", type=whole(), default=0),
+        option("--gpu", "TYPE", "the type of their GPUs (default: as most nodes have)", default=""),
         repeated("--task", "NAME:FIELD=N", "a task with another weight, min_workers or max_workers"),
         AT,
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from events.command_line import UsageError
+from unicrond.core.gpu_types import of_assignment
 from unicrond.core.gradient_memory import gradients
 from unicrond.ctl.asking import client_of, print_json, snapshot_of
 from unicrond.ctl.client import Client, Refused
@@ -105,7 +106,7 @@ def plan_foreseen(options: argparse.Namespace) -> None:
         changes = [
             f"{task} {now.get(task, 0)} -> {n}{in_layout}"
             for task, n in row["workers"].items()
-            if (in_layout := _new_layout(state, task, row.get("layouts", {}))) or n != now.get(task, 0)
+            if (in_layout := _new_choice(state, task, row)) or n != now.get(task, 0)
         ]
         waf = planned_waf(state, row["waf"], row["workers"]) if row["workers"] else "0"
         rows.append((row["event"], f"{row['subject']}{others}", waf, ", ".join(changes) or "no change"))
@@ -120,6 +121,7 @@ def plan_whatif(options: argparse.Namespace) -> None:
         "add_nodes": options.add_nodes,
         "slots": options.slots,
         "tasks": _task_changes(options.task),
+        **({"gpu": options.gpu} if options.gpu else {}),
     }
     asked = _asked(options)
     try:
@@ -139,6 +141,7 @@ def plan_whatif(options: argparse.Namespace) -> None:
         had = now[name].workers if name in now else 0
         tp, pp = share.get("tp", 0), share.get("pp", 0)
         in_layout = _new_layout(state, name, {name: f"tp {tp}, pp {pp}"} if tp else {})
+        in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu))
         mark = f"*{in_layout}" if in_layout or had != share["workers"] else ""
         waf_now = planned_waf(state, now[name].waf, {name: had}) if name in now else "-"
         waf_then = planned_waf(state, share["waf"], {name: share["workers"]})
@@ -209,6 +212,24 @@ def _new_layout(state: ClusterState, task: str, then: dict[str, str]) -> str:
     assignment = state.plan.assignments.get(task)
     now = layout_words(assignment) if assignment is not None else ""
     return f" in {then[task]}" if then.get(task, now) != now else ""
+
+
+def _new_choice(state: ClusterState, task: str, row: dict[str, Any]) -> str:
+    """Of a row of the table: another layout, another type of GPU."""
+    return _new_layout(state, task, row.get("layouts", {})) + _new_gpu(state, task, row.get("gpus", {}))
+
+
+def _new_gpu(state: ClusterState, task: str, then: dict[str, str]) -> str:
+    """The type of GPU that the task would be on, where that is another than now."""
+    now = of_assignment(state.nodes, state.plan.assignments.get(task)) or ""
+    return f" on {then[task]}" if then.get(task, now) != now else ""
+
+
+def _gpu_of(state: ClusterState, share: dict[str, Any], added: str) -> dict[str, str]:
+    """The type of GPU that a task would be on; `added`: that of nodes that are not there."""
+    there = [name for replica in share["replicas"] for name in replica]
+    gpu = next((state.nodes[name].gpu if name in state.nodes else added for name in there), "")
+    return {share["task"]: gpu} if gpu else {}
 
 
 def _task_changes(given: list[str]) -> dict[str, dict[str, float]]:

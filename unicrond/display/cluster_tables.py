@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from events.point import to_the_second
 from events.vocabulary import TaskAssignment
 from unicrond.core.departures import told as told_of
+from unicrond.core.gpu_types import of_assignment, told_types
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
 from unicrond.core.isolation import waits_for
 from unicrond.core.severity import RESPONSE
@@ -82,7 +83,7 @@ def nodes_table(
     if rows_max is not None and len(nodes) > rows_max:
         nodes.sort(key=lambda node: node_status(node) == "up")
         nodes, hidden = nodes[:rows_max], nodes[rows_max:]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             node.name,
             "draining" if node_status(node) == "drained" and used[node.name] else node_status(node),
@@ -92,10 +93,13 @@ def nodes_table(
         )
         for node in nodes
     ]
+    headers: tuple[str, ...] = ("node", "status", "used", "workers", "reason")
+    if any(node.gpu for node in nodes):
+        headers, rows = (*headers, "GPU"), [(*row, node.gpu or "-") for row, node in zip(rows, nodes, strict=True)]
     if hidden:
         counts = ", ".join(f"{count} {status}" for status, count in Counter(map(node_status, hidden)).items())
-        rows.append((f"and {len(hidden)} more", counts, "", "", ""))
-    return Table(("node", "status", "used", "workers", "reason"), tuple(rows), frozenset({"used"}), "no nodes")
+        rows.append((f"and {len(hidden)} more", counts, *([""] * (len(headers) - 2))))
+    return Table(headers, tuple(rows), frozenset({"used"}), "no nodes")
 
 
 def windows_table(state: ClusterState) -> Table:
@@ -293,6 +297,10 @@ def plan_table(state: ClusterState) -> Table:
     if any(chosen):
         headers = (*headers, "layout")
         rows = [(*row, layout) for row, layout in zip(rows, chosen, strict=True)]
+    if told_types(state.nodes.values())[1]:
+        headers = (*headers, "GPU")
+        types = [of_assignment(state.nodes, assignment) or "-" for assignment in state.plan.assignments.values()]
+        rows = [(*row, gpu) for row, gpu in zip(rows, types, strict=True)]
     return Table(headers, tuple(rows), right, "no task is planned")
 
 

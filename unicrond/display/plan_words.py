@@ -84,6 +84,8 @@ def _move(state: ClusterState, giver: Task, taker: Task, shares: dict[str, int])
     """One replica of the taker from the giver; None where their layouts or bounds do not allow it."""
     workers, linear = taker.spec.replica_workers, linear_flops(state)
     gives, takes = shares[giver.name], shares[taker.name]
+    if giver.pace.gpu != taker.pace.gpu:
+        return None  # workers of another type
     if takes + workers > taker.spec.max_workers or gives < workers or workers % giver.spec.replica_workers:
         return None
     gain = waf(taker, takes + workers, linear) - waf(taker, takes, linear)

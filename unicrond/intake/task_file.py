@@ -26,7 +26,7 @@ from unicrond.core.field_faults import Fault, Place, faults
 from unicrond.core.task_rules import ENTRIES, PATHS, spec_faults
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
-from unicrond.intake.throughput_preset import Preset, fill, take
+from unicrond.intake.throughput_preset import Preset, fill, on_others, take
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ def loads(text: str, *, where: str = "task file", directory: Path | None = None)
     if data is None:
         raise TaskFileError(f"{where}: is empty; the minimum is `name: my-task` (see docs/use/task-files.md)")
     if isinstance(data, dict):
-        for part in (data, *(listed if isinstance(listed := data.get(layouts.FIELD), list) else ())):
-            if isinstance(part, dict):
-                _whole_numbers(part.get("throughput"))
+        gpus = [layout for gpu in _dicts(data.get("gpus")) for layout in _dicts(gpu.get("layouts"))]
+        for part in (data, *_dicts(data.get(layouts.FIELD)), *gpus):
+            _whole_numbers(part.get("throughput"))
         _absolute_paths(data, (directory or Path()).absolute())
         older = data.get("accumulation")
         for today, on_the_log in _ON_THE_LOG.items():
@@ -99,6 +99,7 @@ def understood(data: Any) -> tuple[TaskSpec | None, list[Fault]]:
         if not found:
             is_free = is_asked and wish != "fixed" and not {"tp", "pp"} & set(data)
             spec, found = fill(spec, preset, shapes, sizes, is_free=is_free)
+            spec = on_others(spec, preset, sizes) if not found and preset.also else spec
     spec = layouts.with_bounds(spec) if is_asked and wish != "fixed" and not found else spec
     found = found or list(_problems(spec))
     if not found and spec.lanes:
@@ -115,6 +116,10 @@ def problems(spec: TaskSpec) -> list[str]:
 
 
 # --- from the file -------------------------------------------------------------------------------
+
+
+def _dicts(listed: Any) -> list[dict[str, Any]]:
+    return [part for part in listed if isinstance(part, dict)] if isinstance(listed, list) else []
 
 
 def _whole_numbers(table: Any) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from events.guess import guess
-from events.vocabulary import LANES, TaskSpec
+from events.vocabulary import LANES, GpuSpec, LayoutSpec, TaskSpec
 from unicrond.core.field_faults import Fault, faults
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients
 from unicrond.core.planning.placement import Shape
@@ -32,11 +32,12 @@ _AGREE = 0.15
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names of throughput/presets.py. `stack`: empty = the GPU's usual one."""
+    """Names of throughput/presets.py. `stack`: empty = the GPU's usual one. `also`: further types of GPU."""
 
     model: str
     gpu: str
     stack: str = ""
+    also: tuple[str, ...] = ()
 
 
 def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
@@ -92,6 +93,21 @@ def fill(
             text += f" ({spec.lanes} lanes; fewer {LANES} or numerics: follow take less memory)"
         return spec, [Fault((FIELD,), text)]
     return replace(spec, throughput=points), []
+
+
+def on_others(spec: TaskSpec, preset: Preset, sizes: Mapping[Shape, int]) -> TaskSpec:
+    """The task with T on the preset's further types of GPU, for each of its layouts: 0 where it fits nowhere."""
+    shapes = list(dict.fromkeys([Shape(spec.tp, spec.pp), *(Shape(one.tp, one.pp) for one in spec.layouts)]))
+    gpus = []
+    for gpu in preset.also:
+        tables = _tables(spec, replace(preset, gpu=gpu), shapes, sizes)
+        layouts = [
+            LayoutSpec(tp=shape.tp, pp=shape.pp, throughput=tables[shape] or {str(shape.workers): 0})
+            for shape in shapes
+            if shape.workers <= spec.max_workers
+        ]
+        gpus.append(GpuSpec(gpu=gpu, layouts=tuple(layouts)))
+    return replace(spec, gpus=tuple(gpus))
 
 
 def _chosen(
@@ -199,7 +215,8 @@ def worth(tables: Mapping[Shape, Mapping[str, int]]) -> list[Shape]:
 def _unknown(preset: Preset) -> Iterator[Fault]:
     from unicrond.throughput.presets import GPUS, MODELS, STACKS
 
-    for name, presets in (("model", MODELS), ("gpu", GPUS), ("stack", STACKS)):
-        value = getattr(preset, name)
+    asked = [(name, getattr(preset, name)) for name in ("model", "gpu", "stack")]
+    for name, value in (*asked, *(("also", gpu) for gpu in preset.also)):
+        presets: Mapping[str, object] = {"model": MODELS, "stack": STACKS}.get(name, GPUS)
         if value not in presets and (value or name != "stack"):
             yield Fault((FIELD, name), f"unknown {value!r}; {guess(value, list(presets))}")

@@ -4,8 +4,9 @@ fail. The rules: unicrond/core/departures.py."""
 from __future__ import annotations
 
 from events import vocabulary as v
+from unicrond.core import gpu_types
 from unicrond.core.deciding.batch import Batch
-from unicrond.core.planning.placement import place
+from unicrond.core.planning.placement import place_apart
 from unicrond.core.reshaping import planned_shape
 from unicrond.core.state import Node
 from unicrond.core.survey import Survey
@@ -37,11 +38,13 @@ def _has_room_without(survey: Survey, node: str) -> bool:
         return False
     if sum(share.workers for _, share in shares) > sum(slots.values()):
         return False
-    placed = place(
+    where = {task.name: gpu_types.of_assignment(survey.state.nodes, share) or "" for task, share in shares}
+    placed = place_apart(
         {task.name: len(share.replicas) for task, share in shares},
         {task.name: planned_shape(task.spec, share) for task, share in shares},
         slots,
         {task.name: share.replicas for task, share in shares},
+        (survey.gpus, where),
     )
     return not placed.short
 

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.seats import compact
 from unicrond.core import departures, turns
+from unicrond.core.gpu_types import on_type
 from unicrond.core.plan_problems import healthy_problem_of, present_replicas, problem_of
-from unicrond.core.planning.placement import Shape, place
+from unicrond.core.planning.placement import Shape, place_apart
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution
 from unicrond.core.state import ClusterState, Node, NodeStatus, Task
@@ -42,9 +43,10 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
         task.name: [] if layout else present_replicas(survey, task)
         for task, layout in zip(active, solution.layouts, strict=True)
     }
-    placed = place(counts, shapes, survey.capacity, present)
-    if placed.short and solution.problem.seats:
-        anew = place(counts, shapes, survey.capacity, {})
+    types = survey.gpus, dict(zip(counts, solution.gpus, strict=True))
+    placed = place_apart(counts, shapes, survey.capacity, present, types)
+    if placed.short and (solution.problem.seats or any(pool.seats for pool in solution.problem.pools)):
+        anew = place_apart(counts, shapes, survey.capacity, {}, types)
         placed = placed if anew.short else anew  # there is room, if more than a few move
     assignments = []
     for task in active:
@@ -53,12 +55,13 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
         if workers < task.spec.min_workers:
             replicas, workers = (), 0  # what could not be seated together is worth nothing
         chosen = shape if task.spec.layouts and workers else Shape(0, 0)
+        there = on_type(task, types[1][task.name] if survey.types else survey.type_of(task))
         assignments.append(
             v.TaskAssignment(
                 task=task.name,
                 workers=workers,
                 replicas=replicas,
-                waf=waf(task, workers, survey.linear, shape if chosen.tp else None),
+                waf=waf(there, workers, survey.linear, shape if chosen.tp else None),
                 tp=chosen.tp,
                 pp=chosen.pp,
             )
@@ -74,6 +77,7 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
         healthy={task.name: workers for task, workers in healthy},
         healthy_waf=min(healthy.waf, FLOPS_MAX),
         transition_flop=_transition_flop(solution),
+        healthy_gpus={t.name: gpu for (t, k), gpu in zip(healthy, healthy.gpus, strict=True) if k and gpu},
     )
 
 

@@ -54,6 +54,7 @@ def node_joined(state: ClusterState, event: v.NodeJoined, envelope: Envelope) ->
         users=event.users,
         since_boot=event.since_boot,
         forgetting=old.forgetting if old else "",
+        gpu=event.gpu,
     )
     if old is not None and old.until_return and old.agent_boot != event.agent_boot and not event.workers:
         node = departures.uncordoned(node)

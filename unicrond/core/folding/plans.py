@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from events import vocabulary as v
 from events.envelope import Envelope
 from events.seats import Telling, expanded, joiners_of, members_of, told_by, told_so_far
-from unicrond.core import blame, turns
+from unicrond.core import blame, gpu_types, turns
 from unicrond.core.changes import with_task
 from unicrond.core.folding import commands, incidents, strikes
 from unicrond.core.folding.stragglers import only_members
@@ -33,6 +33,7 @@ def plan_adopted(state: ClusterState, event: v.PlanAdopted, _: Envelope) -> Clus
         way=event.way,
         took_us=event.took_us,
         rows_reused=event.rows_reused,
+        healthy_gpus=event.healthy_gpus,
     )
     state = turns.planned(replace(state, plan=plan), event)
     for assignment in event.assignments:
@@ -110,6 +111,7 @@ def membership_decided(state: ClusterState, event: v.MembershipDecided, envelope
         met=False,
         before=task.membership if task.group.met else task.group.before,
     )
+    task = gpu_types.on_type(task, gpu_types.of_members(state, members) if members else task.pace.gpu)
     pace = replace(task.pace, timings=(), warm=0)
     state = with_task(state, only_members(replace(task, membership=membership, group=group, pace=pace)))
     return commands.with_peers(state, event.task, told.peers) if told is not None else state

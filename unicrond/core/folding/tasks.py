@@ -66,7 +66,9 @@ def _in_another_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
     if pace.measured and after.layouts:
         elsewhere[layout_key(before.tp, before.pp)] = pace.measured
     measured = elsewhere.pop(layout_key(after.tp, after.pp), {})
-    return replace(pace, measured=measured, elsewhere=elsewhere if after.layouts else {})
+    if not after.layouts:
+        return replace(pace, measured=measured, elsewhere={}, on_gpus={})
+    return replace(pace, measured=measured, elsewhere=elsewhere)
 
 
 def task_completed(state: ClusterState, event: v.TaskCompleted, _: Envelope) -> ClusterState:

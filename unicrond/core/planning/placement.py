@@ -12,6 +12,7 @@ Rules
 * What cannot be seated without moving somebody: the cheapest replicas with smaller groups move away, if
   there is room for them elsewhere. If even that does not help, the task is `short` and the caller
   re-plans with the count that fits, or accepts.
+* Types of GPU are placed apart: a task has all its workers on nodes of one (`place_apart`).
 * Equal input, equal output, whatever the order of the mappings.
 """
 
@@ -90,6 +91,31 @@ def place(
             short[task] = missing
     replicas = {task: tuple(replica for _, replica in sorted(hall.seated[task].items())) for task in sorted(counts)}
     return Placement(replicas, dict(sorted(short.items())), hall.moved)
+
+
+def place_apart(
+    counts: Mapping[str, int],
+    shapes: Mapping[str, Shape],
+    nodes: Mapping[str, int],
+    current: Mapping[str, Sequence[Replica]],
+    gpus: tuple[Mapping[str, str], Mapping[str, str]],
+) -> Placement:
+    """`place`, each task on nodes with its type of GPU. `gpus`: of each node and of each task; of no node: all same."""
+    of_node, of_task = gpus
+    if not of_node:
+        return place(counts, shapes, nodes, current)
+    parts = [
+        place(
+            {task: count for task, count in counts.items() if of_task[task] == gpu},
+            shapes,
+            {node: slots for node, slots in nodes.items() if of_node[node] == gpu},
+            current,
+        )
+        for gpu in sorted({of_task[task] for task in counts})
+    ]
+    replicas = {task: there for part in parts for task, there in part.replicas.items()}
+    short = {task: count for part in parts for task, count in part.short.items()}
+    return Placement(replicas, dict(sorted(short.items())), sum(part.moved for part in parts))
 
 
 class _Hall:

@@ -22,6 +22,8 @@ Rules
 * A floor is unmet where x' < floor. The number of unmet floors is minimised first, the objective second.
 * Before both, floors of tasks that have a turn are met, where that can be: the highest turn first, whatever it costs
   the lower ones (`TaskProblem.turn`; who has one: turns.py).
+* Where nodes have GPUs of several types, each type is a *pool*, and a choice names its pool too: T is another there,
+  and all replicas of a task are in one. A change of the pool costs D_reshape (`pools.py`).
 * The churn term is ours, not the paper's: the price of moving a task of which nothing is broken. It is 0
   unless given.
 
@@ -140,11 +142,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another layout that the task may get: its replicas' shape, T in it, and the most workers (None: no cap)."""
+    """Another layout that the task may get: its replicas' shape, T in it, and the most workers (None: no cap). `gpu`:
+    its pool."""
 
     shape: Shape
     curve: Curve
     most: int | None = None
+    gpu: str = ""
 
     def may_have(self, workers: int) -> bool:
         """Whether so many workers (more than 0) can stand in this layout."""
@@ -175,7 +179,7 @@ class TaskProblem:
     multiples of it. `throughput`: T(x) in FLOP/s, as a Curve or as the tuple T(0), T(1), ...
     `d_transition_us`: the task's own, where it is not the problem's. `tp`: how many workers of a replica need one node.
     `turn`: 0 = none; no two tasks have the same otherwise.
-    `others`: layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are the present one's.
+    `others`: layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are the present one's; `gpu`: pool.
     """
 
     name: str
@@ -192,6 +196,7 @@ class TaskProblem:
     others: tuple[Alternative, ...] = ()
     prices: Prices = Prices()
     turn: int = 0
+    gpu: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < inf:
@@ -233,6 +238,10 @@ class TaskProblem:
         """The shape of a layout: 0 is the present one, 1 the first of the others."""
         return self.others[layout - 1].shape if layout else self.shape
 
+    def gpu_of(self, layout: int) -> str:
+        """The pool of a layout."""
+        return self.others[layout - 1].gpu if layout else self.gpu
+
     def may_stay(self, workers: int) -> bool:
         """Whether the task may have so many workers in its present layout (0 is always legal)."""
         return workers % self.unit == 0 and (self.max_workers is None or workers <= self.max_workers)
@@ -260,6 +269,15 @@ class TaskProblem:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """The nodes with one type of GPU: their slots, and their seats as in Problem."""
+
+    gpu: str
+    workers: int
+    seats: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Problem:
     """The whole problem. `tasks` stand in the canonical order: ties are decided from the first to the last.
 
@@ -268,6 +286,7 @@ class Problem:
     The durations only need one common unit; microseconds is the coordinator's.
     `seats`: (slots, how many nodes have them), rising: all tensor-parallel groups of a plan find room there; empty =
     not asked (seating.py).
+    `pools`: of which `workers` is the sum, `seats` are in them; empty where there is one type of GPU.
     """
 
     workers: int
@@ -276,6 +295,7 @@ class Problem:
     tasks: tuple[TaskProblem, ...]
     churn_us: Number = 0
     seats: tuple[tuple[int, int], ...] = ()
+    pools: tuple[Pool, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers < 0:

@@ -11,6 +11,7 @@ Rules
   gone. *Task launched*: the next queued task is there, with no workers yet.
 * *Seats* are asked where a task may have a layout of tp > 1, and say which nodes are there. A lost slot is one of the
   first node that carries its task.
+* With several types of GPU the problems have a pool for each.
 * Tasks stand in one order throughout (the coordinator's: as they were submitted), the queued one last: that
   order decides ties.
 """
@@ -25,7 +26,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from unicrond.core.planning.problem import Number, Problem, ProblemError, TaskProblem
+from unicrond.core.planning.problem import Number, Pool, Problem, ProblemError, TaskProblem
+from unicrond.core.planning.seating import Seats
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -41,9 +43,10 @@ class NodeLost(msgspec.Struct, frozen=True):
 
 
 class NodeJoined(msgspec.Struct, frozen=True):
-    """A node with that many slots comes (again)."""
+    """A node with that many slots comes (again). `gpu`: its type of GPU, where there are several."""
 
     slots: int
+    gpu: str = ""
 
 
 class TaskFinished(msgspec.Struct, frozen=True):
@@ -72,16 +75,17 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeLoad:
-    """A node that may carry workers, and the tasks that have a worker on it."""
+    """A node that may carry workers, and the tasks that have a worker on it. `gpu`: its type, if there are several."""
 
     name: str
     slots: int
     tasks: frozenset[str] = frozenset()
+    gpu: str = ""
 
     @property
-    def load(self) -> tuple[int, frozenset[str]]:
+    def load(self) -> tuple[int, frozenset[str], str]:
         """All that its loss would change."""
-        return self.slots, self.tasks
+        return self.slots, self.tasks, self.gpu
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Situation:
 
     `mtbf_us`: mean time between failures of a single worker. `join_slots`: sizes of nodes that may come.
     `seats_matter`: the problems say which nodes there are (problem.Problem.seats).
+    `gpus`: the types of GPU that there are, or may be again, where these are several.
     Raises ProblemError for tasks that are faulty, stand there twice, or are on a node without running.
     """
 
@@ -101,6 +106,7 @@ class Situation:
     queued: TaskProblem | None = None
     join_slots: tuple[int, ...] = ()
     seats_matter: bool = False
+    gpus: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.lineup]
@@ -137,10 +143,11 @@ class Situation:
         for task in self.tasks:
             if task.workers and self.workers:
                 yield WorkerLost(task.name)
-        for name in {(n.slots, n.tasks): n.name for n in self.nodes}.values() if distinct else self.load_of:
+        for name in {n.load: n.name for n in self.nodes}.values() if distinct else self.load_of:
             yield NodeLost(name)
         for slots in sorted(set(self.join_slots)):
-            yield NodeJoined(slots)
+            for gpu in self.gpus or ("",):
+                yield NodeJoined(slots, gpu)
         for task in self.tasks:
             yield TaskFinished(task.name)
         if self.queued:
@@ -154,7 +161,7 @@ class Situation:
             case NodeLost(node):
                 load = self.load_of[node]
                 return Change(self.workers - load.slots, load.tasks)
-            case NodeJoined(slots):
+            case NodeJoined(slots, _):
                 return Change(self.workers + slots)
             case TaskFinished(task):
                 return Change(self.workers, finished=self._running[task])
@@ -175,24 +182,38 @@ class Situation:
             tasks = tuple(task for task in tasks if task.name != finished)
         elif faulty:
             tasks = tuple(replace(task, faulty=True) if task.name in faulty else task for task in tasks)
-        seats = self._seats_after(event) if self.seats_matter else ()
-        return Problem(workers, self.d_running_us(workers), self.d_transition_us, tasks, self.churn_us, seats)
+        slots = self._slots_after(event) if self.seats_matter or self.gpus else Counter()
+        seats = _seats(slots) if self.seats_matter and not self.gpus else ()
+        pools = tuple([_pool(gpu, slots, seats=self.seats_matter) for gpu in self.gpus])
+        return Problem(workers, self.d_running_us(workers), self.d_transition_us, tasks, self.churn_us, seats, pools)
 
     @cached_property
-    def _slots(self) -> Counter[int]:
-        return Counter(node.slots for node in self.nodes)
+    def _slots(self) -> Counter[tuple[str, int]]:
+        return Counter((node.gpu, node.slots) for node in self.nodes)
 
-    def _seats_after(self, event: NextEvent) -> tuple[tuple[int, int], ...]:
+    def _slots_after(self, event: NextEvent) -> Counter[tuple[str, int]]:
+        """Types and slots: how many nodes have them."""
         slots = self._slots.copy()
         match event:
             case WorkerLost(task):
-                hit = next((node.slots for node in self.nodes if task in node.tasks), min(slots, default=0))
-                slots[hit] -= 1
-                slots[hit - 1] += 1
+                here = ((node.gpu, node.slots) for node in self.nodes if task in node.tasks)
+                gpu, hit = next(here, min(slots, key=lambda one: (one[1], one[0]), default=("", 0)))
+                slots[gpu, hit] -= 1
+                slots[gpu, hit - 1] += 1
             case NodeLost(node):
-                slots[self.load_of[node].slots] -= 1
-            case NodeJoined(more):
-                slots[more] += 1
+                slots[self.load_of[node].gpu, self.load_of[node].slots] -= 1
+            case NodeJoined(more, gpu):
+                slots[gpu, more] += 1
             case _:
                 pass
-        return tuple(sorted((size, nodes) for size, nodes in slots.items() if size > 0 and nodes > 0))
+        return slots
+
+
+def _pool(gpu: str, slots: Counter[tuple[str, int]], *, seats: bool) -> Pool:
+    own = Counter({(its, size): nodes for (its, size), nodes in slots.items() if its == gpu and size > 0 and nodes > 0})
+    workers = sum(size * nodes for (_, size), nodes in own.items())
+    return Pool(gpu, workers, _seats(own) if seats else ())
+
+
+def _seats(slots: Counter[tuple[str, int]]) -> Seats:
+    return tuple(sorted((size, nodes) for (_, size), nodes in slots.items() if size > 0 and nodes > 0))

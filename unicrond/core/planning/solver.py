@@ -17,6 +17,7 @@ The rules
 * *Ties.* From the first task to the last: its present number of workers if some optimal plan has that,
   else the smallest number that some optimal plan has; its present layout if that is as good for this number, else the
   one that achieves most, the first of equals. This names one plan, whatever way it is computed.
+* *Pools.* Of several types of GPU each task gets one (`pools.py`), and each pool is planned by the rules above.
 * *Seats.* A plan whose tensor-parallel groups find no room is left out, and the next best is looked for (`seating.py`).
 
     S_i(j) = max_k v_i(k) + S_{i+1}(j - k)       best of tasks i.. with at most j workers; S_{m+1} = 0
@@ -36,6 +37,7 @@ import numpy as np
 from unicrond.core.planning import kernel
 from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.points import Points, Scale, bounds, outline_of, scale, useful
+from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
 from unicrond.core.planning.seating import best_with_room, has_room
 
@@ -89,6 +91,11 @@ class Solution:
         return tuple(task.shape_of(layout) for task, layout in zip(self.problem.tasks, self.layouts, strict=True))
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """The pool of each task."""
+        return tuple(task.gpu_of(layout) for task, layout in zip(self.problem.tasks, self.layouts, strict=True))
+
+    @property
     def _choices(self) -> Iterator[tuple[TaskProblem, int, int]]:
         return zip(self.problem.tasks, self.workers, self.layouts, strict=True)
 
@@ -118,8 +125,12 @@ class Solution:
 def solve(problem: Problem) -> Solution:
     """The canonical optimal plan of those that find seats.
 
+    Of several pools a good plan: see pools.py.
+
     Raises ProblemError if the gains are beyond float64, or the rows beyond 4 GiB.
     """
+    if problem.pools:
+        return best_of_pools(problem, solve)
     best = _solve_sums(problem)
     return best if has_room(best) else best_with_room(best, _solve_sums)
 
@@ -182,5 +193,6 @@ def explain(solution: Solution) -> str:
 def _other_layout(task: TaskProblem, layout: int) -> str:
     if not layout:
         return ""
-    shape = task.shape_of(layout)
-    return f" in tp {shape.tp}, pp {shape.pp}"
+    shape, gpu = task.shape_of(layout), task.gpu_of(layout)
+    where = f" on {gpu or 'untold GPUs'}" if gpu != task.gpu else ""
+    return f" in tp {shape.tp}, pp {shape.pp}{where}" if shape != task.shape else where

@@ -16,6 +16,7 @@ leave the rows before the first and behind the last changed task as they are: th
 Rules
 -----
 * An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
+* With several types of GPU the table holds no plans: one is solved when it is asked for (`pools.py`).
 * A `Table` is immutable and holds plans, no rows. The rows belong to the `Planner`, which is used from one
   thread at a time; a mere look-up needs no planner and no thread.
 """
@@ -54,8 +55,8 @@ Way: TypeAlias = Literal["table", "incremental", "fresh"]
 # Forms of a task in a scenario, as `kernel.answer` has them.
 _AT_REST, _OTHER = 0, 1
 
-#: What a node carries: its slots and the tasks on it. Many nodes carry the same and share an entry.
-_Load: TypeAlias = tuple[int, frozenset[str]]
+#: What a node carries: its slots, the tasks on it, its type of GPU. Many nodes carry the same and share an entry.
+_Load: TypeAlias = tuple[int, frozenset[str], str]
 #: What an event changes: n' after it, the tasks that are not there, the faulty ones (places in the lineup).
 _Change: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -117,6 +118,8 @@ class Table:
 
     def solution(self, event: NextEvent) -> Solution | None:
         """The entry with its problem, objective and reason; None if there is none."""
+        if self.situation.gpus:
+            return solve(self.situation.after(event))
         row = self._row(event)
         if row is None:
             return None
@@ -126,7 +129,7 @@ class Table:
     def _row(self, event: NextEvent) -> int | None:
         if isinstance(event, NodeLost):
             node = self.situation.load_of.get(event.node)
-            return None if node is None else self._row_of[node.load]
+            return None if node is None else self._row_of.get(node.load)
         return self._row_of.get(event)
 
     def answer(self, problem: Problem) -> Solution | None:
@@ -176,7 +179,7 @@ class Planner:
         """Build the table for the situation and keep it: to be done after every event, off the event loop."""
         self.table = None
         build = _Build(situation, self._sweeps)
-        table = build.table()
+        table = build.table() if not situation.gpus else build.nothing()
         self._sweeps = build.sweeps
         self.table = table
         return table
@@ -191,7 +194,7 @@ class Planner:
 
     def _on_rows(self, problem: Problem) -> Answer | None:
         """Solve on the rows that stand, if the problem differs from a resting one in the middle only."""
-        if self.table is None or not problem.tasks:
+        if self.table is None or not problem.tasks or problem.pools:
             return None
         lineup = self.table.situation.lineup
         place = {task.name: index for index, task in enumerate(lineup)}
@@ -264,6 +267,10 @@ class _Build:
         effort = Effort(self.computed, self.reused, len(self.events), len(self.scenarios))
         resolutions, events = tuple(self.resolutions), tuple(self.events)
         return Table(self.situation, effort, plans, row_of, self.row_of_change, resolutions, events)
+
+    def nothing(self) -> Table:
+        """A table without plans."""
+        return Table(self.situation, Effort(), np.zeros((0, len(self.index)), dtype=np.int64), {}, {}, (), ())
 
     def _enlist(self, event: NextEvent) -> int:
         """Put the event's scenario where it shares rows; its row in the table."""

@@ -1,0 +1,247 @@
+"""Nodes with GPUs of several types: a task is on one, and what it achieves on one says nothing of another."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from events import vocabulary as v
+from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.test_layouts import lose
+from unicrond.core.gpu_types import on_type, spec_on, told_types
+from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
+from unicrond.core.planning.solver import solve
+from unicrond.core.planning.table import Planner
+from unicrond.core.policy import Policy
+from unicrond.core.spares import spares
+from unicrond.core.survey import Survey
+from unicrond.core.waf import throughput
+from unicrond.core.what_if import Changes, foreseen, what_if
+from unicrond.display.cluster_tables import nodes_table, plan_table
+
+SEEDS = range(8)
+SLOW, FAST = "a100-80g", "h100-80g"
+
+
+def faster(times: int, most: int = 4) -> tuple[v.GpuSpec, ...]:
+    """T: 100 FLOP/s a worker on the slow type, so many times that on the fast one."""
+    tables = [{str(n): 100 * n * factor for n in range(1, most + 1)} for factor in (1, times)]
+    layouts = [(v.LayoutSpec(throughput=table),) for table in tables]
+    return tuple(v.GpuSpec(gpu=gpu, layouts=layout) for gpu, layout in zip((SLOW, FAST), layouts, strict=True))
+
+
+def cluster_of(seed: int, slow: int, fast: int, *, policy: Policy | None = None) -> MiniCluster:
+    """So many nodes of each type, with two slots each."""
+    cluster = MiniCluster(seed, policy)
+    for n in range(slow):
+        cluster.add_host(f"slow{n}", slots=2, gpu=SLOW)
+    for n in range(fast):
+        cluster.add_host(f"fast{n}", slots=2, gpu=FAST)
+    cluster.run()
+    return cluster
+
+
+def with_task(cluster: MiniCluster, name: str = "big", times: int = 3, **spec: object) -> MiniCluster:
+    cluster.submit(name, **{"min_workers": 1, "max_workers": 4, "gpus": faster(times), **spec})
+    cluster.run()
+    cluster.assert_whole()
+    cluster.train(name, steps=5)
+    return cluster
+
+
+def where(cluster: MiniCluster, task: str = "big") -> tuple[set[str], int]:
+    """The types that its group is on, and its size."""
+    membership = cluster.state.tasks[task].membership
+    assert membership is not None
+    return {cluster.hosts[member.node].gpu for member in membership.members}, len(membership.members)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_of_the_better_type_dies(seed: int) -> None:
+    """Half as many of the fast ones are still better than all of the slow."""
+    cluster = with_task(cluster_of(seed, 2, 2))
+    assert where(cluster) == ({FAST}, 4)
+    lose(cluster, "fast0")
+    cluster.run()
+    cluster.assert_whole()
+    assert where(cluster) == ({FAST}, 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_last_node_of_the_better_type_dies(seed: int) -> None:
+    """The task goes on with the other type, and back when the node is."""
+    cluster = with_task(cluster_of(seed, 2, 1))
+    assert where(cluster) == ({FAST}, 2)
+    lose(cluster, "fast0")
+    cluster.run()
+    cluster.assert_whole()
+    assert where(cluster) == ({SLOW}, 4)
+    assert "big 2 -> 4 (faulty)" not in cluster.state.plan.reason
+    cluster.train("big", steps=5)
+    cluster.add_host("fast0")
+    cluster.run()
+    cluster.assert_whole()
+    assert where(cluster) == ({FAST}, 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fewer_of_the_better_type_may_be_worse(seed: int) -> None:
+    """1.5 times as fast, and half as many left."""
+    cluster = MiniCluster(seed)
+    for n, gpu in enumerate((SLOW, SLOW, FAST, FAST)):
+        cluster.add_host(f"n{n}", slots=2, gpu=gpu)
+    tables = {SLOW: {"2": 200, "4": 400}, FAST: {"2": 300, "4": 600}}
+    gpus = tuple(v.GpuSpec(gpu=g, layouts=(v.LayoutSpec(throughput=t),)) for g, t in tables.items())
+    with_task(cluster, gpus=gpus)
+    assert where(cluster) == ({FAST}, 4)
+    lose(cluster, "n3")
+    cluster.run()
+    cluster.assert_whole()
+    assert where(cluster) == ({SLOW}, 4)
+
+
+def test_a_task_that_must_have_the_same_bits_stays_on_its_type() -> None:
+    """Its workers would end with an error on any other (`deterministic: require`)."""
+    cluster = with_task(cluster_of(1, 2, 1), env={v.DETERMINISTIC: "require"})
+    assert where(cluster) == ({FAST}, 2)
+    lose(cluster, "fast0")
+    cluster.run()
+    assert cluster.state.plan.assignments["big"].workers == 0
+    cluster.add_host("fast0")
+    cluster.run()
+    cluster.assert_whole()
+    assert where(cluster) == ({FAST}, 2)
+
+
+def test_one_told_type_changes_nothing() -> None:
+    """The very problem of a cluster that tells none."""
+    problems = []
+    for gpu in ("", FAST):
+        cluster = MiniCluster(1)
+        for n in range(3):
+            cluster.add_host(f"n{n}", slots=2, gpu=gpu)
+        cluster.submit("big", max_workers=4)
+        cluster.run()
+        survey = Survey(cluster.state, cluster.policy)
+        problems.append((problem_of(survey), healthy_problem_of(survey), survey.basis, cluster.state.plan.assignments))
+    assert problems[0] == problems[1]
+    assert problems[0][0].pools == ()
+
+
+def test_an_upgrade_node_by_node_makes_no_second_type() -> None:
+    """Nodes that tell none count as the only one that is told."""
+    cluster = cluster_of(1, 0, 0)
+    for n in range(3):
+        cluster.add_host(f"n{n}", slots=2)
+    with_task(cluster)
+    epoch = cluster.state.plan.epoch
+    for n in range(3):
+        cluster.add_host(f"n{n}", gpu=FAST)
+        cluster.run()
+        assert Survey(cluster.state, cluster.policy).types == ()
+        assert cluster.state.plan.epoch == epoch
+    assert told_types(cluster.state.nodes.values()) == (FAST, {})
+
+
+def test_what_was_measured_stays_with_its_type() -> None:
+    cluster = with_task(cluster_of(2, 2, 1))
+    task = cluster.state.tasks["big"]
+    cluster.append(
+        v.ThroughputCorrected(task="big", workers=2, flops=900, iteration_us=1, reports=9, reason="test"),
+        "coordinator",
+        cluster.state.term,
+    )
+    task = cluster.state.tasks["big"]
+    assert task.pace.gpu == FAST
+    assert throughput(task)(2) == 900
+    assert throughput(on_type(task, SLOW))(2) == 200
+    lose(cluster, "fast0")
+    cluster.run()
+    task = cluster.state.tasks["big"]
+    assert (task.pace.gpu, task.pace.measured) == (SLOW, {})
+    assert throughput(task)(2) == 200
+    assert throughput(on_type(task, FAST))(2) == 900
+    assert on_type(on_type(task, FAST), SLOW) == task
+
+
+def test_what_was_measured_before_types_were_told_is_of_the_first() -> None:
+    cluster = with_task(cluster_of(2, 1, 0))
+    task = cluster.state.tasks["big"]
+    pace = replace(task.pace, gpu="", measured={"2": 7})
+    told = on_type(replace(task, pace=pace), FAST)
+    assert (told.pace.gpu, told.pace.measured) == (FAST, {"2": 7})
+    assert on_type(told, SLOW).pace.measured == {}
+
+
+def test_layouts_keep_their_tables_on_each_type() -> None:
+    one, two = v.LayoutSpec(tp=1, throughput={"1": 5}), v.LayoutSpec(tp=2, throughput={"2": 20})
+    spec = v.TaskSpec(name="t", throughput={"1": 1}, layouts=(one, two), gpus=(v.GpuSpec(gpu=FAST, layouts=(two,)),))
+    there = spec_on(spec, FAST)
+    assert there.throughput == {"1": 1}  # not named: as everywhere
+    assert there.layouts == (one, two)
+    assert spec_on(spec, SLOW) is spec
+
+
+def test_what_is_foreseen_is_what_is_asked() -> None:
+    """Of every next event: the problem, with its pools, and so the plan."""
+    for seed in SEEDS:
+        cluster = with_task(with_task(cluster_of(seed, 2, 2)), "other", times=2)
+        before = situation_of(Survey(cluster.state, cluster.policy))
+        assert before is not None
+        assert before.gpus == (SLOW, FAST)
+        lose(cluster, "fast1")
+        survey = Survey(cluster.state, cluster.policy)
+        assert before.after(NodeLost("fast1")) == problem_of(survey)
+        assert [pool.workers for pool in problem_of(survey).pools] == [4, 2]
+        cluster.run()
+        before = situation_of(Survey(cluster.state, cluster.policy))
+        assert before is not None
+        cluster.add_host("fast2", slots=2, gpu=FAST)
+        assert before.after(NodeJoined(2, FAST)) == problem_of(Survey(cluster.state, cluster.policy))
+        cluster.run()
+        before = situation_of(Survey(cluster.state, cluster.policy))
+        assert before is not None
+        cluster.append(v.TaskCancelled(task="other", reason="test"), "api", cluster.state.term)
+        asked = problem_of(Survey(cluster.state, cluster.policy))
+        assert before.after(TaskFinished("other")) == asked
+        assert Planner().answer(asked).solution == solve(asked)
+
+
+def test_the_table_the_plan_and_the_nodes_name_the_type() -> None:
+    cluster = with_task(cluster_of(3, 2, 1))
+    situation = situation_of(Survey(cluster.state, cluster.policy))
+    assert situation is not None
+    rows = {(row.event, row.subject): row for row in foreseen(Planner().refresh(situation))}
+    assert rows["node lost", "fast0"].gpus == {"big": SLOW}
+    assert rows["node joins", f"2 slots of {FAST}"].workers == {"big": 4}
+    assert plan_table(cluster.state).headers[-1] == "GPU"
+    assert plan_table(cluster.state).rows[0][-1] == FAST
+    assert {row[-1] for row in nodes_table(cluster.state).rows} == {SLOW, FAST}
+    assert not any(row.layouts for row in rows.values())
+
+
+def test_what_if_adds_nodes_of_a_type() -> None:
+    cluster = with_task(cluster_of(3, 2, 1))
+    more = what_if(cluster.state, cluster.policy, Changes(add_nodes=1, gpu=FAST))
+    assert [each.workers for each in more.assignments] == [4]
+    assert "fast0" in {node for replica in more.assignments[0].replicas for node in replica}
+    fewer = what_if(cluster.state, cluster.policy, Changes(lose=("fast0",)))
+    assert f"on {SLOW}" in fewer.reason
+
+
+def test_spares_are_told_for_one_type() -> None:
+    with pytest.raises(ValueError, match=f"several types \\({SLOW}, {FAST}\\)"):
+        spares(with_task(cluster_of(3, 2, 1)).state, Policy(), 3600)
+
+
+def test_in_health_the_task_is_on_its_better_type() -> None:
+    """What is lost to fewer nodes is told from there."""
+    cluster = with_task(cluster_of(4, 1, 2))
+    lose(cluster, "fast0")
+    lose(cluster, "fast1")
+    cluster.run()
+    plan = cluster.state.plan
+    assert plan.healthy_gpus == {"big": FAST}
+    assert cluster.state.ledger.healthy == plan.healthy_waf == 1200
+    assert plan.waf == 200

@@ -1,0 +1,77 @@
+"""Types of GPU: which nodes have which, and what a task achieves on each.
+
+Rules
+-----
+* A node's agent tells its type. As long as all that tell one tell the same, there is one type, and nothing of this
+  matters: nodes that tell none count as it. Where several are told, each is a pool, and those that tell none another.
+* What was measured on one type is never taken for another: with a membership on another type it is put aside, until the
+  task comes back. What was measured before any type was told is of the first that is.
+* T on a type is the task's own (`TaskSpec.throughput` and `layouts`), unless its `gpus` name the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
+
+from events.vocabulary import GpuSpec, LayoutSpec, Member, TaskAssignment, TaskSpec
+from unicrond.core.reshaping import layout_key
+from unicrond.core.state import ClusterState, Node, NodeStatus, Task
+
+
+def told_types(nodes: Iterable[Node]) -> tuple[str, Mapping[str, str]]:
+    """The type of all nodes, and nothing; or "" and the type of each, where there are several."""
+    there = [node for node in nodes if node.status is not NodeStatus.LEFT]
+    named = {node.gpu for node in there} - {""}
+    if len(named) < 2:
+        return next(iter(named), ""), {}
+    return "", {node.name: node.gpu for node in there}
+
+
+def of_members(state: ClusterState, members: tuple[Member, ...]) -> str:
+    """The type that a group is on: its first member's."""
+    node = state.nodes.get(members[0].node) if members else None
+    return node.gpu if node is not None else ""
+
+
+def of_assignment(nodes: Mapping[str, Node], assignment: TaskAssignment | None) -> str | None:
+    """The type that most workers of a plan's share are on, the first of equals; None where it has none."""
+    counts: dict[str, int] = {}
+    for replica in assignment.replicas if assignment else ():
+        for name in replica:
+            if (node := nodes.get(name)) is not None:
+                counts[node.gpu] = counts.get(node.gpu, 0) + 1
+    return min(counts, key=lambda gpu: (-counts[gpu], gpu)) if counts else None
+
+
+def on_type(task: Task, gpu: str) -> Task:
+    """The task as far as it is known on this type of GPU."""
+    pace = task.pace
+    if gpu == pace.gpu:
+        return task
+    if not pace.gpu and not pace.on_gpus:
+        return replace(task, pace=replace(pace, gpu=gpu))
+    here = layout_key(task.spec.tp, task.spec.pp)
+    left = {**pace.elsewhere, here: pace.measured} if pace.measured else pace.elsewhere
+    known = {name: told for name, told in pace.on_gpus.items() if name != gpu}
+    if left:
+        known[pace.gpu] = left
+    mine = pace.on_gpus.get(gpu, {})
+    measured, elsewhere = mine.get(here, {}), {key: told for key, told in mine.items() if key != here}
+    return replace(task, pace=replace(pace, gpu=gpu, measured=measured, elsewhere=elsewhere, on_gpus=known))
+
+
+def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:
+    """The task with T as its file has it for this type of GPU."""
+    given = next((one for one in spec.gpus if one.gpu == gpu), None)
+    if given is None:
+        return spec
+    layouts = tuple([replace(one, throughput=_table(given, one, one.throughput)) for one in spec.layouts])
+    own = LayoutSpec(tp=spec.tp, pp=spec.pp)
+    return replace(spec, throughput=_table(given, own, spec.throughput), layouts=layouts)
+
+
+def _table(given: GpuSpec, layout: LayoutSpec, otherwise: dict[str, int]) -> dict[str, int]:
+    named = (one.throughput for one in given.layouts if (one.tp, one.pp) == (layout.tp, layout.pp))
+    return next(named, otherwise)
