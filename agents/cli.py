@@ -116,9 +116,7 @@ def parser() -> Parser:
             choices=get_args(Choice),
             default="auto",
         ),
-        option(
-            "--gpu-type", "TYPE", "the type of the node's GPUs, as h100-80g (as NVML has it)", type=_gpu, default=""
-        ),
+        option("--gpu-type", "TYPE", "the type of the node's GPUs, as h100-80g (as NVML has it)", type=_gpu),
         switch("--states-in-clear", "exchange training states between nodes in clear; the same on all nodes"),
         *_separation(),
         *_kubernetes(),

@@ -22,7 +22,7 @@ GPUS = ("a100-80g", "h100-80g", "h200-141g")
 #: A worker's FLOP/s in each, about: of two generations the newer is some two to three times as fast.
 SPEEDS = (140, 400, 420)
 #: Types, tasks, and the share of the problems: each of the last takes a second.
-SIZES = ((2, 4, 1), (2, 5, 1), (2, 6, 1), (3, 4, 1), (2, 8, 0.2), (2, 10, 0.05))
+SIZES = ((2, 4, 1), (2, 5, 0.25), (2, 6, 0.1), (3, 4, 0.1), (2, 8, 0.05), (2, 10, 0.01))
 #: Gains are rounded to some 1e-13 of the objective.
 NOTHING = 1e-12
 MTBF_S, TRANSITION_S = 8 * 10**6, 40
@@ -115,7 +115,7 @@ def gap(found: Solution, best: Solution) -> float:
 def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--problems", type=int, default=2000)
     options = parser.parse_args()
     print("types tasks problems best-found mean-gap p99 worst floors-missed")
     for pools, tasks, share in SIZES:

@@ -460,3 +460,37 @@ def test_a_preset_gives_a_table_for_each_layout_that_is_the_best_somewhere() -> 
     fixed = loads(f"{text}tp: 8\nlayouts: fixed\nmin_workers: 8").throughput
     assert all(flops <= best[int(workers)] for workers, flops in fixed.items())
     assert spec.min_workers == min(best)
+
+
+def test_types_of_gpu_have_their_own_throughput() -> None:
+    given = loads(
+        "name: t\ntp: 2\nmax_workers: 4\nmin_workers: 2\n"
+        "gpus: [{gpu: h100-80g, layouts: [{tp: 2, throughput: {2: 3e9}}]}]"
+    )
+    assert [(one.gpu, one.layouts[0].throughput) for one in given.gpus] == [("h100-80g", {"2": 3 * 10**9})]
+    for gpus, told in (
+        ("[{gpu: h100-80g}, {gpu: h100-80g}]", "given twice"),
+        ("[{gpu: ''}]", "is empty"),
+        ("[{gpu: A 100}]", "gpu"),
+        ("[{gpu: h100-80g, layouts: [{throughput: {9: 1}}]}]", "1 to max_workers"),
+        ("[{gpu: h100-80g, layouts: [{micro_batch: 2}]}]", "the same on all types"),
+    ):
+        with pytest.raises(TaskFileError, match=told):
+            loads(f"name: t\nmax_workers: 4\ngpus: {gpus}")
+
+
+def test_the_model_fills_in_further_types() -> None:
+    """Faster where the GPU is, and 0 where the model finds no room."""
+    text = "name: t\ntp: 4\npp: 1\nlayouts: fixed\nmin_workers: 4\nmax_workers: 64\nmicro_batch: 1\nnumerics: follow\n"
+    spec = loads(text + "throughput_model: {model: gpt3-7b, gpu: a100-80g, also: [h100-80g, a100-40g]}")
+    fast, small = spec.gpus
+    assert (fast.gpu, small.gpu) == ("h100-80g", "a100-40g")
+    (layout,) = fast.layouts
+    assert (layout.tp, layout.pp) == (4, 1)
+    assert layout.throughput["64"] > 1.5 * spec.throughput["64"]
+    assert set(small.layouts[0].throughput) <= set(spec.throughput) | {"4"}
+    with pytest.raises(TaskFileError, match="unknown 'h100-90g'"):
+        loads(text + "throughput_model: {model: gpt3-7b, gpu: a100-80g, also: [h100-90g]}")
+    tight = text.replace("tp: 4", "tp: 1").replace("min_workers: 4", "min_workers: 1")
+    one = loads(tight + "throughput_model: {model: gpt3-7b, gpu: h200-141g, also: [a100-40g]}")
+    assert one.gpus[0].layouts[0].throughput == {"1": 0}
