@@ -7,8 +7,9 @@ Rules
   alone: unmet floors and objectives of the pools add up.
 * Few tasks: all deals are looked at, and the plan is the best there is. More: a bounded local search, from two deals.
   In one, tasks that have workers are where they are; the others, those that can achieve most first, go where the
-  cluster gains most. In the other all tasks are dealt so. From each, one task goes to another pool, while that is
-  better: the one that helps most. Where none helps, two or three go together: the first that help.
+  cluster gains most. The other is the best of those that begin with no task or with one somewhere, and go on so. From
+  each, one task goes to another pool, while that is better: the one that helps most. Where none helps, two or three go
+  together: the first that help.
 * At most SOLVES_MAX problems are solved, fewer where they are large (WORK_MAX); the best deal until then is taken. So
   the plan is never worse than to leave every task in its pool, and it may miss the best one: by how much was measured
   (docs/design/planning.md#several-types-of-gpu).
@@ -17,7 +18,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, combinations, product
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 #: As many problems of single pools are solved for one plan, at most.
 SOLVES_MAX = 400
-#: With so many problems at most that could be asked, all deals are looked at: 6 tasks of two types, 5 of three.
-ALL_MAX = 128
+#: As many deals are all looked at, where they take no more problems than that: 7 tasks of two types or of three.
+ALL_MAX = 2500
 #: Tasks times workers that all of them come to, at most; each task is placed once whatever it takes.
 WORK_MAX = 100_000_000
 #: As many tasks go to other pools together, where no single one helps.
@@ -47,11 +48,14 @@ _Solve: TypeAlias = Callable[[Problem], "Solution"]
 def best_of_pools(problem: Problem, solve: _Solve, all_max: int = ALL_MAX) -> Solution:
     """A good plan of a problem with several pools. `solve`: answers a problem without. `all_max`: see ALL_MAX."""
     search = _Search(problem, solve)
-    if len(problem.pools) * 2 ** len(problem.tasks) <= min(all_max, search.left):
-        return search.plan(min(product(range(len(problem.pools)), repeat=len(problem.tasks)), key=search.worth))
-    found = [search.descend(search.begin(stay=True))]
-    if search.left >= len(problem.pools) * len(problem.tasks):
-        found.append(search.descend(search.begin(stay=False)))
+    pools, tasks = len(problem.pools), len(problem.tasks)
+    if pools**tasks <= all_max and pools * 2**tasks <= search.left:
+        return search.plan(min(product(range(pools), repeat=tasks), key=search.worth))
+    found = [search.descend(search.begin(search.present))]
+    wanted = [{}, *({i: place} for i in range(tasks) for place in range(pools))]
+    begun = [search.begin(first) for first in wanted if search.left >= pools * tasks]
+    if begun:
+        found.append(search.descend(min(begun, key=search.worth)))
     return search.plan(min(found, key=search.worth))
 
 
@@ -70,13 +74,14 @@ class _Search:
         self.tasks = range(len(problem.tasks))
         self.known: dict[tuple[int, tuple[int, ...]], tuple[Solution, _Worth]] = {}
         self.left = min(SOLVES_MAX, WORK_MAX // max(1, len(problem.tasks) * problem.workers))
+        place_of = {pool.gpu: place for place, pool in enumerate(self.pools)}
+        at_work = [(i, place_of.get(task.gpu)) for i, task in enumerate(problem.tasks) if task.workers]
+        self.present = {i: place for i, place in at_work if place is not None}
         self.inside = [[confined(task, pool.gpu) for task in problem.tasks] for pool in self.pools]
 
-    def begin(self, *, stay: bool) -> Deal:
-        """Each task where it fits best beside those before it; with `stay` where it is, if it is at work."""
-        place_of = {pool.gpu: place for place, pool in enumerate(self.pools)}
-        here = [(i, place_of.get(task.gpu)) for i, task in enumerate(self.problem.tasks) if task.workers and stay]
-        at = {i: place for i, place in here if place is not None}
+    def begin(self, first: Mapping[int, int]) -> Deal:
+        """Some tasks are in given pools; each other goes where it fits best beside those before it."""
+        at = dict(first)
         for i in sorted(self.tasks, key=self._eager):
             if i not in at:
                 at[i] = min(range(len(self.pools)), key=lambda place: self._gained(at, i, place))
