@@ -144,6 +144,14 @@ def test_an_upgrade_node_by_node_makes_no_second_type() -> None:
     assert told_types(cluster.state.nodes.values()) == (FAST, {})
 
 
+def test_a_node_that_comes_back_with_other_gpus_asks_for_a_plan() -> None:
+    cluster = with_task(cluster_of(1, 2, 1))
+    cluster.add_host("slow0", gpu=FAST)
+    cluster.run()
+    cluster.assert_whole()
+    assert where(cluster) == ({FAST}, 4)
+
+
 def test_what_was_measured_stays_with_its_type() -> None:
     cluster = with_task(cluster_of(2, 2, 1))
     task = cluster.state.tasks["big"]
