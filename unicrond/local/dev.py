@@ -195,7 +195,7 @@ class DevCluster:
         return nats_cli.command(self.nats_url, Login(key=key))
 
     async def start(self) -> None:
-        """Start everything; returns when the coordinator is live and every node has joined."""
+        """Start everything; returns when the coordinator is live and every agent runs."""
         await self.coordinator.start()
         await self._until_live()
         if self._keys:
