@@ -118,8 +118,9 @@ def serve(fd: int) -> None:
                     continue
                 data = connection.recv(65536)
                 if not data:
-                    for pid in [*living, store]:
-                        os.kill(pid, signal.SIGKILL)
+                    for pid in living:
+                        os.killpg(pid, signal.SIGKILL)
+                    os.kill(store, signal.SIGKILL)
                     os._exit(0)
                 for message in incoming.feed(data):
                     if isinstance(message, Spawn):
@@ -127,6 +128,7 @@ def serve(fd: int) -> None:
                         ours, theirs = line.pair()
                         pid = os.fork()
                         if pid == 0:
+                            os.setpgid(0, 0)
                             connection.close()
                             ours.close()
                             signal.set_wakeup_fd(-1)
@@ -139,6 +141,7 @@ def serve(fd: int) -> None:
                             if launch.spec.cwd:
                                 os.chdir(launch.spec.cwd)
                             worker.run(_replace(launch, line_fd=theirs.detach()))
+                        os.setpgid(pid, pid)  # here too: it may be killed at once
                         theirs.close()
                         whose = Connected(worker=launch.worker, task=launch.task, pid=pid)
                         Lines(Path(launch.agent_socket), selector).serve(ours, whose)
@@ -155,6 +158,8 @@ def _reap() -> list[tuple[int, int]]:
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
             ended.append(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child[0], signal.SIGKILL)  # what it left in its process group goes with it, as on a node
     return ended
 
 

@@ -57,7 +57,7 @@ def test_checkpoints_of_every_kind_go_both_ways(server: ForkServer, tmp_path: Pa
     whole = stock(tmp_path / "one", f"{TEN} {flags}", size, tp=tp, pp=pp)
     saving = f"--save {theirs} --save-interval 5"
     # (Of six micro-batches: two halves add up to the very bits of one sum, three thirds do not.)
-    other = stock(tmp_path / "several", f"{TEN} {flags} {saving}", 3 if size == 1 else 2 * size, tp=tp, pp=pp)
+    other = stock(tmp_path / "several", f"{TEN} {flags} {saving}", 3 * size, tp=tp, pp=pp)
     own = furthest(whole, other)
 
     taken = started(server, tmp_path / "taken", f"{flags} {of_iteration_5(theirs)}", 2)
