@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -111,12 +110,9 @@ def stock(
     """Megatron-LM alone, started by torchrun; the first replica's last parameters, by shard. What it has logged is left
     in `directory`/log."""
     dump = _made(directory) / "stock"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", f"--master-port={port}",
-        "--master-addr=127.0.0.1", str(_ROOT / "tests/megatron_lm/stock.py"), str(dump),
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone",
+        "--local-addr=127.0.0.1", str(_ROOT / "tests/megatron_lm/stock.py"), str(dump),
         str(checkout() / script), *CPU.split(), *flags.split(),
     ]  # fmt: skip
     environment = {
