@@ -60,7 +60,8 @@ PATCHES: dict[str, list[tuple[str, str]]] = {
         (r"(?s)(class ToldOnce\(.*?stop: [^\n]*\n)", r"\1    hint: Count = 0\n"),
         (
             r"(?m)^AnyObservation: TypeAlias",
-            "class GreetNode(Command, frozen=True, kw_only=True):\n    pass\n\n\nAnyObservation: TypeAlias",
+            "class GreetNode(Command, frozen=True, kw_only=True):\n    agent_boot: Boot = 0\n\n\n"
+            "AnyObservation: TypeAlias",
         ),
         (r"(?m)^AnyCommand: TypeAlias = (\(?)", r"AnyCommand: TypeAlias = \1GreetNode | "),
     ],
