@@ -30,7 +30,8 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from agents.protocol.sum_order import Sum
-from events.node_checks import Library, Pair, PairSum
+from events.node_checks import PairSum
+from events.pairs import Library, Pair
 
 _NICENESS = 10
 #: Whole numbers of 4 bytes.

@@ -13,17 +13,13 @@ from msgspec import Meta
 
 from events.finding import Finding
 from events.logs_request import BadLogsMessage
-from events.vocabulary import Count, Name, StoreAddress, Text
+from events.pairs import Library, Pair, Seconds, Token
+from events.vocabulary import Count, Name, Text
 
 #: Of one node, at most.
 _PEERS_MAX = 256
 _PAIRS_MAX = 4
-Seconds = Annotated[float, Meta(gt=0.0, le=600.0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
-#: Part of a file's name, and of a key in a store.
-Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}\Z")]
-#: What sums: gloo, or NCCL on a GPU whose slot no worker has.
-Library = Literal["gloo", "nccl"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="check"):
@@ -39,16 +35,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     node: Name
     ports: dict[Text, tuple[Text, Port]]
-
-
-class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two nodes that sum something: `rank` 0 and 1, which meet at rank 0's store. A pair of a lower `turn` comes
-    first where there can be only one at a time."""
-
-    peer: Name
-    rank: Annotated[int, Meta(ge=0, le=1)]
-    store: StoreAddress
-    turn: Annotated[int, Meta(ge=0, le=2)]
 
 
 class LinksCheck(Check, frozen=True, kw_only=True, tag="links"):

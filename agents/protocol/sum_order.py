@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agents.protocol.message import Message
-from events.node_checks import Library, Pair, Seconds, Token
+from events.pairs import Library, Pair, Seconds, Token
 from events.vocabulary import Text
 
 

@@ -31,7 +31,6 @@ from events.node_checks import (
     LinksCheck,
     LinksSeen,
     NodeFacts,
-    Pair,
     PairSum,
     Peer,
     StorageCheck,
@@ -39,6 +38,7 @@ from events.node_checks import (
     decode_seen,
     encode,
 )
+from events.pairs import Pair
 from events.vocabulary import StoreAddress
 from tests.agents.conftest import Agents, ForkServers
 from tests.agents.processes import children, eventually, has_ended

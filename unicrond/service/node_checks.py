@@ -23,18 +23,16 @@ from events.logs_request import BadLogsMessage, LogsReply
 from events.node_checks import (
     AnyCheck,
     FactsCheck,
-    Library,
     LinksCheck,
     LinksSeen,
     NodeFacts,
-    Pair,
     Peer,
-    Seconds,
     StorageCheck,
     StorageSeen,
     decode_seen,
     encode,
 )
+from events.pairs import Library, Pair, Seconds
 from unicrond.core.state import ClusterState, Node, NodeStatus, TaskStatus
 from unicrond.service.log_reading import LogReader, LogsUnavailable
 
