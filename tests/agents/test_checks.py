@@ -105,8 +105,9 @@ def test_what_the_library_says_is_told(store: Any) -> None:
 
 def test_a_peer_that_does_not_come_is_told_in_time(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_sum, "SUM_S", 0.0)
-    order = an_order(pair(store, 0, "n1"), token="d" * 16, limit_s=2.0)
-    (told,) = sum_all(torch, order, pair_sum.by_gloo, time.monotonic() + 2.0)
+    monkeypatch.setattr(pair_sum, "_TELL_S", 10.0)
+    order = an_order(pair(store, 0, "n1"), token="d" * 16, limit_s=11.0)
+    (told,) = sum_all(torch, order, pair_sum.by_gloo, time.monotonic() + 11.0)
     assert told.trouble.startswith(f"the two have not met in the store at {HERE}:{store.port}")
 
 
@@ -118,9 +119,10 @@ def test_nobody_waits_for_a_peer_that_has_loaded_too_late(store: Any, monkeypatc
     assert told.trouble.startswith("the two have not met") and time.monotonic() - began_s < 10
 
 
-def test_a_library_that_hangs_holds_nothing_up(store: Any) -> None:
+def test_a_library_that_hangs_holds_nothing_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_sum, "SUM_S", 0.5)
     hangs = threading.Event()
-    one, other = both(store, lambda *_: hangs.wait(20) and None, "e" * 16, limit_s=1.5)
+    one, other = both(store, lambda *_: hangs.wait(40) and None, "e" * 16, limit_s=5.0)
     hangs.set()
     assert one.trouble == other.trouble == "the sum did not end in time"
 
