@@ -161,7 +161,7 @@ class Checks:
 
 
 class NotForked(Exception):
-    """There is no process that could sum; says why."""
+    """No process was forked that could sum. The text says why."""
 
 
 async def _said_of(order: Sum, fork: Callable[[Sum], str]) -> bytes:
@@ -193,7 +193,7 @@ async def unreached(
     """Why this node cannot connect there; None where it can. `source`: its own address."""
     async with turn:
         connecting = asyncio.ensure_future(asyncio.open_connection(host, port, local_addr=(source, 0)))
-        connecting.add_done_callback(_hang_up)  # also of one that comes when nobody waits for it any more
+        connecting.add_done_callback(_hang_up)  # a connection that comes after the wait is closed too
         try:
             if await came(connecting, CONNECT_S):
                 connecting.result()

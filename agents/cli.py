@@ -406,7 +406,7 @@ def _gpu(text: str) -> str:
         return msgspec.convert(text, Gpu)
     except msgspec.ValidationError:
         raise ValueError(
-            f"{text[:40]!r} is no type of GPU; use small letters, digits, -, _ and ., at most 63"
+            f"{text[:40]!r} cannot name a type of GPU; use up to 63 of a-z, 0-9, -, _ and ., a letter or digit first"
         ) from None
 
 

@@ -99,7 +99,7 @@ class ForkLink:
     def sum(self, order: Sum) -> str:
         """Send it; "", or why not."""
         if not self._is_usable:
-            return self.trouble or "there is no fork server yet"
+            return self.trouble or "the fork server does not run yet"
         if self.schema < SUMS:
             return "its fork server is older than its agent; have the node leave and join again"
         self.send(order)

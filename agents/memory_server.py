@@ -69,8 +69,8 @@ class _Refusal(Exception):
 
 
 class _Peer(NamedTuple):
-    """Who asks: the node's name, or its address where nothing is encrypted. `generation`: that of which the node is a
-    member; None where nothing is encrypted, for nothing tells it."""
+    """The node that asks. `name`: with TLS the node's name, without it the address. `generation`: with TLS that of
+    its warrant, without it None."""
 
     name: str
     generation: int | None = None

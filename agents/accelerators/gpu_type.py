@@ -14,7 +14,7 @@ _LENGTH_MAX = 63
 
 def gpu_type(names: Sequence[str]) -> str:
     """The type of GPUs that a driver calls so ("NVIDIA H100 80GB HBM3"); "" of none, all in one of several."""
-    return "_".join(sorted({_type(name) for name in names}))[:_LENGTH_MAX]
+    return "_".join(sorted({_type(name) for name in names} - {""}))[:_LENGTH_MAX]
 
 
 def _type(name: str) -> str:

@@ -342,7 +342,7 @@ HEAD_MUTANTS: dict[str, Mutant] = {
     "share_a_name": Mutant("an agent ignores a newer agent of its name", _share_a_name),
     "tell_no_peers": Mutant("copies of states ignore nodes that joined or left", _tell_no_peers),
     "hurry_a_handover": Mutant("a worker is stopped before it has handed its state over", _hurry_a_handover),
-    "keep_an_old_choice": Mutant("a task gets the layout of a plan that is no longer in force", _keep_an_old_choice),
+    "keep_an_old_choice": Mutant("a task gets the layout of an older plan", _keep_an_old_choice),
     "readmit_unchecked": Mutant("an isolated node returns without a check", _readmit_unchecked),
     "believe_any_check": Mutant("a failed health check counts as passed", _believe_any_check),
     "check_what_needs_hands": Mutant("a node that needs a reboot returns after a check alone", _check_what_needs_hands),

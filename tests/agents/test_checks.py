@@ -256,7 +256,7 @@ async def ask(asked: Checks, body: bytes) -> LogsReply:
 def an_agent(fork: Callable[[Sum], str] | None = None, at: Path = Path(), **more: Any) -> Checks:
     """`fork`: sends to a fork server; `at`: where the sum tells its result."""
     findings = [Finding("--slots", "9 slots, but 8 visible GPUs", "look")]
-    return Checks("n1", HERE, lambda: findings, fork or (lambda _: "there is no fork server yet"), at, **more)
+    return Checks("n1", HERE, lambda: findings, fork or (lambda _: "the fork server does not run yet"), at, **more)
 
 
 async def test_a_request_for_a_log_is_no_check() -> None:
@@ -350,7 +350,7 @@ async def test_why_a_process_has_not_summed_is_told(store: Any, monkeypatch: pyt
 
 async def test_why_there_is_no_process_is_told(store: Any, run_dir: Path) -> None:
     seen = decode_seen((await ask(an_agent(at=run_dir / "sum.sock"), encode(links(store, 0, "n2")))).data, LinksSeen)
-    assert (seen.sums, seen.no_sums) == ((), "there is no fork server yet")
+    assert (seen.sums, seen.no_sums) == ((), "the fork server does not run yet")
 
 
 async def test_a_process_that_says_nothing_is_given_up(
@@ -365,7 +365,7 @@ async def test_a_process_that_says_nothing_is_given_up(
 def test_only_a_fork_server_that_knows_sums_is_asked_for_one(run_dir: Path) -> None:
     link = ForkLink(RunDir(run_dir), arguments=(), on_message=lambda _: None, on_death=lambda: None)
     order, sent = an_order(token=TOKEN, limit_s=1.0), list[object]()
-    assert link.sum(order) == "there is no fork server yet"
+    assert link.sum(order) == "the fork server does not run yet"
     link.trouble = "no fork server: it ended with code 1"
     assert link.sum(order) == link.trouble
     link._is_usable, link.send = True, sent.append  # type: ignore[method-assign]

@@ -32,5 +32,5 @@ def test_other_gpus_and_mixed_nodes_have_a_name_too() -> None:
     assert gpu_type([]) == ""
     assert gpu_type(["NVIDIA L40S"]) == "l40s"
     assert gpu_type(["NVIDIA H200", "NVIDIA L40S", "NVIDIA H200"]) == "h200-141g_l40s"
-    for names in (["NVIDIA RTX A6000 (Ada)"], ["", ""], ["NVIDIA " + "x" * 100]):
+    for names in (["NVIDIA RTX A6000 (Ada)"], ["", ""], ["", "NVIDIA H200"], ["NVIDIA " + "x" * 100]):
         msgspec.convert(gpu_type(names), Gpu)
