@@ -14,7 +14,6 @@ from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy
-from unicrond.core.spares import spares
 from unicrond.core.survey import Survey
 from unicrond.core.waf import throughput
 from unicrond.core.what_if import Changes, foreseen, what_if
@@ -99,6 +98,21 @@ def test_fewer_of_the_better_type_may_be_worse(seed: int) -> None:
     cluster.run()
     cluster.assert_whole()
     assert where(cluster) == ({SLOW}, 4)
+
+
+def test_a_task_gets_no_workers_where_its_file_says_that_it_achieves_nothing() -> None:
+    """Not even to meet its floor: it may find no memory there. Nor where that type is the only one left."""
+    nothing = v.GpuSpec(gpu=SLOW, layouts=(v.LayoutSpec(throughput={"1": 0, "4": 0}),))
+    cluster = with_task(cluster_of(1, 2, 1), gpus=(nothing, faster(3)[1]))
+    assert where(cluster) == ({FAST}, 2)
+    lose(cluster, "fast0")
+    cluster.run()
+    plan = cluster.state.plan
+    assert plan.assignments["big"].workers == 0 and plan.healthy_gpus == {"big": FAST}
+    assert "floor unmet: big" in plan.reason
+    forgotten = {name: node for name, node in cluster.state.nodes.items() if name != "fast0"}
+    survey = Survey(replace(cluster.state, nodes=forgotten), cluster.policy)
+    assert not survey.types and solve(problem_of(survey)).workers == (0,)
 
 
 def test_a_task_that_must_have_the_same_bits_stays_on_its_type() -> None:
@@ -236,11 +250,6 @@ def test_what_if_adds_nodes_of_a_type() -> None:
     assert "fast0" in {node for replica in more.assignments[0].replicas for node in replica}
     fewer = what_if(cluster.state, cluster.policy, Changes(lose=("fast0",)))
     assert f"on {SLOW}" in fewer.reason
-
-
-def test_spares_are_told_for_one_type() -> None:
-    with pytest.raises(ValueError, match=f"several types \\({SLOW}, {FAST}\\)"):
-        spares(with_task(cluster_of(3, 2, 1)).state, Policy(), 3600)
 
 
 def test_in_health_the_task_is_on_its_better_type() -> None:

@@ -11,7 +11,8 @@ Rules
 * What is learnt (measured throughput, failure rate, transition times) enters here and nowhere else; a plan's
   `basis` does not hold it, so that learning by itself never moves a worker.
 * With several types of GPU each is a pool, also while no node of it may carry workers.
-* A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others.
+* A task whose tensor-parallel group is larger than any node gets nothing, and keeps nothing from others. Nor does one
+  whose `gpus` say that it achieves nothing on the types that there are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TypedDict
 from events.schemas import CHOOSES_LAYOUTS
 from events.vocabulary import DETERMINISTIC, TaskAssignment
 from unicrond.core.planning.placement import Shape
-from unicrond.core.planning.problem import Alternative, Pool, Prices, Problem, TaskProblem
+from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.seating import Seats, seats_matter, seats_of
 from unicrond.core.planning.situation import NodeLoad, Situation
 from unicrond.core.reshaping import most_workers, planned_shape, shape_of
@@ -152,7 +153,8 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     curves = survey.curves(task, gpu)
     most = most_workers(task.spec, own) if chooses else task.spec.max_workers
     others = _others(survey, task, own, gpu) if chooses or survey.types else ()
-    fits = own.tp <= survey.largest
+    curve = curves.get(own) or curves[shape_of(task.spec)]
+    fits = own.tp <= survey.largest and not _kept_off(task, curve)
     return TaskProblem(
         name=task.name,
         weight=task.spec.weight,
@@ -163,7 +165,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         floor=task.spec.min_workers if fits or others else 0,
         unit=own.workers,
         tp=own.tp,
-        throughput=curves.get(own) or curves[shape_of(task.spec)],
+        throughput=curve,
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
         others=others,
         prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
@@ -183,8 +185,14 @@ def _others(survey: Survey, task: Task, own: Shape, gpu: str) -> tuple[Alternati
                 continue
             most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
             curve = curves.get(shape) or curves[shape_of(task.spec)]
-            found.append(Alternative(shape, curve, most, its if survey.types else ""))
+            if not _kept_off(task, curve):
+                found.append(Alternative(shape, curve, most, its if survey.types else ""))
     return tuple(found)
+
+
+def _kept_off(task: Task, curve: Curve) -> bool:
+    """Its file names types of GPU, and says 0 FLOP/s of this choice: no workers, to meet a floor neither."""
+    return bool(task.spec.gpus) and not any(flops for _, flops in curve.rounded())
 
 
 def _chooses(survey: Survey, task: Task) -> bool:
