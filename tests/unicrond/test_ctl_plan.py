@@ -131,7 +131,9 @@ async def test_it_says_how_many_spares_pay(served: Served) -> None:
     text, data = await asyncio.gather(*(ctl(*asked, *more, url=served.url) for more in ([], ["--json"])))
     assert (text.code, data.code) == (0, 0), (text, data)
     told = json.loads(data.out)
-    assert (told["nodes"], len(told["rows"]), told["pay"], told["repair_s"]) == (4, 4, 0, 86_400)
+    (only,) = told["types"]
+    assert (only["nodes"], len(only["rows"]), only["pay"], told["repair_s"]) == (4, 4, 0, 86_400)
+    assert only["counted"] == 1.0
     assert "no spare pays" in text.out and "0*" in text.out and "each fails once in 2400 h" in text.out
     wrong = await ctl("plan", "spares", "--repair-s", "0", url=served.url)
     assert one_line(wrong, 2).startswith("unicronctl: --repair-s: '0' is not a whole number of 1 to ")

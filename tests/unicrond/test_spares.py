@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from argparse import Namespace
 
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
+from events import vocabulary as v
 from tests.unicrond.cluster import MiniCluster
-from unicrond.core.spares import poisson, spares
+from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
+from tests.unicrond.test_gpu_types import cluster_of as types_of
+from unicrond.core.plan_problems import healthy_problem_of
+from unicrond.core.planning.problem import Problem
+from unicrond.core.spares import PLANS_MAX, Spares, TypeSpares, poisson, spares
+from unicrond.core.survey import Survey
+from unicrond.ctl.plan import plan_spares
 
 DAY_S = 86_400
 
@@ -22,9 +32,14 @@ def cluster_of(nodes: int, **spec: object) -> MiniCluster:
     return cluster
 
 
+def only(told: Spares) -> TypeSpares:
+    (one,) = told.types
+    return one
+
+
 def test_where_each_node_adds_something_none_is_kept_back() -> None:
     cluster = cluster_of(6)
-    told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S)
+    told = only(spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S))
     assert (told.nodes, told.pay, told.node_mtbf_s) == (6, 0, 20 * DAY_S)
     assert told.away == pytest.approx(0.3)
     assert [row.waf for row in told.rows] == [told.rows[0].waf * n // 6 for n in range(6, 0, -1)]
@@ -36,21 +51,21 @@ def test_where_each_node_adds_something_none_is_kept_back() -> None:
 def test_what_adds_nothing_waits() -> None:
     """Replicas of two nodes: the fifth node stands in for any that fails."""
     cluster = cluster_of(5, tp=2, pp=2, min_workers=4, max_workers=8)
-    told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S)
+    told = only(spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S))
     assert told.pay == 1
     assert told.rows[0].waf == told.rows[1].waf > told.rows[2].waf
 
 
 def test_one_more_node_is_worth_its_share() -> None:
     cluster = cluster_of(4, max_workers=20)
-    told = spares(cluster.state, cluster.policy, 1, mtbf_s=1e12)
+    told = only(spares(cluster.state, cluster.policy, 1, mtbf_s=1e12))
     assert told.next_node_waf == pytest.approx(told.rows[0].waf / 4, rel=1e-3)
 
 
 def test_it_is_what_failures_and_repairs_come_to() -> None:
     """Nodes that fail and are repaired, drawn one by one, against the average over the distribution."""
     cluster = cluster_of(5, tp=2, pp=2, min_workers=4, max_workers=8)
-    told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=10 * DAY_S)
+    told = only(spares(cluster.state, cluster.policy, DAY_S, mtbf_s=10 * DAY_S))
     draw, kept = random.Random(7), 1
     rate = 4 * 2 / (10 * DAY_S)
     time_s, back, achieved, covered, whole = 0.0, [], 0.0, 0.0, [0, 0, 1, 1, 2]
@@ -91,3 +106,84 @@ def test_no_nodes_is_said() -> None:
     cluster = MiniCluster(1)
     with pytest.raises(ValueError, match="there are no nodes yet"):
         spares(cluster.state, cluster.policy, DAY_S)
+
+
+def two_types(slow: int, fast: int) -> MiniCluster:
+    """`big` in replicas of two fast nodes; `small` on the slow ones, of which each adds something."""
+    cluster = MiniCluster(1)
+    for gpu, nodes in ((SLOW, slow), (FAST, fast)):
+        for n in range(nodes):
+            cluster.add_host(f"{gpu[:1]}{n}", slots=2, gpu=gpu)
+    most = 2 * max(slow, fast)
+    none = v.LayoutSpec(throughput=dict.fromkeys(map(str, range(4, most + 1, 4)), 0))
+    only_slow = v.LayoutSpec(throughput=dict.fromkeys(map(str, range(1, most + 1)), 0))
+    line = {str(n): 100 * n for n in range(1, most + 1)}
+    cluster.submit(
+        "big",
+        tp=2,
+        pp=2,
+        min_workers=4,
+        max_workers=most // 4 * 4,
+        throughput={str(n): 100 * n for n in range(4, most + 1, 4)},
+        gpus=(v.GpuSpec(gpu=SLOW, layouts=(replace(none, tp=2, pp=2),)),),
+    )
+    cluster.submit("small", max_workers=most, throughput=line, gpus=(v.GpuSpec(gpu=FAST, layouts=(only_slow,)),))
+    cluster.run()
+    return cluster
+
+
+def test_a_spare_is_of_a_type() -> None:
+    """The fifth fast node stands in for any of them; each slow one trains."""
+    cluster = two_types(4, 5)
+    told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=40 * DAY_S)
+    slow, fast = told.types
+    assert (slow.gpu, slow.nodes, slow.pay, fast.gpu, fast.nodes, fast.pay) == (SLOW, 4, 0, FAST, 5, 1)
+    assert slow.rows[0].waf == fast.rows[0].waf == 800 + 800, "all nodes of the other type are there"
+    assert [row.waf for row in slow.rows] == [1600, 1400, 1200, 1000]
+    assert [row.waf for row in fast.rows] == [1600, 1600, 1200, 1200, 800]
+    assert slow.counted == fast.counted == 1.0
+    # one slow node more: small may have no more than 10 workers, and it is there for 9 of 10
+    whole = poisson(4 * 2 / 40, 4)
+    assert slow.rows[0].expected_waf == round(sum(share * (1600 - 200 * away) for away, share in enumerate(whole)))
+    away = poisson(4 * 2 / 40, 5)
+    expected = sum(share * (1600 if count <= 1 else 1200 if count <= 3 else 800) for count, share in enumerate(away))
+    assert fast.rows[1].expected_waf == round(expected)
+
+
+def test_a_type_of_which_no_node_is_left_is_still_a_type() -> None:
+    """A task that must have the same bits does not go over to the other type where the last node is away."""
+    cluster = with_task(types_of(1, 2, 1), env={v.DETERMINISTIC: "require"})
+    (fast,) = (one for one in spares(cluster.state, cluster.policy, DAY_S, mtbf_s=10 * DAY_S).types if one.gpu == FAST)
+    assert [row.waf for row in fast.rows] == [600]
+    assert fast.rows[0].expected_waf == round(600 * poisson(0.2, 1)[0])
+
+
+def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = two_types(40, 40)
+    asked: list[int] = []
+
+    def counted(survey: Survey) -> Problem:
+        asked.append(1)
+        return healthy_problem_of(survey)
+
+    monkeypatch.setattr("unicrond.core.spares.healthy_problem_of", counted)
+    told = spares(cluster.state, cluster.policy, DAY_S, mtbf_s=6 * DAY_S)
+    assert len(asked) <= PLANS_MAX
+    assert all(one.away > 13 and len(one.rows) == 7 and 0.8 < one.counted < 1 for one in told.types)
+    asked.clear()
+    spares(cluster.state, cluster.policy, DAY_S, mtbf_s=400 * DAY_S)
+    assert len(asked) <= PLANS_MAX
+
+
+def test_each_type_has_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = two_types(4, 5)
+
+    class Asked:
+        def plan_spares(self, repair_s: int, mtbf_s: int) -> object:
+            return to_builtins(spares(cluster.state, cluster.policy, repair_s, mtbf_s))
+
+    monkeypatch.setattr("unicrond.ctl.plan._asked", lambda _: Asked())
+    plan_spares(Namespace(repair_s=DAY_S, mtbf_s=40 * DAY_S, json=False))
+    slow, fast = capsys.readouterr().out.split("\n\nnodes of ")
+    assert slow.startswith(f"nodes of {SLOW}:\n") and "no spare pays" in slow and "0*" in slow
+    assert fast.startswith(f"{FAST}:\n") and "to keep back 1 node brings" in fast and "1*" in fast

@@ -2,19 +2,23 @@
 
 Rules
 -----
-* Of N nodes k are kept back, the N - k largest train. Each training node fails once in MTBF / slots and is away for
-  `repair`, so the number of nodes away is Poisson distributed with mean (N - k) slots repair / MTBF.
+* A spare stands in for nodes of its own type of GPU. Of the N nodes of a type k are kept back, the N - k largest train,
+  beside all nodes of the other types. Each training node fails once in MTBF / slots and is away for `repair`, so the
+  number of nodes away is Poisson distributed with mean (N - k) slots repair / MTBF.
 * With d nodes away min(N - k, N - d) train: a spare takes the place of the first k. What they achieve is the exact plan
   for so many nodes, T as it is known today.
 * The stall is the same either way, a regroup at the fault and a move when a node comes, spare or repaired: it is left
   out. So a spare pays only where it would achieve nothing by training itself, or little: where tasks need whole
   replicas, or have as many workers as they may.
 * As many pay as bring the most; of equals the most, since a node that adds nothing may as well wait.
+* A plan of several types takes up to hundreds of solves, so there are PLANS_MAX plans at most, the same for each type,
+  and PLANS_MIN for a type at least: fewer rows are made, and the average is over the likeliest numbers of nodes away.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import msgspec
@@ -22,7 +26,9 @@ from msgspec.structs import replace
 
 from unicrond.core.deciding.plans import FLOPS_MAX
 from unicrond.core.plan_problems import healthy_problem_of
-from unicrond.core.planning.solver import solve
+from unicrond.core.planning.pools import best_of_pools
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.policy import Policy
 from unicrond.core.state import ClusterState, Node, NodeStatus
 from unicrond.core.survey import Survey
@@ -33,6 +39,8 @@ DAY_S = 86_400
 KEPT_MAX = 16
 #: Numbers of nodes away that together are as rare are left out.
 RARE = 1e-6
+#: Of several types together, as many plans at most; and for each at least.
+PLANS_MAX, PLANS_MIN = 48, 12
 
 
 class KeptBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,19 +54,29 @@ class KeptBack(msgspec.Struct, frozen=True, kw_only=True):
     covered: float
 
 
-class Spares(msgspec.Struct, frozen=True, kw_only=True):
-    """`rows`: one for each number of nodes kept back, from 0. `pay`: the number that pays best.
+class TypeSpares(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the nodes of one type of GPU ("": not told). `rows`: one for each number of nodes kept back, from 0.
 
+    `pay`: the number that pays best.
     `next_node_waf`: what one more node would add to that number's `expected_waf`, training or waiting as pays best.
+    `counted`: the share of time that the averages are over, the least of all rows.
     """
 
+    gpu: str
     nodes: int
     node_mtbf_s: float
-    repair_s: float
     away: float
     rows: tuple[KeptBack, ...]
     pay: int
     next_node_waf: int
+    counted: float
+
+
+class Spares(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry for each type of GPU that nodes have."""
+
+    repair_s: float
+    types: tuple[TypeSpares, ...]
 
 
 def spares(state: ClusterState, policy: Policy, repair_s: float, mtbf_s: float = 0) -> Spares:
@@ -67,51 +85,91 @@ def spares(state: ClusterState, policy: Policy, repair_s: float, mtbf_s: float =
     Takes the time of some tens of plans. Raises ValueError without nodes, and where most of them would be away.
     """
     survey = Survey(state, policy)
-    if survey.types:
-        raise ValueError(
-            f"the nodes have GPUs of several types ({', '.join(survey.types)}); spares are told for one type"
-        )
     known = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
     if not known:
         raise ValueError("there are no nodes yet")
-    worker_mtbf_s = mtbf_s or survey.worker_mtbf_us / _SECOND_US
-    slots = sorted((node.slots for node in known), reverse=True)
-    usual = max(slots, key=lambda count: (slots.count(count), count))
-    one_more = [*slots, usual]
-    away = sum(slots) * repair_s / worker_mtbf_s
-    if away > len(slots) / 2:
-        rates = (
-            f"a node would fail once in {worker_mtbf_s / usual / 3600:.4g} h and be away for {repair_s / 3600:.4g} h"
+    rates = repair_s, mtbf_s or survey.worker_mtbf_us / _SECOND_US
+    if not survey.types:
+        return Spares(repair_s=repair_s, types=(_OfType(survey, known, (), rates).spares(survey.nodes.gpu),))
+    plans = max(PLANS_MIN, PLANS_MAX // len(survey.types))
+    once = cache(solve)  # the pools of the other types are the same in most of the plans
+    found = []
+    for gpu in survey.types:
+        own = [node for node in known if survey.gpus[node.name] == gpu]
+        others = [node for node in known if survey.gpus[node.name] != gpu]
+        found.append(_OfType(survey, own, others, rates, plans, once).spares(gpu))
+    return Spares(repair_s=repair_s, types=tuple(found))
+
+
+class _OfType:
+    """The question for the nodes `own`, beside `others`. `rates`: repair and MTBF of a worker, seconds."""
+
+    def __init__(
+        self,
+        survey: Survey,
+        own: Sequence[Node],
+        others: Sequence[Node],
+        rates: tuple[float, float],
+        plans: int = 0,
+        solve_pool: Callable[[Problem], Solution] = solve,
+    ) -> None:
+        self.survey, self.like, self.solve_pool = survey, own[0], solve_pool
+        self.others = {node.name: _whole(node, node.name, node.slots) for node in others}
+        self.repair_s, self.worker_mtbf_s = rates
+        #: A row asks for a plan without failures, and one for each number of nodes away; the next row mostly for the
+        #: same. The likeliest numbers away are others where fewer nodes train: by half of those kept back, at most.
+        self.kept_max = min(KEPT_MAX, plans // 4) if plans else KEPT_MAX
+        self.away_max = plans // 2 - 2 if plans else len(own) + 2
+        slots = sorted((node.slots for node in own), reverse=True)
+        self.usual = max(slots, key=lambda count: (slots.count(count), count))
+        self.total, self.one_more = len(slots), [*slots, self.usual]
+        self.waf = cache(self._waf)
+
+    def spares(self, gpu: str) -> TypeSpares:
+        """Raises ValueError where most nodes would be away."""
+        away = sum(self.one_more[: self.total]) * self.repair_s / self.worker_mtbf_s
+        if away > self.total / 2:
+            fails, repair = self.worker_mtbf_s / self.usual / 3600, self.repair_s / 3600
+            told = f"a node would fail once in {fails:.4g} h and be away for {repair:.4g} h"
+            raise ValueError(f"mtbf_s: {told}, so most nodes would be away; give a longer mtbf_s or a shorter repair_s")
+        table = [self._row(self.total, kept) for kept in range(min(self.total, self.kept_max + 1))]
+        best = max((row for row, _ in table), key=lambda row: (row.expected_waf, row.kept))
+        more = [self._row(self.total + 1, kept)[0] for kept in range(min(self.total + 1, self.kept_max + 1))]
+        return TypeSpares(
+            gpu=gpu,
+            nodes=self.total,
+            node_mtbf_s=self.worker_mtbf_s / self.usual,
+            away=away,
+            rows=tuple(row for row, _ in table),
+            pay=best.kept,
+            next_node_waf=max(row.expected_waf for row in more) - best.expected_waf,
+            counted=min(counted for _, counted in table),
         )
-        raise ValueError(f"mtbf_s: {rates}, so most nodes would be away; give a longer mtbf_s or a shorter repair_s")
 
-    @cache
-    def waf(count: int) -> int:
-        nodes = {f"{n}": _whole(known[0], f"{n}", size) for n, size in enumerate(one_more[:count])}
-        changed = Survey(replace(state, nodes=nodes), policy, survey)  # the curves are the same
-        return min(solve(healthy_problem_of(changed)).waf, FLOPS_MAX) if count else 0
-
-    def table(total: int) -> list[KeptBack]:
-        return [row(total, kept) for kept in range(min(total, KEPT_MAX + 1))]
-
-    def row(total: int, kept: int) -> KeptBack:
+    def _row(self, total: int, kept: int) -> tuple[KeptBack, float]:
+        """And the share of time that its average is over."""
         training = total - kept
-        away = poisson(sum(one_more[:training]) * repair_s / worker_mtbf_s, total)
-        expected = math.fsum(share * waf(min(training, total - count)) for count, share in enumerate(away) if share)
-        covered = min(1.0, math.fsum(away[: kept + 1]))
-        return KeptBack(kept=kept, waf=waf(training), expected_waf=round(expected), covered=covered)
+        away = poisson(sum(self.one_more[:training]) * self.repair_s / self.worker_mtbf_s, total)
+        likely = sorted(range(total + 1), key=lambda count: (-away[count], count))[: self.away_max]
+        counted = math.fsum(away[count] for count in likely)
+        there = ((away[count] / counted, min(training, total - count)) for count in sorted(likely) if away[count])
+        row = KeptBack(
+            kept=kept,
+            waf=self.waf(training),
+            expected_waf=round(math.fsum(share * self.waf(count) for share, count in there)),
+            covered=min(1.0, math.fsum(away[: kept + 1])),
+        )
+        return row, min(1.0, round(counted, 6))
 
-    rows = table(len(slots))
-    best = max(rows, key=lambda row: (row.expected_waf, row.kept))
-    return Spares(
-        nodes=len(slots),
-        node_mtbf_s=worker_mtbf_s / usual,
-        repair_s=repair_s,
-        away=away,
-        rows=tuple(rows),
-        pay=best.kept,
-        next_node_waf=max(row.expected_waf for row in table(len(slots) + 1)) - best.expected_waf,
-    )
+    def _waf(self, count: int) -> int:
+        """What the exact plan achieves with so many of these nodes."""
+        sizes = self.one_more[:count] or [0]  # a node without slots: the type is still there
+        own = {f" {n}": _whole(self.like, f" {n}", size) for n, size in enumerate(sizes)}  # no node has such a name
+        nodes = self.others | own
+        changed = Survey(replace(self.survey.state, nodes=nodes), self.survey.policy, self.survey)  # the same curves
+        problem = healthy_problem_of(changed)
+        found = best_of_pools(problem, self.solve_pool) if problem.pools else solve(problem)
+        return min(found.waf, FLOPS_MAX)
 
 
 def poisson(mean: float, most: int) -> list[float]:

@@ -33,6 +33,8 @@ DEFAULT_URL = "http://127.0.0.1:7470"
 TIMEOUT_S = 15.0
 #: Until the agents have looked at what doctor asks, beside the limit of the sums.
 _CHECKS_S = 300.0
+#: For some tens of plans, each of which may take a second in a large cluster with several types of GPU.
+_PLANS_S = 180.0
 #: Of the question which head leads, to each.
 _WHO_LEADS_S = 3.0
 RETRY_S = 0.5
@@ -155,11 +157,13 @@ class Client:
 
     def plan_table(self) -> dict[str, Any]:
         """What each next event would lead to: {"epoch", "rows": [what_if.Row]}."""
-        return self._object("GET", "/v1/plan/table")
+        with self._patient(_PLANS_S):
+            return self._object("GET", "/v1/plan/table")
 
     def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
         """How many nodes to keep back: core/spares.py. `mtbf_s`: of one worker; 0: as it is known."""
-        return self._object("GET", f"/v1/plan/spares?repair_s={repair_s}&mtbf_s={mtbf_s}")
+        with self._patient(_PLANS_S):
+            return self._object("GET", f"/v1/plan/spares?repair_s={repair_s}&mtbf_s={mtbf_s}")
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
         """The plan now, and the one that would be adopted were it so: {"now": Plan, "then": PlanAdopted}."""
@@ -228,12 +232,9 @@ class Client:
     def checks(self, library: str, limit_s: float | None = None) -> dict[str, Any]:
         """What the agents see of nodes, links and storage (display/doctor_nodes.py); takes a little longer than the
         sums between nodes, which may take `limit_s` (the coordinator's)."""
-        timeout_s, self._timeout_s = self._timeout_s, (limit_s or 0.0) + _CHECKS_S
         body = {"library": library, **({"limit_s": limit_s} if limit_s else {})}  # older coordinators know none
-        try:
+        with self._patient((limit_s or 0.0) + _CHECKS_S):
             return self._object("POST", "/v1/checks", body=body)
-        finally:
-            self._timeout_s = timeout_s
 
     def metrics(self) -> str:
         """Prometheus' text."""
@@ -321,11 +322,19 @@ class Client:
         self._find_leader()
         return self._open_here(method, path, body)
 
+    @contextlib.contextmanager
+    def _patient(self, timeout_s: float) -> Iterator[None]:
+        """Meanwhile an answer may take so long."""
+        usual_s, self._timeout_s = self._timeout_s, timeout_s
+        try:
+            yield
+        finally:
+            self._timeout_s = usual_s
+
     def _find_leader(self) -> None:
         """Point at the head that says that it leads; else at the first that answers."""
-        timeout_s, self._timeout_s = self._timeout_s, min(self._timeout_s, _WHO_LEADS_S)
         answering, troubles = "", []
-        try:
+        with self._patient(min(self._timeout_s, _WHO_LEADS_S)):
             for url in self.urls:
                 self._point_at(url)
                 try:
@@ -339,8 +348,6 @@ class Client:
                 if isinstance(told, dict) and told.get("leads"):
                     self._knows_leader = True
                     return
-        finally:
-            self._timeout_s = timeout_s
         self._knows_leader = False
         if not answering:
             raise NotReached(f"no coordinator at any of {', '.join(self.urls)}; {clean('; '.join(troubles))}")

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from unicrond.core.state import ClusterState
     from unicrond.ctl.plan_past import PastPlans
 
+#: Averages over less of the time than this say so.
+_NEARLY_ALL = 0.9995
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
@@ -167,6 +169,16 @@ def plan_spares(options: argparse.Namespace) -> None:
     if options.json:
         print_json(told)
         return
+    for n, one in enumerate(told["types"]):
+        if n:
+            print()
+        if len(told["types"]) > 1:
+            print(f"nodes of {one['gpu']}:" if one["gpu"] else "nodes that tell no type of GPU:")
+        _show_spares(one, told["repair_s"])
+
+
+def _show_spares(told: Mapping[str, Any], repair_s: float) -> None:
+    """Of one type of GPU."""
     full, rows = told["rows"][0]["waf"], []
     for row in told["rows"]:
         mark = "*" if row["kept"] == told["pay"] else ""
@@ -175,8 +187,10 @@ def plan_spares(options: argparse.Namespace) -> None:
     headers = ("kept back", "WAF while none is away", "WAF on average", "time with a spare for each that is away")
     show(Table(headers, tuple(rows), frozenset(headers), "there are no nodes"))
     away = f"{told['away']:.2g} of {told['nodes']} nodes are away on average"
-    rates = f"each fails once in {told['node_mtbf_s'] / 3600:.4g} h and is repaired in {told['repair_s'] / 3600:.4g} h"
+    rates = f"each fails once in {told['node_mtbf_s'] / 3600:.4g} h and is repaired in {repair_s / 3600:.4g} h"
     print(f"\n{away}: {rates}; WAF in percent of that of all nodes")
+    if told["counted"] < _NEARLY_ALL:
+        print(f"the averages are over {100 * told['counted']:.1f} % of the time, the likeliest numbers of nodes away")
     print(_advice(told, full))
 
 
