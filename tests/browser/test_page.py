@@ -14,6 +14,8 @@ from replay.views.page_server import PageServer
 from tests.browser.chromium import MISSING, Page, browsing, chromium
 from tests.replay.logs import troubled
 from tests.unicrond.serving import Served, healed_cluster, serving
+from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
+from tests.unicrond.test_gpu_types import cluster_of as types_of
 from unicrond.intake.config import ApiConfig, Config
 from unicrond.intake.tokens import Scope, line_of, make_token
 
@@ -65,6 +67,22 @@ async def test_live(tmp_path: Path) -> None:
         await page.size(390, 800)
         assert await page.js("document.documentElement.scrollWidth") <= 400
         assert {url.split("/")[2] for url in page.requests if url.startswith("http")} == {served.url.split("/")[2]}
+        assert page.errors == []
+
+
+async def test_types_of_gpu(tmp_path: Path) -> None:
+    """A node's type is told of it, tasks' where there are several."""
+    cluster = with_task(types_of(1, 2, 1))
+    async with serving(tmp_path, list(cluster.log)) as served, browsing() as page:
+        await page.open(served.url + "/")
+        await page.until("document.querySelector('#health').innerText.startsWith('live')")
+        await page.js(FIND_N2.replace("n2", "fast0"))
+        await page.until(f"document.querySelector('#main').innerText.includes('2 slots of {FAST}')")
+        column = "[...document.querySelectorAll('#main table')].some((one) => one.innerText.includes(%r))"
+        await page.js("location.hash = 'tasks'")
+        await page.until(column % FAST)
+        await seen(page, "plan", f"big 4 on {SLOW}")
+        assert await page.js(column % f"\t{FAST}"), "of the plan that is"
         assert page.errors == []
 
 

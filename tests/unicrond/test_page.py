@@ -10,8 +10,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from events import vocabulary as v
 from replay.cli import main as replay_main
 from tests.unicrond.serving import healed_cluster, serving
+from tests.unicrond.test_gpu_types import FAST, SLOW, with_task
+from tests.unicrond.test_gpu_types import cluster_of as types_of
 from unicrond.core.work import iteration_flop
 from unicrond.ctl.main import main as ctl_main
 from unicrond.intake.config import ApiConfig, Config
@@ -83,6 +86,20 @@ async def test_the_view_says_what_the_state_does(tmp_path: Path) -> None:
     }
     assert placed == {(row["node"], int(row["worker"].split(".")[1])) for row in ranks}
     assert [row["rank"] for row in ranks] == [0, 1, 2] and all(row["in_group"] for row in ranks)
+
+
+def test_the_type_of_gpu_is_shown_of_a_node_and_where_there_are_several_of_a_task() -> None:
+    alike = view(with_task(types_of(1, 2, 0)).state)
+    assert {node.get("gpu") for node in alike["nodes"]} == {SLOW}
+    assert not any("gpu" in one for one in (*alike["tasks"], *alike["plan"]["tasks"]))
+    assert not any("gpu" in node for node in view(healed_cluster().state)["nodes"])
+    cluster = with_task(types_of(1, 2, 1))
+    told = view(cluster.state)
+    assert {node["name"]: node["gpu"] for node in told["nodes"]} == {"slow0": SLOW, "slow1": SLOW, "fast0": FAST}
+    assert [task["gpu"] for task in told["tasks"]] == [share["gpu"] for share in told["plan"]["tasks"]] == [FAST]
+    cluster.append(v.TaskCancelled(task="big", reason="test"), "api", cluster.state.term)
+    cluster.run()
+    assert [task["gpu"] for task in view(cluster.state)["tasks"]] == [""], "a task that has ended is on none"
 
 
 def test_texts_that_may_hold_a_secret_are_hidden() -> None:

@@ -3,8 +3,9 @@
     {"seq", "now_us", "term", "nodes", "tasks", "incidents", "plan"}
 
 Workers stand with their nodes as [task, number, rank, status]: the task's place in `tasks`, the rank -1 for one that is
-no member. A task's ranks, with what each does, are asked for one task at a time (`ranks_of`); the end of a worker's log
-is with its events. `hide`: what becomes of a text that may hold a secret.
+no member. Nodes that tell a type of GPU have it (`gpu`); tasks and the plan's shares where there are several. A task's
+ranks, with what each does, are asked for one task at a time (`ranks_of`); the end of a worker's log is with its events.
+`hide`: what becomes of a text that may hold a secret.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unicrond.core.departures import told as told_of
+from unicrond.core.gpu_types import of_assignment, of_members, told_types
 from unicrond.core.isolation import waits_for
 from unicrond.core.severity import RESPONSE
 from unicrond.core.state import ClusterState, Incident, Node, NodeStatus, Task, TaskStatus
@@ -27,6 +29,7 @@ CLOSED_SHOWN = 200
 def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any]:
     """The whole of it."""
     places = {name: number for number, name in enumerate(state.tasks)}
+    several = bool(told_types(state.nodes.values())[1])
     workers: dict[str, list[list[Any]]] = {}
     for task in state.tasks.values():
         ranks = _ranks(task)
@@ -39,11 +42,11 @@ def view(state: ClusterState, hide: Callable[[str], str] = str) -> dict[str, Any
         "now_us": state.now_us,
         "term": state.term,
         "nodes": [_node(state, node, workers.get(node.name, []), hide) for node in state.nodes.values()],
-        "tasks": [_task(state, task, hide) for task in state.tasks.values()],
+        "tasks": [_task(state, task, hide) | _gpu(state, task, several) for task in state.tasks.values()],
         "incidents": [_incident(one, hide) for one in (*state.closed[-CLOSED_SHOWN:], *state.incidents.values())],
         "incidents_total": state.incidents_total,
         "linear_flops": LINEAR_FLOPS,
-        "plan": _plan(state),
+        "plan": _plan(state, several),
     }
 
 
@@ -91,7 +94,15 @@ def _node(state: ClusterState, node: Node, workers: list[list[Any]], hide: Calla
         told["reason"] = hide("; ".join(filter(None, (waits, node.reason or node.cordon_reason, told_of(node)))))
     if node.status is NodeStatus.UP:
         told["address"] = node.address
+    if node.gpu:
+        told["gpu"] = node.gpu
     return told
+
+
+def _gpu(state: ClusterState, task: Task, several: bool) -> dict[str, str]:
+    """The type of GPU that its group is on, where there are several."""
+    members = task.membership.members if task.membership and task.status is TaskStatus.ACTIVE else ()
+    return {"gpu": of_members(state, members)} if several else {}
 
 
 def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def _incident(incident: Incident, hide: Callable[[str], str]) -> dict[str, Any]:
     }
 
 
-def _plan(state: ClusterState) -> dict[str, Any]:
+def _plan(state: ClusterState, several: bool) -> dict[str, Any]:
     plan = state.plan
     return {
         "epoch": plan.epoch,
@@ -170,6 +181,7 @@ def _plan(state: ClusterState) -> dict[str, Any]:
                 "workers": share.workers,
                 "waf": float(share.waf),
                 "healthy": plan.healthy.get(name, 0),
+                **({"gpu": of_assignment(state.nodes, share) or ""} if several else {}),
             }
             for name, share in plan.assignments.items()
         ],

@@ -43,8 +43,9 @@ export class Cluster {
     this.paint();
     this.tell();
     const out = view.nodes.filter((node) => node.status !== "up");
-    show(this.trouble, out.length ? [h("h2", {}, "Nodes that are not up"), table(["node", "status", "reason"], out.slice(0, 100).map((node) => [
-      node.name, h("span", { class: STATUS[node.status] }, node.status), h("td", { class: "wide" }, node.reason || "-")]), (row) => this.choose(out[row])),
+    const types = view.nodes.some((node) => node.gpu);
+    show(this.trouble, out.length ? [h("h2", {}, "Nodes that are not up"), table(["node", "status", ...(types ? ["GPU"] : []), "reason"], out.slice(0, 100).map((node) => [
+      node.name, h("span", { class: STATUS[node.status] }, node.status), ...(types ? [node.gpu ?? "-"] : []), h("td", { class: "wide" }, node.reason || "-")]), (row) => this.choose(out[row])),
     out.length > 100 && h("p", { class: "faint" }, `and ${out.length - 100} more`)] : []);
   }
 
@@ -107,7 +108,7 @@ export class Cluster {
     return column < columns ? this.view.nodes[row * columns + column] : undefined;
   }
 
-  text(node) { return node ? `${node.name}: ${node.status}, ${node.workers.length} of ${node.slots} slots${node.reason ? `; ${node.reason}` : ""}` : ""; }
+  text(node) { return node ? `${node.name}: ${node.status}, ${node.workers.length} of ${node.slots} slots${node.gpu ? ` of ${node.gpu}` : ""}${node.reason ? `; ${node.reason}` : ""}` : ""; }
 
   key(event) {
     const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.grid.columns, ArrowUp: -this.grid.columns }[event.key];
@@ -130,7 +131,7 @@ export class Cluster {
     if (seen === this.told && !anew) return;
     this.told = seen;
     show(this.details, node && h("div", { class: "panel" }, h("h3", {}, `${node.name} `, h("span", { class: STATUS[node.status] }, node.status)),
-      node.reason && h("p", {}, node.reason), h("p", { class: "faint" }, `${node.slots} slots${node.address ? ` at ${node.address}` : ""}`),
+      node.reason && h("p", {}, node.reason), h("p", { class: "faint" }, `${node.slots} slots${node.gpu ? ` of ${node.gpu}` : ""}${node.address ? ` at ${node.address}` : ""}`),
       node.workers.length ? table(["worker", "#rank", "status"], node.workers.map(([task, number, rank, status]) => {
         const name = this.view.tasks[task].name;
         return [h("a", { href: `#ranks/${encodeURIComponent(name)}` }, `${name}.${number}`), rank < 0 ? "-" : rank, status];

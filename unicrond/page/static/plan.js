@@ -24,12 +24,12 @@ export class Plan {
 
   draw(view) {
     if (this.seen === `${view.plan.epoch}/${view.seq}`) return;
-    const { plan } = view;
+    const { plan } = view, types = plan.tasks.some((one) => one.gpu !== undefined); // nodes have several types of GPU
     this.seen = `${plan.epoch}/${view.seq}`;
     if (this.names.childElementCount !== view.nodes.length) show(this.names, view.nodes.map((node) => h("option", { value: node.name })));
     show(this.now, h("h2", {}, plan.epoch ? `Plan ${plan.epoch}` : "No plan yet"), plan.epoch ? [
       h("p", {}, h("b", {}, plan.trigger), ". ", plan.reason), plan.why && h("p", {}, `Why: ${plan.why}`), h("p", { class: "faint" }, `adopted ${moment(plan.adopted_us)}, ${WAYS[plan.way] ?? plan.way} in ${span(plan.took_us)}; WAF ${worth(view, plan.waf, workersOf(plan.tasks))} of ${worth(view, plan.healthy_waf, Object.fromEntries(plan.tasks.map((one) => [one.task, one.healthy])))} in health`),
-      table(["task", "#workers", "#in health", "#WAF"], plan.tasks.map((one) => [one.task, one.workers, one.healthy, worth(view, one.waf, { [one.task]: one.workers })]))] : []);
+      table(["task", "#workers", "#in health", "#WAF", ...(types ? ["GPU"] : [])], plan.tasks.map((one) => [one.task, one.workers, one.healthy, worth(view, one.waf, { [one.task]: one.workers }), ...(types ? [one.gpu || "-"] : [])]))] : []);
     if (this.epoch !== plan.epoch && !this.source.replay) { this.epoch = plan.epoch; this.foresee(); }
   }
 
@@ -37,7 +37,7 @@ export class Plan {
     try {
       const { rows } = await this.source.ask("v1/plan/table");
       show(this.foreseen, h("h2", {}, "Should this come next"), table(["event", "of", "#WAF then", "workers"], rows.map((row) => [
-        row.event, `${row.subject}${row.nodes.length ? ` and ${row.nodes.length} alike` : ""}`, worth(this.source.view, row.waf, row.workers), Object.entries(row.workers).map(([task, count]) => `${task} ${count}`).join(", ")])));
+        row.event, `${row.subject}${row.nodes.length ? ` and ${row.nodes.length} alike` : ""}`, worth(this.source.view, row.waf, row.workers), Object.entries(row.workers).map(([task, count]) => `${task} ${count}${row.gpus?.[task] ? ` on ${row.gpus[task]}` : ""}`).join(", ")])));
     } catch { this.epoch = -1; /* not made yet: with the next view again */ }
   }
 
