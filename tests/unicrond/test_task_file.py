@@ -494,3 +494,32 @@ def test_the_model_fills_in_further_types() -> None:
     tight = text.replace("tp: 4", "tp: 1").replace("min_workers: 4", "min_workers: 1")
     one = loads(tight + "throughput_model: {model: gpt3-7b, gpu: h200-141g, also: [a100-40g]}")
     assert one.gpus[0].layouts[0].throughput == {"1": 0}
+
+
+def test_the_layouts_are_the_best_on_any_type() -> None:
+    """What one GPU of the main type holds is cut among several of the other, and nowhere faster on the main one."""
+    text = "name: t\nmin_workers: 1\nmax_workers: 64\nmicro_batch: 1\nnumerics: follow\n"
+    model = "throughput_model: {model: gpt3-7b, gpu: h200-141g"
+    alone, both = loads(text + model + "}"), loads(text + model + ", also: [a100-40g]}")
+    cuts = [{(one.tp, one.pp) for one in spec.layouts} | {(spec.tp, spec.pp)} for spec in (alone, both)]
+    further = cuts[1] - cuts[0]
+    assert cuts[0] < cuts[1]
+    assert (both.tp, both.pp, both.throughput, both.min_workers) == (
+        alone.tp, alone.pp, alone.throughput, alone.min_workers,
+    )  # fmt: skip
+    (other,) = both.gpus
+    tables = {(one.tp, one.pp): one.throughput for one in other.layouts}
+    assert set(tables) == cuts[1]
+    assert all(any(tables[cut].values()) for cut in further)
+    best = {n: max(table.get(n, 0) for table in tables.values()) for table in tables.values() for n in table}
+    assert any(best[n] > max(tables[cut].get(n, 0) for cut in cuts[0]) for n in best), "faster with them"
+
+
+def test_a_layout_that_the_main_type_has_no_room_for_achieves_nothing_there() -> None:
+    text = "name: t\ntp: 8\npp: 1\nlayouts: [{tp: [1, 8]}]\nmin_workers: 8\nmax_workers: 16\nmicro_batch: 1\n"
+    text += "numerics: follow\n"
+    spec = loads(text + "throughput_model: {model: gpt3-7b, gpu: a100-40g, also: [h200-141g]}")
+    main = {(one.tp, one.pp): one.throughput for one in spec.layouts}
+    there = {(one.tp, one.pp): one.throughput for one in spec.gpus[0].layouts}
+    assert main[1, 1] == {"1": 0} and any(main[8, 1].values())
+    assert any(there[1, 1].values())

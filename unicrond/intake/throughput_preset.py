@@ -6,6 +6,7 @@ Rules
   (`layouts.py`), with its global_batch, micro_batch and seq.
 * What the task leaves out of `model` and `global_batch` is the preset's. What it gives must agree: an iteration
   must be worth the same FLOP by both, or measured times would be held against another model's.
+* Kept are the layouts that are the best for some number of workers on any of the types of GPU that it names.
 * Feasible is what has room for the gradients of the task's numerics as well, a loss being healed among them
   (`unicrond/core/gradient_memory.py`).
 """
@@ -13,7 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +30,8 @@ from unicrond.intake.layouts import with_layouts
 FIELD = "throughput_model"
 #: A task's FLOP per iteration may differ so much from its preset's: models of one size differ in details.
 _AGREE = 0.15
+#: T of each layout, by workers.
+_Tables: TypeAlias = Mapping[Shape, Mapping[str, int]]
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,10 +102,9 @@ def on_others(spec: TaskSpec, preset: Preset, sizes: Mapping[Shape, int]) -> Tas
     """The task with T on the preset's further types of GPU, for each of its layouts: 0 where it fits nowhere."""
     shapes = list(dict.fromkeys([Shape(spec.tp, spec.pp), *(Shape(one.tp, one.pp) for one in spec.layouts)]))
     gpus = []
-    for gpu in preset.also:
-        tables = _tables(spec, replace(preset, gpu=gpu), shapes, sizes)
+    for gpu, tables in zip(preset.also, _on_also(spec, preset, shapes, sizes), strict=True):
         layouts = [
-            LayoutSpec(tp=shape.tp, pp=shape.pp, throughput=tables[shape] or {str(shape.workers): 0})
+            LayoutSpec(tp=shape.tp, pp=shape.pp, throughput=tables[shape] or _nothing(shape))
             for shape in shapes
             if shape.workers <= spec.max_workers
         ]
@@ -124,8 +126,8 @@ def _chosen(
     tables = _tables(narrow, preset, shapes, sizes)
     if not is_free and not tables[own]:
         return None
-    kept = _kept(tables, own, is_free=is_free)
-    if not kept:
+    kept = _kept([tables, *_on_also(narrow, preset, shapes, sizes)], own, is_free=is_free)
+    if not any(tables[shape] for shape in kept):
         return None
     replicas = min(spec.max_workers // min(shape.workers for shape in kept), fewest)
     wide = _in_lanes(spec, replicas)
@@ -136,20 +138,35 @@ def _chosen(
         spec = narrow
         most = {shape: (spec.lanes or replicas) * shape.workers for shape in kept}
         tables = {one: {n: flops for n, flops in tables[one].items() if int(n) <= most[one]} for one in kept}
-    kept = _kept(tables, own, is_free=is_free)
-    if not kept:
+    kept = _kept([tables, *_on_also(spec, preset, kept, sizes)], own, is_free=is_free)
+    if not any(tables[shape] for shape in kept):
         return None
     if is_free:
-        own = max(kept, key=lambda one: max((int(workers), flops) for workers, flops in tables[one].items()))
+        most_of = {one: max(((int(n), flops) for n, flops in tables[one].items()), default=(0, 0)) for one in kept}
+        own = max(kept, key=lambda one: most_of[one])
         kept = list(dict.fromkeys([own, *kept]))
+    tables = {shape: tables[shape] or _nothing(shape) for shape in kept}
     micro_batch = sizes.get(own, spec.micro_batch)
     spec = replace(spec, tp=own.tp, pp=own.pp, micro_batch=micro_batch, throughput=tables[own])
     return with_layouts(spec, kept, tables, sizes)
 
 
-def _kept(tables: Mapping[Shape, Mapping[str, int]], own: Shape, *, is_free: bool) -> list[Shape]:
-    best = worth(tables)
+def _kept(on_types: Sequence[_Tables], own: Shape, *, is_free: bool) -> list[Shape]:
+    """The layouts that are worth it on any type of GPU; the main type's first."""
+    best = list(dict.fromkeys([shape for tables in on_types for shape in worth(tables)]))
     return best if is_free else list(dict.fromkeys([own, *best]))
+
+
+def _on_also(
+    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int]
+) -> list[dict[Shape, dict[str, int]]]:
+    """T of each layout, by workers, on each further type of GPU."""
+    return [_tables(spec, replace(preset, gpu=gpu), shapes, sizes) for gpu in preset.also]
+
+
+def _nothing(shape: Shape) -> dict[str, int]:
+    """T of a layout that fits nowhere."""
+    return {str(shape.workers): 0}
 
 
 def _in_lanes(spec: TaskSpec, lanes: int) -> TaskSpec:
@@ -197,7 +214,7 @@ def _tables(
     return found
 
 
-def worth(tables: Mapping[Shape, Mapping[str, int]]) -> list[Shape]:
+def worth(tables: _Tables) -> list[Shape]:
     """The layouts that are the best for some number of workers, and better than any for fewer."""
     by_count: dict[int, tuple[int, Shape]] = {}
     for shape, table in tables.items():
