@@ -14,11 +14,26 @@ from events.lease import Held, MemoryLease
 from replay.simulation.log_client import Endpoint
 from replay.simulation.log_server import LogServer
 from replay.simulation.planting import Mutant, patch, patch_fold
-from unicrond.core import admission, blame, changes, departures, fold, isolation, leadership, reconcile, state
+from unicrond.core import (
+    admission,
+    blame,
+    changes,
+    departures,
+    fold,
+    isolation,
+    leadership,
+    plan_problems,
+    reconcile,
+    state,
+)
 from unicrond.core.deciding import copies, memberships, readmission, staff
+from unicrond.core.deciding import plans as deciding_plans
 from unicrond.core.deciding.batch import Batch
 from unicrond.core.folding import deadlines, incidents, plans, strikes
 from unicrond.core.leadership import Candidacy
+from unicrond.core.planning.placement import place
+from unicrond.core.planning.problem import Pool
+from unicrond.core.planning.seating import seats_of
 from unicrond.core.state import NodeStatus
 from unicrond.service import coordinator, follower
 
@@ -256,6 +271,30 @@ def _keep_an_old_choice() -> None:
     patch(plans, "_layout_chosen", make)
 
 
+def _mix_types() -> None:
+    def make(_: Any) -> Any:
+        return lambda counts, shapes, nodes, current, types: place(counts, shapes, nodes, current)
+
+    patch(deciding_plans, "place_apart", make)
+
+
+def _one_pool_is_all() -> None:
+    """The first type's pool has the slots of all."""
+
+    def make(room: Any) -> Any:
+        def wide(survey: Any, slots: Any, tasks: Any) -> Any:
+            told = room(survey, slots, tasks)
+            if not told["pools"]:
+                return told
+            first, *others = told["pools"]
+            seats = seats_of(slots) if first.seats else ()
+            return {**told, "pools": (Pool(first.gpu, sum(slots.values()), seats), *others)}
+
+        return wide
+
+    patch(plan_problems, "_room", make)
+
+
 def _readmit_unchecked() -> None:
     def make(phase: Any) -> Any:
         def trusting(known: Any, node: Any) -> Any:
@@ -343,6 +382,8 @@ HEAD_MUTANTS: dict[str, Mutant] = {
     "tell_no_peers": Mutant("copies of states ignore nodes that joined or left", _tell_no_peers),
     "hurry_a_handover": Mutant("a worker is stopped before it has handed its state over", _hurry_a_handover),
     "keep_an_old_choice": Mutant("a task gets the layout of an older plan", _keep_an_old_choice),
+    "mix_types": Mutant("workers of a task are placed on any type of GPU", _mix_types),
+    "one_pool_is_all": Mutant("the plan takes all nodes for the first type's", _one_pool_is_all),
     "readmit_unchecked": Mutant("an isolated node returns without a check", _readmit_unchecked),
     "believe_any_check": Mutant("a failed health check counts as passed", _believe_any_check),
     "check_what_needs_hands": Mutant("a node that needs a reboot returns after a check alone", _check_what_needs_hands),

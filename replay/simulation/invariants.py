@@ -40,6 +40,7 @@ RULES: dict[str, str] = {
     "state_is_sound": "The coordinator's own invariants hold after every entry.",
     "symptoms_are_no_incidents": "A broken connection opens no second incident of the same generation.",
     "plan_within_healthy_nodes": "A plan uses healthy nodes only, and no more than their slots.",
+    "types_stay_apart": "A plan has all replicas of a task on one type of GPU.",
     "commands_can_be_read": "Commands use a schema that the agent reads and the coordinator may write.",
     "cordoned_nodes_stay_empty": "No worker starts on a cordoned node.",
     "innocents_stay": "No node without a fault is clearly to blame for broken connections.",
@@ -202,11 +203,17 @@ def plan_within_healthy_nodes(known: ClusterState, plan: v.PlanAdopted) -> str:
         healthy = node is not None and node.status is NodeStatus.UP and not node.isolated
         if node is None or not healthy or count > node.slots:
             return f"plan {plan.epoch} puts {count} workers on {name}, which is {node}"
-    several = known.schema >= GPU_TYPES and told_types(known.nodes.values())[1]
-    for each in assignments:
-        types = {known.nodes[node].gpu for nodes in each.replicas for node in nodes}
-        if several and len(types) > 1:
-            return f"plan {plan.epoch} puts {each.task} on several types of GPU: {sorted(types)}"
+    return ""
+
+
+def types_stay_apart(known: ClusterState, plan: v.PlanAdopted) -> str:
+    """`known`: the state that the plan was made in."""
+    if known.schema < GPU_TYPES or not told_types(known.nodes.values())[1]:
+        return ""
+    for each in map(expanded, plan.assignments):
+        types = sorted({known.nodes[node].gpu for nodes in each.replicas for node in nodes})
+        if len(types) > 1:
+            return f"plan {plan.epoch} puts {each.task} on several types of GPU: {', '.join(types)}"
     return ""
 
 

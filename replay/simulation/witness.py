@@ -118,6 +118,7 @@ class Witness:
         if isinstance(event, v.PlanAdopted):
             known = self.states[envelope.based_on]
             self.broke("plan_within_healthy_nodes", rules.plan_within_healthy_nodes(known, event))
+            self.broke("types_stay_apart", rules.types_stay_apart(known, event))
         if isinstance(event, v.NodeIsolated) and envelope.term == before.term:
             known = self.states[envelope.based_on]
             story = rules.innocents_stay(known, event, self.touched, self.bad_ends, self.strikes_max)

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from events import vocabulary as v
+from replay.simulation.invariants import types_stay_apart
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_layouts import lose
 from unicrond.core.gpu_types import on_type, spec_on, told_types
@@ -262,3 +263,19 @@ def test_in_health_the_task_is_on_its_better_type() -> None:
     assert plan.healthy_gpus == {"big": FAST}
     assert cluster.state.ledger.healthy == plan.healthy_waf == 1200
     assert plan.waf == 200
+
+
+def test_the_simulation_sees_a_plan_that_mixes_types() -> None:
+    """Only where there are several: what is not told is no type beside one that is."""
+    cluster = with_task(cluster_of(1, 2, 1))
+    plan = v.PlanAdopted(
+        epoch=9, waf=1, basis="", trigger="", reason="",
+        assignments=(v.TaskAssignment(task="big", workers=2, replicas=(("slow0",), ("fast0",)), waf=1),),
+    )  # fmt: skip
+    assert "big on several types of GPU: a100-80g, h100-80g" in types_stay_apart(cluster.state, plan)
+    apart = replace(plan.assignments[0], replicas=(("slow0",), ("slow1",)))
+    assert not types_stay_apart(cluster.state, replace(plan, assignments=(apart,)))
+    untold = replace(
+        cluster.state, nodes=cluster.state.nodes | {"fast0": replace(cluster.state.nodes["fast0"], gpu="")}
+    )
+    assert not types_stay_apart(untold, plan)
