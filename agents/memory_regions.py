@@ -106,7 +106,7 @@ class MemoryRegions:
                         generation=head.generation,
                         origin=node,
                         size_bytes=head.size_bytes,
-                        shards=head.tp * head.pp,
+                        shards=head.layout.workers,
                     )
                 )
         return found

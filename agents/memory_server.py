@@ -263,7 +263,7 @@ class MemoryServer:
             raise _Refusal("the agent is ending") from None
 
     def _give(self, connection: socket.socket, memory: Memory, wanted: Fetch) -> None:
-        with memory.reading(wanted.iteration, (wanted.tp, wanted.pp)) as found:
+        with memory.reading(wanted.iteration, wanted.layout) as found:
             if found is None:
                 raise _Refusal(f"iteration {wanted.iteration} is not in memory, or is being overwritten")
             head, view = found
@@ -298,7 +298,7 @@ class MemoryServer:
             generation=head.generation,
             origin=push.origin,
             size_bytes=head.size_bytes,
-            shards=head.tp * head.pp,
+            shards=head.layout.workers,
             duration_us=int((time.monotonic() - started) * 1e6),
         )
         assert self._loop is not None

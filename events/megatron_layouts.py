@@ -1,12 +1,14 @@
-"""Which tp and pp a command line of Megatron-LM can be restarted in, beside the ones that its flags give.
+"""Which layouts a command line of Megatron-LM can be restarted in, beside the one that its flags give.
 
 Rules
 -----
 * Nothing is said against the flags' own layout: that is Megatron's affair.
 * Another must divide what Megatron divides. The vocabulary is padded as for the flags' own tp, so that the model is the
   same in every layout (`agents/trainer/megatron/flags.py`), and must divide as it was padded.
-* What cuts the stages by hand binds pp, what needs a certain tp binds that. Of some kinds of models and states nobody
-  has tried whether they can be cut anew: a person may ask for that, `auto` does not (`untried`).
+* What cuts the stages by hand binds pp and vpp, what needs a certain tp binds that. Of some kinds of models and states
+  nobody has tried whether they can be cut anew: a person may ask for that, `auto` does not (`untried`).
+* A stage's layers divide among its vpp chunks; Megatron interleaves from two stages on, without overlap of their
+  communication from three. Experts divide over ep of a tensor-parallel group's workers; each is cut in tp / ep there.
 
 Pure.
 """
@@ -17,11 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from events.megatron_lm import BadFlags, CommandLine
+from events.megatron_lm import BadFlags, CommandLine, degrees
+from events.shape import Shape
 
 #: The script whose states have been cut anew.
 _TRIED_SCRIPT = "pretrain_gpt.py"
-_BIND_TP = ("--tp-comm-overlap", "--expert-tensor-parallel-size", "--distribute-saved-activations")
+_BIND_TP = ("--tp-comm-overlap", "--distribute-saved-activations")
 _BIND_PP = (
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
@@ -30,12 +33,12 @@ _BIND_PP = (
     "--decoupled-lr",
     "--defer-embedding-wgrad-compute",
     "--mtp-num-layers",
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
     "--pipeline-model-parallel-layout",
     "--pipeline-model-parallel-split-rank",
     "--standalone-embedding-stage",
 )
+#: With these Megatron's stages are not interleaved here (`agents/trainer/megatron/flags.py`).
+_NOT_INTERLEAVED = ("--num-experts", "--mtp-num-layers")
 #: Formats of Megatron's own checkpoints that one layout has written and no other can read.
 _RIGID_FORMATS = ("torch", "torch_dcp", "zarr")
 _ANY_LAYOUT = "torch_dist"
@@ -66,12 +69,16 @@ _UNTRIED = (
 class LayoutRules:
     """What one command line says. `divided_by_tp`, `divided_by_pp`: sizes, by the words that name them. `binding_tp`,
     `binding_pp`: flags with which tp or pp stays as it is. `untried`: why `auto` chooses no other, "" where it may.
-    `experts`: of a layer of experts, 1 without."""
+    `layers`, `experts`: how many; 1 expert where a layer has none. `experts_divided`: sizes that tp / ep must divide.
+    `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: the flag that rules out vpp, ep above 1."""
 
-    tp: int
-    pp: int
+    own: Shape
     divided_by_tp: tuple[tuple[str, int], ...]
-    divided_by_pp: tuple[tuple[str, int], ...]
+    experts_divided: tuple[tuple[str, int], ...]
+    layers: int
+    fewest_stages: int
+    bars_vpp: str
+    bars_ep: str
     binding_tp: tuple[str, ...]
     binding_pp: tuple[str, ...]
     needs_sequence_parallel: bool
@@ -79,24 +86,56 @@ class LayoutRules:
     untried: str
     experts: int
 
-    def problem(self, tp: int, pp: int) -> str:
+    def problem(self, shape: Shape) -> str:
         """Why it cannot be restarted so, as one line that names the flag; "" where nothing is known against it."""
-        return next(self._problems(tp, pp), "")
+        return next(self._problems(shape), "")
 
-    def _problems(self, tp: int, pp: int) -> Iterator[str]:
-        if (tp, pp) == (self.tp, self.pp):
+    def nearest(self, tp: int, pp: int) -> Shape:
+        """With this tp and pp, the nearest to the flags' own: no more chunks, experts over no more workers."""
+        own = self.own
+        tried = (Shape(tp, pp, vpp, ep) for vpp in range(own.vpp, 0, -1) for ep in range(own.ep, 0, -1))
+        return next((shape for shape in tried if not self.problem(shape)), Shape(tp, pp))
+
+    def _problems(self, shape: Shape) -> Iterator[str]:
+        tp, pp, vpp, ep, _ = shape
+        own = self.own
+        if shape == own:
             return
         if self.rigid:
-            yield f"{self.rigid}; keep tp {self.tp}, pp {self.pp}"
-        for name, now, own, binding in (("tp", tp, self.tp, self.binding_tp), ("pp", pp, self.pp, self.binding_pp)):
-            if now != own and binding:
-                yield f"{binding[0]}: binds {name} to {own}; keep that"
+            yield f"{self.rigid}; keep {own}"
+        bound = (("tp", tp, own.tp, self.binding_tp), ("pp", pp, own.pp, self.binding_pp))
+        for name, now, kept, binding in (*bound, ("vpp", vpp, own.vpp, self.binding_pp)):
+            if now != kept and binding:
+                yield f"{binding[0]}: binds {name} to {kept}; keep that"
         if tp > 1 and self.needs_sequence_parallel:
             yield "--num-experts: with tp above 1 they need --sequence-parallel; add it, or use tp 1"
-        for name, now, sizes in (("tp", tp, self.divided_by_tp), ("pp", pp, self.divided_by_pp)):
-            for flag, size in sizes:
-                if size % now:
-                    yield f"{flag}: {size} does not divide among {name} ({now}); use another {name}"
+        for flag, size in self.divided_by_tp:
+            if size % tp:
+                yield f"{flag}: {size} does not divide among tp ({tp}); use another tp"
+        if self.layers % pp:
+            yield f"--num-layers: {self.layers} does not divide among pp ({pp}); use another pp"
+        if vpp > 1:
+            yield from self._uninterleaved(pp, vpp)
+        yield from self._experts_apart(tp, ep)
+
+    def _uninterleaved(self, pp: int, vpp: int) -> Iterator[str]:
+        if self.bars_vpp:
+            yield f"{self.bars_vpp}: not with virtual pipeline stages yet; use vpp 1"
+        if pp < self.fewest_stages:
+            yield f"vpp: {vpp} chunks of a stage are interleaved from pp {self.fewest_stages} on; use vpp 1"
+        if self.layers // pp % vpp:
+            yield f"--num-layers: {self.layers // pp} of a stage do not divide among vpp ({vpp}); use another vpp"
+
+    def _experts_apart(self, tp: int, ep: int) -> Iterator[str]:
+        if ep > 1 and self.bars_ep:
+            yield f"{self.bars_ep}; use ep 1"
+        if tp % ep:
+            yield f"ep: {ep} does not divide tp ({tp}), whose workers share the experts; use another ep"
+        elif self.experts % ep:
+            yield f"--num-experts: {self.experts} do not divide among ep ({ep}); use another ep"
+        for flag, size in self.experts_divided:
+            if size % (tp // ep or 1):
+                yield f"{flag}: {size} does not divide among tp / ep ({tp // ep}); use another tp or ep"
 
 
 def of_args(args: Sequence[str]) -> LayoutRules | None:
@@ -113,16 +152,19 @@ def _of_args(args: tuple[str, ...]) -> LayoutRules | None:
 
 
 def _read(line: CommandLine) -> LayoutRules:
-    tp = line.number("--tensor-model-parallel-size", default=1)
+    told = degrees(line)
     experts = line.number("--num-experts", default=1)
     rigid = ""
     if "--load" in line.flags and (form := line.text("--ckpt-format", default=_ANY_LAYOUT)) in _RIGID_FORMATS:
         rigid = f"--ckpt-format: checkpoints of {form} are read in the layout that wrote them alone"
     return LayoutRules(
-        tp=tp,
-        pp=line.number("--pipeline-model-parallel-size", default=1),
-        divided_by_tp=tuple(_divided_by_tp(line, tp)),
-        divided_by_pp=(("--num-layers", line.number("--num-layers", "--encoder-num-layers")),),
+        own=told,
+        divided_by_tp=tuple(_divided_by_tp(line, told.tp)),
+        experts_divided=tuple(_sizes(line, ("--moe-ffn-hidden-size",))) if experts > 1 else (),
+        layers=line.number("--num-layers", "--encoder-num-layers"),
+        fewest_stages=3 if "--no-overlap-p2p-communication" in line.flags else 2,
+        bars_vpp=next((flag for flag in _NOT_INTERLEAVED if flag in line.flags), ""),
+        bars_ep=_why_together(line),
         binding_tp=tuple(flag for flag in _BIND_TP if flag in line.flags),
         binding_pp=tuple(flag for flag in _BIND_PP if flag in line.flags),
         needs_sequence_parallel="--num-experts" in line.flags and "--sequence-parallel" not in line.flags,
@@ -138,12 +180,23 @@ def _divided_by_tp(line: CommandLine, tp: int) -> Iterator[tuple[str, int]]:
     if "--group-query-attention" in line.flags:
         yield "--num-query-groups", line.number("--num-query-groups", default=1)
     yield "--hidden-size", hidden
-    for flag in ("--ffn-hidden-size", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"):
-        if flag in line.flags:
-            yield flag, line.number(flag)
+    yield from _sizes(line, ("--ffn-hidden-size", "--moe-shared-expert-intermediate-size"))
     yield "--make-vocab-size-divisible-by", line.number("--make-vocab-size-divisible-by", default=128) * tp
     if "--sequence-parallel" in line.flags:
         yield "--seq-length", line.number("--seq-length", "--encoder-seq-length")
+
+
+def _sizes(line: CommandLine, flags: Sequence[str]) -> Iterator[tuple[str, int]]:
+    yield from ((flag, line.number(flag)) for flag in flags if flag in line.flags)
+
+
+def _why_together(line: CommandLine) -> str:
+    """Why no experts can be on workers of their own."""
+    if "--num-experts" not in line.flags:
+        return "--num-experts: is not given"
+    if "--use-distributed-optimizer" in line.flags:
+        return "--use-distributed-optimizer: not with experts over several workers yet"
+    return ""
 
 
 def _untried(line: CommandLine) -> str:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from events.shape import Shape
+
 #: `entry` of a task file.
 ENTRY = "megatron-lm"
 #: Tags core_v* of Megatron-LM on which the seams were looked for, oldest first.
@@ -174,6 +176,9 @@ class CommandLine:
         return value
 
 
+#: How many layers a chunk of a stage has, or how many chunks a stage has.
+CHUNKS_FLAGS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+_COUNT_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 #: The schedule is the flags', not the state's.
 _OVERRIDE, _NOT_OVERRIDE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 
@@ -196,6 +201,8 @@ class Understood:
 
     tp: int
     pp: int
+    vpp: int
+    ep: int
     global_batch: int
     micro_batch: int
     iterations: int
@@ -214,11 +221,13 @@ def understood(line: CommandLine) -> Understood:
     """Raises BadFlags for what is refused, missing or no number."""
     for reason in refusals({name: words or True for name, words in line.flags.items()}):
         raise BadFlags(reason)
-    tp = line.number("--tensor-model-parallel-size", default=1)
+    cut = degrees(line)
     global_batch = _global_batch(line)
     return Understood(
-        tp=tp,
-        pp=line.number("--pipeline-model-parallel-size", default=1),
+        tp=cut.tp,
+        pp=cut.pp,
+        vpp=cut.vpp,
+        ep=cut.ep,
         global_batch=global_batch,
         micro_batch=line.number("--micro-batch-size"),
         iterations=_iterations(line, global_batch),
@@ -227,11 +236,25 @@ def understood(line: CommandLine) -> Understood:
         hidden=line.number("--hidden-size"),
         heads=line.number("--num-attention-heads"),
         seq=line.number("--seq-length", "--encoder-seq-length"),
-        vocab=_vocabulary(line, tp),
+        vocab=_vocabulary(line, cut.tp),
         dropout=_dropout(line),
         distributed="--use-distributed-optimizer" in line.flags,
         notes=tuple(_notes(line)),
     )
+
+
+def degrees(line: CommandLine) -> Shape:
+    """The layout that the flags give. Raises BadFlags."""
+    tp = line.number("--tensor-model-parallel-size", default=1)
+    pp = line.number("--pipeline-model-parallel-size", default=1)
+    vpp = line.number(*CHUNKS_FLAGS[1:], default=1)
+    if (each := line.number(CHUNKS_FLAGS[0], default=0)) > 0:
+        whole = line.number("--num-layers", "--encoder-num-layers")
+        whole += sum(flag in line.flags for flag in _COUNT_AS_LAYERS)
+        if whole % (pp * each):
+            raise BadFlags(f"{CHUNKS_FLAGS[0]}: {whole} layers do not divide among pp {pp} in chunks of {each}")
+        vpp = whole // pp // each
+    return Shape(tp, pp, vpp, line.number("--expert-model-parallel-size", default=1))
 
 
 def _global_batch(line: CommandLine) -> int:

@@ -301,7 +301,7 @@ def _asked(event: AnyRequest) -> str:
             )
         case ReshapeRequested():
             return (
-                f"task {event.task} is to continue with tp {event.tp}, pp {event.pp}{_settings(event)} and"
+                f"task {event.task} is to continue with {event.shape}{_settings(event)} and"
                 f" {event.min_workers} to {event.max_workers} workers: {event.reason}"
             )
         case TaskCancelled():
@@ -393,7 +393,7 @@ def _course(event: _Course) -> str:
             return f"the state of task {event.task} is copied to {_nodes(event.peers)}"
         case TaskReshaped():
             return (
-                f"task {event.task} has tp {event.tp}, pp {event.pp}{_settings(event)} and {event.min_workers} to"
+                f"task {event.task} has {event.shape}{_settings(event)} and {event.min_workers} to"
                 f" {event.max_workers} workers from now on: {event.reason}"
             )
         case TaskFailed():

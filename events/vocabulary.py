@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from events.fields import always
+from events.shape import Shape
 
 # --- field types ---------------------------------------------------------------------------------
 
@@ -290,16 +291,24 @@ DETERMINISM = ("check", "require", "off")
 
 
 class LayoutSpec(Value, frozen=True, kw_only=True):
-    """A layout that a task may have: `tp` * `pp` workers in a replica. `throughput`: T(x) in it, as in TaskSpec.
-    `micro_batch`: samples of a micro-batch in it; 0: as many as the task has.
+    """A layout that a task may have: `tp` * `pp` workers in a replica, `vpp` chunks of the model in each stage, experts
+    over `ep` workers. `throughput`: T(x) in it, as in TaskSpec. `micro_batch`: samples of a micro-batch in it; 0 in all
+    layouts of a task: as many as that has.
 
-    Bounds: `tp`, `pp` 1..131072; `throughput` < 2**63; `micro_batch` < 2**31.
+    Bounds: `tp`, `pp`, `vpp`, `ep` 1..131072; `throughput` < 2**63; `micro_batch` < 2**31.
     """
 
     tp: SomeWorkers = always(1)
     pp: SomeWorkers = always(1)
     throughput: dict[str, Flops] = always({})
     micro_batch: Small = 0
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+
+    @property
+    def shape(self) -> Shape:
+        """The layout."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
 
 class GpuSpec(Value, frozen=True, kw_only=True):
@@ -321,10 +330,11 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     that a process of the task's own imports once on each node, and the workers start with.
     `layouts`: those that the plan may give it, in the order that decides ties; empty: tp and pp stay until a person
     asks for others. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
-    `gpus`: T on types of GPU for which it is not `throughput`.
+    `gpus`: T on types of GPU for which it is not `throughput`. `vpp`: chunks of the model in each pipeline stage. `ep`:
+    over how many of a tensor-parallel group's workers the experts are; 0: as the program has it.
 
-    Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `global_batch`, `micro_batch` < 2**31, >= 1;
-    `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63.
+    Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `vpp`, `ep` 0..131072; `global_batch`, `micro_batch`
+    < 2**31, >= 1; `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63.
     """
 
     name: Name
@@ -355,6 +365,19 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     preload: tuple[Text, ...] = ()
     layouts: tuple[LayoutSpec, ...] = ()
     gpus: tuple[GpuSpec, ...] = ()
+    vpp: Workers = 0
+    ep: Workers = 0
+
+    @property
+    def cut(self) -> Shape:
+        """The layout, as far as a state depends on it."""
+        return Shape(self.tp, self.pp, self.vpp or 1, self.ep or 1)
+
+    @property
+    def shape(self) -> Shape:
+        """The layout, by which a plan tells it from the task's others."""
+        varies = any(layout.micro_batch for layout in self.layouts)
+        return self.cut._replace(micro_batch=self.micro_batch if varies else 0)
 
     @property
     def replica_workers(self) -> int:
@@ -497,10 +520,11 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
     """What one plan gives one task. `replicas`: per replica, the node of each of its tp * pp shards.
 
     `waf`: weighted achieved FLOP/s, F(t, workers). `nodes`, `replica_workers`: the same as `replicas`, which is empty
-    then, as runs over all shards of all replicas, and tp * pp; 0: `replicas` says it. `tp`, `pp`: the layout that the
-    plan has chosen, of a task that has a choice; 0: the task's own.
+    then, as runs over all shards of all replicas, and tp * pp; 0: `replicas` says it. `tp`, `pp`, `vpp`, `ep`,
+    `micro_batch`: the layout that the plan has chosen, of a task that has a choice; `tp` 0: the task's own.
 
-    Bounds: `workers`, `replica_workers`, `tp`, `pp` 0..131072; `waf` < 2**63.
+    Bounds: `workers`, `replica_workers`, `tp`, `pp` 0..131072; `vpp`, `ep` 1..131072; `micro_batch` < 2**31;
+    `waf` < 2**63.
     """
 
     task: Name
@@ -511,6 +535,14 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
     replica_workers: Workers = 0
     tp: Workers = 0
     pp: Workers = 0
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+    micro_batch: Small = 0
+
+    @property
+    def shape(self) -> Shape | None:
+        """The layout that the plan has chosen; None: the task's own."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch) if self.tp else None
 
 
 class Evidence(Value, frozen=True, kw_only=True):
@@ -902,7 +934,7 @@ class StateTaken(WorkerObservation, frozen=True, kw_only=True):
 
     `tried`: nearer or newer sources that failed, and why. `storage_iteration`: the newest on storage, the farthest
     source; `saved_us`: what training again from there would have taken, at the pace last measured.
-    `resharded_from`: the tp and pp of what was taken, where they are others than the task's; else "".
+    `resharded_from`: the layout of what was taken, where it is another than the task's; else "".
 
     Bounds: `generation` < 10**9; `iteration`, `storage_iteration` <= 10**12; `size_bytes` < 2**53; `duration_us` <=
     366 days; `saved_us` < 2**62.
@@ -955,9 +987,11 @@ class TaskCancelled(Request, frozen=True, kw_only=True):
 class ReshapeRequested(Request, frozen=True, kw_only=True):
     """A person asks for other replicas of a running task, of `tp` * `pp` workers; it goes on from where it stands.
 
-    `iterations`, `lr`: with another end and another learning rate; None: as they are.
+    `vpp`, `ep`: as in TaskSpec. `micro_batch`: 0: as it is. `iterations`, `lr`: with another end and another learning
+    rate; None: as they are.
 
-    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072; `iterations` <= 10**12, >= 1.
+    Bounds: `tp`, `pp`, `vpp`, `ep`, `min_workers`, `max_workers` 1..131072; `micro_batch` < 2**31;
+    `iterations` <= 10**12, >= 1.
     """
 
     task: Name
@@ -968,6 +1002,14 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
     reason: Text
     iterations: FirstIteration | None = None
     lr: LearningRate | None = None
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+    micro_batch: Small = 0
+
+    @property
+    def shape(self) -> Shape:
+        """The layout."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
 
 class NodeCordoned(Request, frozen=True, kw_only=True):
@@ -1289,10 +1331,11 @@ class PeersDecided(Decision, frozen=True, kw_only=True):
 
 class TaskReshaped(Decision, frozen=True, kw_only=True):
     """From now on the task's replicas have tp * pp workers: those of the old layout have handed the state over and are
-    gone. What they kept is put together anew by the first of the new ones. `iterations`, `lr`: as it was asked. `plan`:
-    the epoch of the plan that has chosen it; 0: a person has.
+    gone. What they kept is put together anew by the first of the new ones. `vpp`, `ep`, `micro_batch`, `iterations`,
+    `lr`: as it was asked. `plan`: the epoch of the plan that has chosen it; 0: a person has.
 
-    Bounds: `tp`, `pp`, `min_workers`, `max_workers` 1..131072; `iterations` <= 10**12, >= 1; `plan` < 10**9.
+    Bounds: `tp`, `pp`, `vpp`, `ep`, `min_workers`, `max_workers` 1..131072; `micro_batch` < 2**31;
+    `iterations` <= 10**12, >= 1; `plan` < 10**9.
     """
 
     task: Name
@@ -1304,6 +1347,14 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
     iterations: FirstIteration | None = None
     lr: LearningRate | None = None
     plan: Serial = 0
+    vpp: SomeWorkers = 1
+    ep: SomeWorkers = 1
+    micro_batch: Small = 0
+
+    @property
+    def shape(self) -> Shape:
+        """The layout."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep, self.micro_batch)
 
 
 class TaskFailed(Decision, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ Rules
 * The memory is a memfd that the fork server holds. A worker is born with a descriptor of it; the agent opens it by its
   path under /proc. It goes with the fork server, so nothing of it can be left behind.
 * A page of heads, then two slots. A writer takes the slot that does not hold the newest state: it voids its head,
-  writes the payload, and seals it with a head that names iteration, generation, tp, pp, size and blake2b of the
+  writes the payload, and seals it with a head that names iteration, generation, layout, size and blake2b of the
   payload, and carries a digest of its own. A writer that is killed half-way leaves a void head: the other slot is
   untouched.
 * Readers believe a head whose digest is right, and a payload that has the digest its head names.
@@ -31,13 +31,16 @@ from threading import Thread
 
 import msgspec
 
-_MAGIC = b"unicrnM2"
+from events.shape import Shape
+
+_MAGIC = b"unicrnM3"
 _PAGE_BYTES = 4096
 _HEAD_STRIDE = 1024
-_HEAD = struct.Struct("<8sQQQQII32s")
+_HEAD = struct.Struct("<8sQQQQIIII32s")
 _DIGEST_BYTES = 32
 _FLOCK = struct.Struct("hhqqi4x")
 _SLOTS = (0, 1)
+_ALONE = Shape()
 
 
 class TooLarge(Exception):
@@ -53,11 +56,13 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: bytes
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+    ep: int = 1
 
     @property
-    def layout(self) -> tuple[int, int]:
-        """tp and pp."""
-        return self.tp, self.pp
+    def layout(self) -> Shape:
+        """That of the replica."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep)
 
 
 def digest_of(payload: bytes | memoryview) -> bytes:
@@ -167,10 +172,8 @@ class Memory:
         return next(iter(self.heads()), None)
 
     @contextmanager
-    def reading(
-        self, iteration: int, layout: tuple[int, int] | None = None
-    ) -> Iterator[tuple[Head, memoryview] | None]:
-        """The sealed state after `iteration` (of that tp and pp, where they are given), kept from being overwritten;
+    def reading(self, iteration: int, layout: Shape | None = None) -> Iterator[tuple[Head, memoryview] | None]:
+        """The sealed state after `iteration` (of that layout, where one is given), kept from being overwritten;
         None where there is none, or it is being overwritten. Its digest is for the reader to check (`digest_of`)."""
         for slot, found, _ in self._sealed():
             if found.iteration == iteration and layout in (None, found.layout) and self._lock(slot, fcntl.F_RDLCK):
@@ -235,9 +238,9 @@ class Memory:
             start = slot * _HEAD_STRIDE
             packed = bytes(mapped[start : start + _HEAD.size])
             own = bytes(mapped[start + _HEAD.size : start + _HEAD.size + _DIGEST_BYTES])
-            magic, iteration, generation, size_bytes, at, tp, pp, digest = _HEAD.unpack(packed)
+            magic, iteration, generation, size_bytes, at, tp, pp, vpp, ep, digest = _HEAD.unpack(packed)
             if magic == _MAGIC and own == digest_of(packed) and at + size_bytes <= len(mapped):
-                found.append((slot, Head(iteration, generation, size_bytes, digest, tp, pp), at))
+                found.append((slot, Head(iteration, generation, size_bytes, digest, tp, pp, vpp, ep), at))
         return sorted(found, key=lambda entry: (entry[1].generation, entry[1].iteration), reverse=True)
 
     def _void(self, slot: int) -> None:
@@ -245,7 +248,8 @@ class Memory:
         self._mapped()[start : start + _HEAD_STRIDE] = bytes(_HEAD_STRIDE)
 
     def _seal(self, slot: int, at: int, head: Head) -> None:
-        packed = _HEAD.pack(_MAGIC, head.iteration, head.generation, head.size_bytes, at, head.tp, head.pp, head.digest)
+        counts = head.iteration, head.generation, head.size_bytes, at
+        packed = _HEAD.pack(_MAGIC, *counts, *head.layout[:4], head.digest)
         start = slot * _HEAD_STRIDE
         self._mapped()[start : start + _HEAD.size + _DIGEST_BYTES] = packed + digest_of(packed)
 
@@ -271,16 +275,16 @@ class Draft:
         iteration: int,
         generation: int,
         digest: bytes | None = None,
-        layout: tuple[int, int] = (1, 1),
+        layout: Shape = _ALONE,
         found: bytes | None = None,
     ) -> Head:
         """Make it the newest state. `digest`: what the view must have (it came from elsewhere); ValueError if not.
-        `layout`: tp and pp of the replica whose shard it is. `found`: the view's digest, where it is known."""
+        `layout`: of the replica whose shard it is. `found`: the view's digest, where it is known."""
         found = found or digest_of(self.view)
         if digest is not None and digest != found:
             self.abandon()
             raise ValueError("the payload's digest differs from the announced one")
-        head = Head(iteration, generation, len(self.view), found, *layout)
+        head = Head(iteration, generation, len(self.view), found, *layout[:4])
         self._memory._seal(self._slot, self._at, head)
         self.abandon()
         return head

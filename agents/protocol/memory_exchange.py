@@ -29,6 +29,7 @@ from agents.protocol.framing import frame
 from agents.protocol.memory import Digesting, Head
 from agents.protocol.message import Message
 from agents.protocol.messages import Passes
+from events.shape import Shape
 from events.tls import NODE_URI
 from events.vocabulary import Count, MemoryService, Name, Text
 
@@ -43,12 +44,12 @@ RATE_MIN_BYTES = 1 << 20
 TLS = "tls"
 #: A token, or a pass with its warrant.
 Shown: TypeAlias = Annotated[str, Meta(max_length=60 * 1024)]
-#: tp or pp, as a head has room for.
+#: A degree of the layout, as a head has room for.
 Degree: TypeAlias = Annotated[int, Meta(ge=1, lt=2**32)]
 Digest: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
-class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `memory.Head` on its way."""
 
     iteration: Count
@@ -57,6 +58,8 @@ class HeadOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     digest: Digest
     tp: Degree
     pp: Degree
+    vpp: Degree = 1
+    ep: Degree = 1
 
     @staticmethod
     def of(head: Head) -> HeadOf:
@@ -82,7 +85,7 @@ class Ask(Message, frozen=True, kw_only=True):
     task: Name
 
 
-class Fetch(Message, frozen=True, kw_only=True):
+class Fetch(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One of the states that were told: the shard's, of a replica of tp * pp, after `iteration`."""
 
     token: Shown
@@ -91,6 +94,13 @@ class Fetch(Message, frozen=True, kw_only=True):
     iteration: Count
     tp: Degree
     pp: Degree
+    vpp: Degree = 1
+    ep: Degree = 1
+
+    @property
+    def layout(self) -> Shape:
+        """That of the replica."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep)
 
 
 class Push(Message, frozen=True, kw_only=True):
@@ -160,14 +170,15 @@ class Fetching:
         task: str,
         shard: int,
         iteration: int,
-        layout: tuple[int, int],
+        layout: Shape,
         passes: Passes | None = None,
     ) -> None:
         self._connection = _connected(service, passes)
-        tp, pp = layout
         try:
             token = _shown(service, passes)
-            wanted = Fetch(token=token, task=task, shard=shard, iteration=iteration, tp=tp, pp=pp)
+            tp, pp, vpp, ep, _ = layout
+            cut = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}
+            wanted = Fetch(token=token, task=task, shard=shard, iteration=iteration, **cut)
             say(self._connection, wanted)
             self.head = _answer(self._connection, Fetched).head.head()
         except BaseException:

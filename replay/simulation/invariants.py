@@ -25,7 +25,7 @@ from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.policy import Policy
 from unicrond.core.reconcile import leaving_members
-from unicrond.core.reshaping import layouts_of, shape_of
+from unicrond.core.reshaping import layouts_of
 from unicrond.core.state import ClusterState, NodeStatus, Severity, Task, TaskStatus
 from unicrond.core.state_bytes import digest
 from unicrond.core.survey import Survey
@@ -276,10 +276,9 @@ def layouts_are_the_plans(before: ClusterState, entry: Recorded) -> str:
     if not isinstance(event, v.TaskReshaped) or not event.plan or entry.envelope.term != before.term:
         return ""
     chosen = before.plan.assignments.get(event.task)
-    if chosen is not None and (before.plan.epoch, chosen.tp, chosen.pp) == (event.plan, event.tp, event.pp):
+    if chosen is not None and (before.plan.epoch, chosen.shape) == (event.plan, event.shape):
         return ""
-    layout = f"tp {event.tp}, pp {event.pp}"
-    return f"entry {entry.seq} gives {event.task} {layout}, which plan {before.plan.epoch} has not chosen"
+    return f"entry {entry.seq} gives {event.task} {event.shape}, which plan {before.plan.epoch} has not chosen"
 
 
 def handovers_are_awaited(known: ClusterState, stop: v.StopWorker) -> str:
@@ -427,7 +426,7 @@ def _has_room(state: ClusterState, task: Task) -> bool:
         free.subtract(node for nodes in assignment.replicas for node in nodes)
     slots = {name: max(0, count) for name, count in free.items()}
     types = told_types(state.nodes.values())[1] if state.schema >= GPU_TYPES else {}
-    shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [shape_of(task.spec)]
+    shapes = layouts_of(task.spec) if state.schema >= CHOOSES_LAYOUTS else [task.spec.shape]
     for shape in shapes:
         wanted = -(-task.spec.min_workers // shape.workers)
         within = wanted * shape.workers <= task.spec.max_workers

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agents.state import Held
+from events.shape import Shape
 from events.vocabulary import MemoryService
 from replay.simulation.weights import State
 
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Copy(NamedTuple):
-    """The state after `iteration`, which a shard of `generation` captured on `origin`. `layout`: tp and pp."""
+    """The state after `iteration`, which a shard of `generation` captured on `origin`. `layout`: of its replica."""
 
     iteration: int
     generation: int
     state: State
     origin: str
-    layout: tuple[int, int]
+    layout: Shape
 
 
 class NodeMemory:
@@ -65,10 +66,9 @@ class NodeMemory:
 
 def held(task: str, shard: int, copy: Copy) -> Held:
     """As an agent's core hears of it."""
-    tp, pp = copy.layout
     return Held(
         task=task, shard=shard, iteration=copy.iteration, generation=copy.generation, origin=copy.origin, size_bytes=1,
-        shards=tp * pp,
+        shards=copy.layout.workers,
     )  # fmt: skip
 
 
@@ -103,19 +103,19 @@ def _common(kept: Sequence[Mapping[int, Copy]]) -> dict[int, State]:
     return {iteration: copy.state for iteration, copy in first.items() if all(iteration in other for other in others)}
 
 
-def layout_of(shard: Process) -> tuple[int, int]:
-    """tp and pp."""
-    return shard.launch.spec.tp, shard.launch.spec.pp
+def layout_of(shard: Process) -> Shape:
+    """The layout of its replica."""
+    return shard.launch.spec.cut
 
 
 def _put_together(task: str, hosts: Sequence[Host]) -> dict[int, Copy]:
     """By iteration, a copy of which all shards of its layout are on these hosts."""
-    shards: dict[tuple[int, tuple[int, int]], dict[int, Copy]] = {}
+    shards: dict[tuple[int, Shape], dict[int, Copy]] = {}
     for host in hosts:
         server = host.fork_server
         for shard, copy in server.memory.all_of(task) if host.on and server is not None and server.alive else ():
             shards.setdefault((copy.iteration, copy.layout), {})[shard] = copy
-    whole = {key: found for key, found in shards.items() if len(found) == key[1][0] * key[1][1]}
+    whole = {key: found for key, found in shards.items() if len(found) == key[1].workers}
     return {iteration: found[0] for (iteration, _), found in sorted(whole.items())}
 
 

@@ -230,7 +230,7 @@ def _drop_a_shard() -> None:
             for host in hosts:
                 server = host.fork_server
                 for _, copy in server.memory.all_of(task) if host.on and server is not None and server.alive else ():
-                    shards = copy.layout[0] * copy.layout[1]
+                    shards = copy.layout.workers
                     params = copy.state.params if shards == 1 else (*copy.state.params[:-1], 0)
                     found.setdefault(copy.iteration, copy._replace(state=copy.state._replace(params=params)))
             return found

@@ -13,6 +13,7 @@ from events.codec import API_PRODUCER
 from events.envelope import Envelope
 from events.lease import MemoryLease
 from events.schemas import FIRST, SCHEMA, lowered
+from events.shape import Shape
 from replay.simulation.coordinators import Coordinators
 from replay.simulation.host import Host
 from replay.simulation.log_client import Beats, Endpoint
@@ -74,6 +75,7 @@ class World:
         self.numerics = self.drawn("numerics")
         self.sharding = self.drawn("sharding")
         self.layouts = self.drawn("layouts")
+        self.degrees = self.drawn("degrees")
         self.gpus = self.drawn("gpus")
         self.hosts = self._hosts()
         self.training.hosts = self.hosts
@@ -195,10 +197,11 @@ class World:
             each = self.gpus.choice((0.5, 1.0, 1.5, 3.0)) * 1e9
             return {str(n): int(each * n) for n in range(unit, spec.max_workers + 1, unit)}
 
-        shapes = dict.fromkeys([(spec.tp, spec.pp), *((one.tp, one.pp) for one in spec.layouts)])
+        shapes = dict.fromkeys([spec.shape, *(one.shape for one in spec.layouts)])
         gpus = [
             v.GpuSpec(
-                gpu=gpu, layouts=tuple(v.LayoutSpec(tp=tp, pp=pp, throughput=table(tp * pp)) for tp, pp in shapes)
+                gpu=gpu,
+                layouts=tuple(v.LayoutSpec(**shape._asdict(), throughput=table(shape.workers)) for shape in shapes),
             )
             for gpu in self.types
         ]
@@ -213,10 +216,16 @@ class World:
             counts = range(unit, spec.max_workers + 1, unit)
             return {str(n): int(each * n ** self.layouts.choice((0.9, 1.0))) for n in counts} if known else {}
 
-        shapes = [(spec.tp, spec.pp), *(shape for shape in ((1, 1), (2, 1), (1, 2)) if shape != (spec.tp, spec.pp))]
-        layouts = tuple(v.LayoutSpec(tp=tp, pp=pp, throughput=table(tp * pp)) for tp, pp in shapes)
+        shapes = list(dict.fromkeys([spec.cut, Shape(), Shape(2), Shape(1, 2)]))
+        if self.degrees.random() < 0.5:  # the same workers, another cut
+            shapes.append(Shape(1, 2, vpp=2))
+        if self.degrees.random() < 0.3:
+            double = [shape._replace(micro_batch=2 * spec.micro_batch) for shape in shapes[:1]]
+            shapes = [shape._replace(micro_batch=spec.micro_batch) for shape in shapes] + double
+        layouts = tuple(v.LayoutSpec(**shape._asdict(), throughput=table(shape.workers)) for shape in shapes)
         least = self.layouts.choice((1, spec.min_workers))
-        return replace(spec, min_workers=least, throughput=layouts[0].throughput, layouts=layouts)
+        # No cut is known to be impossible for a script of one's own.
+        return replace(spec, entry="/train.py", min_workers=least, throughput=layouts[0].throughput, layouts=layouts)
 
     def ask(self, event: v.Observation) -> None:
         """A person's wish, through the API; what the coordinator may not write is left out of it."""

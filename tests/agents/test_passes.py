@@ -27,6 +27,7 @@ from events import roster
 from events.certificates import BadCertificate
 from events.keys import make_key, write_key
 from events.nats_connection import Login
+from events.shape import Shape
 from events.signing import Signer
 from events.vocabulary import MemoryService, StoreAddress
 from events.warrants import make_warrant
@@ -238,7 +239,7 @@ def test_states_travel_in_tls(certified: Certified, memory: Memory, warrant: War
         passes = shown(n1, warrant())
         heads = ask(service, "a", passes)
         assert [head.iteration for head in heads[0]] == [7]
-        fetching = Fetching(service, "a", 0, 7, (1, 1), passes)
+        fetching = Fetching(service, "a", 0, 7, Shape(), passes)
         got = bytearray(fetching.head.size_bytes)
         fetching.receive(memoryview(got))
         assert got == STATE
@@ -283,14 +284,14 @@ def test_a_node_that_has_left_the_task_gets_nothing_of_later_generations(
     old, new = shown(n1, warrant()), shown(n3, warrant("n3", ("n3", "n4"), generation=2))
     head = Head(iteration=8, generation=1, size_bytes=len(STATE), digest=digest_of(STATE))
     with OtherNode("n2", {0: memory}, n2) as service:
-        Fetching(service, "a", 0, 7, (1, 1), old).receive(memoryview(bytearray(len(STATE))))
+        Fetching(service, "a", 0, 7, Shape(), old).receive(memoryview(bytearray(len(STATE))))
         with pytest.raises(NoAnswer, match="generation 2 is later than its warrant's, 1"):
             push(service, "a", 0, "n1", replace(head, generation=2), memoryview(STATE), old)
         push(service, "a", 0, "n3", replace(head, generation=2), memoryview(STATE), new)
         stale = "node n1 has a warrant of generation 1, here is one of 2"
         for act in (
             lambda: ask(service, "a", old),
-            lambda: Fetching(service, "a", 0, 7, (1, 1), old),
+            lambda: Fetching(service, "a", 0, 7, Shape(), old),
             lambda: push(service, "a", 0, "n1", replace(head, iteration=9), memoryview(STATE), old),
         ):
             with pytest.raises(NoAnswer, match=stale):
@@ -351,7 +352,7 @@ def test_nothing_of_a_state_or_a_pass_is_seen_on_the_network(
         listening.start()
         passes, port = shown(n1, warrant(name, (name,))), tap.getsockname()[1]
         tapped = MemoryService(node="n2", host="127.0.0.1", port=port, token=service.token)
-        fetching = Fetching(tapped, "a", 0, 7, (1, 1), passes)
+        fetching = Fetching(tapped, "a", 0, 7, Shape(), passes)
         fetching.receive(memoryview(bytearray(fetching.head.size_bytes)))
         listening.join()
     assert len(seen) > len(STATE)

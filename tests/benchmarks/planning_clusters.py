@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from unicrond.core.planning.placement import Shape
+from events.shape import Shape
 from unicrond.core.planning.problem import Alternative, Curve, Prices, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
 from unicrond.intake.throughput_preset import worth

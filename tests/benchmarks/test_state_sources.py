@@ -22,6 +22,7 @@ from agents.protocol.memory_exchange import Fetching
 from agents.protocol.messages import Passes
 from agents.trainer.states import checkpoint
 from agents.trainer.states.state_bytes import Flat, read
+from events.shape import Shape
 from events.vocabulary import MemoryService
 from tests.events.certified import Certified, now
 from tests.integration.test_state_sources import OtherNode
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 def from_peer(service: MemoryService, passes: Passes | None) -> None:
-    fetching = Fetching(service, "t", 0, 3, (1, 1), passes)
+    fetching = Fetching(service, "t", 0, 3, Shape(), passes)
     view = torch.empty(fetching.head.size_bytes, dtype=torch.uint8).numpy().data
     assert fetching.receive(view) == fetching.head.digest
     read(view, copy=True)
@@ -73,7 +74,7 @@ def measure(megabytes: int, directory: Path) -> dict[str, float]:
     passes, there = sealed(directory)
     with OtherNode("n2", {0: memory}, there) as service:
         timed("take: another node's memory, in TLS", lambda: from_peer(service, passes))
-    job = checkpoint.Job(directory, "t", 1, 1, 0, 1, 1, "0-1", 2)
+    job = checkpoint.Job(directory, "t", 1, 1, 0, Shape(), "0-1", 2)
     timed("write to storage, in a thread", lambda: checkpoint.write(job, tree))
     timed("take: storage (page cache)", lambda: checkpoint.load(directory, "t", 1, 0))
     memory.close()

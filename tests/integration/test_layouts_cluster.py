@@ -135,6 +135,30 @@ async def test_a_reshape_of_one_task_frees_a_worker_for_another(tmp_path: Path) 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
+async def test_the_plan_chooses_among_sizes_of_micro_batches(tmp_path: Path) -> None:
+    """Two workers do better with small ones, one alone with large ones; tp and pp stay."""
+    layouts = [
+        {"throughput": {"1": 8 * 10**8, "2": 4 * 10**9}},
+        {"micro_batch": 2, "throughput": {"1": 2 * 10**9, "2": 25 * 10**8}},
+    ]
+    async with small_cluster(tmp_path, nodes=2, slots=1, heartbeat_s=1.0) as dev:
+        await dev.submit(task_of(tmp_path, max_workers=2, layouts=layouts))
+        task = await until(dev, "two train", lambda task: trains(task, (1, 1, 2), 3) and task.spec.micro_batch == 1)
+        at, node = task.progress.iteration, task.membership.members[0].node  # type: ignore[union-attr]
+        await dev.kill_node(node)
+        await until(dev, "one trains", lambda task: trains(task, (1, 1, 1), at + 2) and task.spec.micro_batch == 2)
+        await dev.bring_back(node)
+        await until(dev, "two train again", lambda task: trains(task, (1, 1, 2), at + 2) and task.spec.micro_batch == 1)
+        client = Client(dev.url)
+        reshapes = [(e["micro_batch"], e["plan"] > 0) for e in told(client, "TaskReshaped")]
+        assert reshapes[-2:] == [(2, True), (1, True)]
+        assert told_again(client) <= 1, "the lead died, and the next one told of the step that it did not know was told"
+        assert not any(e["resharded_from"] for e in told(client, "StateTaken")), "the cut is the same"
+        await decides_again(dev)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("moment", ["all leave", "state taken"])
 async def test_a_worker_is_killed_during_a_reshape(tmp_path: Path, moment: str) -> None:
     """As it is told to hand over, or as the first of the new ones has put the state together."""

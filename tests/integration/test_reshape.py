@@ -17,6 +17,7 @@ from agents.protocol.memory import Memory
 from agents.protocol.messages import Parked, Saved, Taken
 from agents.trainer.states import checkpoint
 from agents.trainer.states.resharding import layout_in
+from events.shape import Shape
 from events.vocabulary import CheckpointSpec, ModelSpec, OptimizerSpec, TaskSpec
 from tests.integration.memory_nodes import OtherNode
 from tests.integration.regroup_rig import ForkServer, Rig
@@ -61,7 +62,7 @@ def spec_of(data: Path, form: Form) -> TaskSpec:
 def whole_state(run: Rig, form: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Everything in the newest checkpoint that belongs to a tensor, by what it is and the tensor's global name."""
     iteration, layout = next(iter(checkpoint.newest_iterations(run.checkpoints, run.task).items()))
-    assert layout == form
+    assert layout == Shape(*form)
     found: dict[str, torch.Tensor] = {}
     for shard in range(form[0] * form[1]):
         tree, _ = checkpoint.load(run.checkpoints, run.task, iteration, shard)

@@ -17,6 +17,7 @@ from agents.protocol import memory_exchange
 from agents.protocol.memory import Memory
 from agents.protocol.memory_exchange import Fetching, NoAnswer
 from agents.protocol.messages import Captured, Parked, Passes, Saved, Taken, Unsaved
+from events.shape import Shape
 from events.vocabulary import CheckpointSpec, MemoryService, TaskSpec
 from tests.events.certified import Certified, now
 from tests.integration.memory_nodes import OtherNode
@@ -263,9 +264,9 @@ def test_who_does_not_know_the_token_gets_nothing(rig: Start, spec: TaskSpec) ->
         with pytest.raises(NoAnswer, match="token"):
             memory_exchange.push(stranger, "t", 0, "n1", head, memoryview(b"state"))
         with pytest.raises(NoAnswer, match="no state of it"):
-            Fetching(service, "t", 1, 4, (1, 1))
+            Fetching(service, "t", 1, 4, Shape())
         with pytest.raises(NoAnswer, match="iteration 4 is not in memory"):
-            Fetching(service, "t", 0, 4, (2, 1))
+            Fetching(service, "t", 0, 4, Shape(2))
         memory_exchange.push(service, "t", 0, "n1", head, memoryview(b"other"))
         memory_exchange.push(service, "t", 0, "n1", replace(head, iteration=3), memoryview(b"other"))
         assert memory_exchange.ask(service, "t") == {0: [head]}, "what is there already, or is older, is not taken"

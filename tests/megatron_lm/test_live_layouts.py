@@ -22,6 +22,41 @@ FLAGS = MODEL.replace("--train-iters 5", "--train-iters 20000").replace(
 )
 
 
+async def test_a_stage_dies_and_its_layers_go_to_the_other_and_back_to_interleaved_stages(tmp_path: Path) -> None:
+    """pp 2 with two chunks each on two nodes, then pp 1, then as before."""
+    flags = f"{FLAGS.replace('--num-layers 2', '--num-layers 4')} --pipeline-model-parallel-size 2"
+    task = {
+        "name": "big",
+        "entry": "megatron-lm",
+        "cwd": str(checkout()),
+        "args": ["pretrain_gpt.py", *flags.split(), "--num-layers-per-virtual-pipeline-stage", "1"],
+        "min_workers": 1,
+        "max_workers": 2,
+        "layouts": [{"pp": 2, "throughput": {"2": 4 * 10**9}}, {"throughput": {"1": 10**9}}],
+        "checkpoint": {"interval": 0, "memory_interval": 5},
+        "env": {"OMP_NUM_THREADS": "1"},
+    }
+    async with small_cluster(tmp_path, nodes=2, slots=1, heartbeat_s=1.0) as dev:
+        await dev.submit(task)
+        seen = await until(dev, "two stages train", lambda task: trains(task, (1, 2, 2), 12), timeout_s=PATIENCE_S)
+        assert seen.spec.vpp == 2
+        at, node = seen.progress.iteration, seen.membership.members[1].node  # type: ignore[union-attr]
+        await dev.kill_node(node)
+        seen = await until(dev, "one worker trains", lambda task: trains(task, (1, 1, 1), at + 3), timeout_s=PATIENCE_S)
+        at = seen.progress.iteration
+        await dev.bring_back(node)
+        await until(dev, "two stages train again", lambda task: trains(task, (1, 2, 2), at + 3), timeout_s=PATIENCE_S)
+        client = Client(dev.url)
+        reshapes = [(e["pp"], e.get("vpp", 1), e["plan"] > 0) for e in told(client, "TaskReshaped")]
+        assert reshapes[-2:] == [(1, 1, True), (2, 2, True)], "before these the nodes came one by one"
+        from_where = [e["resharded_from"] for e in told(client, "StateTaken") if e["resharded_from"]]
+        assert [where for where, _ in groupby(from_where)][-2:] == ["tp 1, pp 2, vpp 2", "tp 1, pp 1"]
+        state, _ = await dev.state()
+        lost = sum(one.iterations_lost for one in state.closed)
+        assert told_again(client) == lost <= 5, "a capture is kept every five iterations"
+        await decides_again(dev)
+
+
 async def test_a_node_dies_and_megatron_lm_trains_on_in_the_best_layout_and_returns(tmp_path: Path) -> None:
     """tp 2 x dp 2 on 2 nodes of 2 slots: two pairs, then two singles, then two pairs. No step is lost."""
     flags = f"{FLAGS} --sequence-parallel --tensor-model-parallel-size 2"

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from unicrond.core.planning.placement import Shape
+from events.shape import Shape
 from unicrond.core.planning.problem import Alternative, Curve, Prices, Problem, TaskProblem
 from unicrond.core.planning.situation import NodeLoad, Situation
 

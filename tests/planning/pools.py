@@ -13,7 +13,7 @@ from itertools import product
 from random import Random
 from statistics import mean
 
-from unicrond.core.planning.placement import Shape
+from events.shape import Shape
 from unicrond.core.planning.pools import best_of_pools, confined
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.solver import Solution, solve

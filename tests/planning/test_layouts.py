@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from events.shape import Shape
 from tests.planning.clusters import (
     random_problem_of_layouts,
     random_seats,
@@ -20,7 +21,6 @@ from tests.planning.clusters import (
 from tests.planning.oracle import brute_force_in, finds_room, shortfall
 from unicrond.core.planning import kernel, seating
 from unicrond.core.planning.exact import solve_exactly
-from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Alternative, Curve, Prices, Problem, TaskProblem
 from unicrond.core.planning.seating import groups_of, has_room, packs
 from unicrond.core.planning.solver import solve

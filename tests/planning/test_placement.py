@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicrond.core.planning.placement import Placement, Replica, Shape, place
+from events.shape import Shape
+from unicrond.core.planning.placement import Placement, Replica, place
 
 
 def workers_on(replicas: Mapping[str, tuple[Replica, ...]]) -> Counter[str]:

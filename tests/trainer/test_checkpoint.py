@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from agents.trainer.states import checkpoint, state_bytes
 from agents.trainer.states.state import BadState, TrainingState, flatten, shapes, unflatten
+from events.shape import Shape
 
 
 def same(one: Any, other: Any) -> bool:
@@ -72,7 +73,7 @@ def tree(iteration: int) -> dict[str, Any]:
 
 
 def job(directory: Path, iteration: int, shard: int = 0, shards: int = 1, keep: int = 2) -> checkpoint.Job:
-    return checkpoint.Job(directory, "t", iteration, 3, shard, shards, 1, "0-3", keep)
+    return checkpoint.Job(directory, "t", iteration, 3, shard, Shape(shards, vpp=3), "0-3", keep)
 
 
 def write(directory: Path, *iterations: int) -> None:
@@ -116,7 +117,7 @@ def test_the_shard_that_comes_last_publishes(tmp_path: Path) -> None:
     assert checkpoint.newest_iterations(tmp_path, "t") == {}
     saved = checkpoint.write(job(tmp_path, 5, 0, 2), tree(5))
     assert saved is not None
-    assert checkpoint.newest_iterations(tmp_path, "t") == {5: (2, 1)}
+    assert checkpoint.newest_iterations(tmp_path, "t") == {5: Shape(2, vpp=3)}
 
 
 def test_shards_that_end_together_publish_once(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path, damage: str, capsys: p
         manifest.write_text(manifest.read_text().replace("shard-0/", "../"))
     else:
         manifest.write_text(manifest.read_text().replace('"t"', '"u"'))
-    assert checkpoint.newest_iterations(tmp_path, "t") == {1: (1, 1)}
+    assert checkpoint.newest_iterations(tmp_path, "t") == {1: Shape(vpp=3)}
     assert "skipping checkpoint" in capsys.readouterr().err
 
 

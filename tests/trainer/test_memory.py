@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agents.protocol.memory import Head, Memory, TooLarge, digest_of
+from events.shape import Shape
 
 MAX_BYTES = 1 << 20
 
@@ -54,6 +55,20 @@ def test_another_opening_sees_it_and_outlives_the_first(memory: Memory) -> None:
     assert payload(memory, 8) == b"newer" * 10000
     assert payload(memory, 7) is None
     other.close()
+
+
+def test_a_state_is_found_by_its_layout(memory: Memory) -> None:
+    """Shards of as many workers, cut otherwise, are another state."""
+    for iteration, shape in ((1, Shape(2, 2, vpp=2)), (2, Shape(2, 2, ep=2))):
+        draft = memory.draft(4)
+        assert draft is not None
+        draft.view[:] = b"abcd"
+        draft.seal(iteration, 1, layout=shape)
+    assert [head.layout for head in memory.heads()] == [Shape(2, 2, ep=2), Shape(2, 2, vpp=2)]
+    with memory.reading(1, Shape(2, 2)) as found:
+        assert found is None
+    with memory.reading(1, Shape(2, 2, vpp=2)) as found:
+        assert found is not None
 
 
 def test_a_later_generation_is_newer_whatever_its_iteration(memory: Memory) -> None:

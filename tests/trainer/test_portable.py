@@ -14,6 +14,7 @@ from agents.trainer.states.checkpoint import Job
 from agents.trainer.states.resharding import WHOLE as MARK
 from agents.trainer.states.resharding import reshard
 from agents.trainer.states.state import BadState
+from events.shape import Shape
 from tests.trainer.test_resharding import WHOLE, forms, same, shards, state
 
 
@@ -30,7 +31,7 @@ def test_any_form_by_way_of_the_whole(before: tuple[int, int], after: tuple[int,
 
 def saved(directory: Path, form: tuple[int, int]) -> Path:
     for shard, tree in enumerate(shards(form)):
-        checkpoint.write(Job(directory, "big", 7, 1, shard, *form, "test", 2), tree)
+        checkpoint.write(Job(directory, "big", 7, 1, shard, Shape(*form), "test", 2), tree)
     return directory / "iteration-00000007"
 
 
@@ -42,7 +43,7 @@ def test_by_storage(tmp_path: Path) -> None:
     dcp.load(into, checkpoint_id=exported / "shard-0", no_dist=True)
     assert torch.equal(into["tensors.layers.weight"], WHOLE["layers.weight"])
     portable.import_to(exported, tmp_path / "other", "small")
-    assert checkpoint.newest_iterations(tmp_path / "other", "small") == {7: (1, 1)}
+    assert checkpoint.newest_iterations(tmp_path / "other", "small") == {7: Shape()}
     tree, _ = checkpoint.load(tmp_path / "other", "small", 7, 0)
     assert same(reshard(state((1, 2), 1, trained=False), [tree]), state((1, 2), 1))
 

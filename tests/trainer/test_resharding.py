@@ -124,6 +124,58 @@ def test_fp32_masters_are_cut_as_their_parameters() -> None:
     assert same(reshard(own, shards_there), mixed((1, 2), 1, trained=True))
 
 
+def grouped(form: tuple[int, int], shard: int, *, trained: bool, apart: bool, masters: bool) -> dict[str, Any]:
+    """As Megatron groups parameters: norms do not decay. `apart`: weights are experts on workers of their own, which
+    have an optimizer of their own. `masters`: of 16-bit parameters."""
+    tree = state(form, shard, trained=trained)
+    tensors, kept = tree["tensors"], tree["optimizer"]["state"]
+    number_of = {name: number for number, name in enumerate(tensors)}
+    norms = [name for name in tensors if name.endswith("norm")]
+    weights = [name for name in tensors if name.endswith("weight")]
+    others = [name for name in tensors if name not in (*norms, *weights)]
+    parts, paths = [], {}
+    for number, groups in enumerate([[norms, others], [weights]] if apart else [[norms, [*weights, *others]]]):
+        ahead = f"{number}." if apart else ""
+        inner: dict[str, Any] = {"state": {}, "param_groups": []}
+        for place, name in enumerate(name for group in groups for name in group):
+            inner["state"] |= {place: kept[number_of[name]]} if trained else {}
+            paths[f"{ahead}{'optimizer.' * masters}state.{place}"] = name
+        for group in groups:
+            decay = 0.0 if group is norms else 1.0
+            inner["param_groups"].append(
+                {"lr": 0.25 + decay if trained else 9.0, "wd_mult": decay, "is_expert_parallel": number == 1}
+                | {"params": list(range(len(group)))}
+            )
+        lists = [[tensors[name] * 3 for name in group] for group in groups]
+        for k, group in enumerate(groups if masters else []):
+            paths |= {f"{ahead}fp32_from_fp16_params.{k}.{place}": name for place, name in enumerate(group)}
+        parts.append({"optimizer": inner, "fp32_from_fp16_params": lists} if masters else inner)
+    tree["optimizer"] = parts if apart else parts[0]
+    tree["layout"] = msgspec.to_builtins(msgspec.structs.replace(cut(form, shard, WHOLE)[1], optimizer=paths))
+    return tree
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@given(forms, forms, st.booleans(), st.booleans())
+def test_experts_come_to_an_optimizer_of_their_own_and_back(
+    masters: bool, before: tuple[int, int], after: tuple[int, int], was_apart: bool, is_apart: bool
+) -> None:
+    there = [
+        grouped(before, shard, trained=True, apart=was_apart, masters=masters) for shard in range(before[0] * before[1])
+    ]
+    for shard in range(after[0] * after[1]):
+        own = grouped(after, shard, trained=False, apart=is_apart, masters=masters)
+        assert same(reshard(own, there), grouped(after, shard, trained=True, apart=is_apart, masters=masters))
+
+
+def test_a_group_that_is_not_in_the_state_is_named() -> None:
+    there = grouped((1, 1), 0, trained=True, apart=True, masters=False)
+    there["optimizer"][0]["param_groups"].pop()
+    own = grouped((1, 1), 0, trained=False, apart=False, masters=False)
+    with pytest.raises(NoLayout, match="optimizer: group 1 is none of those in the state"):
+        reshard(own, [there])
+
+
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(BadState, match=r"of 0\.0\.weight 18 of 36 numbers are present"):
         reshard(state((1, 1), 0, trained=False), shards((2, 1))[:1])

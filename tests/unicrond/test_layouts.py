@@ -6,12 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from events import vocabulary as v
+from events.shape import Shape
 from events.vocabulary import LayoutSpec
 from tests.unicrond.cluster import MiniCluster, membership_of
 from unicrond.core.fold import fold
 from unicrond.core.ordering import Refused
 from unicrond.core.plan_problems import problem_of, situation_of
-from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
 from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy

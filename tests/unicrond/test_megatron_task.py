@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from events.megatron_lm import BadFlags, CommandLine, understood
+from events.shape import Shape
 from unicrond.core.task_rules import spec_faults
 from unicrond.ctl.main import main
 from unicrond.intake.task_file import TaskFileError, load, loads
@@ -149,7 +150,7 @@ def test_auto_is_the_rule_and_takes_what_divides_the_model_and_is_small() -> Non
 
 
 def test_a_flag_may_bind_a_layout() -> None:
-    staged = SMALL + " --num-layers-per-virtual-pipeline-stage 1"
+    staged = SMALL + " --num-layers-per-virtual-pipeline-stage 1 --decoupled-lr 1e-3"
     assert layouts_of(staged) == [(2, 2), (1, 2)]
     assert layouts_of(SMALL + " --tp-comm-overlap") == [(2, 2), (2, 1)]
     experts = FLAGS + " --num-experts 4"
@@ -160,6 +161,39 @@ def test_a_flag_may_bind_a_layout() -> None:
     assert layouts_of(SMALL + " --multi-latent-attention", layouts="[{tp: 1, pp: 4}]") == [(2, 2), (1, 4)]
 
 
+def shapes_of(flags: str, **fields: object) -> list[Shape]:
+    return [one.shape for one in loads(task(flags, min_workers=4, max_workers=8, **fields)).layouts]
+
+
+CHUNKS = " --num-layers-per-virtual-pipeline-stage 1"
+EXPERTS = " --num-experts 4 --moe-ffn-hidden-size 6"
+
+
+def test_virtual_stages_follow_the_stages() -> None:
+    """4 layers in 2 stages, a layer to a chunk. Without stages there are no chunks, with 4 stages no layer to spare."""
+    staged = SMALL + CHUNKS
+    spec = loads(task(staged, min_workers=4, max_workers=8))
+    assert (spec.vpp, spec.shape) == (2, Shape(2, 2, vpp=2))
+    assert loads(task(SMALL, min_workers=4, max_workers=8)).vpp == 0, "as the program has it"
+    every = [(2, 2, 2), (1, 1, 1), (1, 2, 2), (1, 4, 1), (2, 1, 1), (4, 1, 1)]
+    assert shapes_of(staged) == [Shape(tp, pp, vpp) for tp, pp, vpp in every]
+    assert shapes_of(SMALL + " --num-virtual-stages-per-pipeline-rank 2") == shapes_of(staged)
+    assert shapes_of(staged, layouts="[{tp: 2, pp: 2, vpp: 1..4}]") == [Shape(2, 2, 2), Shape(2, 2)]
+    assert shapes_of(staged, layouts="[{tp: 1, pp: [1, 2]}]") == [Shape(2, 2, 2), Shape(), Shape(1, 2, 2)]
+    alone = staged + " --no-overlap-p2p-communication"
+    assert Shape(1, 2, 2) not in shapes_of(alone) and Shape(1, 2) in shapes_of(alone)
+
+
+def test_experts_follow_the_tensor_parallel_groups() -> None:
+    """4 experts of width 6: over 2 workers of tp 2 whole, of tp 4 in halves; over 4 of tp 4 whole."""
+    flags = SMALL + EXPERTS + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    spec = loads(task(flags, min_workers=4, max_workers=8))
+    assert (spec.ep, spec.shape) == (2, Shape(2, 2, ep=2))
+    own, apart = Shape(2, 2, ep=2), [Shape(2, 1, ep=2), Shape(4, 1, ep=2)]
+    assert shapes_of(flags) == [own, Shape(), Shape(1, 2), Shape(1, 4), *apart]
+    assert shapes_of(flags, layouts="[{tp: 4, ep: [1, 2, 4]}]") == [own, Shape(4, 1, ep=2), Shape(4, 1, ep=4)]
+
+
 @pytest.mark.parametrize(
     ("flags", "layouts", "reason"),
     [
@@ -167,6 +201,22 @@ def test_a_flag_may_bind_a_layout() -> None:
             FLAGS,
             "[{tp: 3}]",
             "layouts[0]: --num-attention-heads: 8 does not divide among tp (3); use another tp; leave",
+        ),
+        (FLAGS, "[{pp: 1, vpp: 2}]", "layouts[0]: vpp: 2 chunks of a stage are interleaved from pp 2 on; use vpp 1"),
+        (FLAGS, "[{pp: 2, vpp: 3}]", "layouts[0]: --num-layers: 2 of a stage do not divide among vpp (3)"),
+        (
+            FLAGS + " --num-experts 4",
+            "[{pp: 2, vpp: 2}]",
+            "layouts[0]: --num-experts: not with virtual",
+        ),
+        (FLAGS, "[{ep: 2}]", "layouts[0]: --num-experts: is not given; use ep 1"),
+        (SMALL + EXPERTS, "[{tp: 2, ep: 3}]", "layouts[0]: ep: 3 does not divide tp (2), whose workers share"),
+        (SMALL + " --num-experts 3", "[{tp: 2, ep: 2}]", "layouts[0]: --num-experts: 3 do not divide among ep (2)"),
+        (SMALL + EXPERTS, "[{tp: 4}]", "layouts[0]: --moe-ffn-hidden-size: 6 does not divide among tp / ep (4)"),
+        (
+            SMALL + EXPERTS + " --use-distributed-optimizer",
+            "[{tp: 2, ep: 2}]",
+            "layouts[0]: --use-distributed-optimizer: not with experts over several workers yet; use ep 1",
         ),
         (FLAGS, "[{pp: 3}]", "layouts[0]: --num-layers: 4 does not divide among pp (3)"),
         (FLAGS + " --group-query-attention --num-query-groups 2", "[{tp: 4}]", "layouts[0]: --num-query-groups: 2"),

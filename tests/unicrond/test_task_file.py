@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from events.codec import encode
 from events.envelope import Envelope
 from events.schemas import TASK_USERS, TOLD_ONCE
+from events.shape import Shape
 from events.task_env import SETTINGS
 from events.vocabulary import (
     DETERMINISTIC,
@@ -27,7 +28,6 @@ from events.vocabulary import (
     StoreAddress,
     TaskSpec,
 )
-from unicrond.core.planning.placement import Shape
 from unicrond.core.reshaping import most_workers
 from unicrond.core.task_rules import SPEC_BYTES_MAX, spec_faults
 from unicrond.core.waf import in_layout, modelled
@@ -389,10 +389,14 @@ def test_layouts(text: str, layouts: list[tuple[int, int, int]]) -> None:
     [
         ("layouts: many", "layouts: give auto, fixed, or a list like"),
         ("layouts: []", "layouts: give auto, fixed, or a list like"),
-        ("layouts: [{tq: 2}]", "layouts[0]: unknown field tq; give tp, pp, micro_batch and throughput"),
+        ("layouts: [{tq: 2}]", "layouts[0]: unknown field tq; give tp, pp, vpp, ep, micro_batch and throughput"),
         ("layouts: [{tp: 0}]", "layouts[0].tp: 0 is no size"),
-        ("layouts: [{micro_batch: 0}]", "layouts[0].micro_batch: 0 is no number of samples"),
-        ("layouts: [{micro_batch: 2}]", "layouts[0].micro_batch: tp 1, pp 1 has micro-batches of 1 already"),
+        ("layouts: [{micro_batch: 0}]", "layouts[0].micro_batch: 0 is no size"),
+        ("layouts: [{tp: 1000000}]", "layouts[0].tp: 1000000 is no size"),
+        ("max_workers: 2\nlayouts: [{pp: 2, vpp: 2}]", "layouts[0]: no tp and pp of this entry divide the model"),
+        ("vpp: 2", "vpp: is 2, but the built-in GPT has no virtual pipeline stages; leave it out"),
+        ("ep: 2", "ep: is 2, but the built-in GPT has no experts; leave it out"),
+        ("global_batch: 5040\nlayouts: [{micro_batch: 1..90}]", "does not divide global_batch (5040)"),
         ("max_workers: 2\nlayouts: [{tp: 2, micro_batch: 3}]", "layouts[0].micro_batch: 3 does not divide"),
         ("layouts: [{tp: 4..2}]", "layouts[0].tp: '4..2' is no size"),
         ("max_workers: 6\nlayouts: [{tp: 3}]", "layouts[0]: no tp and pp of this entry divide the model"),
@@ -424,10 +428,27 @@ def test_an_entry_may_say_how_large_a_micro_batch_is() -> None:
     sizes = [(one.tp, one.pp, one.micro_batch) for one in spec.layouts]
     assert sizes == [(2, 1, 1), (1, 1, 4), (1, 2, 4), (4, 1, 1)]
     assert spec.lanes == spec.fewest_micro_batches == 2
-    assert [most_workers(spec, Shape(one.tp, one.pp)) for one in spec.layouts] == [4, 2, 4, 8]
-    assert [in_layout(spec, Shape(tp, 1)).micro_batch for tp in (1, 2)] == [4, 1]
+    assert [most_workers(spec, one.shape) for one in spec.layouts] == [4, 2, 4, 8]
+    assert [in_layout(spec, one.shape).micro_batch for one in spec.layouts] == [1, 4, 4, 1]
     same = loads("name: a\ntp: 2\nmax_workers: 8\nmicro_batch: 2\nlayouts: [{tp: 1}]")
     assert [one.micro_batch for one in same.layouts] == [0, 0], "the log of who names none stays as it is"
+
+
+def test_the_plan_may_choose_among_sizes_of_micro_batches() -> None:
+    """Of one tp and pp, each with its own curve."""
+    tables = "layouts: [{throughput: {1: 9, 2: 16}}, {micro_batch: 4, throughput: {1: 12, 2: 12}}]"
+    spec = loads(f"name: a\nmax_workers: 2\n{tables}")
+    assert [(one.shape, one.throughput) for one in spec.layouts] == [
+        (Shape(micro_batch=1), {"1": 9, "2": 16}),
+        (Shape(micro_batch=4), {"1": 12, "2": 12}),
+    ]
+    assert spec.shape == Shape(micro_batch=1) and spec.throughput == {"1": 9, "2": 16}
+    several = loads("name: a\nmax_workers: 2\nlayouts: [{micro_batch: [1, 2, 4]}]")
+    assert [one.micro_batch for one in several.layouts] == [1, 2, 4]
+    many = "name: a\nglobal_batch: 5040\nmax_workers: 2\nlayouts: [{tp: [1, 2], micro_batch: [%s]}]"
+    sizes = [size for size in range(1, 100) if 5040 % size == 0]
+    with pytest.raises(TaskFileError, match="layouts: are 68, more than 64; give fewer"):
+        loads(many % ", ".join(map(str, sizes)))
 
 
 def test_a_preset_knows_the_micro_batches_of_each_layout() -> None:
@@ -473,7 +494,7 @@ def test_types_of_gpu_have_their_own_throughput() -> None:
         ("[{gpu: ''}]", "is empty"),
         ("[{gpu: A 100}]", "gpu"),
         ("[{gpu: h100-80g, layouts: [{throughput: {9: 1}}]}]", "1 to max_workers"),
-        ("[{gpu: h100-80g, layouts: [{micro_batch: 2}]}]", "the same on all types"),
+        ("[{gpu: h100-80g, layouts: [{micro_batch: -2}]}]", "micro_batch"),
     ):
         with pytest.raises(TaskFileError, match=told):
             loads(f"name: t\nmax_workers: 4\ngpus: {gpus}")

@@ -31,9 +31,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from events import vocabulary as v
+from events.shape import Shape
 from unicrond.core.gpu_types import on_type
 from unicrond.core.ledger import Account, Charge, Ledger
-from unicrond.core.planning.placement import Shape
 from unicrond.core.state import ClusterState, Incident, Plan, Task, TaskStatus
 from unicrond.core.waf import best_waf, has_scale, linear_flops, waf, worth_stays
 

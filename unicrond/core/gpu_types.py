@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from events.vocabulary import GpuSpec, LayoutSpec, Member, TaskAssignment, TaskSpec
+from events.shape import Shape
+from events.vocabulary import GpuSpec, Member, TaskAssignment, TaskSpec
 from unicrond.core.reshaping import layout_key
 from unicrond.core.state import ClusterState, Node, NodeStatus, Task
 
@@ -52,7 +53,7 @@ def on_type(task: Task, gpu: str) -> Task:
         return task
     if not pace.gpu and not pace.on_gpus:
         return replace(task, pace=replace(pace, gpu=gpu))
-    here = layout_key(task.spec.tp, task.spec.pp)
+    here = layout_key(task.spec.shape)
     left = {**pace.elsewhere, here: pace.measured} if pace.measured else pace.elsewhere
     known = {name: told for name, told in pace.on_gpus.items() if name != gpu}
     if left:
@@ -67,11 +68,11 @@ def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:
     given = next((one for one in spec.gpus if one.gpu == gpu), None)
     if given is None:
         return spec
-    layouts = tuple([replace(one, throughput=_table(given, one, one.throughput)) for one in spec.layouts])
-    own = LayoutSpec(tp=spec.tp, pp=spec.pp)
-    return replace(spec, throughput=_table(given, own, spec.throughput), layouts=layouts)
+    layouts = tuple([replace(one, throughput=_table(given, one.shape, one.throughput)) for one in spec.layouts])
+    return replace(spec, throughput=_table(given, spec.shape, spec.throughput), layouts=layouts)
 
 
-def _table(given: GpuSpec, layout: LayoutSpec, otherwise: dict[str, int]) -> dict[str, int]:
-    named = (one.throughput for one in given.layouts if (one.tp, one.pp) == (layout.tp, layout.pp))
+def _table(given: GpuSpec, shape: Shape, otherwise: dict[str, int]) -> dict[str, int]:
+    """A layout that is named without micro-batches has the same table with any."""
+    named = (one.throughput for one in given.layouts if one.shape in (shape, shape.cut))
     return next(named, otherwise)

@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from events.schemas import CHOOSES_LAYOUTS
+from events.shape import Shape
 from events.vocabulary import DETERMINISTIC, TaskAssignment
-from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Alternative, Curve, Pool, Prices, Problem, TaskProblem
 from unicrond.core.planning.seating import Seats, seats_matter, seats_of
 from unicrond.core.planning.situation import NodeLoad, Situation
-from unicrond.core.reshaping import most_workers, planned_shape, shape_of
+from unicrond.core.reshaping import most_workers, planned_shape
 from unicrond.core.state import NodeStatus, Task
 from unicrond.core.survey import Survey
 
@@ -141,7 +141,7 @@ def _is_faulty(survey: Survey, task: Task) -> bool:
 
 def _shape(task: Task, assignment: TaskAssignment | None) -> Shape:
     """The layout that the task has, or is on its way to because the plan has chosen it."""
-    return planned_shape(task.spec, assignment) if task.reshaping.plan else shape_of(task.spec)
+    return planned_shape(task.spec, assignment) if task.reshaping.plan else task.spec.shape
 
 
 def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: bool = False) -> TaskProblem:
@@ -153,7 +153,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     curves = survey.curves(task, gpu)
     most = most_workers(task.spec, own) if chooses else task.spec.max_workers
     others = _others(survey, task, own, gpu) if chooses or survey.types else ()
-    curve = curves.get(own) or curves[shape_of(task.spec)]
+    curve = curves.get(own) or curves[task.spec.shape]
     fits = own.tp <= survey.largest and not _kept_off(task, curve)
     return TaskProblem(
         name=task.name,
@@ -165,6 +165,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         floor=task.spec.min_workers if fits or others else 0,
         unit=own.workers,
         tp=own.tp,
+        form=own,
         throughput=curve,
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
         others=others,
@@ -184,7 +185,7 @@ def _others(survey: Survey, task: Task, own: Shape, gpu: str) -> tuple[Alternati
             if (its, shape) == (gpu, own) or shape.tp > survey.largest:
                 continue
             most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
-            curve = curves.get(shape) or curves[shape_of(task.spec)]
+            curve = curves.get(shape) or curves[task.spec.shape]
             if not _kept_off(task, curve):
                 found.append(Alternative(shape, curve, most, its if survey.types else ""))
     return tuple(found)

@@ -2,7 +2,8 @@
 
 Rules
 -----
-* What is not given stays as it is; bounds on workers that are not given come to whole replicas of the new tp * pp.
+* What is not given stays as it is; vpp and ep come as near to that as the new tp and pp allow. Bounds on workers that
+  are not given come to whole replicas of the new tp * pp.
 * What cannot be is refused in one line: a model that does not divide so, a stage that no node has room for, a least
   number of workers that the nodes have no room for: all would end, and none could begin.
 * Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that keeps
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import msgspec
 
+from events.shape import Shape
 from events.vocabulary import FirstIteration, LearningRate, ReshapeRequested, SomeWorkers, TaskSpec, Text
 from unicrond.core.ordering import Refused
 from unicrond.core.requests import reshape_problem
 from unicrond.core.reshaping import changes_nothing
 from unicrond.core.state import ClusterState, Task
+from unicrond.core.task_rules import nearest
 
 
 class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +28,9 @@ class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     tp: SomeWorkers | None = None
     pp: SomeWorkers | None = None
+    vpp: SomeWorkers | None = None
+    ep: SomeWorkers | None = None
+    micro_batch: SomeWorkers | None = None
     min_workers: SomeWorkers | None = None
     max_workers: SomeWorkers | None = None
     iterations: FirstIteration | None = None
@@ -35,12 +41,12 @@ class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRequested:
     """The event that asks for it. Raises Refused."""
     spec = task.spec
-    tp, pp = order.tp or spec.tp, order.pp or spec.pp
-    least, most = bounds(spec, tp, pp)
+    near = nearest(spec, order.tp or spec.tp, order.pp or spec.pp)
+    shape = near._replace(vpp=order.vpp or near.vpp, ep=order.ep or near.ep, micro_batch=order.micro_batch or 0)
+    least, most = bounds(spec, shape)
     asked = ReshapeRequested(
         task=task.name,
-        tp=tp,
-        pp=pp,
+        **shape._asdict(),
         min_workers=order.min_workers or least,
         max_workers=order.max_workers or most,
         reason=order.reason or "requested by an operator",
@@ -56,14 +62,15 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
     if changes_nothing(spec, asked) and task.reshaping.reshape is None:
         if order.iterations or order.lr:
             raise Refused(409, f"iterations, lr: task {task.name} has these already; give others")
-        raise Refused(409, f"tp, pp: task {task.name} has tp {tp}, pp {pp} and these bounds already; give others")
+        raise Refused(409, f"tp, pp: task {task.name} has {shape.cut} and these bounds already; give others")
     return asked
 
 
-def bounds(spec: TaskSpec, tp: int, pp: int) -> tuple[int, int]:
+def bounds(spec: TaskSpec, shape: Shape) -> tuple[int, int]:
     """min_workers and max_workers that come nearest to the present ones, in whole replicas of tp * pp, of which there
     are at least one and no more than micro-batches."""
-    unit = tp * pp
-    most = max(1, min(spec.max_workers // unit, spec.micro_batches))
+    unit = shape.workers
+    micro_batches = spec.global_batch // (shape.micro_batch or spec.micro_batch)
+    most = max(1, min(spec.max_workers // unit, micro_batches))
     least = min(most, -(-spec.min_workers // unit))
     return least * unit, most * unit

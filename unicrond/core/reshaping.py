@@ -1,4 +1,4 @@
-"""Another tp and pp for a running task, another end, another learning rate: what becomes of its description.
+"""Another layout for a running task, another end, another learning rate: what becomes of its description.
 
 The way of a reshape: somebody asks (`ReshapeRequested`); the task is brought to the end of an iteration and hands its
 state over; its workers end; it is described anew (`TaskReshaped`), planned for, and the first new workers put the
@@ -13,43 +13,32 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from events import megatron_lm
+from events.shape import Shape
 from events.vocabulary import ReshapeRequested, TaskAssignment, TaskReshaped, TaskSpec
-from unicrond.core.planning.placement import Shape
 
 
-def layout_key(tp: int, pp: int) -> str:
-    """The name of a layout in the state: "2x1"."""
-    return f"{tp}x{pp}"
-
-
-def shape_of(spec: TaskSpec) -> Shape:
-    """The layout that the task has."""
-    return Shape(spec.tp, spec.pp)
+def layout_key(shape: Shape) -> str:
+    """The name of a layout in the state: "2x1", "2x4 vpp2"."""
+    more = (("vpp", shape.vpp, 1), ("ep", shape.ep, 1), ("mb", shape.micro_batch, 0))
+    return f"{shape.tp}x{shape.pp}" + "".join(f" {name}{size}" for name, size, usual in more if size != usual)
 
 
 def planned_shape(spec: TaskSpec, assignment: TaskAssignment | None) -> Shape:
     """The layout that a plan gives the task: its own where the plan had no choice."""
-    return Shape(assignment.tp, assignment.pp) if assignment is not None and assignment.tp else shape_of(spec)
+    return (assignment.shape if assignment is not None else None) or spec.shape
 
 
 def layouts_of(spec: TaskSpec) -> list[Shape]:
     """The layouts that a plan may give the task, its own among them, in the order that decides ties: as the task has
     them, whichever it is in now."""
-    listed = [Shape(layout.tp, layout.pp) for layout in spec.layouts]
-    own = shape_of(spec)
-    return list(dict.fromkeys(listed if own in listed else [own, *listed]))
-
-
-def micro_batch_in(spec: TaskSpec, shape: Shape) -> int:
-    """Samples of a micro-batch in a layout."""
-    given = next((one.micro_batch for one in spec.layouts if Shape(one.tp, one.pp) == shape), 0)
-    return given or spec.micro_batch
+    listed = [layout.shape for layout in spec.layouts]
+    return list(dict.fromkeys(listed if spec.shape in listed else [spec.shape, *listed]))
 
 
 def most_workers(spec: TaskSpec, shape: Shape) -> int:
     """The most that a plan may give the task in a layout: whole replicas, no more than micro-batches or lanes (those
     that share a lane compute one after the other)."""
-    micro_batches = spec.global_batch // micro_batch_in(spec, shape)
+    micro_batches = spec.global_batch // (shape.micro_batch or spec.micro_batch)
     replicas = min(spec.max_workers // shape.workers, micro_batches, spec.lanes or micro_batches)
     return replicas * shape.workers
 
@@ -57,12 +46,11 @@ def most_workers(spec: TaskSpec, shape: Shape) -> int:
 def asked_by_plan(spec: TaskSpec, assignment: TaskAssignment, epoch: int) -> ReshapeRequested | None:
     """What a plan asks of the task, as a person would; None where it stays in its layout, or ends."""
     shape = planned_shape(spec, assignment)
-    if not assignment.workers or shape == shape_of(spec):
+    if not assignment.workers or shape == spec.shape:
         return None
     return ReshapeRequested(
         task=spec.name,
-        tp=shape.tp,
-        pp=shape.pp,
+        **shape._asdict(),
         min_workers=spec.min_workers,
         max_workers=spec.max_workers,
         reason=f"plan {epoch} has chosen it",
@@ -72,7 +60,8 @@ def asked_by_plan(spec: TaskSpec, assignment: TaskAssignment, epoch: int) -> Res
 def is_in_place(spec: TaskSpec, asked: ReshapeRequested) -> bool:
     """The task's workers can stay: only their number is another."""
     of = reshaped(spec, asked)
-    return (spec.tp, spec.pp, spec.iterations, spec.optimizer) == (of.tp, of.pp, of.iterations, of.optimizer)
+    kept = (spec.cut, spec.micro_batch, spec.iterations, spec.optimizer)
+    return kept == (of.cut, of.micro_batch, of.iterations, of.optimizer)
 
 
 def changes_nothing(spec: TaskSpec, asked: ReshapeRequested) -> bool:
@@ -84,7 +73,8 @@ def change(spec: TaskSpec, asked: ReshapeRequested) -> str:
     """What becomes of what, in words."""
     of = reshaped(spec, asked)
     forms = [
-        (f"tp {spec.tp}, pp {spec.pp}", f"tp {of.tp}, pp {of.pp}"),
+        (str(spec.cut), str(of.cut)),
+        (f"micro_batch {spec.micro_batch}", f"{of.micro_batch}"),
         (f"iterations {spec.iterations}", f"{of.iterations}"),
         (f"learning rate {spec.optimizer.lr:g}", f"{of.optimizer.lr:g}"),
     ]
@@ -96,18 +86,16 @@ def reshaped(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> TaskSpec
     was given for the new layout, that holds. In a layout that a person asks for the task stays, whatever it might have.
     """
     by_plan = isinstance(asked, TaskReshaped) and asked.plan > 0
-    layouts = spec.layouts if by_plan or (spec.tp, spec.pp) == (asked.tp, asked.pp) else ()
-    given, micro_batch = spec.throughput, spec.micro_batch
+    micro_batch = asked.micro_batch or spec.micro_batch
+    stays = (spec.cut, spec.micro_batch) == (asked.shape.cut, micro_batch)
+    layouts, given = spec.layouts if by_plan or stays else (), spec.throughput
     if by_plan:
-        given = next((one.throughput for one in layouts if (one.tp, one.pp) == (asked.tp, asked.pp)), given)
-        micro_batch = micro_batch_in(spec, Shape(asked.tp, asked.pp))
+        given = next((one.throughput for one in layouts if one.shape == asked.shape), given)
     most = asked.max_workers
     return replace(
         spec,
         layouts=tuple([replace(one, throughput=_up_to(most, one.throughput)) for one in layouts]),
-        tp=asked.tp,
-        pp=asked.pp,
-        micro_batch=micro_batch,
+        **_layout(spec, asked.shape._replace(micro_batch=micro_batch)),
         min_workers=asked.min_workers,
         max_workers=most,
         throughput=_up_to(most, given),
@@ -115,6 +103,12 @@ def reshaped(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> TaskSpec
         optimizer=spec.optimizer if asked.lr is None else replace(spec.optimizer, lr=asked.lr),
         args=_args(spec, asked),
     )
+
+
+def _layout(spec: TaskSpec, shape: Shape) -> dict[str, int]:
+    """The fields of a layout. Of which the program has its own way, it keeps that as long as nothing else is asked."""
+    own = {"vpp": spec.vpp, "ep": spec.ep}
+    return {name: 0 if size == 1 and own.get(name) == 0 else size for name, size in shape._asdict().items()}
 
 
 def _args(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> tuple[str, ...]:

@@ -16,14 +16,14 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from events.schemas import GPU_TYPES
+from events.shape import Shape
 from events.vocabulary import MemoryService, TaskAssignment, TaskSpec
 from unicrond.core import gpu_types, memory_places, reconcile, turns
 from unicrond.core.ordered_map import changed
-from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Curve
 from unicrond.core.policy import Policy
 from unicrond.core.reconcile import Staffing, seat
-from unicrond.core.reshaping import layouts_of, shape_of
+from unicrond.core.reshaping import layouts_of
 from unicrond.core.state import ClusterState, Membership, Node, NodeStatus, Task, Worker
 from unicrond.core.task_parts import Pace
 from unicrond.core.waf import has_scale, linear_flops, throughput
@@ -200,7 +200,7 @@ class Survey:
 
     def throughput(self, task: Task) -> Curve:
         """T(0..max_workers) of the task in its present layout, where it is, as far as it is known today, FLOP/s."""
-        return self.curves(task, task.pace.gpu)[shape_of(task.spec)]
+        return self.curves(task, task.pace.gpu)[task.spec.shape]
 
     def curves(self, task: Task, gpu: str) -> Mapping[Shape, Curve]:
         """The layouts that a plan may give the task, each with T on this type of GPU as far as it is known today."""

@@ -16,10 +16,10 @@ import msgspec
 from events import megatron_layouts, megatron_lm
 from events.codec import MAX_EVENT_BYTES
 from events.schemas import BF16, SCHEMA, TASK_USERS, TOLD_ONCE
+from events.shape import Shape
 from events.task_env import refusal
 from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.core.field_faults import Fault, Place
-from unicrond.core.planning.placement import Shape
 from unicrond.core.work import LINEAR_FLOPS
 
 #: The built-in GPT pretraining.
@@ -36,6 +36,8 @@ LAYOUTS_MAX = 64
 GPUS_MAX = 16
 #: Weighted FLOP/s of one task: half of what a plan's integers hold (63 bits).
 WAF_MAX = 2**62
+#: Degrees that the built-in GPT cannot be cut by.
+_MISSING = {"vpp": "virtual pipeline stages", "ep": "experts"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 #: Where a secret is: a file of the node, or a variable of its agent.
@@ -120,11 +122,14 @@ def _precision(spec: TaskSpec, schema: int) -> Iterator[Fault]:
 def _shape(spec: TaskSpec) -> Iterator[Fault]:
     """Of the built-in GPT: what Megatron-core asserts when it builds the model. Of Megatron-LM: in a layout that is not
     its flags'."""
-    if problem := flag_problem(spec, Shape(spec.tp, spec.pp)):
+    if problem := flag_problem(spec, spec.cut):
         yield Fault(("args",), problem)
     if spec.entry != BUILT_IN:
         return
     model = spec.model
+    for name, degree in (("vpp", spec.vpp), ("ep", spec.ep)):
+        if degree > 1:
+            yield Fault((name,), f"is {degree}, but the built-in GPT has no {_MISSING[name]}; leave it out")
     if model.hidden % model.heads:
         yield Fault(
             ("model", "hidden"),
@@ -150,13 +155,28 @@ def divides(spec: TaskSpec, shape: Shape) -> bool:
     model = spec.model
     if spec.entry != BUILT_IN:
         return not flag_problem(spec, shape)
-    return not any(size % shape.tp for size in (model.heads, model.hidden, model.vocab)) and not model.layers % shape.pp
+    uncut = any(size % shape.tp for size in (model.heads, model.hidden, model.vocab)) or model.layers % shape.pp
+    return not uncut and shape.vpp == shape.ep == 1
 
 
 def flag_problem(spec: TaskSpec, shape: Shape) -> str:
     """Of Megatron-LM: which flag keeps it from being cut so, and why."""
-    rules = megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
-    return rules.problem(shape.tp, shape.pp) if rules is not None else ""
+    rules = flag_rules(spec)
+    return rules.problem(shape.cut) if rules is not None else ""
+
+
+def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
+    """Of Megatron-LM: what its flags say of layouts."""
+    return megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
+
+
+def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
+    """The layout with this tp and pp that is nearest to the task's."""
+    rules = flag_rules(spec)
+    if rules is not None:
+        return rules.nearest(tp, pp)
+    own = spec.cut
+    return Shape(tp, pp, own.vpp if pp > 1 else 1, own.ep if tp % own.ep == 0 else 1)
 
 
 def _layouts(spec: TaskSpec) -> Iterator[Fault]:
@@ -166,12 +186,14 @@ def _layouts(spec: TaskSpec) -> Iterator[Fault]:
         yield Fault(("layouts",), f"are {len(spec.layouts)}, more than {LAYOUTS_MAX}; give fewer")
     for n, layout in enumerate(spec.layouts):
         place: Place = ("layouts", n)
-        if not divides(spec, Shape(layout.tp, layout.pp)):
-            yield Fault(place, f"tp {layout.tp}, pp {layout.pp} does not divide the model; leave it out")
+        if not divides(spec, layout.shape):
+            yield Fault(place, f"{layout.shape.cut} does not divide the model; leave it out")
         yield from _table(layout.throughput, spec.max_workers, (*place, "throughput"))
         if layout.micro_batch and spec.global_batch % layout.micro_batch:
             text = f"{layout.micro_batch} does not divide global_batch ({spec.global_batch}); use a divisor of it"
             yield Fault((*place, "micro_batch"), text)
+    if len({bool(layout.micro_batch) for layout in spec.layouts}) > 1:
+        yield Fault(("layouts",), "say micro_batch in some and not in others; give it in all or in none")
     fewest = min(layout.tp * layout.pp for layout in spec.layouts)
     least = max(spec.min_workers, 1)
     if -(-least // fewest) * fewest > spec.max_workers and spec.min_workers <= spec.max_workers:
@@ -190,8 +212,6 @@ def _gpus(spec: TaskSpec) -> Iterator[Fault]:
             yield Fault(("gpus", n, "gpu"), f"{one.gpu!r} is empty or given twice; give each type once")
         for k, layout in enumerate(one.layouts):
             yield from _table(layout.throughput, spec.max_workers, ("gpus", n, "layouts", k, "throughput"))
-            if layout.micro_batch:
-                yield Fault(("gpus", n, "layouts", k, "micro_batch"), "is the same on all types; give it in layouts")
 
 
 def _table(table: Mapping[str, int], most: int, place: Place) -> Iterator[Fault]:

@@ -9,7 +9,7 @@ Rules
 * What was *measured* (`ThroughputCorrected`) holds at its number of workers, and corrects the model elsewhere:
   by the ratio of measured to modelled at the nearest measured number, between two by what lies between theirs.
 * A task that may have several layouts has a T for each. What was measured in one corrects those in which nothing was:
-  by the ratio at as many workers, from the nearest layout (fewest doublings of tp and pp, the first of equals).
+  by the ratio at as many workers, from the nearest layout (fewest doublings of its degrees, the first of equals).
 * A task on another type of GPU has another T (gpu_types.py): a task is asked as it is on one type.
 * A straight line has no scale of its own. Until the task is measured, one of its workers is worth what one
   of the others' is (the median over measured and tabled tasks); where nothing is known, LINEAR_FLOPS.
@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from events.shape import Shape
 from events.vocabulary import TaskSpec
 from unicrond.core.gpu_types import spec_on
-from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.problem import Curve, Number
-from unicrond.core.reshaping import layout_key, layouts_of, micro_batch_in, most_workers, shape_of
+from unicrond.core.reshaping import layout_key, layouts_of, most_workers
 from unicrond.core.state import ClusterState, Task
 from unicrond.core.work import LINEAR_FLOPS
 
@@ -120,17 +120,16 @@ def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
     """The task as its model of T has it in this layout: whole replicas, and no more than micro-batches."""
     if not spec.layouts:
         return spec
-    given = next((one.throughput for one in spec.layouts if Shape(one.tp, one.pp) == shape), spec.throughput)
-    if shape == shape_of(spec):
+    given = next((one.throughput for one in spec.layouts if one.shape == shape), spec.throughput)
+    if shape == spec.shape:
         given = spec.throughput
-    most = max(1, most_workers(spec, shape))
-    micro_batch = micro_batch_in(spec, shape)
-    return replace(spec, tp=shape.tp, pp=shape.pp, micro_batch=micro_batch, throughput=given, max_workers=most)
+    layout = shape._replace(micro_batch=shape.micro_batch or spec.micro_batch)
+    return replace(spec, **layout._asdict(), throughput=given, max_workers=max(1, most_workers(spec, shape)))
 
 
 def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Model | Corrected | Presumed:
     """T as far as it is known today, in its present layout or in another: call it with a number of workers."""
-    shape, told = shape or shape_of(task.spec), spec_on(task.spec, task.pace.gpu)
+    shape, told = shape or task.spec.shape, spec_on(task.spec, task.pace.gpu)
     spec = in_layout(told, shape)
     measured = _measured_in(task, shape)
     if measured:
@@ -145,14 +144,15 @@ def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None)
 
 
 def _measured_in(task: Task, shape: Shape) -> dict[str, int]:
-    if shape == shape_of(task.spec):
+    if shape == task.spec.shape:
         return task.pace.measured
-    return task.pace.elsewhere.get(layout_key(shape.tp, shape.pp), {})
+    return task.pace.elsewhere.get(layout_key(shape), {})
 
 
 def _doublings(one: Shape, other: Shape) -> float:
     """How far two layouts are apart."""
-    return abs(log2(one.tp / other.tp)) + abs(log2(one.pp / other.pp))
+    pairs = zip(one, other, strict=True)
+    return sum(abs(log2(a / b)) for a, b in pairs if a and b)
 
 
 def _corrected(model: Model, known: Mapping[str, int]) -> Model | Corrected:
@@ -180,7 +180,7 @@ def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
 
 def throughput(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Curve:
     """T(0..max_workers) as far as it is known today, FLOP/s; in its present layout, or in another."""
-    spec = in_layout(spec_on(task.spec, task.pace.gpu), shape or shape_of(task.spec))
+    spec = in_layout(spec_on(task.spec, task.pace.gpu), shape or task.spec.shape)
     return _curve(spec, flops_of(task, linear, shape))
 
 

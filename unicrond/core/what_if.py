@@ -120,7 +120,7 @@ def foreseen(table: Table) -> list[Row]:
                 reason=solution.reason,
                 nodes=others,
                 layouts={
-                    task.name: f"tp {shape.tp}, pp {shape.pp}"
+                    task.name: str(shape)
                     for (task, workers), shape in zip(solution, solution.shapes, strict=True)
                     if task.others and workers and len({task.shape, *(one.shape for one in task.others)}) > 1
                 },

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from events import extras
 from events.command_line import UsageError
+from events.shape import Shape
 from unicrond.core.state import ClusterState, TaskStatus
 from unicrond.core.work import achieved_waf
 from unicrond.ctl import history
@@ -300,11 +301,11 @@ def cancel(options: argparse.Namespace) -> None:
 
 def reshape(options: argparse.Namespace) -> None:
     """Another layout for a task."""
-    fields = ("tp", "pp", "min_workers", "max_workers", "reason")
+    fields = (*Shape._fields, "min_workers", "max_workers", "reason")
     order = {name: value for name in fields if (value := getattr(options, name)) is not None}
     answer = client_of(options).reshape(options.task, order)
     _warn(answer)
-    form = f"tp {answer.get('tp')}, pp {answer.get('pp')}"
+    form = Shape(**{name: size for name in Shape._fields if isinstance(size := answer.get(name), int)})
     workers = f"{answer.get('min_workers')} to {answer.get('max_workers')} workers"
     _say(options, answer, f"task {options.task} changes to {form} and {workers}, from sequence {answer.get('seq')} on")
 

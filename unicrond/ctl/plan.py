@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from events.command_line import UsageError
+from events.shape import Shape
 from unicrond.core.gpu_types import of_assignment
 from unicrond.core.gradient_memory import gradients
 from unicrond.ctl.asking import client_of, print_json, snapshot_of
@@ -141,8 +142,8 @@ def plan_whatif(options: argparse.Namespace) -> None:
     for share in then["assignments"]:
         name = share["task"]
         had = now[name].workers if name in now else 0
-        tp, pp = share.get("tp", 0), share.get("pp", 0)
-        in_layout = _new_layout(state, name, {name: f"tp {tp}, pp {pp}"} if tp else {})
+        chosen = Shape(**{field: share[field] for field in Shape._fields if field in share})
+        in_layout = _new_layout(state, name, {name: str(chosen)} if share.get("tp") else {})
         in_layout += _new_gpu(state, name, _gpu_of(state, share, options.gpu))
         mark = f"*{in_layout}" if in_layout or had != share["workers"] else ""
         waf_now = planned_waf(state, now[name].waf, {name: had}) if name in now else "-"

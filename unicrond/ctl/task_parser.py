@@ -7,6 +7,14 @@ from pathlib import Path
 from events.command_line import Commands, number, option, switch, whole
 from unicrond.ctl.parsing import REASON, TASK, add_to
 
+_LAYOUT = {
+    "tp": "tensor parallel size (default: unchanged)",
+    "pp": "pipeline parallel size (default: unchanged)",
+    "vpp": "chunks of the model in each pipeline stage (default: the nearest)",
+    "ep": "over how many of tp's workers the experts are (default: the nearest)",
+    "micro-batch": "samples per forward and backward pass (default: unchanged)",
+}
+
 
 def add_tasks_control(commands: Commands) -> None:
     """To the parser of `unicronctl`."""
@@ -35,10 +43,9 @@ def add_tasks_control(commands: Commands) -> None:
         commands,
         "reshape",
         "change the layout or size of a running task; it continues from its present iteration (docs/use/reshape.md)",
-        ("reshape big --tp 2 --pp 1", "reshape big --max-workers 4"),
+        ("reshape big --tp 2 --pp 1", "reshape big --pp 4 --vpp 2", "reshape big --max-workers 4"),
         TASK,
-        option("--tp", "N", "tensor parallel size (default: unchanged)", type=whole(1)),
-        option("--pp", "N", "pipeline parallel size (default: unchanged)", type=whole(1)),
+        *(option(f"--{name}", "N", meaning, type=whole(1)) for name, meaning in _LAYOUT.items()),
         option("--min-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
         option("--max-workers", "N", "default: the present one, in whole replicas", type=whole(1)),
         REASON,

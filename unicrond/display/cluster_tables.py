@@ -271,7 +271,7 @@ def _slow(task: Task) -> str:
 
 def _reshaping(task: Task) -> str:
     asked = task.reshaping.reshape
-    return f"changes to tp {asked.tp}, pp {asked.pp}" if asked else ""
+    return f"changes to {asked.shape}" if asked else ""
 
 
 def plan_table(state: ClusterState) -> Table:
@@ -306,7 +306,7 @@ def plan_table(state: ClusterState) -> Table:
 
 def layout_words(assignment: TaskAssignment) -> str:
     """The layout that a plan has chosen, "" where the task had no choice."""
-    return f"tp {assignment.tp}, pp {assignment.pp}" if assignment.tp else ""
+    return str(assignment.shape or "")
 
 
 def gradients_table(state: ClusterState) -> Table:

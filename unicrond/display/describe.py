@@ -71,7 +71,7 @@ def _task(state: ClusterState, name: str) -> list[Section]:
     facts = {
         "status": task.status.value + (f": {task.ending.reason}" if task.ending.reason else ""),
         "weight": f"{spec.weight:g}",
-        "workers": f"{task_workers(task)}, tp {spec.tp}, pp {spec.pp}",
+        "workers": f"{task_workers(task)}, {spec.shape}",
         "plan": _share(state, task) if share else "no slot",
         "iteration": f"{progress.iteration} of {spec.iterations}, loss {loss(progress.loss)}"
         + (f", {milliseconds(task.pace.iteration_us)} ms each" if task.pace.iteration_us else ""),
@@ -90,7 +90,7 @@ def _task(state: ClusterState, name: str) -> list[Section]:
         "submitted": f"{_when(task.submitted_us)}, entry {task.submitted_seq}",
     }
     if task.reshaping.reshape:
-        facts["changes to"] = f"tp {task.reshaping.reshape.tp}, pp {task.reshaping.reshape.pp}"
+        facts["changes to"] = str(task.reshaping.reshape.shape)
     if task.troubles.strikes:
         facts["strikes"] = ", ".join(f"{node} {count}" for node, count in task.troubles.strikes.items())
     own = [one for one in _incidents(state) if name in one.generations]

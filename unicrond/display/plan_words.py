@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from unicrond.core.planning.placement import Shape
+from events.shape import Shape
 from unicrond.core.reshaping import layouts_of
 from unicrond.core.state import ClusterState, Task
 from unicrond.core.waf import has_scale, linear_flops, waf
@@ -52,15 +52,15 @@ def why_layouts(state: ClusterState) -> str:
     linear, told = linear_flops(state), []
     for name, share in state.plan.assignments.items():
         task = state.tasks.get(name)
-        if task is None or not share.tp or len(layouts_of(task.spec)) < 2:
+        if task is None or share.shape is None or len(layouts_of(task.spec)) < 2:
             continue
-        own = Shape(share.tp, share.pp)
+        own = share.shape
         others = [(_best(task, shape, share.workers, linear), shape) for shape in layouts_of(task.spec) if shape != own]
         (flops, workers), other = max(others, key=lambda one: one[0])
         has = waf(task, share.workers, linear, own)
         text = (
-            f"{name} on {share.workers} worker{'s' * (share.workers > 1)} in {_words(own)}: {si(has, 'FLOP/s')}; "
-            f"in {_words(other)} {_on(workers, share.workers) + si(flops, 'FLOP/s') if flops else 'nothing'}"
+            f"{name} on {share.workers} worker{'s' * (share.workers > 1)} in {own}: {si(has, 'FLOP/s')}; "
+            f"in {other} {_on(workers, share.workers) + si(flops, 'FLOP/s') if flops else 'nothing'}"
         )
         told.append(f"{text}, which does not pay for a reshape" if flops > has else text)
     return "; ".join(told)
@@ -70,10 +70,6 @@ def _best(task: Task, shape: Shape, workers: int, linear: int) -> tuple[int, int
     """The most that so many workers bring in the layout, and how many of them it takes."""
     counts = range(shape.workers, workers + 1, shape.workers)
     return max(((waf(task, count, linear, shape), -count) for count in counts), default=(0, 0))
-
-
-def _words(shape: Shape) -> str:
-    return f"tp {shape.tp}, pp {shape.pp}"
 
 
 def _on(workers: int, of: int) -> str:

@@ -1,16 +1,19 @@
-"""`layouts` in a task file: the tp and pp that the plan may give the task (docs/use/task-files.md).
+"""`layouts` in a task file: the layouts that the plan may give the task (docs/use/task-files.md).
 
 Rules
 -----
-* `fixed`: its own alone. A list: these, its own among them; `tp` and `pp` of an entry are a number, a list of numbers
-  or a range like `1..8`, of which those count that divide the model. `auto`: what the program can be restarted in.
+* `fixed`: its own alone. A list: these, its own among them; `tp`, `pp`, `vpp`, `ep` and `micro_batch` of an entry are
+  a number, a list of numbers or a range like `1..8`, of which those count that divide the model. An entry that says
+  nothing of vpp or ep has the nearest to the task's. `auto`: what the program can be restarted in.
 * `auto` is the rule for the built-in GPT and for Megatron-LM, where it is known that its flags can be restarted in
   another layout (`events/megatron_layouts.py`); other programs are `fixed` unless they say otherwise.
 * Without a model of its memory `auto` takes no layout in which a worker holds more of the model than in its own, unless
   that is little (SMALL_BYTES); and none of more workers to a replica: nothing says that it would be faster. Of
   Megatron-LM it takes only those in which it is little: flags alone do not tell what a worker holds.
-* An entry may say how large a micro-batch is in its layouts; in the others it is as the task says.
-* With `throughput_model` each layout has its own table. Those that are the best for no number of workers are left out.
+* An entry may say how large micro-batches are in its layouts; in the others they are as the task says. `auto` leaves
+  them alone: gradients are grouped by them.
+* With `throughput_model` each layout has its own table, so that `auto` tries all numbers of chunks of a stage that the
+  program can have. Those that are the best for no number of workers are left out.
 * A layout without a table has that of the task: nothing is known against it.
 """
 
@@ -18,17 +21,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from events import megatron_layouts, megatron_lm
+from events.shape import Shape
 from events.vocabulary import LayoutSpec, TaskSpec
 from unicrond.core.field_faults import Fault, Place
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
-from unicrond.core.planning.placement import Shape
-from unicrond.core.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, divides, flag_problem
+from unicrond.core.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, divides, flag_problem, flag_rules, nearest
 from unicrond.core.waf import in_layout
 
 FIELD = "layouts"
@@ -36,23 +41,33 @@ FIELD = "layouts"
 SMALL_BYTES = 2**30
 #: BF16 weight, FP32 master and two moments.
 _STATE_BYTES = 18
+#: Chunks of a stage that `auto` tries with a model.
+CHUNKS_MAX = 12
+_SIZE_MAX = 999_999
 _RANGE = re.compile(r"([1-9][0-9]{0,5})\.\.([1-9][0-9]{0,5})")
 #: Tensor-parallel sizes that `auto` tries.
 _TP_TRIED = (1, 2, 4, 8, 16)
 
 
 class Entry(NamedTuple):
-    """Of a list. `micro_batch`: 0 where it says nothing of it."""
+    """Of a list. `vpps`, `eps`: empty: the nearest to the task's. `micro_batches`: empty: as the task has."""
 
     tps: list[int]
     pps: list[int]
+    vpps: list[int]
+    eps: list[int]
+    micro_batches: list[int]
     table: dict[str, int]
-    micro_batch: int = 0
 
-    @property
-    def shapes(self) -> list[Shape]:
-        """Each tp with each pp."""
-        return [Shape(tp, pp) for tp in self.tps for pp in self.pps]
+    def shapes(self, spec: TaskSpec) -> list[Shape]:
+        """Each degree with each other."""
+        nears = (nearest(spec, tp, pp) for tp, pp in product(self.tps, self.pps))
+        return [
+            Shape(near.tp, near.pp, vpp, ep, micro_batch)
+            for near in nears
+            for vpp, ep in product(self.vpps or [near.vpp], self.eps or [near.ep])
+            for micro_batch in self.micro_batches or [0]
+        ]
 
 
 #: "auto", "fixed", or the entries of a list.
@@ -88,113 +103,98 @@ def _untried(data: dict[str, Any]) -> str:
 
 
 def _entry(entry: Any, place: Place, found: list[Fault]) -> Entry:
-    if not isinstance(entry, dict) or (strange := set(entry) - {"tp", "pp", "throughput", "micro_batch"}):
+    if not isinstance(entry, dict) or (strange := set(entry) - {*Shape._fields, "throughput"}):
         named = f"unknown field {min(map(str, strange))}; " if isinstance(entry, dict) else ""
-        found.append(Fault(place, f"{named}give tp, pp, micro_batch and throughput, like {{tp: 2, pp: 1}}"))
-        return Entry([1], [1], {})
-    tps, pps = (_numbers(entry.get(name, 1), (*place, name), found) for name in ("tp", "pp"))
+        text = "give tp, pp, vpp, ep, micro_batch and throughput, like {tp: 2, pp: 1}"
+        found.append(Fault(place, named + text))
+        return Entry([1], [1], [], [], [], {})
+    sizes = {name: _numbers(entry[name], (*place, name), found) for name in Shape._fields if name in entry}
     try:
         table = msgspec.convert(entry.get("throughput", {}), dict[str, int], str_keys=True)
     except msgspec.ValidationError:
         found.append(Fault((*place, "throughput"), "give FLOP/s by workers, like {4: 1.1e12}"))
         table = {}
-    if table and len(tps) * len(pps) > 1:
-        found.append(Fault((*place, "throughput"), "is of one layout; give tp and pp as one number each"))
-    micro_batch = entry.get("micro_batch", 0)
-    if "micro_batch" in entry and (type(micro_batch) is not int or not 0 < micro_batch < 2**31):
-        found.append(Fault((*place, "micro_batch"), f"{micro_batch!r} is no number of samples; give a number like 2"))
-        micro_batch = 0
-    return Entry(tps, pps, table, micro_batch)
+    if table and prod(map(len, sizes.values())) > 1:
+        found.append(Fault((*place, "throughput"), "is of one layout; give its sizes as one number each"))
+    tps, pps, vpps, eps, micro_batches = (sizes.get(name, []) for name in Shape._fields)
+    return Entry(tps or [1], pps or [1], vpps, eps, micro_batches, table)
 
 
 def _numbers(given: Any, place: Place, found: list[Fault]) -> list[int]:
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+    if type(given) is int and 1 <= given <= _SIZE_MAX:
         return [given]
     if isinstance(given, str) and (span := _RANGE.fullmatch(given)) and int(span[1]) <= int(span[2]):
         return list(range(int(span[1]), int(span[2]) + 1))
-    if isinstance(given, list) and given and all(type(n) is int and n >= 1 for n in given):
+    if isinstance(given, list) and given and all(type(n) is int and 1 <= n <= _SIZE_MAX for n in given):
         return list(dict.fromkeys(given))
     found.append(Fault(place, f"{given!r} is no size; give a number, a list like [1, 2, 4], or a range like 1..8"))
     return [1]
 
 
-def shapes_of(spec: TaskSpec, wish: Wish) -> tuple[list[Shape], list[Fault]]:
-    """The layouts that are wished and divide the model, the task's own first."""
-    own = Shape(spec.tp, spec.pp)
-    if wish == "fixed":
-        return [own], []
-    shapes, found = [own], []
+def shapes_of(spec: TaskSpec, wish: Wish, *, modelled: bool = False) -> tuple[list[Shape], list[Fault]]:
+    """The layouts that are wished and divide the model, the task's own first. `modelled`: each will have its table."""
     if isinstance(wish, str):
-        shapes += [shape for shape in _divisors(spec) if shape.workers <= spec.max_workers]
-    else:
-        for n, entry in enumerate(wish):
-            wished = entry.shapes
-            fits = [shape for shape in wished if divides(spec, shape) and shape.workers <= spec.max_workers]
-            shapes += fits
-            if not fits:
-                known = (why for shape in wished if (why := flag_problem(spec, shape)))
-                why = next(known, f"no tp and pp of this entry divide the model on up to {spec.max_workers} workers")
-                text = f"{why}; leave it out"
-                found.append(Fault((FIELD, n), text))
-    return list(dict.fromkeys(shapes)), found
-
-
-def micro_batches_of(spec: TaskSpec, wish: Wish) -> tuple[dict[Shape, int], list[Fault]]:
-    """Samples of a micro-batch in each layout that an entry of the list names; nothing where none says how many."""
-    found: list[Fault] = []
-    if isinstance(wish, str) or not any(entry.micro_batch for entry in wish):
-        return {}, found
-    sizes = {Shape(spec.tp, spec.pp): spec.micro_batch}
+        others = _divisors(spec, modelled=modelled) if wish == "auto" else ()
+        return list(dict.fromkeys([spec.cut, *(one for one in others if one.workers <= spec.max_workers)])), []
+    varied = any(entry.micro_batches for entry in wish)
+    shapes, found = [spec.cut], []
     for n, entry in enumerate(wish):
-        size = entry.micro_batch or spec.micro_batch
-        if spec.global_batch % size:
-            text = f"{size} does not divide global_batch ({spec.global_batch}); use a divisor of it"
-            found.append(Fault((FIELD, n, "micro_batch"), text))
-        other = next((shape for shape in entry.shapes if sizes.setdefault(shape, size) != size), None)
-        if other is not None:
-            text = f"tp {other.tp}, pp {other.pp} has micro-batches of {sizes[other]} already; give it one size"
-            found.append(Fault((FIELD, n, "micro_batch"), text))
-    return sizes, found
+        wished = entry.shapes(spec)
+        fits = [shape for shape in wished if divides(spec, shape) and shape.workers <= spec.max_workers]
+        shapes += fits
+        if not fits:
+            known = (why for shape in wished if (why := flag_problem(spec, shape)))
+            why = next(known, f"no tp and pp of this entry divide the model on up to {spec.max_workers} workers")
+            found.append(Fault((FIELD, n), f"{why}; leave it out"))
+        for size in entry.micro_batches:
+            if spec.global_batch % size:
+                text = f"{size} does not divide global_batch ({spec.global_batch}); use a divisor of it"
+                found.append(Fault((FIELD, n, "micro_batch"), text))
+    if varied:  # then each says how large its own are
+        shapes = [shape._replace(micro_batch=shape.micro_batch or spec.micro_batch) for shape in shapes]
+    shapes = list(dict.fromkeys(shapes))
+    if len(shapes) > LAYOUTS_MAX and not modelled:
+        found.append(Fault((FIELD,), f"are {len(shapes)}, more than {LAYOUTS_MAX}; give fewer"))
+    return shapes, found
 
 
-def _divisors(spec: TaskSpec) -> Iterator[Shape]:
-    for tp in _TP_TRIED:
-        for pp in range(1, spec.model.layers + 1):
-            if divides(spec, Shape(tp, pp)):
-                yield Shape(tp, pp)
+def _divisors(spec: TaskSpec, *, modelled: bool) -> Iterator[Shape]:
+    """`modelled`: with all numbers of chunks of a stage; else the nearest to the task's, of which as much is known."""
+    rules = flag_rules(spec)
+    for tp, pp in product(_TP_TRIED, range(1, spec.model.layers + 1)):
+        near = nearest(spec, tp, pp)
+        chunks = range(1, CHUNKS_MAX + 1) if modelled and rules is not None else ()
+        for shape in dict.fromkeys([near, *(near._replace(vpp=vpp) for vpp in chunks)]):
+            if divides(spec, shape):
+                yield shape
 
 
 def filled(spec: TaskSpec, wish: Wish) -> tuple[TaskSpec, list[Fault]]:
     """The task with its layouts, where no model of Megatron is given."""
     shapes, found = shapes_of(spec, wish)
-    sizes, wrong = micro_batches_of(spec, wish)
-    found = [*found, *wrong]
     tables = {}
     if isinstance(wish, str):
-        shapes = [shape for shape in shapes if shape == Shape(spec.tp, spec.pp) or _is_safe(spec, shape)]
+        shapes = [shape for shape in shapes if shape == spec.cut or _is_safe(spec, shape)]
     else:
-        tables = {entry.shapes[0]: entry.table for entry in wish if entry.table}
-    return with_layouts(spec, shapes, tables, sizes), found
+        usual = spec.micro_batch if shapes[0].micro_batch else 0
+        named = ((shape, entry.table) for entry in wish if entry.table for shape in entry.shapes(spec))
+        tables = {shape._replace(micro_batch=shape.micro_batch or usual): table for shape, table in named}
+    return with_layouts(spec, shapes, tables), found
 
 
-def with_layouts(
-    spec: TaskSpec, shapes: list[Shape], tables: dict[Shape, dict[str, int]], sizes: Mapping[Shape, int]
-) -> TaskSpec:
+def with_layouts(spec: TaskSpec, shapes: list[Shape], tables: Mapping[Shape, dict[str, int]]) -> TaskSpec:
     """The task with these layouts, its own first; none where that is all."""
     if len(shapes) < 2:
         return spec
-    given = spec.throughput or tables.get(Shape(spec.tp, spec.pp), {})
-    layouts = [
-        LayoutSpec(tp=one.tp, pp=one.pp, throughput=tables.get(one) or given, micro_batch=sizes.get(one, 0))
-        for one in shapes[:LAYOUTS_MAX]
-    ]
+    given = spec.throughput or tables.get(shapes[0], {})
+    layouts = [LayoutSpec(**one._asdict(), throughput=tables.get(one) or given) for one in shapes[:LAYOUTS_MAX]]
     return replace(spec, layouts=tuple(layouts), throughput=given)
 
 
 def with_bounds(spec: TaskSpec) -> TaskSpec:
     """A task that leaves its layout to the plan needs no bounds in whole replicas: at least as many workers as its
     smallest replica, or as its tables begin with."""
-    layouts = spec.layouts or (LayoutSpec(tp=spec.tp, pp=spec.pp, throughput=spec.throughput),)
+    layouts = spec.layouts or (LayoutSpec(**spec.cut._asdict(), throughput=spec.throughput),)
     tabled = [int(n) for one in layouts for n, flops in one.throughput.items() if flops and n.isdecimal()]
     fewest = min(tabled, default=min(one.tp * one.pp for one in layouts))
     most, unit = spec.max_workers, spec.replica_workers
@@ -210,7 +210,7 @@ def _is_safe(spec: TaskSpec, shape: Shape) -> bool:
         return False
     if shape.workers == spec.replica_workers and spec.entry == BUILT_IN:
         return True
-    one = in_layout(replace(spec, layouts=(LayoutSpec(tp=shape.tp, pp=shape.pp),)), shape)
+    one = in_layout(replace(spec, layouts=(LayoutSpec(**shape._asdict()),)), shape)
     held = _STATE_BYTES + ELEMENT_BYTES * gradients(one, 1).most
-    rules = megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
+    rules = flag_rules(spec)
     return parameters(one) * held * (rules.experts if rules is not None else 1) <= SMALL_BYTES

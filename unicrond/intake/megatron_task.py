@@ -13,7 +13,8 @@ from typing import Any
 from events.megatron_lm import ENTRY, BadFlags, CommandLine, Understood, understood
 from unicrond.core.field_faults import Fault
 
-_FIELDS = ("tp", "pp", "global_batch", "micro_batch", "iterations", "seed")
+_FIELDS = ("tp", "pp", "vpp", "ep", "global_batch", "micro_batch", "iterations", "seed")
+_OFTEN_ONE = ("vpp", "ep")
 _SIZES = ("layers", "hidden", "heads", "seq", "vocab", "dropout")
 
 
@@ -34,6 +35,8 @@ def take(data: dict[str, Any]) -> list[Fault]:
             place = () if part is data else ("model",)
             for name in names:
                 value = getattr(told, name)
+                if name in _OFTEN_ONE and value == 1 and name not in part:
+                    continue  # a log of an older schema can hold the task as well
                 if part.setdefault(name, value) != value:
                     text = f"{part[name]!r}, but the flags in args say {value}; leave it out here"
                     found.append(Fault((*place, name), text))
@@ -50,6 +53,8 @@ def lines(args: tuple[str, ...]) -> list[str]:
     return [
         f"script {args[0]}, {told.iterations} iterations, seed {told.seed}",
         f"a replica is tp {told.tp} x pp {told.pp} = {per_replica} worker{'s' if per_replica > 1 else ''}",
+        *([f"each stage has {told.vpp} chunks of the model (vpp)"] if told.vpp > 1 else []),
+        *([f"experts are over {told.ep} workers of a replica (ep)"] if told.ep > 1 else []),
         f"global batch {told.global_batch} in micro-batches of {told.micro_batch}: "
         f"{told.global_batch // told.micro_batch} to deal, so at most as many replicas",
         f"model: {told.layers} layers, hidden {told.hidden}, {told.heads} heads, sequence {told.seq}, vocabulary"

@@ -93,13 +93,11 @@ def understood(data: Any) -> tuple[TaskSpec | None, list[Fault]]:
     if preset is None:
         spec, found = layouts.filled(spec, wish)
     else:
-        shapes, found = layouts.shapes_of(spec, wish)
-        sizes, wrong = layouts.micro_batches_of(spec, wish)
-        found = [*found, *wrong]
+        shapes, found = layouts.shapes_of(spec, wish, modelled=True)
         if not found:
             is_free = is_asked and wish != "fixed" and not {"tp", "pp"} & set(data)
-            spec, found = fill(spec, preset, shapes, sizes, is_free=is_free)
-            spec = on_others(spec, preset, sizes) if not found and preset.also else spec
+            spec, found = fill(spec, preset, shapes, is_free=is_free)
+            spec = on_others(spec, preset) if not found and preset.also else spec
     spec = layouts.with_bounds(spec) if is_asked and wish != "fixed" and not found else spec
     found = found or list(_problems(spec))
     if not found and spec.lanes:

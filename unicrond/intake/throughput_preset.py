@@ -20,10 +20,11 @@ import msgspec
 from msgspec.structs import replace
 
 from events.guess import guess
+from events.shape import Shape
 from events.vocabulary import LANES, GpuSpec, LayoutSpec, TaskSpec
 from unicrond.core.field_faults import Fault, faults
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients
-from unicrond.core.planning.placement import Shape
+from unicrond.core.task_rules import ENTRIES
 from unicrond.core.work import iteration_flop
 from unicrond.intake.layouts import with_layouts
 
@@ -67,12 +68,10 @@ def take(data: dict[str, Any]) -> tuple[Preset | None, list[Fault]]:
     return preset, []
 
 
-def fill(
-    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int], *, is_free: bool
-) -> tuple[TaskSpec, list[Fault]]:
-    """The task with the tables that its preset stands for, one for each of `shapes` that is worth it; or what keeps it
-    from having one. `sizes`: micro-batches that are not the task's. `is_free`: the file gives neither tp nor pp, so its
-    own layout is the best for most workers."""
+def fill(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool) -> tuple[TaskSpec, list[Fault]]:
+    """The task with the tables that its preset stands for, one for each of `shapes` (its own is the first) that is
+    worth it; or what keeps it from having one. `is_free`: the file gives neither tp nor pp, so its own layout is the
+    best for most workers."""
     from unicrond.throughput.presets import MODELS
 
     known = MODELS[preset.model]
@@ -82,14 +81,14 @@ def fill(
         return spec, [Fault(("model",), text)]
     try:
         if len(shapes) > 1:
-            chosen = _chosen(spec, preset, shapes, sizes, is_free=is_free)
+            chosen = _chosen(spec, preset, shapes, is_free=is_free)
             if chosen is not None:
                 return chosen, []
-        points = _tables(spec, preset, [Shape(spec.tp, spec.pp)], {})[Shape(spec.tp, spec.pp)]
+        points = _tables(spec, preset, [spec.cut])[spec.cut]
     except ValueError as error:
         return spec, [Fault((FIELD,), str(error))]
     if not points:
-        shape = f"tp {spec.tp}, pp {spec.pp} and micro_batch {spec.micro_batch}"
+        shape = f"{spec.cut} and micro_batch {spec.micro_batch}"
         where = f"on up to {spec.max_workers} {preset.gpu}"
         text = f"{preset.model} with {shape} fits nowhere {where}; see `unicronctl throughput`"
         if spec.lanes:
@@ -98,13 +97,13 @@ def fill(
     return replace(spec, throughput=points), []
 
 
-def on_others(spec: TaskSpec, preset: Preset, sizes: Mapping[Shape, int]) -> TaskSpec:
+def on_others(spec: TaskSpec, preset: Preset) -> TaskSpec:
     """The task with T on the preset's further types of GPU, for each of its layouts: 0 where it fits nowhere."""
-    shapes = list(dict.fromkeys([Shape(spec.tp, spec.pp), *(Shape(one.tp, one.pp) for one in spec.layouts)]))
+    shapes = list(dict.fromkeys([spec.shape, *(one.shape for one in spec.layouts)]))
     gpus = []
-    for gpu, tables in zip(preset.also, _on_also(spec, preset, shapes, sizes), strict=True):
+    for gpu, tables in zip(preset.also, _on_also(spec, preset, shapes), strict=True):
         layouts = [
-            LayoutSpec(tp=shape.tp, pp=shape.pp, throughput=tables[shape] or _nothing(shape))
+            LayoutSpec(**shape._asdict(), throughput=tables[shape] or _nothing(shape))
             for shape in shapes
             if shape.workers <= spec.max_workers
         ]
@@ -112,33 +111,31 @@ def on_others(spec: TaskSpec, preset: Preset, sizes: Mapping[Shape, int]) -> Tas
     return replace(spec, gpus=tuple(gpus))
 
 
-def _chosen(
-    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int], *, is_free: bool
-) -> TaskSpec | None:
+def _chosen(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], *, is_free: bool) -> TaskSpec | None:
     """The task with the layouts that are worth it; None where its own fits nowhere.
 
     There are as many lanes as there may be replicas in any of them; where its own then had no room on some numbers of
     workers, as many as in its own: no layout has more replicas than lanes.
     """
-    own = Shape(spec.tp, spec.pp)
-    fewest = spec.global_batch // max([spec.micro_batch, *sizes.values()])
+    own = shapes[0]
+    fewest = spec.global_batch // max([spec.micro_batch, *(shape.micro_batch for shape in shapes)])
     narrow = _in_lanes(spec, 1) if is_free else _in_lanes(spec, min(spec.lanes, fewest))
-    tables = _tables(narrow, preset, shapes, sizes)
+    tables = _tables(narrow, preset, shapes)
     if not is_free and not tables[own]:
         return None
-    kept = _kept([tables, *_on_also(narrow, preset, shapes, sizes)], own, is_free=is_free)
+    kept = _kept([tables, *_on_also(narrow, preset, shapes)], own, is_free=is_free)
     if not any(tables[shape] for shape in kept):
         return None
     replicas = min(spec.max_workers // min(shape.workers for shape in kept), fewest)
     wide = _in_lanes(spec, replicas)
-    wider = _tables(wide, preset, kept, sizes)
+    wider = _tables(wide, preset, kept)
     if is_free or wider[own].keys() == tables[own].keys():
         spec, tables = wide, wider
     else:
         spec = narrow
         most = {shape: (spec.lanes or replicas) * shape.workers for shape in kept}
         tables = {one: {n: flops for n, flops in tables[one].items() if int(n) <= most[one]} for one in kept}
-    kept = _kept([tables, *_on_also(spec, preset, kept, sizes)], own, is_free=is_free)
+    kept = _kept([tables, *_on_also(spec, preset, kept)], own, is_free=is_free)
     if not any(tables[shape] for shape in kept):
         return None
     if is_free:
@@ -146,9 +143,10 @@ def _chosen(
         own = max(kept, key=lambda one: most_of[one])
         kept = list(dict.fromkeys([own, *kept]))
     tables = {shape: tables[shape] or _nothing(shape) for shape in kept}
-    micro_batch = sizes.get(own, spec.micro_batch)
-    spec = replace(spec, tp=own.tp, pp=own.pp, micro_batch=micro_batch, throughput=tables[own])
-    return with_layouts(spec, kept, tables, sizes)
+    layout = {"tp": own.tp, "pp": own.pp, "micro_batch": own.micro_batch or spec.micro_batch}
+    inner = {name: size for name, size in (("vpp", own.vpp), ("ep", own.ep)) if size > 1 or getattr(spec, name)}
+    spec = replace(spec, **layout, **inner, throughput=tables[own])
+    return with_layouts(spec, kept, tables)
 
 
 def _kept(on_types: Sequence[_Tables], own: Shape, *, is_free: bool) -> list[Shape]:
@@ -157,11 +155,9 @@ def _kept(on_types: Sequence[_Tables], own: Shape, *, is_free: bool) -> list[Sha
     return best if is_free else list(dict.fromkeys([own, *best]))
 
 
-def _on_also(
-    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int]
-) -> list[dict[Shape, dict[str, int]]]:
+def _on_also(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> list[dict[Shape, dict[str, int]]]:
     """T of each layout, by workers, on each further type of GPU."""
-    return [_tables(spec, replace(preset, gpu=gpu), shapes, sizes) for gpu in preset.also]
+    return [_tables(spec, replace(preset, gpu=gpu), shapes) for gpu in preset.also]
 
 
 def _nothing(shape: Shape) -> dict[str, int]:
@@ -174,9 +170,7 @@ def _in_lanes(spec: TaskSpec, lanes: int) -> TaskSpec:
     return spec if not spec.lanes or LANES in spec.env else replace(spec, env={**spec.env, LANES: str(lanes)})
 
 
-def _tables(
-    spec: TaskSpec, preset: Preset, shapes: Sequence[Shape], sizes: Mapping[Shape, int]
-) -> dict[Shape, dict[str, int]]:
+def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Shape, dict[str, int]]:
     """T of each layout, by workers; empty where it fits nowhere. Raises ValueError for what cannot be."""
     import numpy as np
 
@@ -207,7 +201,9 @@ def _tables(
             seq=spec.model.seq,
             tp=shape.tp,
             pp=shape.pp,
-            micro_batch=sizes.get(shape, spec.micro_batch),
+            micro_batch=shape.micro_batch or spec.micro_batch,
+            # Whoever wrote the program knows whether its stages are interleaved; of the others it is known.
+            chunks=None if spec.entry not in ENTRIES and shape.vpp == 1 else shape.vpp,
         )
         points = table(question, spec.max_workers, needed_bytes=needed_bytes)
         found[shape] = {str(workers): flops for workers, flops in points.items()}

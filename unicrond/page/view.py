@@ -122,6 +122,7 @@ def _task(state: ClusterState, task: Task, hide: Callable[[str], str]) -> dict[s
         "has_throughput": bool(spec.throughput),
         "tp": spec.tp,
         "pp": spec.pp,
+        "layout": str(spec.shape),
         "generation": task.generation,
         "whole": task.confirmed and task.all_able,
         "iteration": task.progress.iteration,

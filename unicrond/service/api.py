@@ -8,7 +8,7 @@
     GET  /v1/skips                         the entries that every reader passes over: {SEQ: why}
     POST /v1/tasks                         a task file's content as JSON
     POST /v1/tasks/NAME/cancel             {"reason"}
-    POST /v1/tasks/NAME/reshape            {"tp", "pp", "min_workers", "max_workers", "reason"}
+    POST /v1/tasks/NAME/reshape            another layout or size: see core/reshape_order.py
     POST /v1/nodes/NAME/cordon             {"drain", "reason", "until_return", "by": {"at_us"} or {"in_s"}}
     POST /v1/nodes/NAME/uncordon           {"reason"}
     POST /v1/nodes/NAME/forget             {"leave", "reason"}
@@ -66,6 +66,7 @@ from unicrond.core.ordering import FaultOrder, Refused, ordered
 from unicrond.core.planning.problem import ProblemError
 from unicrond.core.requests import enrolment_problem, maintenance_problem, other_agent, user_problem
 from unicrond.core.reshape_order import ReshapeOrder, asked_for
+from unicrond.core.reshaping import reshaped
 from unicrond.core.spares import DAY_S, spares
 from unicrond.core.state import Task, TaskStatus
 from unicrond.core.state_bytes import digest, to_json
@@ -304,11 +305,11 @@ class Api:
         return await self._append(TaskCancelled(task=name, reason=reason), {"task": name}, 202)
 
     async def reshape(self, request: web.Request) -> web.Response:
-        """Another tp, pp, or number of workers for a running task. 400 says which field is wrong."""
+        """Another layout, or number of workers, for a running task. 400 says which field is wrong."""
         task = self._task(request)
         event = asked_for(self._coordinator.state, task, await body_of(request, ReshapeOrder))
         about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "by"}
-        larger = replace(task.spec, tp=event.tp, pp=event.pp, max_workers=event.max_workers)
+        larger = reshaped(task.spec, event)
         return await self._append(event, {**about, "warnings": too_few_lanes(larger)}, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:

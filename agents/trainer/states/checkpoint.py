@@ -1,6 +1,6 @@
 """Checkpoints on storage: the farthest source of state, and the only one that outlives all nodes.
 
-    <dir>/iteration-00000120/manifest.json     task, iteration, generation, tp, pp; per shard files and what lies where
+    <dir>/iteration-00000120/manifest.json     task, iteration, generation, layout; per shard files and what lies where
     <dir>/iteration-00000120/shard-0/          torch's distributed-checkpoint format: .metadata, __0_0.distcp
 
 Rules
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from agents.trainer.states.state import BadState, flatten, shapes, unflatten
 from agents.trainer.states.state_bytes import check, named
+from events.shape import Shape
 
 FORMAT = 3
 _NAME = re.compile(r"^iteration-([0-9]{8,})$")
@@ -76,6 +77,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp: int
     pp: int
     shards: tuple[ShardRecord, ...]
+    vpp: int = 1
+    ep: int = 1
+
+    @property
+    def layout(self) -> Shape:
+        """That of the replica."""
+        return Shape(self.tp, self.pp, self.vpp, self.ep)
 
     @property
     def size_bytes(self) -> int:
@@ -93,16 +101,15 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be written, of which this is `shard` of tp * pp. `writer` keeps the drafts of different attempts
-    apart and is the same for all shards of one."""
+    """What is to be written, of which this is `shard` of a replica in `layout`. `writer` keeps the drafts of different
+    attempts apart and is the same for all shards of one."""
 
     directory: Path
     task: str
     iteration: int
     generation: int
     shard: int
-    tp: int
-    pp: int
+    layout: Shape
     writer: str
     keep: int
 
@@ -119,7 +126,7 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
     record = _write_shard(draft, job.shard, tree)
     midway()
     _write_synced(draft / f"shard-{job.shard}.json", msgspec.json.encode(record))
-    records = [_record(draft, shard) for shard in range(job.tp * job.pp)]
+    records = [_record(draft, shard) for shard in range(job.layout.workers)]
     if any(other is None for other in records) or not _is_publisher(draft):
         return None
     manifest = Manifest(
@@ -127,8 +134,10 @@ def write(job: Job, tree: object, midway: Callable[[], None] = lambda: None) -> 
         task=job.task,
         iteration=job.iteration,
         generation=job.generation,
-        tp=job.tp,
-        pp=job.pp,
+        tp=job.layout.tp,
+        pp=job.layout.pp,
+        vpp=job.layout.vpp,
+        ep=job.layout.ep,
         shards=tuple(other for other in records if other is not None),
     )
     _write_synced(draft / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
@@ -151,8 +160,8 @@ def manifest_of(path: Path) -> Manifest:
     return _manifest(path, told.task, int(match[1]))
 
 
-def newest_iterations(directory: Path, task: str) -> dict[int, tuple[int, int]]:
-    """Iterations of the checkpoints that look whole (manifest and sizes), newest first, and the tp and pp of each;
+def newest_iterations(directory: Path, task: str) -> dict[int, Shape]:
+    """Iterations of the checkpoints that look whole (manifest and sizes), newest first, and the layout of each;
     others are told on stderr."""
     found = {}
     for iteration, path in _found(directory):
@@ -161,7 +170,7 @@ def newest_iterations(directory: Path, task: str) -> dict[int, tuple[int, int]]:
         except (OSError, BadState) as error:
             print(f"skipping checkpoint {path}: {error}", file=sys.stderr, flush=True)
         else:
-            found[iteration] = manifest.tp, manifest.pp
+            found[iteration] = manifest.layout
     return found
 
 

@@ -29,6 +29,7 @@ from agents.trainer.states import checkpoint
 from agents.trainer.states.checkpoint import Job
 from agents.trainer.states.resharding import WHOLE, Layout, Piece, layout_in, reshard
 from agents.trainer.states.state import BadState
+from events.shape import Shape
 
 _KEEP_ALL = 10**9
 _STATE = re.compile(r"(.*?)state\.(\d+)$")
@@ -127,7 +128,7 @@ def _write(directory: Path, task: str, iteration: int, tree: dict[str, Any]) -> 
     final = directory / f"iteration-{iteration:08d}"
     if final.exists():
         raise BadState(f"{final} is there already; give another directory, or remove it")
-    job = Job(directory, task, iteration, 0, 0, 1, 1, "portable", _KEEP_ALL)
+    job = Job(directory, task, iteration, 0, 0, Shape(), "portable", _KEEP_ALL)
     checkpoint.write(job, tree)
     return final
 

@@ -30,6 +30,11 @@ from agents.trainer.states.state import BadState
 #: In a state whose tensors are whole and have their global names (`portable.py`).
 WHOLE = "whole"
 
+#: Of a group of parameters: what is this worker's own, and what tells groups apart in every layout (Megatron-core's
+#: optimizer.py, `param_group_identifier_keys`).
+_OF_THE_GROUP = ("params", "is_expert_parallel")
+_OF_ALIKE = ("wd_mult", "lr_mult", "is_decoupled_lr", "pre_wd_mult", "pre_lr_mult")
+
 Box = tuple[tuple[int, int], ...]
 
 
@@ -248,22 +253,40 @@ def _without(tree: Any, paths: frozenset[str], here: str = "") -> Any:
 
 def _merged(own: Any, theirs: Any, here: str, paths: frozenset[str]) -> Any:
     """Their values in this worker's structure. `params` are numbers of this worker's parameters."""
+    if not here and isinstance(own, list) and isinstance(theirs, dict):
+        theirs = [theirs] * len(own)  # experts on workers of their own have an optimizer of their own
+    elif not here and isinstance(own, dict) and isinstance(theirs, list) and theirs:
+        theirs = theirs[0]
     if isinstance(own, dict) and isinstance(theirs, dict):
         merged = {key: value for key, value in theirs.items() if key not in own}
         for key, value in own.items():
             at = f"{here}.{key}".strip(".")
             if at not in paths:
-                merged[key] = value if key == "params" or key not in theirs else _merged(value, theirs[key], at, paths)
+                is_own = key in _OF_THE_GROUP or key not in theirs
+                merged[key] = value if is_own else _merged(value, theirs[key], at, paths)
         return merged
     if isinstance(own, list) and isinstance(theirs, list):
         if any(f"{here}.{number}".strip(".") in paths for number in range(len(own))):
             return []
+        if own and all(isinstance(group, dict) and "params" in group for group in (*own, *theirs)):
+            theirs = [_like(group, theirs, number) for number, group in enumerate(own)]
+        elif own and all(isinstance(place, list) and not place for place in theirs):
+            theirs = [[] for _ in own]  # of groups, whose parameters are put there later
         if len(own) != len(theirs):
             counts = f"{len(theirs)} entries in the state, {len(own)} here"
             raise NoLayout(f"cannot be resharded: optimizer: {here or 'it'} has {counts}")
         inside = zip(own, theirs, range(len(own)), strict=True)
         return [_merged(mine, other, f"{here}.{number}".strip("."), paths) for mine, other, number in inside]
     return theirs
+
+
+def _like(own: dict[str, Any], theirs: list[dict[str, Any]], number: int) -> dict[str, Any]:
+    """Of their groups the one whose rates and decay are this one's: here it may hold experts alone."""
+    alike = (group for group in theirs if all(group.get(name) == own.get(name) for name in _OF_ALIKE))
+    found = next(alike, theirs[number] if number < len(theirs) else None)
+    if found is None:
+        raise NoLayout(f"cannot be resharded: optimizer: group {number} is none of those in the state")
+    return found
 
 
 def _copied(tree: Any) -> Any:

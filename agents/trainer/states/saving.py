@@ -208,7 +208,7 @@ class Saving:
     ) -> Future[None] | None:  # fmt: skip
         """In the sealing thread."""
         spec = self._context.launch.spec
-        head = draft.seal(iteration, generation, layout=(spec.tp, spec.pp))
+        head = draft.seal(iteration, generation, layout=spec.cut)
         source = self.memory or self._private
         if self.memory is not None:
             self._context.channel.send(
@@ -317,8 +317,7 @@ class Saving:
             iteration=iteration,
             generation=generation,
             shard=replica.shard,
-            tp=launch.spec.tp,
-            pp=launch.spec.pp,
+            layout=launch.spec.cut,
             writer=f"{launch.replica}-{generation}",
             keep=launch.spec.checkpoint.keep,
         )

@@ -4,7 +4,7 @@ Rules
 -----
 * Every replica says which iterations all its shards find in their nodes' memory; member 0's replica also asks the
   other nodes, and looks at storage. All this is gathered; the order in which they are tried: `candidates.py`.
-* A state of another layout (tp, pp) than the task has now is as good as one of its own: it is there where all shards of
+* A state of another layout than the task has now is as good as one of its own: it is there where all shards of
   that layout are found, on whatever nodes, this one among them; each new shard puts its own together (`resharding.py`).
 * A state is believed when its digest is right, its names, shapes and dtypes fit, and every number is finite, for all
   shards. If not, the next candidate is tried. With none left, training begins from the seed.
@@ -32,10 +32,9 @@ from agents.trainer.states import checkpoint
 from agents.trainer.states.resharding import WHOLE, NoLayout
 from agents.trainer.states.state import BadState
 from agents.trainer.states.state_bytes import read
+from events.shape import Shape
 from events.vocabulary import MemoryService
 
-#: tp and pp.
-Degrees: TypeAlias = tuple[int, int]
 Tree: TypeAlias = dict[str, Any]
 
 
@@ -55,10 +54,10 @@ class Sources:
         self._peers = told.peers
         self._passes = told.passes
         self._reshard = reshard
-        self._layout: Degrees = (context.launch.spec.tp, context.launch.spec.pp)
+        self._layout = context.launch.spec.cut
         #: By iteration, which node has which shard, and in which layout: of this one where there is a choice.
-        self._held: dict[int, tuple[Degrees, dict[int, MemoryService]]] = {}
-        self._stored: dict[int, Degrees] = {}
+        self._held: dict[int, tuple[Shape, dict[int, MemoryService]]] = {}
+        self._stored: dict[int, Shape] = {}
         #: Of what was loaded last: its layout where that is another than the task's, else "".
         self.resharded_from = ""
 
@@ -97,7 +96,7 @@ class Sources:
 
     def _ask_peers(self) -> list[int]:
         launch = self._context.launch
-        others: dict[tuple[int, Degrees], dict[int, MemoryService]] = {}
+        others: dict[tuple[int, Shape], dict[int, MemoryService]] = {}
         for peer in self._peers:
             try:
                 kept = memory_exchange.ask(peer, launch.task, self._passes)
@@ -110,9 +109,9 @@ class Sources:
                         others.setdefault((head.iteration, head.layout), {}).setdefault(shard, peer)
                     elif shard == launch.shard and peer.node != launch.node:
                         self._held.setdefault(head.iteration, (head.layout, {shard: peer}))
-        for (iteration, (tp, pp)), shards in sorted(others.items()):
-            if shards.keys() == set(range(tp * pp)):
-                self._held.setdefault(iteration, ((tp, pp), shards))
+        for (iteration, layout), shards in sorted(others.items()):
+            if shards.keys() == set(range(layout.workers)):
+                self._held.setdefault(iteration, (layout, shards))
         return list(self._held)
 
     def _look_at_storage(self) -> list[int]:
@@ -137,7 +136,7 @@ class Sources:
         layout, shards = self._held[iteration]
         return self._put_together(layout, lambda shard: self._fetched(shards[shard], shard, iteration, layout))
 
-    def _fetched(self, service: MemoryService, shard: int, iteration: int, layout: Degrees) -> tuple[Tree, int]:
+    def _fetched(self, service: MemoryService, shard: int, iteration: int, layout: Shape) -> tuple[Tree, int]:
         fetching = Fetching(service, self._context.launch.task, shard, iteration, layout, self._passes)
         if fetching.head.size_bytes > _size_limit():
             raise BadState(f"its announced size is {fetching.head.size_bytes} bytes")
@@ -151,17 +150,17 @@ class Sources:
         load = partial(checkpoint.load, Path(spec.checkpoint.dir), spec.name, iteration)
         return self._put_together(self._stored[iteration], load)
 
-    def _put_together(self, layout: Degrees, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
+    def _put_together(self, layout: Shape, shard_of: Callable[[int], tuple[Tree, int]]) -> tuple[Tree, int]:
         """This shard as it was kept; or, in another layout, all shards of that, one after the other."""
         if layout == self._layout:
             found = shard_of(self._context.launch.shard)
             if WHOLE not in found[0]:
                 return found
-        self.resharded_from = _in_words(layout)
+        self.resharded_from = str(layout)
         sizes_bytes: list[int] = []
 
         def shards() -> Iterator[Tree]:
-            for shard in range(layout[0] * layout[1]):
+            for shard in range(layout.workers):
                 tree, size_bytes = shard_of(shard)
                 sizes_bytes.append(size_bytes)
                 yield tree
@@ -169,12 +168,8 @@ class Sources:
         try:
             return self._reshard(shards()), sum(sizes_bytes)
         except NoLayout as error:
-            hint = f"submit the task with {_in_words(layout)}, or under another name"
-            raise NoLayout(f"it was kept with {_in_words(layout)}, and {error}; {hint}") from None
-
-
-def _in_words(layout: Degrees) -> str:
-    return f"tp {layout[0]}, pp {layout[1]}"
+            hint = f"submit the task with {layout}, or under another name"
+            raise NoLayout(f"it was kept with {layout}, and {error}; {hint}") from None
 
 
 def _checked(head: Head, view: memoryview, digest: bytes) -> tuple[Tree, int]:

@@ -93,8 +93,9 @@ def regroup(batch: Batch, task: Task, fresh: bool) -> None:
 def reshape(batch: Batch, task: Task, asked: v.ReshapeRequested) -> None:
     """The next step of a task to another layout: hand over and park, end, be described anew."""
     if is_in_place(task.spec, asked) or task.at_rest:
-        fields = ("task", "tp", "pp", "min_workers", "max_workers", "reason", "iterations", "lr")
-        batch.add(v.TaskReshaped(**{name: getattr(asked, name) for name in fields}, plan=task.reshaping.plan))
+        fields = ("task", "min_workers", "max_workers", "reason", "iterations", "lr")
+        told = {name: getattr(asked, name) for name in fields}
+        batch.add(v.TaskReshaped(**told, **asked.shape._asdict(), plan=task.reshaping.plan))
         return
     if mend(batch, task):
         return

@@ -12,7 +12,7 @@ from events.seats import compact
 from unicrond.core import departures, turns
 from unicrond.core.gpu_types import on_type
 from unicrond.core.plan_problems import healthy_problem_of, present_replicas, problem_of
-from unicrond.core.planning.placement import Shape, place_apart
+from unicrond.core.planning.placement import place_apart
 from unicrond.core.planning.problem import Problem
 from unicrond.core.planning.solver import Solution
 from unicrond.core.state import ClusterState, Node, NodeStatus, Task
@@ -54,16 +54,15 @@ def planned(survey: Survey, solutions: Mapping[Problem, Solution]) -> v.PlanAdop
         workers = len(replicas) * shape.workers
         if workers < task.spec.min_workers:
             replicas, workers = (), 0  # what could not be seated together is worth nothing
-        chosen = shape if task.spec.layouts and workers else Shape(0, 0)
+        chosen = shape if task.spec.layouts and workers else None
         there = on_type(task, types[1][task.name] if survey.types else survey.type_of(task))
         assignments.append(
             v.TaskAssignment(
                 task=task.name,
                 workers=workers,
                 replicas=replicas,
-                waf=waf(there, workers, survey.linear, shape if chosen.tp else None),
-                tp=chosen.tp,
-                pp=chosen.pp,
+                waf=waf(there, workers, survey.linear, chosen),
+                **(chosen._asdict() if chosen else {}),
             )
         )
     short = "".join(f"; no seat for {count} replicas of {task}" for task, count in placed.short.items())
@@ -116,7 +115,7 @@ def _trigger(state: ClusterState) -> str:
 def _was_reshaped(state: ClusterState, task: Task) -> bool:
     """A person has given it another layout, or other bounds, since the last plan."""
     assignment = state.plan.assignments.get(task.name)
-    by_plan = assignment is not None and (assignment.tp, assignment.pp) == (task.spec.tp, task.spec.pp)
+    by_plan = assignment is not None and assignment.shape == task.spec.shape
     return task.reshaping.reshaped_us > state.plan.adopted_us and not by_plan
 
 

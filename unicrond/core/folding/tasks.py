@@ -42,15 +42,15 @@ def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelop
 
 
 def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> ClusterState:
-    """The task has other replicas from now on. What was measured holds only while TP and PP stay: of a task that may
-    come back to them it is kept. A plan that has chosen the layout was made for it; a person's wish asks for another.
+    """The task has other replicas from now on. What was measured holds only in its layout: of a task that may come
+    back to that it is kept. A plan that has chosen the layout was made for it; a person's wish asks for another.
     What a plan has chosen that is no longer in force changes nothing.
     """
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE or (event.plan and event.plan != task.reshaping.plan):
         return state
     spec = reshaped(task.spec, event)
-    in_place = (spec.tp, spec.pp) == (task.spec.tp, task.spec.pp)
+    in_place = (spec.cut, spec.micro_batch) == (task.spec.cut, task.spec.micro_batch)
     reshaping, pace = Reshaping(reshaped_us=state.now_us), task.pace
     if spec.layouts and not in_place:
         reshaping = replace(reshaping, since_us=task.progress.last_commit_us)
@@ -64,8 +64,8 @@ def _in_another_layout(pace: Pace, before: TaskSpec, after: TaskSpec) -> Pace:
     """What was measured is of replicas of another form."""
     pace, elsewhere = replace(pace, timings=(), warm=0), dict(pace.elsewhere)
     if pace.measured and after.layouts:
-        elsewhere[layout_key(before.tp, before.pp)] = pace.measured
-    measured = elsewhere.pop(layout_key(after.tp, after.pp), {})
+        elsewhere[layout_key(before.shape)] = pace.measured
+    measured = elsewhere.pop(layout_key(after.shape), {})
     if not after.layouts:
         return replace(pace, measured=measured, elsewhere={}, on_gpus={})
     return replace(pace, measured=measured, elsewhere=elsewhere)

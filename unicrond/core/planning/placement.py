@@ -25,28 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from events.shape import Shape
+
 #: The node of each of a replica's shards, in shard order.
 Replica: TypeAlias = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A replica's form: tensor-parallel groups of `tp` workers, `pp` of them."""
-
-    tp: int = 1
-    pp: int = 1
-
-    @property
-    def workers(self) -> int:
-        """Workers in one replica."""
-        return self.tp * self.pp
-
-    def fits(self, replica: Replica) -> bool:
-        """Whether the replica has this shape: one node per tensor-parallel group."""
-        if len(replica) != self.workers:
-            return False
-        starts = range(0, len(replica), self.tp) if self.tp > 1 else ()
-        return all(len(set(replica[start : start + self.tp])) == 1 for start in starts)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from math import inf, isfinite
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
-from unicrond.core.planning.placement import Shape
+from events.shape import Shape
 
 if TYPE_CHECKING:  # to read a log needs curves and no numpy
     import numpy as np
@@ -180,6 +180,7 @@ class TaskProblem:
     `d_transition_us`: the task's own, where it is not the problem's. `tp`: how many workers of a replica need one node.
     `turn`: 0 = none; no two tasks have the same otherwise.
     `others`: layouts that it may get; `unit`, `tp`, `throughput` and `max_workers` are the present one's; `gpu`: pool.
+    `form`: the whole of the present one, where there is more to it than tp and pp.
     """
 
     name: str
@@ -197,6 +198,7 @@ class TaskProblem:
     prices: Prices = Prices()
     turn: int = 0
     gpu: str = ""
+    form: Shape | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < inf:
@@ -227,7 +229,7 @@ class TaskProblem:
     @property
     def shape(self) -> Shape:
         """The present layout."""
-        return Shape(self.tp, self.unit // self.tp)
+        return self.form or Shape(self.tp, self.unit // self.tp)
 
     @cached_property
     def group_sizes(self) -> frozenset[int]:

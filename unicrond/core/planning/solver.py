@@ -34,8 +34,8 @@ from functools import cached_property
 
 import numpy as np
 
+from events.shape import Shape
 from unicrond.core.planning import kernel
-from unicrond.core.planning.placement import Shape
 from unicrond.core.planning.points import Points, Scale, bounds, outline_of, scale, useful
 from unicrond.core.planning.pools import best_of_pools
 from unicrond.core.planning.problem import Problem, ProblemError, TaskProblem
@@ -195,4 +195,4 @@ def _other_layout(task: TaskProblem, layout: int) -> str:
         return ""
     shape, gpu = task.shape_of(layout), task.gpu_of(layout)
     where = f" on {gpu or 'untold GPUs'}" if gpu != task.gpu else ""
-    return f" in tp {shape.tp}, pp {shape.pp}{where}" if shape != task.shape else where
+    return f" in {shape}{where}" if shape != task.shape else where

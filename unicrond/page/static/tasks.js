@@ -28,7 +28,7 @@ export class Tasks {
         h("span", { class: STATUS[task.status] }, task.status, task.status === "active" && !task.whole && h("span", { class: "warn" }, task.workers ? " (regrouping)" : " (no workers)")),
         `${task.workers} of ${task.min_workers}..${task.max_workers}`, `${task.iteration} / ${task.iterations} (${percent(task.iteration / task.iterations, 1)})`,
         task.loss === null ? "-" : task.loss.toFixed(4), task.step_us ? span(task.step_us) : "-", si(task.tokens_per_s), si(task.flops, "FLOP/s"), task.flops && peak() ? percent(task.flops / task.workers / (peak() * 1e12), 1) : "-", si(task.waf, "FLOP/s"),
-        task.eta_us === null ? "-" : span(task.eta_us), `tp ${task.tp}, pp ${task.pp}, dp ${task.workers / (task.tp * task.pp)}`, ...(types ? [task.gpu || "-"] : [])])) : h("p", {}, "No task yet: unicronctl submit examples/big.yaml"),
+        task.eta_us === null ? "-" : span(task.eta_us), `${task.layout}, dp ${task.workers / (task.tp * task.pp)}`, ...(types ? [task.gpu || "-"] : [])])) : h("p", {}, "No task yet: unicronctl submit examples/big.yaml"),
     view.tasks.map((task, at) => this.course(task, at)));
   }
 
