@@ -557,6 +557,24 @@ def test_a_users_own_loop_is_healed(rig: Start, spec: TaskSpec) -> None:
         assert f"iteration 6: loss {last_commit(run).loss:.4f}" in (run.directory / "t.1.log").read_text()
 
 
+def test_a_script_reads_its_layout_in_the_parallel_state(rig: Start, spec: TaskSpec, tmp_path: Path) -> None:
+    script = tmp_path / "sizes.py"
+    asked = [f"{kind}_world_size" for kind in (
+        "tensor_model_parallel", "pipeline_model_parallel", "virtual_pipeline_model_parallel", "expert_model_parallel",
+        "expert_tensor_parallel",
+    )]  # fmt: skip
+    script.write_text(
+        "from megatron.core import parallel_state as state\n"
+        f"print('sizes', *(getattr(state, f'get_{{name}}')() for name in {asked}), flush=True)\n"
+    )
+    with rig(replace(spec, entry=str(script), data="", tp=2, pp=2, vpp=2, ep=2)) as run:
+        four = ["t.1", "t.2", "t.3", "t.4"]
+        run.start(*four)
+        run.until(lambda: run.exits.keys() == set(four))
+        for worker in four:
+            assert "sizes 2 2 2 2 1\n" in (run.directory / f"{worker}.log").read_text()
+
+
 # --- tensor and pipeline parallel replicas --------------------------------------------------------------------
 
 

@@ -125,6 +125,7 @@ def _shape(spec: TaskSpec) -> Iterator[Fault]:
     if problem := flag_problem(spec, spec.cut):
         yield Fault(("args",), problem)
     if spec.entry != BUILT_IN:
+        yield from _inside(spec.cut)
         return
     model = spec.model
     for name, degree in (("vpp", spec.vpp), ("ep", spec.ep)):
@@ -150,11 +151,21 @@ def _shape(spec: TaskSpec) -> Iterator[Fault]:
         )
 
 
+def _inside(shape: Shape) -> Iterator[Fault]:
+    """What holds whatever the program is."""
+    if shape.vpp > 1 and shape.pp == 1:
+        yield Fault(("vpp",), f"is {shape.vpp}, but chunks of a stage are interleaved from pp 2 on; use vpp 1")
+    if shape.tp % shape.ep:
+        yield Fault(
+            ("ep",), f"{shape.ep} does not divide tp ({shape.tp}), whose workers share the experts; use another"
+        )
+
+
 def divides(spec: TaskSpec, shape: Shape) -> bool:
     """Whether the model can be cut so; of a script of one's own nothing is known against it."""
     model = spec.model
     if spec.entry != BUILT_IN:
-        return not flag_problem(spec, shape)
+        return not flag_problem(spec, shape) and not any(_inside(shape))
     uncut = any(size % shape.tp for size in (model.heads, model.hidden, model.vocab)) or model.layers % shape.pp
     return not uncut and shape.vpp == shape.ep == 1
 

@@ -45,9 +45,13 @@ class Replica:
             store = dist.PrefixStore(f"replica/{launch.task}/{launch.replica}", server)
         dist.init_process_group(backend, store=store, rank=self.shard, world_size=self.size, timeout=_MEET_TIMEOUT)
         if spec.entry != megatron_lm.ENTRY:  # which sets it up from its own flags
+            tp, pp, vpp, ep, _ = spec.cut
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=spec.tp,
-                pipeline_model_parallel_size=spec.pp,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=tp // ep if ep > 1 else None,
             )
 
     def highest(self, *values: int) -> list[int]:
