@@ -490,6 +490,23 @@ def test_a_preset_gives_a_table_for_each_layout_that_is_the_best_somewhere() -> 
     assert spec.min_workers == min(best)
 
 
+def test_tables_of_large_tasks_have_fewer_points() -> None:
+    """So that the task fits into an event; no point says more than the model, or less by more than half a percent."""
+    text = "name: a\nnumerics: follow\nlayouts: auto\nthroughput_model: {model: gpt3-7b, gpu: a100-80g}\n"
+    large, small = (loads(f"{text}max_workers: {most}") for most in (4096, 1024))
+    assert len(msgspec.msgpack.encode(large)) <= SPEC_BYTES_MAX * 3 // 4
+    assert len(large.layouts) >= len(small.layouts) > 1
+    alike = {one.shape: one for one in small.layouts}
+    compared = 0
+    for one in large.layouts:
+        for workers, flops in (alike[one.shape].throughput if one.shape in alike else {}).items():
+            told = max((t for n, t in one.throughput.items() if int(n) <= int(workers)), default=0)
+            assert 0.995 * flops <= told
+            compared += 1
+        assert all(one.throughput[n] == t for n, t in one.throughput.items())
+    assert compared > 100
+
+
 def test_types_of_gpu_have_their_own_throughput() -> None:
     given = loads(
         "name: t\ntp: 2\nmax_workers: 4\nmin_workers: 2\n"

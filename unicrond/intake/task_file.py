@@ -26,7 +26,7 @@ from unicrond.core.field_faults import Fault, Place, faults
 from unicrond.core.task_rules import ENTRIES, PATHS, spec_faults
 from unicrond.intake import layouts, megatron_task
 from unicrond.intake.strict_yaml import BadYaml, parse, text_of
-from unicrond.intake.throughput_preset import Preset, fill, on_others, take
+from unicrond.intake.throughput_preset import Preset, fill, on_others, shortened, take
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def understood(data: Any) -> tuple[TaskSpec | None, list[Fault]]:
         if not found:
             is_free = is_asked and wish != "fixed" and not {"tp", "pp"} & set(data)
             spec, found = fill(spec, preset, shapes, is_free=is_free)
-            spec = on_others(spec, preset) if not found and preset.also else spec
+            spec = shortened(on_others(spec, preset) if preset.also else spec) if not found else spec
     spec = layouts.with_bounds(spec) if is_asked and wish != "fixed" and not found else spec
     found = found or list(_problems(spec))
     if not found and spec.lanes:

@@ -24,13 +24,16 @@ from events.shape import Shape
 from events.vocabulary import LANES, GpuSpec, LayoutSpec, TaskSpec
 from unicrond.core.field_faults import Fault, faults
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients
-from unicrond.core.task_rules import ENTRIES
+from unicrond.core.task_rules import ENTRIES, SPEC_BYTES_MAX
 from unicrond.core.work import iteration_flop
 from unicrond.intake.layouts import with_layouts
 
 FIELD = "throughput_model"
 #: A task's FLOP per iteration may differ so much from its preset's: models of one size differ in details.
 _AGREE = 0.15
+#: As long a task may become by its tables, and by how much more each point must then achieve than the one before.
+_TABLES_BYTES = SPEC_BYTES_MAX * 3 // 4
+_STEPS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 #: T of each layout, by workers.
 _Tables: TypeAlias = Mapping[Shape, Mapping[str, int]]
 
@@ -208,6 +211,33 @@ def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Sha
         points = table(question, spec.max_workers, needed_bytes=needed_bytes)
         found[shape] = {str(workers): flops for workers, flops in points.items()}
     return found
+
+
+def shortened(spec: TaskSpec) -> TaskSpec:
+    """The task with fewer points in its tables, where all of them would make it too long for the log: between two the
+    smaller holds, so that no T is said to be more than it is, nor less by more than the step."""
+    known = spec
+    for step in _STEPS:
+        if len(msgspec.msgpack.encode(spec)) <= _TABLES_BYTES:
+            break
+        layouts = _with_steps(known.layouts, step)
+        gpus = tuple([replace(gpu, layouts=_with_steps(gpu.layouts, step)) for gpu in known.gpus])
+        spec = replace(known, throughput=_sparse(known.throughput, step), layouts=layouts, gpus=gpus)
+    return spec
+
+
+def _with_steps(layouts: tuple[LayoutSpec, ...], step: float) -> tuple[LayoutSpec, ...]:
+    return tuple([replace(one, throughput=_sparse(one.throughput, step)) for one in layouts])
+
+
+def _sparse(table: Mapping[str, int], step: float) -> dict[str, int]:
+    """Only points that achieve so much more than the one before them."""
+    kept: dict[str, int] = {}
+    best = 0.0
+    for workers, flops in sorted(table.items(), key=lambda point: int(point[0])):
+        if not kept or flops >= best * (1.0 + step):
+            kept[workers], best = flops, float(flops)
+    return kept
 
 
 def worth(tables: _Tables) -> list[Shape]:
