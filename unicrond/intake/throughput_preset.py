@@ -33,7 +33,7 @@ FIELD = "throughput_model"
 _AGREE = 0.15
 #: As long a task may become by its tables, and by how much more each point must then achieve than the one before.
 _TABLES_BYTES = SPEC_BYTES_MAX * 3 // 4
-_STEPS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+_STEPS = (0.0, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 #: T of each layout, by workers.
 _Tables: TypeAlias = Mapping[Shape, Mapping[str, int]]
 
@@ -215,7 +215,7 @@ def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Sha
 
 def shortened(spec: TaskSpec) -> TaskSpec:
     """The task with fewer points in its tables, where all of them would make it too long for the log: between two the
-    smaller holds, so that no T is said to be more than it is, nor less by more than the step."""
+    smaller holds, so no T is said to be less by more than the step, nor more but where more workers would achieve less."""
     known = spec
     for step in _STEPS:
         if len(msgspec.msgpack.encode(spec)) <= _TABLES_BYTES:
@@ -235,7 +235,7 @@ def _sparse(table: Mapping[str, int], step: float) -> dict[str, int]:
     kept: dict[str, int] = {}
     best = 0.0
     for workers, flops in sorted(table.items(), key=lambda point: int(point[0])):
-        if not kept or flops >= best * (1.0 + step):
+        if not kept or flops > best * (1.0 + step):
             kept[workers], best = flops, float(flops)
     return kept
 
