@@ -214,8 +214,8 @@ def _tables(spec: TaskSpec, preset: Preset, shapes: Sequence[Shape]) -> dict[Sha
 
 
 def shortened(spec: TaskSpec) -> TaskSpec:
-    """The task with fewer points in its tables, where all of them would make it too long for the log: between two the
-    smaller holds, so no T is said to be less by more than the step, nor more but where more workers would achieve less."""
+    """The task with fewer points in its tables, where all of them would make it too long for the log. Between two the
+    smaller holds: no T is said to be less by more than the step, nor more but where more workers would achieve less."""
     known = spec
     for step in _STEPS:
         if len(msgspec.msgpack.encode(spec)) <= _TABLES_BYTES:
