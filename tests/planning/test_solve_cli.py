@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.planning.clusters import random_problem
-from tests.planning.oracle import brute_force
+from tests.planning.clusters import random_problem, random_seats, with_layouts
+from tests.planning.oracle import brute_force, brute_force_in
 from unicrond.core.planning.problem import Problem
 from unicrond.ctl import solve as solve_cli
 from unicrond.ctl.main import main
@@ -45,6 +46,43 @@ def as_json(problem: Problem) -> str:
         tasks.append(told)
     head = {"n": problem.workers, "D_run": problem.d_running_us, "D_trans": problem.d_transition_us}
     return json.dumps({**head, "churn": problem.churn_us, "tasks": tasks})
+
+
+def in_layouts(problem: Problem) -> str:
+    """As JSON, with all that layouts are about."""
+    told = json.loads(as_json(problem))
+    told["nodes"] = [slots for slots, nodes in problem.seats for _ in range(nodes)]
+    for task, one in zip(problem.tasks, told["tasks"], strict=True):
+        one |= {"tp": task.tp, "turn": task.turn, "D_trans": task.d_transition_us}
+        one |= {"D_move": task.prices.move_us, "D_reshape": task.prices.reshape_us, "D_restart": task.prices.restart_us}
+        one["layouts"] = [
+            {
+                **other.shape._asdict(),
+                "cap": other.most,
+                "T": {str(k): flops for k, flops in other.curve.points.items()},
+            }
+            for other in task.others
+        ]
+    return json.dumps(told)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layouts_prices_and_seats_are_weighed_as_by_every_plan_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    rng = Random(seed)
+    problem = random_problem(rng)
+    problem = replace(problem, tasks=tuple(with_layouts(rng, task, problem.workers) for task in problem.tasks))
+    problem = replace(problem, seats=random_seats(rng, problem.workers))
+    assert solve_cli.read_problem(in_layouts(problem).encode()).seats == problem.seats
+    assert solve_file(tmp_path, in_layouts(problem), "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    workers, layouts, value = brute_force_in(problem)
+    assert answer["plan"] == list(workers)
+    assert answer["objective"] == pytest.approx(float(value), rel=1e-12)
+    if any(task.others for task in problem.tasks):
+        shapes = [task.shape_of(layout) for task, layout in zip(problem.tasks, layouts, strict=True)]
+        assert answer["layouts"] == [str(shape) for shape in shapes]
 
 
 def test_answers_as_the_help_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from events.command_line import UsageError
+from events.shape import Shape
 from unicrond.core.planning.exact import solve_precisely
-from unicrond.core.planning.problem import Curve, Problem, ProblemError, TaskProblem
+from unicrond.core.planning.problem import TURNS_MAX, Alternative, Curve, Prices, Problem, ProblemError, TaskProblem
+from unicrond.core.planning.seating import seats_of
 from unicrond.display.tables import Table, show
 
 _Workers: TypeAlias = Annotated[int, Meta(ge=0, lt=10**15)]
@@ -22,15 +24,36 @@ _Number: TypeAlias = int | float
 _COUNT = re.compile(r"0|[1-9][0-9]{0,14}")
 
 
+_Table: TypeAlias = list[_Number] | dict[str, _Number]
+_Size: TypeAlias = Annotated[int, Meta(ge=1, lt=10**6)]
+
+
+class _Layout(msgspec.Struct, forbid_unknown_fields=True):
+    T: _Table
+    tp: _Size = 1
+    pp: _Size = 1
+    vpp: _Size = 1
+    ep: _Size = 1
+    micro_batch: Annotated[int, Meta(ge=0, lt=10**6)] = 0
+    cap: _Workers | None = None
+
+
 class _Task(msgspec.Struct, forbid_unknown_fields=True):
     weight: _Number
     x: _Workers
     faulty: bool
     min: _Workers
-    T: list[_Number] | dict[str, _Number]
+    T: _Table
     floor: _Workers | None = None
     cap: _Workers | None = None
     unit: Annotated[int, Meta(ge=1, lt=10**15)] = 1
+    tp: _Size = 1
+    layouts: list[_Layout] = []
+    D_trans: _Number | None = None
+    D_move: _Number | None = None
+    D_reshape: _Number | None = None
+    D_restart: _Number | None = None
+    turn: Annotated[int, Meta(ge=0, le=TURNS_MAX)] = 0
     name: Annotated[str, Meta(min_length=1, max_length=63)] | None = None
 
 
@@ -40,6 +63,7 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
     D_trans: _Number
     tasks: list[_Task]
     churn: _Number = 0
+    nodes: list[_Workers] = []
 
 
 def read_problem(text: bytes) -> Problem:
@@ -53,27 +77,45 @@ def read_problem(text: bytes) -> Problem:
     for field in ("D_run", "D_trans", "churn"):
         _not_negative(field, getattr(request, field))
     tasks = tuple(_task(f"tasks[{index}]", task) for index, task in enumerate(request.tasks))
-    return Problem(request.n, request.D_run, request.D_trans, tasks, request.churn)
+    seats = seats_of({str(number): slots for number, slots in enumerate(request.nodes)})
+    return Problem(request.n, request.D_run, request.D_trans, tasks, request.churn, seats)
 
 
 def _task(where: str, task: _Task) -> TaskProblem:
     _not_negative(f"{where}.weight", task.weight)
-    points = task.T if isinstance(task.T, dict) else {str(k): flops for k, flops in enumerate(task.T)}
-    for count, flops in points.items():
-        if not _COUNT.fullmatch(count):
-            raise ProblemError(f'{where}.T: {count!r} is not a number of workers; give keys like "8"')
-        _not_negative(f"{where}.T[{count}]", flops)
+    for field in ("D_trans", "D_move", "D_reshape", "D_restart"):
+        _not_negative(f"{where}.{field}", getattr(task, field) or 0)
+    others = [
+        Alternative(
+            Shape(one.tp, one.pp, one.vpp, one.ep, one.micro_batch), _curve(f"{where}.layouts[{n}]", one.T), one.cap
+        )
+        for n, one in enumerate(task.layouts)
+    ]
     return TaskProblem(
         name=task.name or where,
         weight=task.weight,
         workers=task.x,
-        throughput=Curve({int(count): flops for count, flops in points.items()}),
+        throughput=_curve(where, task.T),
         faulty=task.faulty,
         min_workers=task.min,
         max_workers=task.cap,
         floor=task.floor or 0,
         unit=task.unit,
+        d_transition_us=task.D_trans,
+        tp=task.tp,
+        others=tuple(others),
+        prices=Prices(task.D_move, task.D_reshape, task.D_restart),
+        turn=task.turn,
     )
+
+
+def _curve(where: str, table: _Table) -> Curve:
+    points = table if isinstance(table, dict) else {str(k): flops for k, flops in enumerate(table)}
+    for count, flops in points.items():
+        if not _COUNT.fullmatch(count):
+            raise ProblemError(f'{where}.T: {count!r} is not a number of workers; give keys like "8"')
+        _not_negative(f"{where}.T[{count}]", flops)
+    return Curve({int(count): flops for count, flops in points.items()})
 
 
 def _not_negative(field: str, number: _Number) -> None:
@@ -106,12 +148,19 @@ def run(options: Namespace) -> None:
         raise UsageError(f"{options.problem}: {error.strerror}; give a readable JSON file") from None
     if options.json or not sys.stdout.isatty():
         answer = {"objective": solution.objective, "plan": list(solution.workers), "reason": solution.reason}
+        if any(task.others for task in solution.problem.tasks):
+            answer["layouts"] = [str(shape) for shape in solution.shapes]
         print(json.dumps(answer))
     else:
         headers = ("task", "before", "after", "WAF, FLOP/s")
         rows = (
-            (task.name, f"{task.workers}{' (faulty)' if task.faulty else ''}", str(workers), f"{waf:.4g}")
-            for (task, workers), waf in zip(solution, solution.waf_of, strict=True)
+            (
+                task.name,
+                f"{task.workers}{' (faulty)' if task.faulty else ''}",
+                f"{workers} in {shape}" if task.others and workers else str(workers),
+                f"{waf:.4g}",
+            )
+            for (task, workers), waf, shape in zip(solution, solution.waf_of, solution.shapes, strict=True)
         )
         show(Table(headers, tuple(rows)), f"objective {solution.objective:.12g}")
         print(solution.reason)
