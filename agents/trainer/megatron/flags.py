@@ -64,7 +64,7 @@ def _vpp_of(args: Any) -> int:
     each, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if each is None:
         return int(chunks or 1)
-    counted = args.num_layers + sum(
+    counted = (args.num_layers or getattr(args, "encoder_num_layers", None) or 0) + sum(
         bool(getattr(args, name, False))
         for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     )
