@@ -11,6 +11,7 @@ from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.test_layouts import lose
 from unicrond.core.gpu_types import on_type, spec_on, told_types
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.planning.ahead import fill
 from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
 from unicrond.core.planning.solver import solve
 from unicrond.core.planning.table import Planner
@@ -235,7 +236,7 @@ def test_the_table_the_plan_and_the_nodes_name_the_type() -> None:
     cluster = with_task(cluster_of(3, 2, 1))
     situation = situation_of(Survey(cluster.state, cluster.policy))
     assert situation is not None
-    rows = {(row.event, row.subject): row for row in foreseen(Planner().refresh(situation))}
+    rows = {(row.event, row.subject): row for row in foreseen(fill(Planner().refresh(situation)))}
     assert rows["node lost", "fast0"].gpus == {"big": SLOW}
     assert rows["node joins", f"2 slots of {FAST}"].workers == {"big": 4}
     assert plan_table(cluster.state).headers[-1] == "GPU"

@@ -99,14 +99,16 @@ def table_of(survey: Survey, planner: Planner) -> Table | None:
 
 
 def foreseen(table: Table) -> list[Row]:
-    """One row per event that the table answers; nodes whose loss means the same share one."""
+    """One row per event that the table answers; nodes whose loss means the same share one. With several types of GPU
+    some may not be planned for (`unforeseen`)."""
     rows: list[Row] = []
     alike: dict[object, list[str]] = {}
     for node in table.situation.nodes:
         alike.setdefault(node.load, []).append(node.name)
     for event in table.situation.expected(distinct=True):
         solution = table.solution(event)
-        assert solution is not None
+        if solution is None:
+            continue
         others: tuple[str, ...] = ()
         if isinstance(event, NodeLost):
             same = alike[table.situation.load_of[event.node].load]
@@ -128,6 +130,12 @@ def foreseen(table: Table) -> list[Row]:
             )
         )
     return rows
+
+
+def unforeseen(table: Table) -> int:
+    """How many next events have no plan in the table, or none yet; of nodes whose loss means the same, one counts."""
+    expected = table.situation.expected(distinct=True) if table.situation.gpus else ()
+    return sum(table.solution(event) is None for event in expected)
 
 
 def _subject(event: NextEvent) -> str:

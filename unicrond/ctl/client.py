@@ -156,9 +156,8 @@ class Client:
         return self._object("GET", f"/v1/goodput?peak_tflops={peak_tflops}")
 
     def plan_table(self) -> dict[str, Any]:
-        """What each next event would lead to: {"epoch", "rows": [what_if.Row]}."""
-        with self._patient(_PLANS_S):
-            return self._object("GET", "/v1/plan/table")
+        """What each next event would lead to: {"epoch", "rows": [what_if.Row], "unforeseen"}."""
+        return self._object("GET", "/v1/plan/table")
 
     def plan_spares(self, repair_s: int, mtbf_s: int) -> dict[str, Any]:
         """How many nodes to keep back: core/spares.py. `mtbf_s`: of one worker; 0: as it is known."""

@@ -114,7 +114,10 @@ def plan_foreseen(options: argparse.Namespace) -> None:
         waf = planned_waf(state, row["waf"], row["workers"]) if row["workers"] else "0"
         rows.append((row["event"], f"{row['subject']}{others}", waf, ", ".join(changes) or "no change"))
     print(f"after plan {body['epoch']}, should this come next:")
-    show(Table(("event", "of", "WAF then", "workers"), tuple(rows), frozenset({"WAF then"}), "no event is possible"))
+    empty = "no plan is made yet" if body.get("unforeseen") else "no event is possible"
+    show(Table(("event", "of", "WAF then", "workers"), tuple(rows), frozenset({"WAF then"}), empty))
+    if left := body.get("unforeseen"):
+        print(f"\n{left} more event{'s' * (left > 1)} may come; with several types of GPU some plans are made later")
 
 
 def plan_whatif(options: argparse.Namespace) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
+from unicrond.core.planning.ahead import fill
 from unicrond.core.planning.problem import ProblemError
 from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy
 from unicrond.core.spares import spares
 from unicrond.core.state import ClusterState
 from unicrond.core.survey import Survey
-from unicrond.core.what_if import BadChange, changes_of, foreseen, table_of, what_if
+from unicrond.core.what_if import BadChange, changes_of, foreseen, table_of, unforeseen, what_if
 from unicrond.ctl.client import Client, Refused
 from unicrond.ctl.past import Asked, moment_at
 
@@ -41,12 +42,14 @@ class PastPlans:
             raise Refused(f"table: there was no plan yet at entry {state.seq}; give a later --at", 503)
         try:
             table = table_of(Survey(state, self._policy), Planner())
+            table = fill(table) if table is not None else None
         except ProblemError as error:
             raise Refused(f"table: {error}", 400) from None
         if table is None:
             why = f"plan {state.plan.epoch} was not made for what had just happened at entry {state.seq}"
             raise Refused(f"table: {why}; give an --at after the next plan", 503)
-        return {"epoch": state.plan.epoch, "rows": msgspec.to_builtins(foreseen(table))}
+        rows = msgspec.to_builtins(foreseen(table))
+        return {"epoch": state.plan.epoch, "rows": rows, "unforeseen": unforeseen(table)}
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
         """As Client.plan_whatif."""

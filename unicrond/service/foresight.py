@@ -9,6 +9,8 @@ Rules
 * With it the healthy cluster's problem is solved, so that no lost node waits for that either.
 * The planner's rows belong to one thread at a time. While they are in use, others are solved from nothing. What waits
   for the thread may be cancelled (a term begins, or ends): the rows stay in use until the thread has ended.
+* With several types of GPU the likeliest events are solved one by one (planning/ahead.py). That ends at once where
+  another plan is to be solved, or another table is wanted.
 * A small cluster is planned in plain numpy within milliseconds; where that would take longer, the compiled
   kernel is loaded first, in the thread, never on the loop.
 * The way never changes the plan (`planning/table.py`).
@@ -19,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from unicrond.core.plan_problems import healthy_problem_of
+from unicrond.core.planning.ahead import InterruptedSolve, interruptible, likeliest
 from unicrond.core.planning.problem import Problem, ProblemError
 from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.planning.table import Answer, Planner, Table
@@ -50,6 +54,7 @@ class Foresight:
         self._wanted = asyncio.Event()
         self._survey: Survey | None = None
         self._seen: object = None
+        self._interrupted = False
 
     def look_up(self, problem: Problem) -> Answered | None:
         """The answer, if it was foreseen: quick, on the event loop."""
@@ -64,6 +69,7 @@ class Foresight:
     async def solve(self, problem: Problem) -> Answered:
         """The answer, from a thread."""
         asked_us = self._monotonic_us()
+        self._interrupted = True
         if self._rows.locked():
             solution = await asyncio.to_thread(solve, problem)
             return Answered(solution, "fresh", self._monotonic_us() - asked_us)
@@ -83,6 +89,7 @@ class Foresight:
         seen = (state.plan.epoch, survey.basis, state.worker_mtbf_us, learnt)
         if seen != self._seen:
             self._seen, self._survey = seen, survey
+            self._interrupted = True
             self._wanted.set()
 
     async def run(self) -> None:
@@ -111,6 +118,7 @@ class Foresight:
         """The table of the newest state that was looked from."""
         async with self._rows:
             self._wanted.clear()
+            self._interrupted = False
             asked_us, survey = self._monotonic_us(), self._survey
             assert survey is not None
             try:
@@ -126,6 +134,16 @@ class Foresight:
             effort, took_ms = self.table.effort, (self._monotonic_us() - asked_us) / 1000
             rows = f"{effort.rows_computed} rows computed, {effort.rows_reused} reused"
             log.debug("table of plans: %d scenarios in %.1f ms, %s", effort.scenarios, took_ms, rows)
+            await self._solve_ahead(self.table)
+
+    async def _solve_ahead(self, table: Table) -> None:
+        """Of several types of GPU: while nothing else is to be solved."""
+        for event in likeliest(table.situation) if table.situation.gpus else ():
+            problem = table.situation.after(event)
+            with suppress(InterruptedSolve, ProblemError):  # a problem that cannot be solved is told when it comes
+                table.ahead[problem] = await asyncio.to_thread(interruptible, problem, lambda: self._interrupted)
+            if self._interrupted:
+                return
 
     def _foresee(self, survey: Survey) -> Table | None:
         """In the thread."""

@@ -16,9 +16,9 @@ leave the rows before the first and behind the last changed task as they are: th
 Rules
 -----
 * An entry is the very plan that `solver.solve` gives for `situation.after(event)`, ties included.
-* With several types of GPU the table holds no plans: one is solved when it is asked for (`pools.py`).
-* A `Table` is immutable and holds plans, no rows. The rows belong to the `Planner`, which is used from one
-  thread at a time; a mere look-up needs no planner and no thread.
+* With several types of GPU there are no rows: plans are solved one by one, and looked up by their problem (`ahead.py`).
+* A `Table` holds plans, no rows. But for the plans of several types it is immutable. The rows belong to the `Planner`,
+  which is used from one thread at a time; a mere look-up needs no planner and no thread.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class _Sweep:
 
 @dataclass(frozen=True)
 class Table:
-    """Plans for all expected events. Immutable; a look-up computes nothing."""
+    """Plans for all expected events; a look-up computes nothing. `ahead`: with several types of GPU, those that have
+    been made so far; it grows."""
 
     situation: Situation
     effort: Effort
@@ -110,6 +111,7 @@ class Table:
     _row_of_change: Mapping[_Change, int] = field(repr=False)
     _resolutions: tuple[float, ...] = field(repr=False)
     _events: tuple[NextEvent, ...] = field(repr=False)  # one per row
+    ahead: dict[Problem, Solution] = field(default_factory=dict, repr=False)
 
     def look_up(self, event: NextEvent) -> tuple[int, ...] | None:
         """Workers per task of `situation.lineup` (0 for tasks not there); None if the event has no entry."""
@@ -119,7 +121,7 @@ class Table:
     def solution(self, event: NextEvent) -> Solution | None:
         """The entry with its problem, objective and reason; None if there is none."""
         if self.situation.gpus:
-            return solve(self.situation.after(event))
+            return self.ahead.get(self.situation.after(event))
         row = self._row(event)
         if row is None:
             return None
@@ -134,6 +136,8 @@ class Table:
 
     def answer(self, problem: Problem) -> Solution | None:
         """The entry for exactly this problem; None if the table does not hold it, or it finds no seats."""
+        if problem.pools:
+            return self.ahead.get(problem)
         row = self._row_of_change.get(_change(self.situation, problem))
         if row is None or self.situation.after(self._events[row]) != problem:
             return None

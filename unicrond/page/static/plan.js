@@ -35,9 +35,12 @@ export class Plan {
 
   async foresee() {
     try {
-      const { rows } = await this.source.ask("v1/plan/table");
+      const { rows, unforeseen } = await this.source.ask("v1/plan/table");
       show(this.foreseen, h("h2", {}, "Should this come next"), table(["event", "of", "#WAF then", "workers"], rows.map((row) => [
-        row.event, `${row.subject}${row.nodes.length ? ` and ${row.nodes.length} alike` : ""}`, worth(this.source.view, row.waf, row.workers), Object.entries(row.workers).map(([task, count]) => `${task} ${count}${row.gpus?.[task] ? ` on ${row.gpus[task]}` : ""}`).join(", ")])));
+        row.event, `${row.subject}${row.nodes.length ? ` and ${row.nodes.length} alike` : ""}`, worth(this.source.view, row.waf, row.workers), Object.entries(row.workers).map(([task, count]) => `${task} ${count}${row.gpus?.[task] ? ` on ${row.gpus[task]}` : ""}`).join(", ")])),
+      unforeseen && h("p", { class: "faint" }, `${unforeseen} more may come; with several types of GPU some plans are made later`));
+      if (unforeseen && rows.length !== this.rows) this.epoch = -1; // more are being made
+      this.rows = rows.length;
     } catch { this.epoch = -1; /* not made yet: with the next view again */ }
   }
 

@@ -1,0 +1,150 @@
+"""With several types of GPU the likeliest next plans are made ahead, and are the very plans of a fresh solve."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.test_gpu_types import FAST, SLOW, cluster_of, faster, with_task
+from tests.unicrond.test_layouts import lose
+from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
+from unicrond.core.planning import ahead
+from unicrond.core.planning.problem import Problem
+from unicrond.core.planning.situation import NodeJoined, NodeLost, Situation, TaskFinished, WorkerLost
+from unicrond.core.planning.solver import Solution, solve
+from unicrond.core.planning.table import Planner
+from unicrond.core.survey import Survey
+from unicrond.core.what_if import foreseen, unforeseen
+from unicrond.service import foresight
+from unicrond.service.foresight import Foresight
+
+
+def cluster() -> MiniCluster:
+    """Three tasks; T of one is a line where it has not been."""
+    made = with_task(cluster_of(1, 4, 3), "big", 3)
+    with_task(made, "small", 2, weight=2.0)
+    made.submit("line", min_workers=2, max_workers=4)
+    made.run()
+    return made
+
+
+def at_rest(made: MiniCluster) -> Situation:
+    situation = situation_of(Survey(made.state, made.policy))
+    assert situation is not None
+    return situation
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - a thread fills it
+            await asyncio.sleep(0.002)
+
+
+def test_every_plan_is_that_of_a_fresh_solve_and_of_its_problem_alone() -> None:
+    situation = at_rest(cluster())
+    table = ahead.fill(Planner().refresh(situation))
+    assert unforeseen(table) == 0
+    for event in situation.expected():
+        problem = situation.after(event)
+        known, fresh = table.answer(problem), solve(problem)
+        assert known == fresh and known.gpus == fresh.gpus and known.reason == fresh.reason, event
+        for other in (
+            replace(problem, d_running_us=problem.d_running_us + 1),
+            replace(problem, churn_us=problem.churn_us + 1),
+            replace(problem, tasks=(replace(problem.tasks[0], weight=99), *problem.tasks[1:])),
+            replace(problem, pools=(replace(problem.pools[0], workers=problem.pools[0].workers - 1), problem.pools[1])),
+        ):
+            assert table.answer(other) is None, event
+
+
+def test_the_likeliest_come_first_and_no_more_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    situation = at_rest(cluster())
+    kinds = [type(event) for event in ahead.likeliest(situation)]
+    assert kinds == sorted(kinds, key=[NodeLost, NodeJoined, TaskFinished, WorkerLost].index)
+    assert set(kinds) == {NodeLost, NodeJoined, TaskFinished, WorkerLost}
+    losses = [event.node for event in ahead.likeliest(situation) if isinstance(event, NodeLost)]
+    alike = [sum(n.slots for n in situation.nodes if n.load == situation.load_of[node].load) for node in losses]
+    assert alike == sorted(alike, reverse=True)
+    monkeypatch.setattr(ahead, "AHEAD_MAX", 3)
+    table = ahead.fill(Planner().refresh(situation))
+    assert len(table.ahead) == 3 == len(foreseen(table))
+    assert unforeseen(table) == len(list(situation.expected(distinct=True))) - 3
+
+
+async def test_a_lost_node_finds_its_plan() -> None:
+    made = cluster()
+    sight = Foresight(lambda: time.monotonic_ns() // 1000)
+    sight.look_from(Survey(made.state, made.policy))
+    running = asyncio.create_task(sight.run())
+    await until(lambda: sight.table is not None and not unforeseen(sight.table))
+    lose(made, "fast1")
+    after = Survey(made.state, made.policy)
+    told, healthy = sight.look_up(problem_of(after)), sight.look_up(healthy_problem_of(after))
+    assert told is not None and healthy is not None
+    assert told.way == "table" and told.solution == solve(problem_of(after))
+    running.cancel()
+
+
+async def test_what_is_asked_ends_a_solve_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would wait for one processor."""
+    begun, ended = threading.Event(), []
+
+    def slow(problem: Problem, is_asked: Callable[[], bool]) -> Solution:
+        begun.set()
+        until_s = time.monotonic() + 5  # a thread that never ends would hold the test run
+        while not is_asked() and time.monotonic() < until_s:
+            time.sleep(0.001)
+        assert is_asked()
+        ended.append(problem)
+        raise ahead.InterruptedSolve
+
+    monkeypatch.setattr(foresight, "interruptible", slow)
+    made = cluster()
+    sight = Foresight(lambda: time.monotonic_ns() // 1000)
+    sight.look_from(Survey(made.state, made.policy))
+    running = asyncio.create_task(sight.run())
+    await asyncio.to_thread(begun.wait, 30)
+    lose(made, "fast1")
+    problem = problem_of(Survey(made.state, made.policy))
+    told = await sight.solve(problem)
+    assert told.way == "fresh" and told.solution == solve(problem)
+    await until(lambda: len(ended) == 1)
+    assert sight.table is not None and not sight.table.ahead
+    begun.clear()
+    made.run()  # another plan: from there it begins anew
+    sight.look_from(Survey(made.state, made.policy))
+    await asyncio.to_thread(begun.wait, 30)
+    assert len(ended) == 1
+    sight.look_from(Survey(made.state, made.policy))  # nothing is new
+    assert not sight._wanted.is_set()
+    made.submit("more", min_workers=1, max_workers=2, gpus=faster(2, 2))
+    made.run()
+    sight.look_from(Survey(made.state, made.policy))
+    await until(lambda: len(ended) == 2)
+    await sight.solve(problem)
+    running.cancel()
+
+
+def test_a_solve_ends_between_two_pools() -> None:
+    problem = at_rest(cluster()).after(TaskFinished("line"))
+    asked: list[int] = []
+
+    def soon() -> bool:
+        asked.append(1)
+        return len(asked) > 3
+
+    with pytest.raises(ahead.InterruptedSolve):
+        ahead.interruptible(problem, soon)
+    assert len(asked) == 4
+    assert ahead.interruptible(problem, lambda: False) == solve(problem)
+
+
+def test_both_types_are_in_the_rows() -> None:
+    rows = foreseen(ahead.fill(Planner().refresh(at_rest(cluster()))))
+    assert {gpu for row in rows for gpu in row.gpus.values()} == {SLOW, FAST}
