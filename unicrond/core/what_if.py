@@ -138,6 +138,11 @@ def unforeseen(table: Table) -> int:
     return sum(table.solution(event) is None for event in expected)
 
 
+def table_told(table: Table) -> dict[str, Any]:
+    """What is shown of a table."""
+    return {"rows": foreseen(table), "unforeseen": unforeseen(table)}
+
+
 def _subject(event: NextEvent) -> str:
     match event:
         case NodeLost(node):

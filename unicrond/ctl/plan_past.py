@@ -18,7 +18,7 @@ from unicrond.core.policy import Policy
 from unicrond.core.spares import spares
 from unicrond.core.state import ClusterState
 from unicrond.core.survey import Survey
-from unicrond.core.what_if import BadChange, changes_of, foreseen, table_of, unforeseen, what_if
+from unicrond.core.what_if import BadChange, changes_of, table_of, table_told, what_if
 from unicrond.ctl.client import Client, Refused
 from unicrond.ctl.past import Asked, moment_at
 
@@ -48,8 +48,7 @@ class PastPlans:
         if table is None:
             why = f"plan {state.plan.epoch} was not made for what had just happened at entry {state.seq}"
             raise Refused(f"table: {why}; give an --at after the next plan", 503)
-        rows = msgspec.to_builtins(foreseen(table))
-        return {"epoch": state.plan.epoch, "rows": rows, "unforeseen": unforeseen(table)}
+        return {"epoch": state.plan.epoch, **msgspec.to_builtins(table_told(table))}
 
     def plan_whatif(self, changes: dict[str, Any]) -> dict[str, Any]:
         """As Client.plan_whatif."""

@@ -72,7 +72,7 @@ from unicrond.core.state import Task, TaskStatus
 from unicrond.core.state_bytes import digest, to_json
 from unicrond.core.survey import worker_mtbf_us
 from unicrond.core.task_rules import too_few_lanes
-from unicrond.core.what_if import BadChange, changes_of, foreseen, unforeseen, what_if
+from unicrond.core.what_if import BadChange, changes_of, table_told, what_if
 from unicrond.display.derived import derived
 from unicrond.intake.config import Config, is_loopback
 from unicrond.intake.task_file import understood
@@ -259,8 +259,7 @@ class Api:
         table = foresight.table
         if table is None or foresight.epoch != epoch:
             return error(503, f"table: plan {epoch} has no table yet; try again in a moment")
-        rows, left = await asyncio.to_thread(lambda: (foreseen(table), unforeseen(table)))
-        return answer({"epoch": epoch, "rows": rows, "unforeseen": left})
+        return answer({"epoch": epoch, **await asyncio.to_thread(table_told, table)})
 
     async def plan_whatif(self, request: web.Request) -> web.Response:
         """The plan that would be adopted, were the cluster as the body says (`what_if.Changes`); nothing changes."""
