@@ -138,3 +138,17 @@ def test_a_task_has_all_its_workers_on_one_type() -> None:
                 assert types[node] == of_task[name], seed
                 taken[node] += 1
         assert all(taken[name] <= nodes[name] for name in nodes)
+
+
+def test_a_floor_is_met_by_workers_that_achieve_something() -> None:
+    """The fast type holds the model in one worker, the slow one in two: with one it would find no memory."""
+    fast = (Alternative(Shape(), Curve.dense([0, 9, 18]), 2, "fast"),)
+    needy = task("t", min_workers=1, floor=1, throughput=Curve.dense([0, 0, 2, 3]), max_workers=3, others=fast)
+    assert solve(pools(1, 0, needy)).workers == (0,)
+    assert solve(pools(2, 0, needy)).workers == (2,)
+    assert (solve(pools(1, 1, needy)).workers, solve(pools(1, 1, needy)).gpus) == ((1,), ("fast",))
+    first = replace(needy, name="u", others=())
+    both = solve(pools(3, 0, needy, first))
+    assert sorted(both.workers) == [0, 3] and len(both.unmet_floors) == 1, "two of two each are too many for three"
+    nowhere = replace(needy, throughput=Curve.dense([0, 0, 0, 0]))
+    assert solve(pools(3, 0, nowhere)).workers == (0,)

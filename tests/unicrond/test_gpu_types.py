@@ -117,6 +117,14 @@ def test_a_task_gets_no_workers_where_its_file_says_that_it_achieves_nothing() -
     assert not survey.types and solve(problem_of(survey)).workers == (0,)
 
 
+def test_a_floor_is_met_by_workers_that_achieve_something_where_one_type_is_left_too() -> None:
+    needs_two = v.GpuSpec(gpu=SLOW, layouts=(v.LayoutSpec(throughput={"1": 0, "2": 200, "4": 400}),))
+    cluster = with_task(cluster_of(1, 1, 0), gpus=(needs_two, faster(3)[1]))
+    assert where(cluster) == ({SLOW}, 2)
+    (asked,) = problem_of(Survey(cluster.state, cluster.policy)).tasks
+    assert asked.floor == 2
+
+
 def test_a_task_that_must_have_the_same_bits_stays_on_its_type() -> None:
     """Its workers would end with an error on any other (`deterministic: require`)."""
     cluster = with_task(cluster_of(1, 2, 1), env={v.DETERMINISTIC: "require"})

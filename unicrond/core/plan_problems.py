@@ -18,6 +18,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypedDict
 
 from events.schemas import CHOOSES_LAYOUTS
@@ -155,7 +156,7 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
     others = _others(survey, task, own, gpu) if chooses or survey.types else ()
     curve = curves.get(own) or curves[task.spec.shape]
     fits = own.tp <= survey.largest and not _kept_off(task, curve)
-    return TaskProblem(
+    found = TaskProblem(
         name=task.name,
         weight=task.spec.weight,
         workers=assignment.workers if assignment else 0,
@@ -173,6 +174,9 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
         turn=0 if at_rest else survey.turns.get(task.name, 0),
         gpu=gpu if survey.types else "",
     )
+    if not task.spec.gpus or survey.types or not found.floor:
+        return found
+    return replace(found, floor=found.least_that_achieves or found.floor)  # as in a pool of several
 
 
 def _others(survey: Survey, task: Task, own: Shape, gpu: str) -> tuple[Alternative, ...]:

@@ -60,10 +60,16 @@ def best_of_pools(problem: Problem, solve: _Solve, all_max: int = ALL_MAX) -> So
 
 
 def confined(task: TaskProblem, gpu: str) -> tuple[TaskProblem, tuple[int, ...]]:
-    """The task with its choices in one pool alone, and which of its layouts these are."""
+    """The task with its choices in one pool alone, and which of its layouts these are. On a type that is
+    told its floor is met by the fewest workers that achieve anything: the type may have no room for fewer."""
     places = (0, *(n for n, other in enumerate(task.others, 1) if other.gpu == gpu))
     others = tuple(task.others[place - 1] for place in places[1:])
-    return replace(task, others=others, max_workers=task.max_workers if task.gpu == gpu else 0), places
+    inside = replace(task, others=others, max_workers=task.max_workers if task.gpu == gpu else 0)
+    if not gpu or not task.floor or (floor := inside.least_that_achieves) == task.floor:
+        return inside, places
+    if floor is None:
+        return replace(inside, others=(), max_workers=0), (0,)
+    return replace(inside, floor=floor), places
 
 
 class _Search:

@@ -264,6 +264,17 @@ class TaskProblem:
         points = [-(-self.floor // unit) * unit for unit in units]
         return min((point for point in points if self.may_have(point)), default=0)
 
+    @cached_property
+    def least_that_achieves(self) -> int | None:
+        """The fewest workers, no fewer than the floor, that achieve anything; None: none do."""
+        own = (self.curve, self.may_stay)
+        curves = (own, *((other.curve, other.may_have) for other in self.others))
+        found = (
+            next((at for at, flops in curve.rounded() if flops and at >= self.floor and may_have(at)), None)
+            for curve, may_have in curves
+        )
+        return min((at for at in found if at is not None), default=None)
+
     def waf(self, workers: int, layout: int = 0) -> Fraction:
         """F(t, workers) in a layout: weighted achieved FLOP/s, exact."""
         curve = self.others[layout - 1].curve if layout else self.curve
