@@ -67,10 +67,11 @@ _UNTRIED = (
 
 @dataclass(frozen=True, slots=True)
 class LayoutRules:
-    """What one command line says. `divided_by_tp`, `divided_by_pp`: sizes, by the words that name them. `binding_tp`,
-    `binding_pp`: flags with which tp or pp stays as it is. `untried`: why `auto` chooses no other, "" where it may.
-    `layers`, `experts`: how many; 1 expert where a layer has none. `experts_divided`: sizes that tp / ep must divide.
-    `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: the flag that rules out vpp, ep above 1."""
+    """What one command line says. `own`: the layout that its flags give. `divided_by_tp`: sizes, by the words that name
+    them; `experts_divided`: those that tp / ep must divide. `layers`, `experts`: how many; 1 expert where a layer has
+    none. `fewest_stages`: with which Megatron interleaves. `bars_vpp`, `bars_ep`: what rules out vpp, ep above 1.
+    `binding_tp`, `binding_pp`: flags with which tp, or pp and vpp, stay as they are. `rigid`: why all of
+    it does. `untried`: why `auto` chooses no other, "" where it may."""
 
     own: Shape
     divided_by_tp: tuple[tuple[str, int], ...]
@@ -89,12 +90,6 @@ class LayoutRules:
     def problem(self, shape: Shape) -> str:
         """Why it cannot be restarted so, as one line that names the flag; "" where nothing is known against it."""
         return next(self._problems(shape), "")
-
-    def nearest(self, tp: int, pp: int) -> Shape:
-        """With this tp and pp, the nearest to the flags' own: no more chunks, experts over no more workers."""
-        own = self.own
-        tried = (Shape(tp, pp, vpp, ep) for vpp in range(own.vpp, 0, -1) for ep in range(own.ep, 0, -1))
-        return next((shape for shape in tried if not self.problem(shape)), Shape(tp, pp))
 
     def _problems(self, shape: Shape) -> Iterator[str]:
         tp, pp, vpp, ep, _ = shape

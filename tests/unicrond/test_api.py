@@ -16,6 +16,7 @@ import pytest
 from events import vocabulary as v
 from events.envelope import Recorded
 from events.keys import make_key
+from events.schemas import SCHEMA
 from tests.unicrond.cluster import MiniCluster
 from tests.unicrond.serving import Served, healed_cluster, serving
 from unicrond.core.state_bytes import digest, from_json
@@ -67,6 +68,24 @@ async def test_submit_and_cancel(tmp_path: Path) -> None:
         assert served.coordinator.state.tasks["new"].ending.reason == "a slip"
         async with http.post("/v1/tasks/new/cancel") as response:
             await refused(response, 404, "new", "not active")
+
+
+async def test_an_older_log_leaves_the_stages_to_the_flags_of_megatron(tmp_path: Path) -> None:
+    flags = (
+        "x.py --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
+        " --vocab-size 64 --global-batch-size 4 --train-iters 9 --pipeline-model-parallel-size 2"
+        " --num-virtual-stages-per-pipeline-rank 2"
+    )
+    task = {"name": "lm", "entry": "megatron-lm", "cwd": "/lm", "args": flags.split(), "layouts": "fixed"}
+    workers = {"min_workers": 2, "max_workers": 2}
+    for schema, vpp in ((3, 0), (SCHEMA, 2)):
+        directory = tmp_path / str(schema)
+        directory.mkdir()
+        async with serving(directory, schema=schema) as served, aiohttp.ClientSession(served.url) as http:
+            async with http.post("/v1/tasks", json={**task, **workers}) as response:
+                assert response.status == 201, await response.text()
+            await served.until(v.TaskSubmitted)
+            assert served.coordinator.state.tasks["lm"].spec.vpp == vpp
 
 
 @pytest.mark.parametrize(

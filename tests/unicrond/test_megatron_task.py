@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from events.megatron_lm import BadFlags, CommandLine, understood
 from events.shape import Shape
-from unicrond.core.task_rules import spec_faults
+from events.vocabulary import TaskSpec
+from unicrond.core.task_rules import nearest, spec_faults
 from unicrond.ctl.main import main
 from unicrond.intake.task_file import TaskFileError, load, loads
 
@@ -258,3 +259,38 @@ def test_a_person_may_not_ask_for_what_the_flags_forbid() -> None:
     (fault,) = spec_faults(replace(spec, layouts=(), tp=4, pp=3, min_workers=12, max_workers=12))
     assert str(fault) == "args: --num-layers: 4 does not divide among pp (3); use another pp"
     assert not list(spec_faults(replace(spec, layouts=(), tp=4, pp=2, min_workers=8, max_workers=8)))
+
+
+def as_older_logs_have_it(spec: TaskSpec) -> TaskSpec:
+    """Its program alone knows of vpp and ep."""
+    layouts = tuple([replace(one, vpp=1, ep=1) for one in spec.layouts])
+    return replace(spec, vpp=0, ep=0, layouts=layouts)
+
+
+def test_what_is_nearest_is_so_to_the_task_not_to_its_flags() -> None:
+    spec = loads(task(SMALL + CHUNKS, min_workers=4, max_workers=8))
+    assert [nearest(spec, *cut) for cut in ((2, 2), (1, 2), (2, 1))] == [Shape(2, 2, 2), Shape(1, 2, 2), Shape(2, 1)]
+    reshaped = replace(spec, vpp=1)
+    assert [nearest(reshaped, *cut) for cut in ((2, 2), (1, 2))] == [Shape(2, 2), Shape(1, 2)]
+    own = replace(spec, entry="/train.py", args=(), tp=6, pp=2, vpp=3, ep=6)
+    assert [nearest(own, *cut) for cut in ((4, 2), (6, 1), (3, 4))] == [
+        Shape(4, 2, 3, 4),
+        Shape(6, 1, 1, 6),
+        Shape(3, 4, 3, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        SMALL + CHUNKS + " --decoupled-lr 1e-3",
+        SMALL + CHUNKS + " --load /x --ckpt-format torch",
+        SMALL + EXPERTS.replace("6", "3") + " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    ],
+)
+def test_a_task_of_an_older_log_is_as_its_flags_say(flags: str) -> None:
+    """A log must not be read otherwise than it was: what ran there goes on."""
+    layouts = "auto" if "--decoupled-lr" in flags else "fixed"
+    spec = as_older_logs_have_it(loads(task(flags, min_workers=4, max_workers=8, layouts=layouts)))
+    assert list(spec_faults(spec)) == []
+    assert nearest(spec, spec.tp, spec.pp) == spec.shape, "other bounds alone move nobody"

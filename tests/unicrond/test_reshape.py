@@ -7,6 +7,8 @@ import re
 import pytest
 
 from events import vocabulary as v
+from events.shape import Shape
+from events.vocabulary import LANES
 from tests.unicrond.cluster import MiniCluster, membership_of
 from unicrond.core.ordering import Refused
 from unicrond.core.reshape_order import ReshapeOrder, asked_for
@@ -208,6 +210,9 @@ def test_an_ended_task_is_left_alone() -> None:
         ({"max_workers": 9}, 400, "max_workers: 9 replicas share 8 micro-batches"),
         ({"tp": 2, "min_workers": 6, "max_workers": 8}, 400, "min_workers: the nodes have room for 4; lower it"),
         ({"min_workers": 5, "max_workers": 8}, 400, "min_workers: the nodes have room for 4; lower it"),
+        ({"micro_batch": 3}, 400, "micro_batch: 3 does not divide global_batch (8); use a divisor of it"),
+        ({"vpp": 2}, 400, "vpp: is 2, but the built-in GPT has no virtual pipeline stages; leave it out"),
+        ({"micro_batch": 1}, 409, "tp, pp: task big has tp 1, pp 1 and these bounds already; give others"),
         ({}, 409, "tp, pp: task big has tp 1, pp 1 and these bounds already; give others"),
     ],
 )
@@ -216,6 +221,17 @@ def test_what_cannot_be_is_refused_in_one_line(order: dict[str, int], status: in
     with pytest.raises(Refused) as refusal:
         ask(cluster, **order)
     assert refusal.value.status == status and str(refusal.value).startswith(line)
+
+
+def test_a_micro_batch_that_leaves_lanes_empty_is_refused() -> None:
+    cluster = cluster_of(1, accumulation="exact", env={LANES: "4"})
+    with pytest.raises(Refused, match="micro_batch: 2 of 4 samples do not fill the task's 4 lanes; use at most 2"):
+        ask(cluster, micro_batch=4)
+    ask(cluster, micro_batch=2)
+    cluster.run()
+    cluster.assert_whole()
+    spec = cluster.state.tasks["big"].spec
+    assert (spec.micro_batch, spec.lanes, spec.shape) == (2, 4, Shape())
 
 
 def test_who_hands_over_has_the_time_to_write_everything() -> None:

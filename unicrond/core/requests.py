@@ -93,7 +93,7 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
     """What keeps the task from being so.
 
     Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that
-    keeps tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
+    keeps its layout and asks for no more workers than before needs none: nothing gets worse by that.
     """
     if asked.lr is not None and task.spec.entry not in ENTRIES:
         return "lr: only the script knows its learning rate; change it there and submit the task again"
@@ -112,10 +112,24 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
         stages = sum(each // asked.tp for each in slots)
         if asked.pp > stages:
             return f"pp: the nodes have room for {stages} stages of tp {asked.tp}, not for {asked.pp}; lower it, or tp"
+    if problem := _micro_batch_problem(task.spec, asked.micro_batch):
+        return problem
     for fault in spec_faults(reshaped(task.spec, asked), state.schema):
         return str(fault)
     if needs_room and asked.min_workers > (room := stages // asked.pp * asked.pp * asked.tp):
         return f"min_workers: the nodes have room for {room}; lower it"
+    return ""
+
+
+def _micro_batch_problem(spec: TaskSpec, asked: int) -> str:
+    """The global batch and the number of lanes stay: no words that would have a person change them."""
+    if not asked or asked == spec.micro_batch:
+        return ""
+    if spec.global_batch % asked:
+        return f"micro_batch: {asked} does not divide global_batch ({spec.global_batch}); use a divisor of it"
+    if spec.lanes > (found := spec.global_batch // asked):
+        most = spec.global_batch // spec.lanes
+        return f"micro_batch: {found} of {asked} samples do not fill the task's {spec.lanes} lanes; use at most {most}"
     return ""
 
 

@@ -7,7 +7,7 @@ Rules
 * What cannot be is refused in one line: a model that does not divide so, a stage that no node has room for, a least
   number of workers that the nodes have no room for: all would end, and none could begin.
 * Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that keeps
-  tp and pp and asks for no more workers than before needs none: nothing gets worse by that.
+  its layout and asks for no more workers than before needs none: nothing gets worse by that.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from events import megatron_layouts, megatron_lm
 from events.codec import MAX_EVENT_BYTES
-from events.schemas import BF16, SCHEMA, TASK_USERS, TOLD_ONCE
+from events.schemas import BF16, CHOOSES_LAYOUTS, SCHEMA, TASK_USERS, TOLD_ONCE
 from events.shape import Shape
 from events.task_env import refusal
 from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
@@ -173,7 +174,14 @@ def divides(spec: TaskSpec, shape: Shape) -> bool:
 def flag_problem(spec: TaskSpec, shape: Shape) -> str:
     """Of Megatron-LM: which flag keeps it from being cut so, and why."""
     rules = flag_rules(spec)
-    return rules.problem(shape.cut) if rules is not None else ""
+    return rules.problem(_as_the_flags_have_it(spec, shape, rules.own)) if rules is not None else ""
+
+
+def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
+    """A task of an older log says nothing of vpp and ep: then the flags hold, in every layout."""
+    vpp = flags.vpp if spec.vpp == 0 and shape.vpp == 1 else shape.vpp
+    ep = flags.ep if spec.ep == 0 and shape.ep == 1 else shape.ep
+    return shape.cut._replace(vpp=vpp, ep=ep)
 
 
 def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
@@ -181,13 +189,24 @@ def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
     return megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
 
 
-def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
-    """The layout with this tp and pp that is nearest to the task's."""
+def written_at(spec: TaskSpec, schema: int) -> TaskSpec:
+    """Logs of older schemas leave vpp and ep to the flags of Megatron-LM."""
     rules = flag_rules(spec)
-    if rules is not None:
-        return rules.nearest(tp, pp)
+    if rules is None or schema >= CHOOSES_LAYOUTS:
+        return spec
+    told = {name: 0 for name in ("vpp", "ep") if getattr(spec, name) == getattr(rules.own, name)}
+    return replace(spec, **told)
+
+
+def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
+    """The layout with this tp and pp that is nearest to the task's: no more chunks of a stage, experts over no more
+    workers."""
     own = spec.cut
-    return Shape(tp, pp, own.vpp if pp > 1 else 1, own.ep if tp % own.ep == 0 else 1)
+    if (tp, pp) == (own.tp, own.pp):
+        return own
+    eps = [ep for ep in range(min(own.ep, tp), 0, -1) if tp % ep == 0]
+    fewer = (Shape(tp, pp, vpp, ep) for vpp in range(own.vpp if pp > 1 else 1, 0, -1) for ep in eps)
+    return next((shape for shape in fewer if divides(spec, shape)), Shape(tp, pp))
 
 
 def _layouts(spec: TaskSpec) -> Iterator[Fault]:

@@ -71,7 +71,7 @@ from unicrond.core.spares import DAY_S, spares
 from unicrond.core.state import Task, TaskStatus
 from unicrond.core.state_bytes import digest, to_json
 from unicrond.core.survey import worker_mtbf_us
-from unicrond.core.task_rules import too_few_lanes
+from unicrond.core.task_rules import too_few_lanes, written_at
 from unicrond.core.what_if import BadChange, changes_of, table_told, what_if
 from unicrond.display.derived import derived
 from unicrond.intake.config import Config, is_loopback
@@ -291,6 +291,7 @@ class Api:
             return error(409, f"name: task {spec.name} already exists; choose another name, or cancel it first")
         if problem := user_problem(self._coordinator.state, spec):
             return error(400, problem)
+        spec = written_at(spec, self._coordinator.state.schema)
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))

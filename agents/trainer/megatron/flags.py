@@ -35,14 +35,16 @@ class Taken:
 def to_the_task(args: Any, spec: TaskSpec) -> Iterator[str]:
     """Set the layout to the task's, which may have been reshaped since it was submitted; what was changed. The
     vocabulary stays padded as for the flags' own tp: the model is the same in every layout. Where the task says nothing
-    of vpp and ep, the flags hold."""
+    of vpp and ep, the flags hold; the parts of an expert, times ep, are tp in any case."""
     if spec.vpp and spec.vpp != (flags_vpp := _vpp_of(args)):
         args.num_layers_per_virtual_pipeline_stage = None
         args.num_virtual_stages_per_pipeline_rank = spec.vpp if spec.vpp > 1 else None
         yield f"{spec.vpp} chunks of the model in a pipeline stage, as the task says ({flags_vpp} on the command line)"
-    if spec.ep and (spec.ep, spec.tp // spec.ep) != _experts_of(args):
-        args.expert_model_parallel_size, args.expert_tensor_parallel_size = spec.ep, spec.tp // spec.ep
-        yield f"experts over {spec.ep} workers, each cut in {spec.tp // spec.ep}, as the task says"
+    ep = spec.ep or args.expert_model_parallel_size
+    # Megatron cuts experts in tp parts where no flag says otherwise.
+    if (ep, spec.tp // ep) != (args.expert_model_parallel_size, args.expert_tensor_parallel_size or spec.tp):
+        args.expert_model_parallel_size, args.expert_tensor_parallel_size = ep, spec.tp // ep
+        yield f"experts over {ep} workers, each cut in {spec.tp // ep}, as the task says"
     if args.tensor_model_parallel_size != spec.tp:
         padded_to = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         if padded_to % spec.tp:
@@ -69,11 +71,6 @@ def _vpp_of(args: Any) -> int:
         for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     )
     return int(counted // args.pipeline_model_parallel_size // each)
-
-
-def _experts_of(args: Any) -> tuple[int, int]:
-    """Over how many workers experts are, and in how many parts each is cut there."""
-    return args.expert_model_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
 
 
 def require(args: Any, spec: TaskSpec, *, on_gpu: bool) -> None:

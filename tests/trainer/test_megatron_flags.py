@@ -1,0 +1,73 @@
+"""The flags of Megatron-LM in a layout that the task has been given since. No checkout is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from agents.trainer.megatron.flags import to_the_task
+from events.vocabulary import TaskSpec
+
+
+def parsed(**flags: object) -> SimpleNamespace:
+    """As Megatron parses a command line, before it looks at it."""
+    told = {
+        "num_layers": 8,
+        "encoder_num_layers": None,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "micro_batch_size": 2,
+        "make_vocab_size_divisible_by": 128,
+    }
+    return SimpleNamespace(**{**told, **flags})
+
+
+def task(**fields: int) -> TaskSpec:
+    return TaskSpec(**{"name": "lm", "tp": 2, "pp": 2, "micro_batch": 2, **fields})  # type: ignore[arg-type]
+
+
+def inner(args: SimpleNamespace) -> tuple[object, ...]:
+    return (
+        args.num_layers_per_virtual_pipeline_stage,
+        args.num_virtual_stages_per_pipeline_rank,
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size,
+    )
+
+
+def test_nothing_is_touched_where_the_task_has_what_the_flags_say() -> None:
+    for spec in (task(), task(vpp=1, ep=1)):
+        args = parsed()
+        assert list(to_the_task(args, spec)) == [] and args == parsed()
+    for flags in ({"num_layers": 8}, {"num_layers": None, "encoder_num_layers": 8}):
+        args = parsed(**flags, num_layers_per_virtual_pipeline_stage=2)
+        assert list(to_the_task(args, task(vpp=2))) == []
+    args = parsed(
+        num_layers=7, account_for_loss_in_pipeline_split=True, num_layers_per_virtual_pipeline_stage=2
+    )  # the loss counts as a layer
+    assert list(to_the_task(args, task(vpp=2))) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "found"),
+    [
+        ({"num_layers_per_virtual_pipeline_stage": 2}, {"vpp": 4}, (None, 4, 1, None)),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, {"vpp": 1}, (None, None, 1, None)),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, {}, (None, 2, 1, None)),
+        ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {"ep": 1}, (None, None, 1, 2)),
+        ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, {"ep": 2, "tp": 4}, (None, None, 2, 2)),
+        ({}, {"ep": 2}, (None, None, 2, 1)),
+        ({"expert_tensor_parallel_size": 2}, {"tp": 4}, (None, None, 1, 4)),
+        ({}, {"tp": 4}, (None, None, 1, None)),
+    ],
+)
+def test_the_flags_become_the_tasks(flags: dict[str, int], fields: dict[str, int], found: tuple[object, ...]) -> None:
+    """The parts of an expert, times the workers that the experts are on, are a tensor-parallel group."""
+    args = parsed(**flags)
+    list(to_the_task(args, task(**fields)))
+    assert inner(args) == found
