@@ -168,6 +168,20 @@ def test_experts_come_to_an_optimizer_of_their_own_and_back(
         assert same(reshard(own, there), grouped(after, shard, trained=True, apart=is_apart, masters=masters))
 
 
+def test_groups_of_a_plain_optimizer_are_known_by_their_place() -> None:
+    def two(form: tuple[int, int], shard: int, *, trained: bool) -> dict[str, Any]:
+        tree = state(form, shard, trained=trained)
+        (every,) = tree["optimizer"]["param_groups"]
+        decays = ((0.1, 0.0) if trained else (9.0, 9.0), (every["params"][::2], every["params"][1::2]))
+        tree["optimizer"]["param_groups"] = [{"weight_decay": d, "params": own} for d, own in zip(*decays, strict=True)]
+        return tree
+
+    there = [two((2, 1), shard, trained=True) for shard in (0, 1)]
+    assert same(reshard(two((1, 2), 0, trained=False), there), two((1, 2), 0, trained=True))
+    with pytest.raises(NoLayout, match="optimizer: param_groups has 2 entries in the state, 1 here"):
+        reshard(state((1, 2), 0, trained=False), there)
+
+
 def test_a_group_that_is_not_in_the_state_is_named() -> None:
     there = grouped((1, 1), 0, trained=True, apart=True, masters=False)
     there["optimizer"][0]["param_groups"].pop()

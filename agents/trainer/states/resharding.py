@@ -268,7 +268,7 @@ def _merged(own: Any, theirs: Any, here: str, paths: frozenset[str]) -> Any:
     if isinstance(own, list) and isinstance(theirs, list):
         if any(f"{here}.{number}".strip(".") in paths for number in range(len(own))):
             return []
-        if own and all(isinstance(group, dict) and "params" in group for group in (*own, *theirs)):
+        if own and all(isinstance(group, dict) and _is_told_apart(group) for group in (*own, *theirs)):
             theirs = [_like(group, theirs, number) for number, group in enumerate(own)]
         elif own and all(isinstance(place, list) and not place for place in theirs):
             theirs = [[] for _ in own]  # of groups, whose parameters are put there later
@@ -278,6 +278,11 @@ def _merged(own: Any, theirs: Any, here: str, paths: frozenset[str]) -> Any:
         inside = zip(own, theirs, range(len(own)), strict=True)
         return [_merged(mine, other, f"{here}.{number}".strip("."), paths) for mine, other, number in inside]
     return theirs
+
+
+def _is_told_apart(group: dict[str, Any]) -> bool:
+    """It is one of Megatron's groups. torch's own have nothing but their place."""
+    return "params" in group and any(name in group for name in _OF_ALIKE)
 
 
 def _like(own: dict[str, Any], theirs: list[dict[str, Any]], number: int) -> dict[str, Any]:
