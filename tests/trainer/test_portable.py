@@ -15,7 +15,7 @@ from agents.trainer.states.resharding import WHOLE as MARK
 from agents.trainer.states.resharding import reshard
 from agents.trainer.states.state import BadState
 from events.shape import Shape
-from tests.trainer.test_resharding import WHOLE, forms, same, shards, state
+from tests.trainer.test_resharding import WHOLE, forms, grouped, same, shards, state
 
 
 @given(forms, forms)
@@ -58,3 +58,10 @@ def test_what_is_there_stays_and_what_is_none_is_named(tmp_path: Path, capsys: p
     lines = capsys.readouterr().err.splitlines()
     assert "is a task's own checkpoint; export it first" in lines[0] and "is no checkpoint's directory" in lines[1]
     assert not (tmp_path / "other").exists()
+
+
+def test_experts_over_several_workers_come_together_first() -> None:
+    apart, together = (grouped((1, 1), 0, trained=True, apart=apart, masters=False) for apart in (True, False))
+    assert portable.whole([together])[MARK]
+    with pytest.raises(BadState, match="as of experts over several workers; reshape the task to ep 1 first"):
+        portable.whole([apart])

@@ -215,6 +215,17 @@ def test_layouts_keep_their_tables_on_each_type() -> None:
     assert spec_on(spec, SLOW) is spec
 
 
+def test_micro_batches_may_have_tables_of_their_own_on_a_type() -> None:
+    def spec(*layouts: v.LayoutSpec) -> v.TaskSpec:
+        told = [v.LayoutSpec(throughput={"1": 1}), v.LayoutSpec(micro_batch=2, throughput={"1": 2})]
+        gpus = (v.GpuSpec(gpu=FAST, layouts=tuple(told)),)
+        return v.TaskSpec(name="big", micro_batch=2, layouts=layouts, gpus=gpus)
+
+    of_each = spec_on(spec(v.LayoutSpec(micro_batch=2), v.LayoutSpec(micro_batch=4)), FAST).layouts
+    assert [one.throughput for one in of_each] == [{"1": 2}, {"1": 1}]
+    assert spec_on(spec(), FAST).throughput == {"1": 2}, "as where a person has asked for its layout"
+
+
 def test_what_is_foreseen_is_what_is_asked() -> None:
     """Of every next event: the problem, with its pools, and so the plan."""
     for seed in SEEDS:

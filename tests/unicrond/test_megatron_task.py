@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from events.megatron_lm import BadFlags, CommandLine, understood
 from events.shape import Shape
 from events.vocabulary import TaskSpec
+from unicrond.core.gpu_types import spec_on
 from unicrond.core.task_rules import nearest, spec_faults
 from unicrond.ctl.main import main
 from unicrond.intake.task_file import TaskFileError, load, loads
@@ -201,7 +202,7 @@ def test_experts_follow_the_tensor_parallel_groups() -> None:
         (
             FLAGS,
             "[{tp: 3}]",
-            "layouts[0]: --num-attention-heads: 8 does not divide among tp (3); use another tp; leave",
+            "layouts[0]: --num-attention-heads: 8 does not divide among tp (3); use another tp",
         ),
         (FLAGS, "[{pp: 1, vpp: 2}]", "layouts[0]: vpp: 2 chunks of a stage are interleaved from pp 2 on; use vpp 1"),
         (FLAGS, "[{pp: 2, vpp: 3}]", "layouts[0]: --num-layers: 2 of a stage do not divide among vpp (3)"),
@@ -294,3 +295,10 @@ def test_a_task_of_an_older_log_is_as_its_flags_say(flags: str) -> None:
     spec = as_older_logs_have_it(loads(task(flags, min_workers=4, max_workers=8, layouts=layouts)))
     assert list(spec_faults(spec)) == []
     assert nearest(spec, spec.tp, spec.pp) == spec.shape, "other bounds alone move nobody"
+
+
+def test_what_is_said_of_a_type_is_of_the_layout_that_is_nearest() -> None:
+    told = "[{gpu: h, layouts: [{tp: 2, pp: 2, throughput: {4: 7}}, {tp: 2, pp: 2, vpp: 1, throughput: {4: 5}}]}]"
+    spec = loads(task(SMALL + CHUNKS, min_workers=4, max_workers=8, gpus=told))
+    assert [one.shape for one in spec.gpus[0].layouts] == [Shape(2, 2, vpp=2), Shape(2, 2)]
+    assert spec_on(spec, "h").throughput == {"4": 7}

@@ -69,10 +69,11 @@ def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:
     if given is None:
         return spec
     layouts = tuple([replace(one, throughput=_table(given, one.shape, one.throughput)) for one in spec.layouts])
-    return replace(spec, throughput=_table(given, spec.shape, spec.throughput), layouts=layouts)
+    own = spec.cut._replace(micro_batch=spec.micro_batch)
+    return replace(spec, throughput=_table(given, own, spec.throughput), layouts=layouts)
 
 
 def _table(given: GpuSpec, shape: Shape, otherwise: dict[str, int]) -> dict[str, int]:
-    """A layout that is named without micro-batches has the same table with any."""
-    named = (one.throughput for one in given.layouts if one.shape in (shape, shape.cut))
-    return next(named, otherwise)
+    """A layout that is named without micro-batches has the same table with any, unless it is named with them too."""
+    tables = {one.shape: one.throughput for one in reversed(given.layouts)}
+    return tables.get(shape, tables.get(shape.cut, otherwise))

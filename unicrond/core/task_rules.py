@@ -21,6 +21,7 @@ from events.shape import Shape
 from events.task_env import refusal
 from events.vocabulary import DETERMINISM, DETERMINISTIC, LANES, TaskSpec
 from unicrond.core.field_faults import Fault, Place
+from unicrond.core.reshaping import layouts_of, most_workers
 from unicrond.core.work import LINEAR_FLOPS
 
 #: The built-in GPT pretraining.
@@ -125,13 +126,10 @@ def _shape(spec: TaskSpec) -> Iterator[Fault]:
     its flags'."""
     if problem := flag_problem(spec, spec.cut):
         yield Fault(("args",), problem)
+    yield from _inside(spec, spec.cut)
     if spec.entry != BUILT_IN:
-        yield from _inside(spec.cut)
         return
     model = spec.model
-    for name, degree in (("vpp", spec.vpp), ("ep", spec.ep)):
-        if degree > 1:
-            yield Fault((name,), f"is {degree}, but the built-in GPT has no {_MISSING[name]}; leave it out")
     if model.hidden % model.heads:
         yield Fault(
             ("model", "hidden"),
@@ -152,8 +150,13 @@ def _shape(spec: TaskSpec) -> Iterator[Fault]:
         )
 
 
-def _inside(shape: Shape) -> Iterator[Fault]:
-    """What holds whatever the program is."""
+def _inside(spec: TaskSpec, shape: Shape) -> Iterator[Fault]:
+    """What is wrong with vpp and ep, whatever the program is and however large."""
+    if spec.entry == BUILT_IN:
+        for name, degree in (("vpp", shape.vpp), ("ep", shape.ep)):
+            if degree > 1:
+                yield Fault((name,), f"is {degree}, but the built-in GPT has no {_MISSING[name]}; leave it out")
+        return
     if shape.vpp > 1 and shape.pp == 1:
         yield Fault(("vpp",), f"is {shape.vpp}, but chunks of a stage are interleaved from pp 2 on; use vpp 1")
     if shape.tp % shape.ep:
@@ -163,12 +166,17 @@ def _inside(shape: Shape) -> Iterator[Fault]:
 
 
 def divides(spec: TaskSpec, shape: Shape) -> bool:
-    """Whether the model can be cut so; of a script of one's own nothing is known against it."""
+    """Whether the model can be cut so; of a script of one's own little is known against it."""
+    if cut_problem(spec, shape):
+        return False
     model = spec.model
-    if spec.entry != BUILT_IN:
-        return not flag_problem(spec, shape) and not any(_inside(shape))
     uncut = any(size % shape.tp for size in (model.heads, model.hidden, model.vocab)) or model.layers % shape.pp
-    return not uncut and shape.vpp == shape.ep == 1
+    return spec.entry != BUILT_IN or not uncut
+
+
+def cut_problem(spec: TaskSpec, shape: Shape) -> str:
+    """What keeps the program from being cut so, as one line; of the built-in GPT without the sizes of its model."""
+    return flag_problem(spec, shape) or next(map(str, _inside(spec, shape)), "")
 
 
 def flag_problem(spec: TaskSpec, shape: Shape) -> str:
@@ -231,6 +239,14 @@ def _layouts(spec: TaskSpec) -> Iterator[Fault]:
             f"no layout has replicas that come to {spec.min_workers} to {spec.max_workers} workers; raise max_workers"
         )
         yield Fault(("max_workers",), text)
+        return
+    most = max(most_workers(spec, shape) for shape in layouts_of(spec))
+    if spec.lanes and most < spec.min_workers <= spec.max_workers:
+        text = (
+            f"{spec.min_workers} is more than any layout gets ({most}): no more replicas than lanes ({spec.lanes}), no"
+            " more lanes than the largest micro-batches come to; lower it, or use smaller micro-batches"
+        )
+        yield Fault(("min_workers",), text)
 
 
 def _gpus(spec: TaskSpec) -> Iterator[Fault]:

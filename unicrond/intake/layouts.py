@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import product, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from events.shape import Shape
 from events.vocabulary import LayoutSpec, TaskSpec
 from unicrond.core.field_faults import Fault, Place
 from unicrond.core.gradient_memory import ELEMENT_BYTES, gradients, parameters
-from unicrond.core.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, divides, flag_problem, flag_rules, nearest
+from unicrond.core.task_rules import BUILT_IN, ENTRIES, LAYOUTS_MAX, cut_problem, divides, flag_rules, nearest
 from unicrond.core.waf import in_layout
 
 FIELD = "layouts"
@@ -44,6 +44,8 @@ _STATE_BYTES = 18
 #: Chunks of a stage that `auto` tries with a model.
 CHUNKS_MAX = 12
 _SIZE_MAX = 999_999
+#: Of one entry: as many are looked at for those that divide the model.
+_TRIED_MAX = 20_000
 _RANGE = re.compile(r"([1-9][0-9]{0,5})\.\.([1-9][0-9]{0,5})")
 #: Tensor-parallel sizes that `auto` tries.
 _TP_TRIED = (1, 2, 4, 8, 16)
@@ -114,7 +116,9 @@ def _entry(entry: Any, place: Place, found: list[Fault]) -> Entry:
     except msgspec.ValidationError:
         found.append(Fault((*place, "throughput"), "give FLOP/s by workers, like {4: 1.1e12}"))
         table = {}
-    if table and prod(map(len, sizes.values())) > 1:
+    if (many := prod(map(len, sizes.values()))) > _TRIED_MAX:
+        found.append(Fault(place, f"comes to {many} layouts; give narrower ranges"))
+    if table and many > 1:
         found.append(Fault((*place, "throughput"), "is of one layout; give its sizes as one number each"))
     tps, pps, vpps, eps, micro_batches = (sizes.get(name, []) for name in Shape._fields)
     return Entry(tps or [1], pps or [1], vpps, eps, micro_batches, table)
@@ -143,9 +147,9 @@ def shapes_of(spec: TaskSpec, wish: Wish, *, modelled: bool = False) -> tuple[li
         fits = [shape for shape in wished if divides(spec, shape) and shape.workers <= spec.max_workers]
         shapes += fits
         if not fits:
-            known = (why for shape in wished if (why := flag_problem(spec, shape)))
-            why = next(known, f"no tp and pp of this entry divide the model on up to {spec.max_workers} workers")
-            found.append(Fault((FIELD, n), f"{why}; leave it out"))
+            known = (why for shape in wished if (why := cut_problem(spec, shape)))
+            none = f"none of its sizes divide the model on up to {spec.max_workers} workers; leave it out"
+            found.append(Fault((FIELD, n), next(known, none)))
         for size in entry.micro_batches:
             if spec.global_batch % size:
                 text = f"{size} does not divide global_batch ({spec.global_batch}); use a divisor of it"
@@ -189,6 +193,20 @@ def with_layouts(spec: TaskSpec, shapes: list[Shape], tables: Mapping[Shape, dic
     given = spec.throughput or tables.get(shapes[0], {})
     layouts = [LayoutSpec(**one._asdict(), throughput=tables.get(one) or given) for one in shapes[:LAYOUTS_MAX]]
     return replace(spec, layouts=tuple(layouts), throughput=given)
+
+
+def on_gpus(spec: TaskSpec, data: Mapping[str, Any]) -> TaskSpec:
+    """The task with what an entry of `gpus` says nothing of: as in `layouts`."""
+    gpus = [
+        replace(told, layouts=tuple(map(_named, repeat(spec), given.get("layouts", ()), told.layouts)))
+        for given, told in zip(data.get("gpus", ()), spec.gpus, strict=True)
+    ]
+    return replace(spec, gpus=tuple(gpus))
+
+
+def _named(spec: TaskSpec, given: Mapping[str, Any], told: LayoutSpec) -> LayoutSpec:
+    near = nearest(spec, told.tp, told.pp)
+    return replace(told, vpp=given.get("vpp", near.vpp), ep=given.get("ep", near.ep))
 
 
 def with_bounds(spec: TaskSpec) -> TaskSpec:

@@ -84,7 +84,7 @@ def understood(data: Any) -> tuple[TaskSpec | None, list[Fault]]:
     found += faults(data, TaskSpec)
     if found:
         return None, found
-    spec = msgspec.convert(data, TaskSpec, strict=True)
+    spec = layouts.on_gpus(msgspec.convert(data, TaskSpec, strict=True), data)
     found = [] if is_asked and wish != "fixed" else list(_problems(spec))
     if found:
         return None, found

@@ -1,5 +1,5 @@
 """A checkpoint without a layout: one shard, whose tensors are whole and have Megatron's global names. For other
-programs (torch's distributed format reads it), and to begin another task from, in whichever tp and pp.
+programs (torch's distributed format reads it), and to begin another task from, in whichever layout.
 
     unicronctl checkpoint export DIR/iteration-00000120 OUT
     unicronctl checkpoint import OUT/iteration-00000120 DIR --task NAME
@@ -60,6 +60,8 @@ def _optimizer(shards: Sequence[dict[str, Any]], layouts: Sequence[Layout]) -> t
     """The frame of an optimizer's state for whole tensors, and the tensor of each path in it. Each group has the
     tensors that it has in any shard."""
     ahead = {match[1] for layout in layouts for path in layout.optimizer if (match := _STATE.match(path))}
+    if len(ahead) > 1:
+        raise BadState("optimizer: it is in parts, as of experts over several workers; reshape the task to ep 1 first")
     if len(ahead) != 1 or next(iter(ahead)) not in ("", "optimizer."):
         raise BadState("optimizer: only one of torch's or Megatron's plain ones can be exported")
     (prefix,) = ahead
