@@ -333,8 +333,8 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     `gpus`: T on types of GPU for which it is not `throughput`. `vpp`: chunks of the model in each pipeline stage. `ep`:
     over how many of a tensor-parallel group's workers the experts are; 0: as the program has it.
 
-    Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `vpp`, `ep` 0..131072; `global_batch`, `micro_batch`
-    < 2**31, >= 1; `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63.
+    Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `global_batch`, `micro_batch` < 2**31, >= 1;
+    `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63; `vpp`, `ep` 0..131072.
     """
 
     name: Name
@@ -523,8 +523,8 @@ class TaskAssignment(Value, frozen=True, kw_only=True):
     then, as runs over all shards of all replicas, and tp * pp; 0: `replicas` says it. `tp`, `pp`, `vpp`, `ep`,
     `micro_batch`: the layout that the plan has chosen, of a task that has a choice; `tp` 0: the task's own.
 
-    Bounds: `workers`, `replica_workers`, `tp`, `pp` 0..131072; `vpp`, `ep` 1..131072; `micro_batch` < 2**31;
-    `waf` < 2**63.
+    Bounds: `workers`, `replica_workers`, `tp`, `pp` 0..131072; `waf` < 2**63; `vpp`, `ep` 1..131072;
+    `micro_batch` < 2**31.
     """
 
     task: Name
@@ -990,8 +990,8 @@ class ReshapeRequested(Request, frozen=True, kw_only=True):
     `vpp`, `ep`: as in TaskSpec. `micro_batch`: 0: as it is. `iterations`, `lr`: with another end and another learning
     rate; None: as they are.
 
-    Bounds: `tp`, `pp`, `vpp`, `ep`, `min_workers`, `max_workers` 1..131072; `micro_batch` < 2**31;
-    `iterations` <= 10**12, >= 1.
+    Bounds: `tp`, `pp`, `min_workers`, `max_workers`, `vpp`, `ep` 1..131072; `iterations` <= 10**12, >= 1;
+    `micro_batch` < 2**31.
     """
 
     task: Name
@@ -1334,8 +1334,8 @@ class TaskReshaped(Decision, frozen=True, kw_only=True):
     gone. What they kept is put together anew by the first of the new ones. `vpp`, `ep`, `micro_batch`, `iterations`,
     `lr`: as it was asked. `plan`: the epoch of the plan that has chosen it; 0: a person has.
 
-    Bounds: `tp`, `pp`, `vpp`, `ep`, `min_workers`, `max_workers` 1..131072; `micro_batch` < 2**31;
-    `iterations` <= 10**12, >= 1; `plan` < 10**9.
+    Bounds: `tp`, `pp`, `min_workers`, `max_workers`, `vpp`, `ep` 1..131072; `iterations` <= 10**12, >= 1;
+    `plan` < 10**9; `micro_batch` < 2**31.
     """
 
     task: Name

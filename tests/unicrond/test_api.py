@@ -78,14 +78,18 @@ async def test_an_older_log_leaves_the_stages_to_the_flags_of_megatron(tmp_path:
     )
     task = {"name": "lm", "entry": "megatron-lm", "cwd": "/lm", "args": flags.split(), "layouts": "fixed"}
     workers = {"min_workers": 2, "max_workers": 2}
-    for schema, vpp in ((3, 0), (SCHEMA, 2)):
+    tasks = [{**task, **workers}, {"name": "built-in", "vpp": 1, "ep": 1}]
+    for schema, vpps in ((3, [0, 0]), (SCHEMA, [2, 1])):
         directory = tmp_path / str(schema)
         directory.mkdir()
         async with serving(directory, schema=schema) as served, aiohttp.ClientSession(served.url) as http:
-            async with http.post("/v1/tasks", json={**task, **workers}) as response:
-                assert response.status == 201, await response.text()
-            await served.until(v.TaskSubmitted)
-            assert served.coordinator.state.tasks["lm"].spec.vpp == vpp
+            for one in tasks:
+                async with http.post("/v1/tasks", json=one) as response:
+                    assert response.status == 201, await response.text()
+                    seq = (await response.json())["seq"]
+                await served.until(v.TaskSubmitted, after=seq - 1)
+            known = served.coordinator.state.tasks
+            assert [known[str(one["name"])].spec.vpp for one in tasks] == vpps
 
 
 @pytest.mark.parametrize(

@@ -198,12 +198,12 @@ def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
 
 
 def written_at(spec: TaskSpec, schema: int) -> TaskSpec:
-    """Logs of older schemas leave vpp and ep to the flags of Megatron-LM."""
-    rules = flag_rules(spec)
-    if rules is None or schema >= CHOOSES_LAYOUTS:
+    """Logs of older schemas leave vpp and ep to the program, of Megatron-LM to its flags."""
+    if schema >= CHOOSES_LAYOUTS:
         return spec
-    told = {name: 0 for name in ("vpp", "ep") if getattr(spec, name) == getattr(rules.own, name)}
-    return replace(spec, **told)
+    rules = flag_rules(spec)
+    own = rules.own if rules is not None else Shape()
+    return replace(spec, **{name: 0 for name in ("vpp", "ep") if getattr(spec, name) == getattr(own, name)})
 
 
 def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:

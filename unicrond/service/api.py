@@ -291,13 +291,13 @@ class Api:
             return error(409, f"name: task {spec.name} already exists; choose another name, or cancel it first")
         if problem := user_problem(self._coordinator.state, spec):
             return error(400, problem)
-        spec = written_at(spec, self._coordinator.state.schema)
         if not spec.checkpoint.dir:
             directory = str(self._config.checkpoints / spec.name)
             spec = replace(spec, checkpoint=replace(spec.checkpoint, dir=directory))
         warnings = contradictions(self._config.policy, self._config.heartbeat_s, spec.env) + warnings_of(spec.env)
         warnings += too_few_lanes(spec)
-        return await self._append(TaskSubmitted(spec=spec), {"task": spec.name, "warnings": warnings}, 201)
+        event = TaskSubmitted(spec=written_at(spec, self._coordinator.state.schema))
+        return await self._append(event, {"task": spec.name, "warnings": warnings}, 201)
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a task; its workers stop, its checkpoints stay."""
@@ -310,8 +310,7 @@ class Api:
         task = self._task(request)
         event = asked_for(self._coordinator.state, task, await body_of(request, ReshapeOrder))
         about = {name: getattr(event, name) for name in event.__struct_fields__ if name != "by"}
-        larger = reshaped(task.spec, event)
-        return await self._append(event, {**about, "warnings": too_few_lanes(larger)}, 202)
+        return await self._append(event, {**about, "warnings": too_few_lanes(reshaped(task.spec, event))}, 202)
 
     async def cordon(self, request: web.Request) -> web.Response:
         """No new workers for a node; with drain, those that it has move away at an iteration boundary, `by` a time."""
