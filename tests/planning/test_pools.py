@@ -152,3 +152,22 @@ def test_a_floor_is_met_by_workers_that_achieve_something() -> None:
     assert sorted(both.workers) == [0, 3] and len(both.unmet_floors) == 1, "two of two each are too many for three"
     nowhere = replace(needy, throughput=Curve.dense([0, 0, 0, 0]))
     assert solve(pools(3, 0, nowhere)).workers == (0,)
+
+
+def test_a_pool_without_slots_costs_no_solve() -> None:
+    """As where the last node of a type is lost; no plan is worse for it."""
+    for seed in range(40):
+        problem = random_pools(Random(seed), 4, 3, 4)
+        gone = problem.pools[seed % 3]
+        left = tuple(replace(pool, workers=0, seats=()) if pool is gone else pool for pool in problem.pools)
+        fewer = replace(problem, pools=left, workers=sum(pool.workers for pool in left))
+        assert abs(gap(solve(fewer), every_deal(fewer))) <= NOTHING, seed
+    asked: list[Problem] = []
+
+    def counted(pool: Problem) -> Solution:
+        asked.append(pool)
+        return solve(pool)
+
+    found = best_of_pools(pools(3, 0, task("t"), task("u", workers=2, gpu="fast", others=())), counted)
+    assert len(asked) == 1 and found.workers == (3, 0)
+    assert solve(pools(0, 0, task("t"))).workers == (0,)

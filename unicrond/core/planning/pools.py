@@ -5,6 +5,7 @@ Rules
 * A *pool* is all nodes of one type. A task has all its workers in one pool, so a deal of the tasks among the pools
   leaves one problem for each pool, which `solver.solve` answers exactly. What a pool is worth depends on its own tasks
   alone: unmet floors and objectives of the pools add up.
+* A pool without slots takes no part: a task in it has what it may have in any other, nothing.
 * Few tasks: all deals are looked at, and the plan is the best there is. More: a bounded local search, from two deals.
   In one, tasks that have workers are where they are; the others, those that can achieve most first, go where the
   cluster gains most. The other is the best of those that begin with no task or with one somewhere, and go on so. From
@@ -48,7 +49,7 @@ _Solve: TypeAlias = Callable[[Problem], "Solution"]
 def best_of_pools(problem: Problem, solve: _Solve, all_max: int = ALL_MAX) -> Solution:
     """A good plan of a problem with several pools. `solve`: answers a problem without. `all_max`: see ALL_MAX."""
     search = _Search(problem, solve)
-    pools, tasks = len(problem.pools), len(problem.tasks)
+    pools, tasks = len(search.pools), len(problem.tasks)
     if pools**tasks <= all_max and pools * 2**tasks <= search.left:
         return search.plan(min(product(range(pools), repeat=tasks), key=search.worth))
     found = [search.descend(search.begin(search.present))]
@@ -76,7 +77,8 @@ class _Search:
     """One search: the pools' problems that were solved, and how many more may be."""
 
     def __init__(self, problem: Problem, solve: _Solve) -> None:
-        self.problem, self.pools, self.solve = problem, problem.pools, solve
+        self.problem, self.solve = problem, solve
+        self.pools = tuple([pool for pool in problem.pools if pool.workers]) or problem.pools[:1]
         self.tasks = range(len(problem.tasks))
         self.known: dict[tuple[int, tuple[int, ...]], tuple[Solution, _Worth]] = {}
         self.left = min(SOLVES_MAX, WORK_MAX // max(1, len(problem.tasks) * problem.workers))
