@@ -7,10 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from events import vocabulary as v
+from tests.replay.test_verify import verify
 from tests.unicrond.cluster import MiniCluster
+from tests.unicrond.serving import serving
+from tests.unicrond.test_ctl import ctl
 from tests.unicrond.test_gpu_types import FAST, SLOW, cluster_of, faster, with_task
 from tests.unicrond.test_layouts import lose
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
@@ -21,6 +26,7 @@ from unicrond.core.planning.solver import Solution, solve
 from unicrond.core.planning.table import Planner
 from unicrond.core.survey import Survey
 from unicrond.core.what_if import foreseen, unforeseen
+from unicrond.intake.config import Config
 from unicrond.service import foresight
 from unicrond.service.foresight import Foresight
 
@@ -148,3 +154,24 @@ def test_a_solve_ends_between_two_pools() -> None:
 def test_both_types_are_in_the_rows() -> None:
     rows = foreseen(ahead.fill(Planner().refresh(at_rest(cluster()))))
     assert {gpu for row in rows for gpu in row.gpus.values()} == {SLOW, FAST}
+
+
+async def test_a_coordinator_looks_the_plan_up_and_its_log_verifies(tmp_path: Path) -> None:
+    """The whole way; `plan table` says how many events have no plan yet."""
+    made = cluster()
+    async with serving(tmp_path, list(made.log), config=Config(policy=made.policy)) as served:
+        sight = served.coordinator.foresight
+        await until(lambda: sight.table is not None and not unforeseen(sight.table))
+        told = await ctl("plan", "table", url=served.url)
+        assert told.code == 0 and f" on {SLOW}" in told.out and "more event" not in told.out
+        sight.table.ahead.popitem()  # type: ignore[union-attr]
+        assert "1 more event may come; with several types" in (await ctl("plan", "table", url=served.url)).out
+        seq = await served.log.last_seq()
+        evidence = v.Evidence(beat_seq=1, beat_at_us=1)
+        served.coordinator._post(v.NodeLost(node="fast0", evidence=evidence, reason="the test says so"))
+        await served.until(v.PlanAdopted, seq)
+        assert served.coordinator.state.plan.way == "table"
+        assert "fast0" not in str(served.coordinator.state.plan.assignments)
+        last = await served.log.last_seq()
+        entries = [entry async for entry in served.log.read(until_seq=last)]
+    assert verify(entries).decisions > 10, "what differs raises"
