@@ -1,11 +1,21 @@
-"""Which source is tried first."""
+"""Which source is tried first, and what a source of another layout is good for."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agents.protocol.memory import Memory
 from agents.trainer.lifecycle.candidates import TOLD, Candidate, Kind, newest, ordered, row_of, split
+from agents.trainer.states import sources
+from agents.trainer.states.sources import Sources
+from events.shape import Shape
+from events.vocabulary import TaskSpec
+from tests.integration.memory_nodes import OtherNode
 
 told = st.fixed_dictionaries(
     {kind: st.lists(st.integers(1, 50), max_size=count, unique=True) for kind, count in TOLD.items()}
@@ -39,3 +49,40 @@ def test_an_example() -> None:
         Candidate(6, "memory", 1),
         Candidate(5, "checkpoint", 0),
     ]
+
+
+def kept(states: dict[int, Shape]) -> Memory:
+    """By iteration, in which layout; what is kept is the layout's name."""
+    memory = Memory.private(1 << 20)
+    for iteration, shape in states.items():
+        draft = memory.draft(len(str(shape)))
+        assert draft is not None
+        draft.view[:] = str(shape).encode()
+        draft.seal(iteration, 1, layout=shape)
+    return memory
+
+
+@pytest.mark.parametrize("other", [Shape(2, 2), Shape(2, 2, vpp=2), Shape(2, 2, ep=2)], ids=str)
+def test_as_many_workers_cut_otherwise_are_another_layout(other: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of it in this node's own memory is none of its own, but one with the other shards' on other nodes."""
+    monkeypatch.setattr(sources, "read", lambda view, copy: {"iteration": 7, "kept": bytes(view).decode()})
+    own = Shape(2, 2, vpp=2, ep=2)
+    spec = TaskSpec(name="t", tp=2, pp=2, vpp=2, ep=2)
+    launch = SimpleNamespace(spec=spec, task="t", shard=1, node="n1", worker="t.1")
+    context: Any = SimpleNamespace(launch=launch, replica=SimpleNamespace(gather=lambda row: [row]))
+    memories = {shard: kept({7: other, 5: own} if shard == 1 else {7: other}) for shard in range(4)}
+    with (
+        OtherNode("n1", {1: memories[1]}) as here,
+        OtherNode("n2", {shard: memories[shard] for shard in (0, 2, 3)}) as there,
+    ):
+        told: Any = SimpleNamespace(peers=(here, there), passes=None)
+        looking = Sources(context, memories[1], told, lambda shards: {**next(iter(shards)), "rest": len([*shards])})
+        assert split(tuple(looking.row(is_first=True))) == {"memory": [5], "peer": [7], "checkpoint": []}
+        tree, size_bytes = looking.load(Candidate(7, "peer", 0))
+        assert cast(object, tree) == {"iteration": 7, "kept": str(other), "rest": 3}
+        assert (size_bytes, looking.resharded_from) == (4 * len(str(other)), str(other))
+        alone: Any = SimpleNamespace(peers=(there,), passes=None)
+        looking = Sources(context, memories[1], alone, lambda shards: {})
+        assert split(tuple(looking.row(is_first=True)))["peer"] == [], "one shard is nowhere"
+    for memory in memories.values():
+        memory.close()

@@ -16,10 +16,12 @@ from unicrond.core.planning.situation import NodeJoined, NodeLost, TaskFinished
 from unicrond.core.planning.table import Planner
 from unicrond.core.policy import Policy
 from unicrond.core.reshape_order import ReshapeOrder, asked_for
-from unicrond.core.reshaping import reshaped
-from unicrond.core.state import ClusterState
+from unicrond.core.reshaping import layout_key, most_workers, reshaped
+from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.core.state_bytes import digest
 from unicrond.core.survey import Survey
+from unicrond.core.task_parts import Pace
+from unicrond.core.task_rules import spec_faults
 from unicrond.core.waf import flops_of, waf
 from unicrond.core.what_if import Changes, foreseen, what_if
 from unicrond.display.cluster_tables import plan_table
@@ -89,7 +91,11 @@ def test_a_node_dies_and_the_task_trains_on_in_what_is_left_and_returns(seed: in
 def test_a_micro_batch_is_that_of_the_layout() -> None:
     layouts = (replace(PAIRS, micro_batch=1), replace(SINGLES, micro_batch=4))
     cluster = cluster_of(1, 2, 1, layouts=layouts)
-    assert cluster.state.tasks["big"].spec.micro_batch == 1
+    spec = cluster.state.tasks["big"].spec
+    assert spec.micro_batch == 1
+    assert [most_workers(spec, one.shape) for one in layouts] == [4, 2], "no more replicas than micro-batches"
+    (fault,) = spec_faults(replace(spec, layouts=(*layouts, LayoutSpec(pp=2))))
+    assert str(fault) == "layouts: say micro_batch in some and not in others; give it in all or in none"
     lose(cluster, "n0")
     cluster.run()
     cluster.assert_whole()
@@ -98,6 +104,52 @@ def test_a_micro_batch_is_that_of_the_layout() -> None:
     cluster.run()
     cluster.assert_whole()
     assert (layout(cluster), cluster.state.tasks["big"].spec.micro_batch) == ((2, 1, 2), 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+@pytest.mark.parametrize("other", [{"vpp": 2}, {"micro_batch": 2}], ids=["stages", "micro-batches"])
+def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int], seed: int) -> None:
+    """One is the best on four workers, the other on two. What was measured belongs to its own."""
+    four = LayoutSpec(pp=2, throughput={"2": 100, "4": 400}, micro_batch=int("micro_batch" in other))
+    two = replace(four, throughput={"2": 150, "4": 300}, **other)
+    tables = {"throughput": four.throughput, "layouts": (four, two)}
+    cluster = cluster_of(seed, 2, 2, tp=1, pp=2, min_workers=2, entry="/train.py", **tables)
+    corrected = v.ThroughputCorrected(task="big", workers=4, flops=200, iteration_us=1, reports=8, reason="")
+    cluster.append(corrected, "coordinator", cluster.state.term)
+    before, was = len(cluster.log), cluster.state.tasks["big"]
+    assert was.spec.shape == four.shape
+    lose(cluster, "n0")
+    cluster.run()
+    cluster.assert_whole()
+    task = cluster.state.tasks["big"]
+    assert task.spec.shape == cluster.state.plan.assignments["big"].shape == two.shape
+    assert (task.spec.vpp, task.spec.micro_batch) == (other.get("vpp", 0), other.get("micro_batch", 1))
+    assert not {*task.member_names} & {*was.member_names}, "a worker has its layout from its birth"
+    assert [event.shape for event in decided(cluster, v.TaskReshaped, before)] == [two.shape]
+    assert (task.pace.measured, task.pace.elsewhere) == ({}, {layout_key(four.shape): {"4": 200}})
+    assert flops_of(task)(2) == 75, "presumed, by the ratio that the other has"
+    cluster.train("big")
+    cluster.add_host("n0", slots=2)
+    cluster.run()
+    cluster.assert_whole()
+    task = cluster.state.tasks["big"]
+    assert (task.spec.shape, task.pace.measured, task.pace.elsewhere) == (four.shape, {"4": 200}, {})
+    assert "reshaped" not in cluster.state.plan.trigger
+    asked = asked_for(cluster.state, task, ReshapeOrder(**other))
+    cluster.append(asked, "api", cluster.state.term)
+    cluster.run()
+    cluster.assert_whole()
+    spec = cluster.state.tasks["big"].spec
+    assert (spec.vpp or 1, spec.micro_batch, spec.layouts) == (two.vpp, two.micro_batch or 1, ())
+    assert "task big reshaped" in cluster.state.plan.trigger
+
+
+def test_the_nearest_layout_that_was_measured_is_so_by_all_its_sizes() -> None:
+    layouts = tuple(LayoutSpec(pp=2, vpp=vpp, throughput={"2": 100}) for vpp in (1, 2, 4))
+    spec = v.TaskSpec(name="big", pp=2, min_workers=2, max_workers=2, layouts=layouts, throughput={"2": 100})
+    pace = Pace(measured={"2": 50}, elsewhere={layout_key(layouts[1].shape): {"2": 80}})
+    task = Task(spec=spec, status=TaskStatus.ACTIVE, submitted_seq=1, submitted_us=1, pace=pace)
+    assert flops_of(task, shape=layouts[2].shape)(2) == 80
 
 
 @pytest.mark.parametrize("seed", SEEDS)

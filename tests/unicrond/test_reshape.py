@@ -232,6 +232,24 @@ def test_a_micro_batch_that_leaves_lanes_empty_is_refused() -> None:
     cluster.assert_whole()
     spec = cluster.state.tasks["big"].spec
     assert (spec.micro_batch, spec.lanes, spec.shape) == (2, 4, Shape())
+    reasons = [event.reason for event in decided(cluster, v.MembershipDecided)]
+    assert "micro_batch 1 becomes 2: all leave" in reasons
+
+
+def test_larger_micro_batches_are_for_fewer_replicas() -> None:
+    asked = ask(cluster_of(1), micro_batch=4)
+    assert (asked.shape, asked.min_workers, asked.max_workers) == (Shape(micro_batch=4), 1, 2)
+
+
+def test_all_that_a_person_asks_of_a_layout_comes() -> None:
+    cluster = cluster_of(1, entry="/train.py")
+    asked = ask(cluster, tp=2, pp=2, vpp=2, ep=2, micro_batch=2)
+    cluster.run()
+    cluster.assert_whole()
+    spec = cluster.state.tasks["big"].spec
+    assert (spec.cut, spec.micro_batch) == (asked.shape.cut, 2) == (Shape(2, 2, 2, 2), 2)
+    with pytest.raises(Refused, match="task big has tp 2, pp 2, vpp 2, ep 2 and these bounds already"):
+        ask(cluster, max_workers=4)
 
 
 def test_who_hands_over_has_the_time_to_write_everything() -> None:
