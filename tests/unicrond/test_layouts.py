@@ -117,7 +117,8 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     corrected = v.ThroughputCorrected(task="big", workers=4, flops=200, iteration_us=1, reports=8, reason="")
     cluster.append(corrected, "coordinator", cluster.state.term)
     before, was = len(cluster.log), cluster.state.tasks["big"]
-    assert was.spec.shape == four.shape
+    assert was.spec.shape == cluster.state.plan.assignments["big"].shape == four.shape
+    assert not decided(cluster, v.TaskReshaped), "it has begun in what the first plan chose"
     lose(cluster, "n0")
     cluster.run()
     cluster.assert_whole()
@@ -128,12 +129,17 @@ def test_a_layout_that_differs_in_one_size_alone_is_another(other: dict[str, int
     assert [event.shape for event in decided(cluster, v.TaskReshaped, before)] == [two.shape]
     assert (task.pace.measured, task.pace.elsewhere) == ({}, {layout_key(four.shape): {"4": 200}})
     assert flops_of(task)(2) == 75, "presumed, by the ratio that the other has"
+    cluster.submit("small", max_workers=1, weight=1e-9)
+    cluster.run()
+    assert cluster.state.plan.assignments["big"].shape == two.shape, "a plan that leaves it alone says so"
+    cluster.append(v.TaskCancelled(task="small", reason=""), "api", cluster.state.term)
     cluster.train("big")
     cluster.add_host("n0", slots=2)
     cluster.run()
     cluster.assert_whole()
     task = cluster.state.tasks["big"]
     assert (task.spec.shape, task.pace.measured, task.pace.elsewhere) == (four.shape, {"4": 200}, {})
+    assert len(decided(cluster, v.TaskReshaped, before)) == 2
     assert "reshaped" not in cluster.state.plan.trigger
     asked = asked_for(cluster.state, task, ReshapeOrder(**other))
     cluster.append(asked, "api", cluster.state.term)

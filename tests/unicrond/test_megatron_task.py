@@ -302,3 +302,32 @@ def test_what_is_said_of_a_type_is_of_the_layout_that_is_nearest() -> None:
     spec = loads(task(SMALL + CHUNKS, min_workers=4, max_workers=8, gpus=told))
     assert [one.shape for one in spec.gpus[0].layouts] == [Shape(2, 2, vpp=2), Shape(2, 2)]
     assert spec_on(spec, "h").throughput == {"4": 7}
+
+
+SEVEN_B = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 51200"
+    " --micro-batch-size 1 --global-batch-size 1024 --train-iters 500 --seed 7 --hidden-dropout 0.0 --bf16"
+    " --sequence-parallel --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+)
+
+
+def test_the_model_of_throughput_is_asked_for_the_chunks_that_the_stages_have() -> None:
+    def of(flags: str, **more: str) -> TaskSpec:
+        preset = "{model: gpt3-7b, gpu: a100-80g, also: [h100-80g]}"
+        return loads(task(SEVEN_B + flags, min_workers=8, max_workers=64, throughput_model=preset, **more))
+
+    plain, chunked = of("", layouts="fixed"), of(" --num-virtual-stages-per-pipeline-rank 4", layouts="fixed")
+    assert 0 < chunked.throughput["64"] != plain.throughput["64"] > 0
+    free = of("")
+    assert (free.vpp, free.throughput) == (0, plain.throughput)
+    assert [one for one in free.layouts if one.vpp > 1], "all numbers of chunks are tried"
+    assert [one.shape for one in free.gpus[0].layouts] == [one.shape for one in free.layouts]
+
+
+def test_a_script_may_begin_in_stages_with_chunks(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    spec = loads(
+        f"name: a\nentry: {tmp_path / 'mine.py'}\nmin_workers: 8\nmax_workers: 64\nmicro_batch: 1\n"
+        "layouts: [{tp: 2, pp: 2, vpp: 8}]\nthroughput_model: {model: gpt3-7b, gpu: a100-80g}\n"
+    )
+    assert spec.shape == Shape(2, 2, vpp=8)
