@@ -122,7 +122,7 @@ TOLD_ONCE = 3
 LEAD_TELLS = 4
 #: From here on the built-in GPT can have 16-bit parameters; older agents' workers would train in fp32.
 BF16 = 4
-#: From here on a plan may choose a task's tp and pp.
+#: From here on a plan may choose a task's layout, and vpp and ep are the task's own.
 CHOOSES_LAYOUTS = 4
 #: From here on nodes may say what type of GPU they have, and plans keep the types apart.
 GPU_TYPES = 4

@@ -328,10 +328,10 @@ class TaskSpec(Value, frozen=True, kw_only=True):
     variables whose values are on the node, each "file:PATH" or "env:NAME" of the agent's. `run_as`: the user of the
     nodes whose processes the workers are; "": the first of each node's list, or the agent's own. `preload`: modules
     that a process of the task's own imports once on each node, and the workers start with.
-    `layouts`: those that the plan may give it, in the order that decides ties; empty: tp and pp stay until a person
-    asks for others. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
+    `layouts`: those that the plan may give it, in the order that decides ties; empty: its own stays until a person
+    asks for another. With some `min_workers` and `max_workers` need not be multiples of tp * pp.
     `gpus`: T on types of GPU for which it is not `throughput`. `vpp`: chunks of the model in each pipeline stage. `ep`:
-    over how many of a tensor-parallel group's workers the experts are; 0: as the program has it.
+    over how many of a tensor-parallel group's workers the experts are. Of both 0: as the program has it.
 
     Bounds: `min_workers`, `max_workers`, `tp`, `pp` 1..131072; `global_batch`, `micro_batch` < 2**31, >= 1;
     `iterations` <= 10**12, >= 1; `seed` < 2**53; `throughput` < 2**63; `vpp`, `ep` 0..131072.

@@ -439,7 +439,7 @@ def _layout_told(here: Context, models: Sequence[torch.nn.Module], optimizer: An
     spec = here.launch.spec
     try:
         return msgspec.to_builtins(layout_of(models, optimizer, spec.tp, spec.pp))
-    except Exception as error:  # a model's own account of itself: without it the state keeps its tp and pp
+    except Exception as error:  # a model's own account of itself: without it the state keeps its layout
         print(f"{here.launch.worker}: no layout: {type(error).__name__}: {error}", flush=True)
         return None
 

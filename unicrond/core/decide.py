@@ -25,7 +25,7 @@ A task's membership changes for five reasons:
   the group broke, all live   -> urgent, same members (SEV3 reattempt in place)
   no member has state         -> all that are ready; state from a checkpoint, or from the seed
   the plan says otherwise     -> planned, at an iteration boundary, when all newcomers are ready
-  it is to have another tp, pp -> planned, with no members at all: all hand over at an iteration boundary and park.
+  it is to have another layout -> planned, with no members at all: all hand over at an iteration boundary and park.
                                  When the last has ended the task is described anew, and planned for: unless the plan
                                  itself has chosen them.
 """

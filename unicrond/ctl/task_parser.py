@@ -10,9 +10,9 @@ from unicrond.ctl.parsing import REASON, TASK, add_to
 _LAYOUT = {
     "tp": "tensor parallel size (default: unchanged)",
     "pp": "pipeline parallel size (default: unchanged)",
-    "vpp": "chunks of the model in each pipeline stage (default: the nearest)",
-    "ep": "over how many of tp's workers the experts are (default: the nearest)",
-    "micro-batch": "samples per forward and backward pass (default: unchanged)",
+    "vpp": "chunks of the model in each pipeline stage (default: unchanged, or fewer)",
+    "ep": "over how many of tp's workers the experts are (default: unchanged, or fewer)",
+    "micro-batch": "samples in a micro-batch (default: unchanged)",
 }
 
 

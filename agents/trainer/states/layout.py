@@ -2,10 +2,10 @@
 
 Rules
 -----
-* Global names, shapes and offsets are Megatron's: the same in every tp and pp. Layers of pipeline stages are counted
+* Global names, shapes and offsets are Megatron's: the same in every layout. Layers of pipeline stages are counted
   through there, while a stage's own names begin with 0.
 * Where a part of the state is not told (a plain torch model, an optimizer that is not known here, a buffer without a
-  global name), the layout is missing: only the same tp and pp can take the state over.
+  global name), the layout is missing: only the same layout can take the state over.
 """
 
 from __future__ import annotations

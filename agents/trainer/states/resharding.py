@@ -1,4 +1,4 @@
-"""From one layout to another: the state of one shard, put together from the shards of another tp and pp.
+"""From one layout to another: the state of one shard, put together from the shards of another layout.
 
 Rules
 -----
