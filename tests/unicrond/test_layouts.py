@@ -282,6 +282,23 @@ def test_a_person_who_asks_for_what_is_there_stops_no_plan() -> None:
     assert layout(cluster) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_a_wish_that_is_taken_back_leaves_what_the_plan_has_chosen(seed: int) -> None:
+    """Or workers of the present layout were started for the other's places, and stopped, without end."""
+    pairs = replace(PAIRS, throughput={"2": 150, "4": 600})
+    cluster = cluster_of(seed, 3, 2, throughput=pairs.throughput, layouts=(pairs, SINGLES))
+    lose(cluster, "n1")
+    while cluster.decide():
+        pass
+    assert cluster.state.tasks["big"].reshaping.plan == cluster.state.plan.epoch
+    for most in (2, 4):
+        wish = v.ReshapeRequested(task="big", tp=2, pp=1, min_workers=1, max_workers=most, reason="")
+        cluster.append(wish, "api", cluster.state.term)
+    cluster.run()
+    cluster.assert_whole()
+    assert layout(cluster) == (1, 1, 3)
+
+
 def test_other_bounds_leave_the_choice_to_the_plan() -> None:
     cluster = cluster_of(1, 2, 2)
     asked = asked_for(cluster.state, cluster.state.tasks["big"], ReshapeOrder(max_workers=3))

@@ -8,7 +8,7 @@ from events import vocabulary as v
 from events.envelope import Envelope
 from events.vocabulary import TaskSpec
 from unicrond.core.changes import with_task
-from unicrond.core.reshaping import changes_nothing, layout_key, reshaped
+from unicrond.core.reshaping import asked_by_plan, changes_nothing, layout_key, reshaped
 from unicrond.core.state import ClusterState, Task, TaskStatus
 from unicrond.core.task_parts import Numbers, Pace, Progress, Reshaping
 
@@ -33,12 +33,19 @@ def task_submitted(state: ClusterState, event: v.TaskSubmitted, _: Envelope) -> 
 
 
 def reshape_requested(state: ClusterState, event: v.ReshapeRequested, _: Envelope) -> ClusterState:
-    """The last one asked for holds; to ask for what is there takes back what was asked for before."""
+    """The last one asked for holds; to ask for what is there takes back what was asked for before. Then what the plan
+    in force has chosen stands again: its workers would find no place in another layout.
+    """
     task = state.tasks.get(event.task)
     if task is None or task.status is not TaskStatus.ACTIVE:
         return state
-    asked = None if changes_nothing(task.spec, event) and not task.reshaping.plan else event
-    return with_task(state, replace(task, reshaping=replace(task.reshaping, reshape=asked, plan=0)))
+    asked: v.ReshapeRequested | None = event
+    epoch = 0
+    if changes_nothing(task.spec, event) and not task.reshaping.plan:
+        assignment = state.plan.assignments.get(task.name)
+        asked = asked_by_plan(task.spec, assignment, state.plan.epoch) if assignment and task.spec.layouts else None
+        epoch = state.plan.epoch if asked else 0
+    return with_task(state, replace(task, reshaping=replace(task.reshaping, reshape=asked, plan=epoch)))
 
 
 def task_reshaped(state: ClusterState, event: v.TaskReshaped, _: Envelope) -> ClusterState:
