@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,16 +37,11 @@ from tests.integration.nats_cluster import NatsCluster, nats_cluster
 from tests.soak import reading, report
 from tests.soak.memberships import Memberships
 from unicrond.ctl.client import ApiError, Client
+from unicrond.local.dev import free_port
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NODE_EVERY = 5
 _SAMPLE_S = 1.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def usage(pid: int) -> tuple[float, float]:

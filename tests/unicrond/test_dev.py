@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unicrond.local.dev import DevCluster, DevError, check_port, working_directory
+from unicrond.local.dev import DevCluster, DevError, check_port, free_port, working_directory
 
 
 def test_a_bystander_that_names_our_files_is_not_ours(tmp_path: Path) -> None:
@@ -31,6 +31,13 @@ def test_a_taken_port_is_refused() -> None:
         taken.listen()
         with pytest.raises(DevError, match=r"--api-port: .* is not free"):
             check_port(taken.getsockname()[1])
+
+
+def test_no_port_is_named_twice() -> None:
+    """Two servers of one cluster once got the same."""
+    ports = [free_port() for _ in range(300)]
+    assert len(set(ports)) == 300
+    assert max(ports) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def test_a_directory_that_cannot_be_made_is_refused() -> None:

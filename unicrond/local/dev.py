@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -319,11 +320,23 @@ def working_directory(arguments: argparse.Namespace) -> Any:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+#: Ports that `free_port` has named.
+_given: set[int] = set()
+_GIVEN_MAX = 4_000
+
+
 def free_port() -> int:
-    """A TCP port on loopback without a listener at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback without a listener at this moment, which this process was not told of before. Below those
+    that Linux gives to outgoing connections, of which one could take it at any moment."""
+    if len(_given) > _GIVEN_MAX:
+        _given.clear()
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def check_port(port: int) -> None:
