@@ -63,8 +63,11 @@ async def known(directory: Path, seq: int) -> None:
 
 
 async def order(connection: Connection) -> int:
-    """When a person last took a log, as the newest claim says it."""
-    newest = await NatsEventLog(connection).newest_term()
+    """When a person last took a log, as the newest claim says it; a head is ready before it has claimed anything."""
+    log = NatsEventLog(connection)
+    async with asyncio.timeout(20):
+        while (newest := await log.newest_term()) is None:  # noqa: ASYNC110  (another process appends it)
+            await asyncio.sleep(0.05)
     assert isinstance(newest, Recorded) and isinstance(newest.envelope.event, CoordinatorStarted)
     return newest.envelope.event.taken_us
 
