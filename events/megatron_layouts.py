@@ -5,8 +5,8 @@ Rules
 * Nothing is said against the flags' own layout: that is Megatron's affair.
 * Another must divide what Megatron divides. The vocabulary is padded as for the flags' own tp, so that the model is the
   same in every layout (`agents/trainer/megatron/flags.py`), and must divide as it was padded.
-* What cuts the stages by hand binds pp and vpp, what needs a certain tp binds that. Of some kinds of models and states
-  nobody has tried whether they can be cut anew: a person may ask for that, `auto` does not (`untried`).
+* What cuts the stages by hand binds pp and vpp, what needs a certain tp binds that. Nobody has tried to cut some kinds
+  of models and states anew (`untried`): a person may ask for it, `auto` does not.
 * A stage's layers divide among its vpp chunks; Megatron interleaves from two stages on, without overlap of their
   communication from three. Experts divide over ep of a tensor-parallel group's workers; each is cut in tp / ep there.
 

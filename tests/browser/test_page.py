@@ -71,7 +71,7 @@ async def test_live(tmp_path: Path) -> None:
 
 
 async def test_types_of_gpu(tmp_path: Path) -> None:
-    """A node's type is told of it, tasks' where there are several."""
+    """The page shows each node's type, and each task's where the nodes have several."""
     cluster = with_task(types_of(1, 2, 1))
     async with serving(tmp_path, list(cluster.log)) as served, browsing() as page:
         await page.open(served.url + "/")

@@ -286,7 +286,7 @@ def test_in_health_the_task_is_on_its_better_type() -> None:
 
 
 def test_the_simulation_sees_a_plan_that_mixes_types() -> None:
-    """Only where there are several: what is not told is no type beside one that is."""
+    """Where nodes tell one type alone, the others count as it, and no plan mixes types."""
     cluster = with_task(cluster_of(1, 2, 1))
     plan = v.PlanAdopted(
         epoch=9, waf=1, basis="", trigger="", reason="",

@@ -294,7 +294,7 @@ def test_a_task_of_an_older_log_is_as_its_flags_say(flags: str) -> None:
     layouts = "auto" if "--decoupled-lr" in flags else "fixed"
     spec = as_older_logs_have_it(loads(task(flags, min_workers=4, max_workers=8, layouts=layouts)))
     assert list(spec_faults(spec)) == []
-    assert nearest(spec, spec.tp, spec.pp) == spec.shape, "other bounds alone move nobody"
+    assert nearest(spec, spec.tp, spec.pp) == spec.shape, "new bounds alone keep the layout"
 
 
 def test_what_is_said_of_a_type_is_of_the_layout_that_is_nearest() -> None:

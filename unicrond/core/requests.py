@@ -122,7 +122,7 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
 
 
 def _micro_batch_problem(spec: TaskSpec, asked: int) -> str:
-    """The global batch and the number of lanes stay: no words that would have a person change them."""
+    """What keeps micro-batches from having so many samples: a reshape changes neither the global batch nor the lanes."""
     if not asked or asked == spec.micro_batch:
         return ""
     if spec.global_batch % asked:

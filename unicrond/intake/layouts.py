@@ -131,7 +131,7 @@ def _numbers(given: Any, place: Place, found: list[Fault]) -> list[int]:
         return list(range(int(span[1]), int(span[2]) + 1))
     if isinstance(given, list) and given and all(type(n) is int and 1 <= n <= _SIZE_MAX for n in given):
         return list(dict.fromkeys(given))
-    found.append(Fault(place, f"{given!r} is no size; give a number, a list like [1, 2, 4], or a range like 1..8"))
+    found.append(Fault(place, f"{given!r} is not a size; give a number, a list like [1, 2, 4], or a range like 1..8"))
     return [1]
 
 

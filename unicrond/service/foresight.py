@@ -140,7 +140,7 @@ class Foresight:
         """Of several types of GPU: while nothing else is to be solved."""
         for event in likeliest(table.situation) if table.situation.gpus else ():
             problem = table.situation.after(event)
-            with suppress(InterruptedSolve, ProblemError):  # a problem that cannot be solved is told when it comes
+            with suppress(InterruptedSolve, ProblemError):  # whoever asks for that plan hears why there is none
                 table.ahead[problem] = await asyncio.to_thread(interruptible, problem, lambda: self._interrupted)
             if self._interrupted:
                 return
