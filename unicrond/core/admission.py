@@ -25,7 +25,8 @@ AHEAD_MAX_US = 366 * 86_400_000_000
 
 
 def from_the_future(state: ClusterState, envelope: Envelope) -> str:
-    """Why the identity of `envelope` cannot be its producer's, so that it must not count as seen; "" where it can."""
+    """Return why the identity of `envelope` cannot be its producer's, so that it must not count as seen; "" where it
+    can."""
     event, boot = envelope.event, envelope.boot
     if not event.is_decided and not event.is_request:
         ahead = boot > state.now_us + AHEAD_MAX_US
@@ -42,7 +43,7 @@ def from_the_future(state: ClusterState, envelope: Envelope) -> str:
 
 
 def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
-    """It was folded already: per producer, (boot, number) only grows."""
+    """Say whether the entry was folded already: per producer, (boot, number) only grows."""
     last = state.seen.get(envelope.producer, (-1, 0))
     if (envelope.boot, envelope.number) > last:
         return False
@@ -53,7 +54,7 @@ def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
 
 
 def problem(state: ClusterState, event: v.AnyEvent) -> str:
-    """What is wrong with a valid observation, seen from `state`; "" where nothing is."""
+    """Return what is wrong with a valid observation, as `state` has it; "" where nothing is."""
     if event.is_request and isinstance(event, v.Request):
         return request_problem(state, event)
     task = state.tasks.get(getattr(event, "task", ""))
@@ -74,12 +75,12 @@ def problem(state: ClusterState, event: v.AnyEvent) -> str:
 
 
 def refuse(state: ClusterState, envelope: Envelope, reason: str) -> ClusterState:
-    """`state` with the entry that it stands at quarantined."""
+    """Return `state` with the entry that it stands at quarantined."""
     refusal = Refusal(seq=state.seq, event_id=envelope.event_id, reason=reason[:1024])
     refused = (*state.refused, refusal)[-REFUSED_MAX:]
     return replace(state, quarantined=state.quarantined + 1, refused=refused)
 
 
 def raised(error: Exception) -> str:
-    """The reason, where a fold raised."""
+    """Return the reason of a quarantine, where a fold raised `error`."""
     return " ".join(f"its fold fails: {type(error).__name__}: {error}".split())

@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(task: Task, incident: Incident) -> Verdict:
-    """Whose fault it is that the task's group broke."""
+    """Return whose fault it is that the task's group broke."""
     told, nodes = reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()}
     found = links(told, nodes)
     judged = judge(found, task.troubles.ends, {node: _quality(task, node) for link in found for node in link})
@@ -59,13 +59,13 @@ def verdict(task: Task, incident: Incident) -> Verdict:
 
 
 def evidence(task: Task, incident: Incident) -> dict[str, int]:
-    """What the break adds to `Troubles.ends`: per node, the links that it is an end of."""
+    """Return what the break adds to `Troubles.ends`: per node, the links that it is an end of."""
     found = links(reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()})
     return dict(sorted(weights(found).items()))
 
 
 def reports(task: Task, incident: Incident) -> dict[str, tuple[str, ...]]:
-    """Member that reported the break -> the peers that it had lost, () where it does not know."""
+    """Return, per member that reported the break, the peers that it had lost; () where it does not know."""
     told = {name: incident.links.get(name) or ((peer,) if peer else ()) for name, peer in incident.lost.items()}
     members = task.membership.members if task.membership else ()
     if not any(told.values()) and incident.kind == "connection_broken":
@@ -78,7 +78,8 @@ def reports(task: Task, incident: Incident) -> dict[str, tuple[str, ...]]:
 
 
 def links(told: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict[Link, int]:
-    """The broken links, and whether each may be an echo. `nodes`: of the workers; others' losses are nothing."""
+    """Return the broken links, and whether each may be an echo (ECHO or PLAIN). `nodes`: by worker; losses of other
+    workers are left out."""
     found: dict[Link, int] = {}
     for reporter, lost in told.items():
         for peer in lost:
@@ -91,7 +92,8 @@ def links(told: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict[L
 
 
 def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> Verdict:
-    """The best explanation of these links. `record`: Troubles.ends; `quality`: of the state of each of their ends."""
+    """Return the best explanation of these links. `record`: Troubles.ends; `quality`: of the state on each of their
+    ends."""
     plain, certain = _plain(found), PLAIN in found.values()
     echoes = Counter(node for link in found if link not in plain for node in link)
     score = {node: record.get(node, 0) + weight for node, weight in weights(found).items()}
@@ -105,6 +107,7 @@ def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping
         scores = {cover: sum(score[node] for node in cover) for cover in covers}
 
         def goodness(cover: frozenset[str], ends: list[str] = ends, scores: dict = scores) -> tuple:  # type: ignore[type-arg]
+            """Return the sort key of an explanation: the best one has the smallest."""
             staying = [node for node in ends if node not in cover]
             echo = sum(echoes[node] for node in cover)
             return -scores[cover], -echo, [-n for n in max(quality.get(node, (0, 0)) for node in staying)], staying
@@ -123,12 +126,12 @@ def _quality(task: Task, node: str) -> Quality:
 
 
 def _plain(found: Mapping[Link, int]) -> frozenset[Link]:
-    """The links that are no echo; all, if there are no others."""
+    """Return the links that are no echo; all, if there are no others."""
     return frozenset(link for link, weight in found.items() if weight == PLAIN) or frozenset(found)
 
 
 def weights(found: Mapping[Link, int]) -> Counter[str]:
-    """Per node, the links that it is an end of: what is remembered. Echoes are not, where there is anything else."""
+    """Return, per node, the links that it is an end of, as they are remembered: no echoes where there is anything else."""
     counted: Counter[str] = Counter()
     for link in _plain(found):
         for node in link:
@@ -141,7 +144,7 @@ def _ends(part: frozenset[Link]) -> list[str]:
 
 
 def _parts(plain: frozenset[Link]) -> Iterator[frozenset[Link]]:
-    """The links that hang together, directly or by others."""
+    """Yield the links that are connected, directly or through others, one component at a time."""
     left = set(plain)
     while left:
         ends = set(min(left))
@@ -153,7 +156,8 @@ def _parts(plain: frozenset[Link]) -> Iterator[frozenset[Link]]:
 
 
 def _smallest_covers(part: frozenset[Link]) -> list[frozenset[str]]:
-    """All smallest sets of nodes with an end in every link, of at most half of the nodes; none if they need more."""
+    """Return all smallest sets of nodes with an end in every link, of at most half of the nodes; none if they need
+    more."""
     most = len(_ends(part)) // 2
     covers: set[frozenset[str]] = set()
     open_ways: list[tuple[frozenset[str], frozenset[Link]]] = [(frozenset(), part)]

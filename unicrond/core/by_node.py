@@ -18,14 +18,18 @@ from unicrond.core.ordered_map import changed, in_order, same_names
 
 class _Worker(Protocol):
     @property
-    def worker(self) -> str: ...
+    def worker(self) -> str:
+        """Return the worker's id."""
+
     @property
-    def node(self) -> str: ...
+    def node(self) -> str:
+        """Return the node that it runs on."""
 
 
 class _Task(Protocol):
     @property
-    def workers(self) -> Mapping[str, _Worker]: ...
+    def workers(self) -> Mapping[str, _Worker]:
+        """Return the task's workers by id."""
 
 
 class ByNode:
@@ -60,18 +64,18 @@ class ByNode:
         self._on = on.finish()
 
     def on(self, node: str) -> Sequence[tuple[str, str]]:
-        """(task, worker) of each worker of any status on `node`, in no order that says anything."""
+        """Return (task, worker) of each worker of any status on `node`, in an order that means nothing."""
         return self._on.get(node, ())
 
     def of_task(self, node: str, task: str) -> list[str]:
-        """The ids of the task's workers on `node`, in their order among all of the task's."""
+        """Return the ids of the task's workers on `node`, in their order among all of the task's."""
         found = [worker for name, worker in self.on(node) if name == task]
         if len(found) < 2:
             return found
         return in_order(self.tasks[task].workers, found)
 
     def __eq__(self, other: object) -> bool:
-        """It follows from the rest of its state, and says nothing that the rest does not."""
+        """Say that it equals any other: it follows from the rest of its state, which is compared anyway."""
         return True
 
     def __repr__(self) -> str:

@@ -13,43 +13,43 @@ from unicrond.core.worker_life import status_after
 
 
 def with_node(state: ClusterState, node: Node) -> ClusterState:
-    """The state with `node` in place of what it held under that name."""
+    """Return the state with `node` in place of what it held under that name."""
     return replace(state, nodes=put(state.nodes, node.name, node))
 
 
 def with_task(state: ClusterState, task: Task) -> ClusterState:
-    """The state with `task` in place of what it held under that name."""
+    """Return the state with `task` in place of what it held under that name."""
     return replace(state, tasks=state.tasks | {task.name: task})
 
 
 def with_worker(task: Task, worker: Worker) -> Task:
-    """The task with `worker` in place of what it held under that id."""
+    """Return the task with `worker` in place of what it held under that id."""
     return replace(task, workers=put(task.workers, worker.worker, worker))
 
 
 def with_moved(task: Task, worker: Worker, event: type[v.AnyEvent], **fields: Any) -> Task:
-    """The task with the worker where `event` moves it (worker_life.py), and with these fields besides."""
+    """Return the task with the worker where `event` moves it (worker_life.py), and with these fields besides."""
     return with_worker(task, replace(worker, status=status_after(worker.status, event), **fields))
 
 
 def without_workers(task: Task, gone: list[str]) -> Task:
-    """The task without the workers of these ids."""
+    """Return the task without the workers of these ids."""
     return replace(task, workers=without(task.workers, gone))
 
 
 def with_incident(state: ClusterState, incident: Incident) -> ClusterState:
-    """The state with `incident` in place of what it held under that id."""
+    """Return the state with `incident` in place of what it held under that id."""
     return replace(state, incidents=state.incidents | {incident.id: incident})
 
 
 def worker_known(state: ClusterState, task: str, worker: str) -> tuple[Task, Worker] | None:
-    """The task and the worker, where both are known; a report about anything else is stale."""
+    """Return the task and the worker, where the state has both; else None: the report about them is stale."""
     known_task = state.tasks.get(task)
     known_worker = known_task.workers.get(worker) if known_task else None
     return (known_task, known_worker) if known_task and known_worker else None
 
 
 def stray(worker: str, node: str, pid: int) -> Worker:
-    """An unwanted process; LOST workers on a node that is up are stopped by `decide`."""
+    """Return an unwanted process as a worker; LOST workers on a node that is up are stopped by `decide`."""
     status = status_after(None, v.WorkerStarted)
     return Worker(worker=worker, node=node, replica=-1, shard=0, status=status, pid=pid)

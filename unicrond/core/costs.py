@@ -67,7 +67,7 @@ class Costs(NamedTuple):
 
 
 def costs_at(state: ClusterState, now_us: int) -> Costs:
-    """The cluster's costs from its first plan to `now_us` (log time; the state's own time if that is later)."""
+    """Return the cluster's costs from its first plan to `now_us` (log time; the state's own time if that is later)."""
     ledger = settle(state.ledger, max(now_us, state.now_us))
     parts = (ledger.failure_free, ledger.delivered, ledger.detection, ledger.transition)
     free, delivered, detection, transition = (int(part) // _SECOND_US for part in parts)
@@ -81,19 +81,19 @@ def costs_at(state: ClusterState, now_us: int) -> Costs:
 
 
 def charge_of(state: ClusterState, incident: str) -> tuple[float, float]:
-    """What the open incident has cost until now: detection and transition, weighted FLOP."""
+    """Return what the open incident has cost until now: detection and transition, weighted FLOP."""
     charge = settle(state.ledger, state.now_us).charges.get(incident, Charge())
     return int(charge.detection) / _SECOND_US, int(charge.transition) / _SECOND_US
 
 
 def sub_health_flops(state: ClusterState) -> int:
-    """By how much the tasks that stand achieve less than the healthy cluster would, weighted FLOP/s."""
+    """Return by how much the tasks that stand achieve less than the healthy cluster would, weighted FLOP/s."""
     achieved = sum(account.rate + account.had for account in state.ledger.accounts.values())
     return max(0, state.ledger.healthy - achieved)
 
 
 def settle(ledger: Ledger, now_us: int) -> Ledger:
-    """The ledger with everything added up to `now_us` at the rates that held."""
+    """Return the ledger with everything added up to `now_us` at the rates that held."""
     lasted_us = now_us - ledger.until_us
     if lasted_us <= 0:
         return ledger
@@ -118,7 +118,7 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
 
 
 def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> ClusterState:
-    """`after` the event with its ledger carried on from `before`; the same where no rate has changed."""
+    """Return `after` (the event) with its ledger carried on from `before`; the same object where no rate has changed."""
     if type(event) in _FREE or (isinstance(event, v.WorkerRegrouped) and not _completes(after, event)):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
@@ -127,6 +127,7 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
 
     @cache
     def linear() -> int:
+        """Return FLOP/s of one worker of a task without a scale of its own."""
         return linear_flops(after)
 
     as_before = same_worth or linear() == linear_flops(before)
@@ -146,7 +147,7 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
 
 
 def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
-    """A join into a group before the last one changes nothing yet: the one before trains on, or none does."""
+    """Say whether the join changes what trains: before the last one, the previous group trains on, or none does."""
     task = state.tasks.get(event.task)
     return task is not None and task.confirmed
 
@@ -155,7 +156,7 @@ def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
 
 
 def _account(state: ClusterState, task: Task, old: Account, linear: Callable[[], int], *, same: bool) -> Account:
-    """The task's account from now on. `same`: nothing about the task itself has changed."""
+    """Return the task's account from now on. `is_unchanged`: nothing about the task itself has changed."""
     incident = _kept_from_training_by(state, task)
     if incident is not None:
         if old.incident:
@@ -175,7 +176,8 @@ def _account(state: ClusterState, task: Task, old: Account, linear: Callable[[],
 
 
 def _kept_from_training_by(state: ClusterState, task: Task) -> Incident | None:
-    """The first open incident that broke the newest group; else the first that broke one before, with none since."""
+    """Return the first open incident that broke the newest group; else the first that broke an earlier one, if none has
+    stood since."""
     hit = [incident for incident in state.incidents.values() if task.name in incident.generations]
     for incident in hit:
         if task.generation <= incident.generations[task.name]:
@@ -184,14 +186,14 @@ def _kept_from_training_by(state: ClusterState, task: Task) -> Incident | None:
 
 
 def _stands(task: Task) -> bool:
-    """A group trains: the newest, or the one before it while all that a planned change needs are alive."""
+    """Say whether a group trains: the newest, or the one before it while all that a planned change needs are alive."""
     if task.membership is None or not task.membership.members:
         return False
     return (task.confirmed or not task.membership.urgent) and task.all_able
 
 
 def _rate(task: Task, old: Account, linear: Callable[[], int]) -> tuple[int, int]:
-    """What the task achieves now, and the workers that do."""
+    """Return what the task achieves now (weighted FLOP/s), and how many workers achieve it."""
     if not _stands(task) or task.membership is None:
         return 0, 0
     members = len(task.membership.members)
@@ -199,12 +201,13 @@ def _rate(task: Task, old: Account, linear: Callable[[], int]) -> tuple[int, int
 
 
 def worth(task: Task, workers: int, linear: Callable[[], int], shape: Shape | None = None) -> int:
-    """F(t, workers), in its present layout or in another; `linear`: asked for where its T has no scale of its own."""
+    """Return F(t, workers), in its present layout or in another; `linear` is called where its T has no scale of its
+    own."""
     return waf(task, workers, shape=shape) if has_scale(task) else waf(task, workers, linear(), shape)
 
 
 def worth_in_health(plan: Plan, task: Task, linear: Callable[[], int]) -> int:
-    """The same in the best of its layouts, with what the plan would give it in health."""
+    """Return F in the best of the task's layouts, with the workers that the plan would give it in health."""
     workers, task = plan.healthy.get(task.name, 0), on_type(task, plan.healthy_gpus.get(task.name, task.pace.gpu))
     return best_waf(task, workers) if has_scale(task) else best_waf(task, workers, linear())
 
@@ -213,7 +216,8 @@ def worth_in_health(plan: Plan, task: Task, linear: Callable[[], int]) -> int:
 
 
 def _hand_over(ledger: Ledger, before: ClusterState, after: ClusterState) -> Ledger:
-    """Charges of incidents that are gone: to the one that took them over, or told in the event that closed them."""
+    """Pass the charges of incidents that are no more to the one that took them over; else drop them: the event that
+    closed them has them."""
     charges = ledger.charges
     gone = [name for name in before.incidents if name not in after.incidents]
     heir = next((name for name in after.incidents if name not in before.incidents), "")
@@ -227,7 +231,7 @@ def _hand_over(ledger: Ledger, before: ClusterState, after: ClusterState) -> Led
 
 
 def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
-    """What a task had achieved since its fault occurred was none: from delivered to detection."""
+    """Move what a task had achieved since its fault occurred from delivered to detection."""
     for name, account in ledger.accounts.items():
         if not account.had:
             continue
@@ -257,5 +261,5 @@ def _charged(
 
 
 def plus(total: Decimal, work: int) -> Decimal:
-    """Their sum, exact at any size: a Decimal's own addition rounds to 28 digits."""
+    """Return their sum, exact at any size: a Decimal's own addition rounds to 28 digits."""
     return Decimal(int(total) + work)

@@ -18,7 +18,7 @@ _SECOND_US = 1_000_000
 
 
 def deadlines(survey: Survey) -> dict[str, int]:
-    """Id -> length in microseconds, from the moment the shell first sees the id."""
+    """Return id -> length in microseconds, from the moment the shell first sees the id."""
     state, policy = survey.state, survey.policy
     standing: dict[str, int] = {}
     for incident in state.incidents.values():

@@ -46,7 +46,7 @@ from unicrond.core.deciding import (
     readmission,
     staff,
 )
-from unicrond.core.deciding.batch import Batch
+from unicrond.core.deciding.batch import DecisionBatch
 from unicrond.core.deciding.plans import needed_solves
 from unicrond.core.estimates import corrections, failure_rate
 from unicrond.core.planning.problem import Problem
@@ -58,13 +58,13 @@ __all__ = ["decide", "needed_solves"]
 
 
 def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: bool = False) -> list[v.AnyEvent]:  # noqa: C901  # the order of all decisions, to be read at one place
-    """The decisions that the surveyed state asks for, in order; empty at rest.
+    """Return the decisions that the surveyed state asks for, in order; empty at rest.
 
     `solutions`: answers to `needed_solves(survey)`, as far as they are known. `gathering`: a node was lost and others
     are late (liveness.py): no plan is made for less than all of them.
     """
     state, policy = survey.state, survey.policy
-    batch = Batch(survey)
+    batch = DecisionBatch(survey)
     for incident in state.incidents.values():
         ladder.escalate(batch, incident, policy)
     for task in survey.active:
@@ -76,9 +76,9 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
         return batch.events  # the usable nodes have changed: plan with them
     fresh = survey.fresh
     if not fresh and not gathering:
-        plan = plans.planned(survey, solutions)
+        plan = plans.build_plan(survey, solutions)
         if plan is not None:
-            batch.add(plans.in_runs(survey, plan) if batch.tells_once else plan)
+            batch.add(plans.compact_plan(survey, plan) if batch.broadcasts else plan)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
         asked = task.reshaping.reshape
@@ -102,8 +102,8 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
     return batch.events
 
 
-def _learn(batch: Batch) -> None:
-    """At rest: the next plan is to know better (see estimates.py)."""
+def _learn(batch: DecisionBatch) -> None:
+    """Decide, at rest, what the next plan is to know better (see estimates.py)."""
     for correction in corrections(batch.survey):
         batch.add(correction)
     estimate = failure_rate(batch.survey)
@@ -111,7 +111,7 @@ def _learn(batch: Batch) -> None:
         batch.add(estimate)
 
 
-def _inject(batch: Batch) -> None:
+def _inject(batch: DecisionBatch) -> None:
     for name, injection in batch.state.injections.items():
         batch.add(
             v.InjectFault(

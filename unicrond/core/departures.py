@@ -41,7 +41,7 @@ LAST_OUT = 10
 
 
 def deadlines(state: ClusterState, policy: Policy, dated: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Id -> length in microseconds. `dated`: the nodes that are to be empty by a time."""
+    """Yield (id, length in microseconds). `dated`: the nodes that are to be empty by a time."""
     for name in dated:
         node = state.nodes[name]
         if node.overdue:
@@ -59,8 +59,8 @@ def deadlines(state: ClusterState, policy: Policy, dated: Iterable[str]) -> Iter
 
 
 def _lead_s(state: ClusterState, policy: Policy, nodes: Iterable[str]) -> int:
-    """How long before a time these nodes' workers begin to leave: a start and a meeting at their limits, whole seconds.
-    It stands in the ids, so that the shell counts anew when it changes."""
+    """Return how long before a time these nodes' workers begin to leave: a start and a meeting at their limits, whole
+    seconds. It stands in the ids, so that the shell counts anew when it changes."""
     leaving = Counter(task for name in nodes for task, _ in state.by_node.on(name))
     longest_s = 0.0
     for name, count in leaving.items():
@@ -72,7 +72,7 @@ def _lead_s(state: ClusterState, policy: Policy, nodes: Iterable[str]) -> int:
 
 
 def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterState:
-    """`drain:`, `empty:` and `window:`; one that no longer stands changes nothing."""
+    """Fold the end of `drain:`, `empty:` or `window:`; one that no longer stands changes nothing."""
     name, _, which = subject.partition("#")
     which = which.partition(".")[0]
     if kind == "window":
@@ -88,13 +88,13 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
 
 
 def begun(state: ClusterState, event: v.DrainBegun) -> ClusterState:
-    """The node's workers leave it."""
+    """Have the node's workers leave it."""
     node = state.nodes.get(event.node)
     return with_node(state, replace(node, draining=True)) if node and node.cordoned and node.empty_by_us else state
 
 
 def cordoned(node: Node, event: v.NodeCordoned) -> Node:
-    """A person takes the node out of use, whatever a window wanted."""
+    """Return the node taken out of use by a person, whatever a window asks of it."""
     waits = event.drain and event.empty_by_us > 0
     return replace(
         node,
@@ -109,7 +109,7 @@ def cordoned(node: Node, event: v.NodeCordoned) -> Node:
 
 
 def uncordoned(node: Node) -> Node:
-    """The node may have workers again, as far as cordons go."""
+    """Return the node as one that may have workers again, as far as cordons go."""
     return replace(
         node,
         cordoned=False,
@@ -124,14 +124,14 @@ def uncordoned(node: Node) -> Node:
 
 
 def planned(state: ClusterState, event: v.MaintenancePlanned) -> ClusterState:
-    """A window by this entry's number."""
+    """Add a window, whose id is this entry's number."""
     nodes = tuple(dict.fromkeys(event.nodes))
     window = Window(nodes=nodes, from_us=event.from_us, until_us=event.until_us, reason=event.reason)
     return replace(state, windows=state.windows | {f"w{state.seq}": window})
 
 
 def cancelled(state: ClusterState, event: v.MaintenanceCancelled) -> ClusterState:
-    """The window ends here, whether it has begun or not."""
+    """End the window here, whether it has begun or not."""
     return _over(state, event.window)
 
 
@@ -149,7 +149,7 @@ def _window_passed(state: ClusterState, name: str, which: str) -> ClusterState:
 
 
 def _taken(node: Node, name: str, window: Window) -> Node:
-    """The window empties the node; one that a person has cordoned stays theirs."""
+    """Return the node as the window empties it; one that a person has cordoned stays theirs."""
     if node.cordoned:
         theirs = node.draining and not node.empty_by_us
         by_us = min(node.empty_by_us or window.from_us, window.from_us)
@@ -177,7 +177,7 @@ def _over(state: ClusterState, name: str) -> ClusterState:
 
 
 def wanted_by_windows(state: ClusterState, node: Node) -> Node:
-    """The node as the first window that is near and names it wants it."""
+    """Return the node as the first window that is near and names it asks for it; as it is, if none does."""
     for name, window in state.windows.items():
         if window.near and node.name in window.nodes:
             return _taken(node, name, window)
@@ -188,7 +188,7 @@ def wanted_by_windows(state: ClusterState, node: Node) -> Node:
 
 
 def told(node: Node) -> str:
-    """For people: when the node is to be empty, and when its workers leave; "" where no time was given."""
+    """Say, for people, when the node is to be empty and when its workers leave; "" where no time was given."""
     if not node.empty_by_us:
         return ""
     by = f"empty by {to_the_second(node.empty_by_us)}"

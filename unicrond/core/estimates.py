@@ -32,7 +32,7 @@ _FLOPS_MAX = 2**63 - 1
 
 
 def corrections(survey: Survey) -> list[ThroughputCorrected]:
-    """T at the running sizes, where measured differs from believed by more than 5 %."""
+    """Return T at the running sizes, where what was measured differs from what is believed by more than 5 %."""
     if survey.state.incidents:
         return []
     found = [_correction(task, survey) for task in survey.active]
@@ -65,7 +65,7 @@ def _expected_s(task: Task, believed: int) -> float:
 
 
 def failure_rate(survey: Survey) -> FailureRateEstimated | None:
-    """One worker's mean time between failures, where it differs from what is believed by more than 10 %."""
+    """Return one worker's mean time between failures, where it differs from what is believed by more than 10 %."""
     state = survey.state
     if state.incidents:
         return None

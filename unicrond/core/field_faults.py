@@ -32,12 +32,12 @@ class Fault(NamedTuple):
 
 
 def dotted(place: Place) -> str:
-    """("model", "layers") -> "model.layers"; list indices in brackets."""
+    """Return the place as text: ("model", "layers") -> "model.layers"; list indices stand in brackets."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
 def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
-    """All that keeps `value` (dicts, lists, scalars) from being a `kind` (struct, dict, tuple or scalar type)."""
+    """Yield all that keeps `value` (dicts, lists, scalars) from being a `kind` (struct, dict, tuple or scalar type)."""
     while get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is not None:
         kind = get_args(kind)[0]
     kind = _meant(value, kind)
@@ -56,7 +56,7 @@ def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
 
 
 def _meant(value: Any, kind: Any) -> Any:
-    """Of a union of a struct and others, the kind that the value is closest to: the struct, but for text."""
+    """Return, of a union of a struct and others, the kind that the value is closest to: the struct, unless it is text."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
     structs = [one for one in kinds if isinstance(one, type) and issubclass(one, msgspec.Struct)]
     if not structs:
@@ -117,7 +117,7 @@ def _sentence(message: str, value: Any, kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as it may stand in a line: short, and recognisable as what it is."""
+    """Return a value as it may stand in a line: short, and recognisable as what it is."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

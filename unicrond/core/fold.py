@@ -48,7 +48,7 @@ from unicrond.core.state import ClusterState
 
 
 def fold(state: ClusterState, entry: Entry) -> ClusterState:
-    """The state after `entry`. Entries come in sequence order; one already folded changes nothing."""
+    """Return the state after `entry`. Entries come in sequence order; one already folded changes nothing."""
     if entry.seq <= state.seq:
         return state
     seq, now_us = entry.seq, max(state.now_us, entry.recorded_at_us)
@@ -83,7 +83,7 @@ def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> Cl
     # A fault that the last coordinator did not get to is not to strike out of the blue.
     schema = spoken_schema(event.version)
     return replace(
-        plans.nothing_begun(state),
+        plans.drop_partial_memberships(state),
         term=event.term,
         severity=dict(event.severity),
         injections={},

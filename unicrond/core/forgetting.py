@@ -27,7 +27,7 @@ _HOUR_US = 3_600_000_000
 
 
 def refusal(state: ClusterState, node: Node, *, leave: bool) -> str:
-    """Why the node cannot be forgotten, as "field: what is wrong; the fix"; "" where it can."""
+    """Return why the node cannot be forgotten, as "field: what is wrong; the fix"; "" where it can."""
     name = node.name
     if node.status is NodeStatus.UP and not leave:
         return f"node: {name} is up; unicronctl forget --leave {name} has it leave for good first"
@@ -37,34 +37,34 @@ def refusal(state: ClusterState, node: Node, *, leave: bool) -> str:
 
 
 def can_be_told(state: ClusterState, node: Node) -> bool:
-    """Its agent and the coordinator know the command to leave."""
+    """Say whether its agent and the coordinator know the command to leave."""
     return readable(LeaveCluster, min(state.schema, node.schema))
 
 
 def is_known(state: ClusterState) -> bool:
-    """The coordinator forgets nodes; those of older schemas never did."""
+    """Say whether the coordinator forgets nodes; those of older schemas never did."""
     return readable(NodeForgotten, state.schema)
 
 
 def is_planned_for(state: ClusterState, name: str) -> bool:
-    """The plan gives the node workers."""
+    """Say whether the plan gives the node workers."""
     replicas = (nodes for given in state.plan.assignments.values() for nodes in given.replicas)
     return any(name in nodes for nodes in replicas)
 
 
 def is_due_by_time(node: Node) -> bool:
-    """Nothing but time keeps it from being forgotten."""
+    """Say whether nothing but time keeps the node from being forgotten."""
     held = node.isolated or node.needs or (node.cordoned and not node.until_return)
     return node.status is NodeStatus.LEFT and not (held or node.forgetting)
 
 
 def age(node: Node, now_us: int) -> str:
-    """For how long it has been away, in words."""
+    """Say in words for how long the node has been away."""
     return f"it left {max(0, now_us - node.left_us) // _HOUR_US} h ago"
 
 
 def deadlines(state: ClusterState, left: Iterable[str], forget_s: float) -> Iterator[tuple[str, int]]:
-    """Id -> length in microseconds. `left`: the nodes that have."""
+    """Yield (id, length in microseconds). `names`: the nodes that have left in order."""
     for name in left if forget_s and is_known(state) else ():
         node = state.nodes[name]
         if is_due_by_time(node):

@@ -64,7 +64,7 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     thrown: int = 0
 
     def plus(self, other: Hit, sign: int = 1) -> Hit:
-        """Both together; with -1, this one without the other."""
+        """Return both together; with `sign` -1, this one less the other."""
         sums: dict[str, Any] = {}
         for name in self.__struct_fields__:
             mine, others = getattr(self, name), sign * int(getattr(other, name))
@@ -107,7 +107,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def booked(books: Books, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Books:
-    """The books after `event`, which led from one state to the other."""
+    """Return the totals after `event`, which led from one state to the other."""
     counted = _counted(books, before, after) if after.nodes is not before.nodes else books
     if (
         after.ledger is not before.ledger
@@ -123,7 +123,7 @@ def booked(books: Books, before: ClusterState, after: ClusterState, event: v.Any
 
 
 def settled(books: Books, now_us: int) -> Books:
-    """With everything added up to `now_us` at the rates that held."""
+    """Return the totals with everything added up to `now_us` at the rates that held."""
     lasted_us = now_us - books.until_us
     if lasted_us <= 0 or not books.rates:
         return replace(books, until_us=max(now_us, books.until_us))
@@ -150,7 +150,7 @@ def settled(books: Books, now_us: int) -> Books:
 
 
 def kinds_of(books: Books, state: ClusterState) -> dict[str, dict[str, Hit]]:
-    """By task and kind, open incidents among them."""
+    """Return costs by task and kind of incident, open incidents among them."""
     losses = books.losses
     for incident, hits in books.open.items():
         known = state.incidents.get(incident)
@@ -184,7 +184,7 @@ def _accrued(books: Books, counted: Books, before: ClusterState, after: ClusterS
 
 
 def _counted(books: Books, before: ClusterState, after: ClusterState) -> Books:
-    """Slots of nodes that are out, after some nodes have changed."""
+    """Count the slots of nodes that are out, after some nodes have changed."""
     lost, isolated = books.lost_slots, books.isolated_slots
     for pair in changed(before.nodes, after.nodes).values():
         for sign, node in zip((-1, 1), pair, strict=True):
@@ -201,7 +201,7 @@ def _slots(node: Node) -> int:
 
 
 def _stopped(books: Books, name: str, was: Account | None, account: Account, now_us: int) -> Books:
-    """What the task had achieved since the fault occurred was none; and an interruption, if it is a new one."""
+    """Charge the incident what the task had achieved since the fault occurred; and an interruption, if it is a new one."""
     fresh = was is None or not was.incident
     moved_us = (now_us if fresh or was is None else was.lost_from_us) - account.lost_from_us if account.had else 0
     hit = Hit(interruptions=int(fresh and bool(was and was.rate)))
@@ -218,7 +218,7 @@ def _stopped(books: Books, name: str, was: Account | None, account: Account, now
 
 
 def _handed_over(books: Books, before: ClusterState, after: ClusterState) -> Books:
-    """Incidents that are gone: to the one that took them over, or to their kind."""
+    """Pass the costs of incidents that are no more to the one that took them over, or else to their kind."""
     gone = [name for name in before.incidents if name not in after.incidents]
     heir = next((name for name in after.incidents if name not in before.incidents), "")
     for name in gone:
@@ -236,7 +236,7 @@ def _handed_over(books: Books, before: ClusterState, after: ClusterState) -> Boo
 
 
 def _lost_work(books: Books, before: ClusterState, after: ClusterState, event: v.WorkerRegrouped) -> Books:
-    """What a worker that goes on has to do once more."""
+    """Charge the incident what a worker that goes on has to do once more."""
     task = before.tasks[event.task]
     for name, incident in after.incidents.items():
         old = before.incidents.get(name)
@@ -260,6 +260,7 @@ def _lost_work(books: Books, before: ClusterState, after: ClusterState, event: v
 
 def _rate(books: Books, state: ClusterState, task: Task, account: Account) -> Rate:
     def linear() -> int:
+        """Return FLOP/s of one worker of a task without a scale of its own."""
         return linear_flops(state)
 
     assignment = state.plan.assignments.get(task.name)

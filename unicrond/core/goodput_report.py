@@ -42,7 +42,7 @@ class Reading(NamedTuple):
 
 
 def reading(books: Books, state: ClusterState) -> Reading:
-    """What the books say at the state that they go with."""
+    """Return what the totals say at the state that they go with."""
     books = settled(books, state.now_us)
     iterations = {name: task.progress.best_iteration for name, task in state.tasks.items()}
     costs = costs_at(state, state.now_us)
@@ -53,9 +53,11 @@ NOTHING = reading(Books(), ClusterState())
 
 
 def report(now: Reading, state: ClusterState, since: Reading = NOTHING, peak_flops: float = 0.0) -> dict[str, Any]:
-    """From `since` to `now`, where the cluster is in `state`. `peak_flops`: of one worker, for MFU; 0: not known.
+    """Report on the log from `since` to `now`, where the cluster is in `state`. `peak_flops`: of one worker, for MFU;
+    0: not known.
 
-    Plain JSON types, but integers of any size."""
+    Plain JSON types, but integers of any size.
+    """
     tasks = [name for name in state.tasks if name in now.books.times_us or name in now.kinds or name in now.books.short]
     kinds = {name: _less(now.kinds.get(name, {}), since.kinds.get(name, {})) for name in tasks}
     free, *spent = [new - old for new, old in zip(now.costs, since.costs, strict=True)]
@@ -90,7 +92,7 @@ def _work(
     tasks: Sequence[str],
     totals: Costs | None = None,
 ) -> dict[str, Any]:
-    """Delivered and lost, by cause, of some tasks together. `totals`: what they must add up to."""
+    """Return work delivered and lost, by cause, of some tasks together. `costs`: what they must add up to."""
     hits: dict[str, Hit] = {}
     for name in tasks:
         for kind, hit in kinds[name].items():
@@ -128,7 +130,7 @@ def _work(
 
 
 def whole(parts: Mapping[str, int], total_flop: int) -> dict[str, int]:
-    """Parts of work (FLOP x microseconds per second) as whole FLOP that add up to `total_flop`."""
+    """Round parts of work (FLOP x microseconds per second) to whole FLOP that add up to `total_flop`."""
     rounded, before, so_far = {}, 0, 0
     names = list(parts)
     for name in names:

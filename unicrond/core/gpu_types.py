@@ -22,7 +22,7 @@ from unicrond.core.state import ClusterState, Node, NodeStatus, Task
 
 
 def told_types(nodes: Iterable[Node]) -> tuple[str, Mapping[str, str]]:
-    """The type of all nodes, and nothing; or "" and the type of each, where there are several."""
+    """Return the type of all nodes, and an empty map; or "" and the type of each, where there are several."""
     there = [node for node in nodes if node.status is not NodeStatus.LEFT]
     named = {node.gpu for node in there} - {""}
     if len(named) < 2:
@@ -31,13 +31,13 @@ def told_types(nodes: Iterable[Node]) -> tuple[str, Mapping[str, str]]:
 
 
 def of_members(state: ClusterState, members: tuple[Member, ...]) -> str:
-    """The type that a group is on: its first member's."""
+    """Return the type that a group is on: its first member's."""
     node = state.nodes.get(members[0].node) if members else None
     return node.gpu if node is not None else ""
 
 
 def of_assignment(nodes: Mapping[str, Node], assignment: TaskAssignment | None) -> str | None:
-    """The type that most workers of a plan's share are on, the first of equals; None where it has none."""
+    """Return the type that most workers of a plan's share are on, the first of equals; None where it has none."""
     counts: dict[str, int] = {}
     for replica in assignment.replicas if assignment else ():
         for name in replica:
@@ -47,7 +47,7 @@ def of_assignment(nodes: Mapping[str, Node], assignment: TaskAssignment | None) 
 
 
 def on_type(task: Task, gpu: str) -> Task:
-    """The task as far as it is known on this type of GPU."""
+    """Return the task as far as it is known on this type of GPU."""
     pace = task.pace
     if gpu == pace.gpu:
         return task
@@ -64,7 +64,7 @@ def on_type(task: Task, gpu: str) -> Task:
 
 
 def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:
-    """The task with T as its file has it for this type of GPU."""
+    """Return the task with T as its file has it for this type of GPU."""
     given = next((one for one in spec.gpus if one.gpu == gpu), None)
     if given is None:
         return spec
@@ -74,6 +74,7 @@ def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:
 
 
 def _table(given: GpuSpec, shape: Shape, otherwise: dict[str, int]) -> dict[str, int]:
-    """A layout that is named without micro-batches has the same table with any, unless it is named with them too."""
+    """Look up the table of a layout. One that is named without micro-batches has the same table with any number, unless
+    it is named with them too."""
     tables = {one.shape: one.throughput for one in reversed(given.layouts)}
     return tables.get(shape, tables.get(shape.cut, otherwise))

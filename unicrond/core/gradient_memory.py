@@ -34,33 +34,33 @@ class Gradients:
 
     @property
     def most(self) -> int:
-        """Gradients of its part of the parameters, at most."""
+        """The most gradients of its part of the parameters that it holds."""
         return self.sums + self.healing + self.results
 
 
 def gradients(spec: TaskSpec, replicas: int) -> Gradients:
-    """Of the task on so many replicas, one or more."""
+    """Return what the fullest worker holds of the task on so many replicas, one or more."""
     if not spec.lanes:
         return Gradients(1, 0)
     return Gradients(most_sums(spec.micro_batches, spec.lanes, replicas), int(replicas > 1))
 
 
 def parameters(spec: TaskSpec) -> int:
-    """Of one worker of the built-in GPT, about: layers and embedding, cut evenly."""
+    """Estimate the parameters of one worker of the built-in GPT: layers and embedding, cut evenly."""
     m = spec.model
     return (12 * m.layers * m.hidden**2 + m.hidden * (m.vocab + m.seq)) // spec.replica_workers
 
 
 @lru_cache(maxsize=65_536)
 def most_sums(micro_batches: int, lanes: int, replicas: int) -> int:
-    """Of the replica that has the most."""
+    """Return the sums of the replica that has the most."""
     return max(
         _sums(first, stop, micro_batches, lanes) for first, stop in _stretches(micro_batches, replicas) if first < stop
     )
 
 
 def _stretches(micro_batches: int, replicas: int) -> Iterator[tuple[int, int]]:
-    """Each replica's micro-batches, [first, stop): as even as can be."""
+    """Yield each replica's micro-batches, [first, stop): as even as can be."""
     each, more = divmod(micro_batches, replicas)
     stop = 0
     for replica in range(replicas):
@@ -69,7 +69,7 @@ def _stretches(micro_batches: int, replicas: int) -> Iterator[tuple[int, int]]:
 
 
 def _sums(first: int, stop: int, micro_batches: int, lanes: int) -> int:
-    """Of the replica that computes [first, stop)."""
+    """Return the sums of the replica that computes [first, stop)."""
     head, tail = (((one + 1) * lanes - 1) // micro_batches for one in (first, stop - 1))
     shares_head = head * micro_batches // lanes < first
     shares_tail = (tail + 1) * micro_batches // lanes > stop
@@ -79,8 +79,8 @@ def _sums(first: int, stop: int, micro_batches: int, lanes: int) -> int:
 
 
 def _standing(first: int, stop: int) -> int:
-    """Sums at a time of the one who computes the lanes [first, stop) in their order and adds them up by the tree: the
-    lane that is computed, and the blocks before it."""
+    """Return how many sums at a time a replica has that computes the lanes [first, stop) in their order and adds them
+    up by the tree: the lane that is computed, and the blocks before it."""
     most = 0
     sizes: list[int] = []
     for lane in range(first, stop):

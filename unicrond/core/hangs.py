@@ -42,7 +42,8 @@ class Verdict(NamedTuple):
 
 
 def is_stale(task: Task, told: HangSuspected) -> bool:
-    """It tells of an iteration that its worker has left. A group that has committed nothing yet may have gone back."""
+    """Say whether the report is about an iteration that its worker has left. A group that has committed nothing yet may
+    have gone back."""
     if task.progress.committed_generation < told.generation:
         return False
     if told.iteration == task.progress.iteration:
@@ -51,7 +52,7 @@ def is_stale(task: Task, told: HangSuspected) -> bool:
 
 
 def judge(task: Task, generation: int = 0) -> Verdict | None:
-    """The verdict on the task's present suspicions of `generation` (0: the newest); None: not yet, or no hang."""
+    """Return the verdict on the task's present suspicions of `generation` (0: the newest); None: not yet, or no hang."""
     generation = generation or task.generation
     if generation == task.generation and not _is_ripe(task):
         return None
@@ -59,8 +60,8 @@ def judge(task: Task, generation: int = 0) -> Verdict | None:
 
 
 def _is_ripe(task: Task) -> bool:
-    """There may be a verdict on the newest group, by what the reports add up to: in a large group nearly every report
-    changes nothing, and costs a look at itself alone."""
+    """Say whether there may be a verdict on the newest group, by what the reports add up to: in a large group nearly
+    every report changes nothing, and costs a look at itself alone."""
     late = task.lateness
     count = late.counts
     if count["stopped", -1] or count["busy", -1] or count["unnumbered", -1]:
@@ -74,7 +75,7 @@ def _is_ripe(task: Task) -> bool:
 
 
 def _is_one_to_be_told_of(task: Task) -> bool:
-    """A member without a report is yet to be told of. The one that was found last is asked first."""
+    """Say whether a report on some member is still to come. The member that was found last is looked at first."""
     late = task.lateness
     members = task.membership.members if task.membership else ()
     for name in (late.silent, *(member.worker for member in members)):
@@ -85,7 +86,7 @@ def _is_one_to_be_told_of(task: Task) -> bool:
 
 
 def judge_all(task: Task, generation: int) -> Verdict | None:
-    """As `judge`, by a look at all reports."""
+    """Return the verdict as `judge` does, by a look at all reports."""
     living = {
         name: told
         for name, told in task.group.suspicions.items()
@@ -130,7 +131,7 @@ def judge_all(task: Task, generation: int) -> Verdict | None:
 
 
 def _members(task: Task, generation: int) -> list[str]:
-    """The workers of that generation: the newest membership, or those still in the group before it."""
+    """Return the workers of that generation: the newest membership, or those still in the group before it."""
     if generation == task.generation:
         return [member.worker for member in task.membership.members] if task.membership else []
     return [
@@ -147,8 +148,8 @@ def _left_waiting(task: Task, silent: list[str], told: list[HangSuspected]) -> V
 
 
 def _will_be_told_of(task: Task, name: str) -> bool:
-    """It is gone, or has joined the group. Where only its lead has said that, a member may still stand in the exchange
-    that the others have left, until all have made a step."""
+    """Say whether a report on the member may still come: it is gone, or has joined the group. Where only its lead has
+    said that, a member may still stand in the exchange that the others have left, until all have made a step."""
     worker = task.workers.get(name)
     if worker is None or worker.generation == task.generation:
         return True

@@ -94,7 +94,7 @@ BRINGS: Mapping[type[v.AnyEvent], tuple[Befalls, ...]] = {
 
 
 def phase(incident: Incident) -> Phase:
-    """Where the incident stands."""
+    """Return where the incident stands."""
     if incident.closed_us:
         return Phase.CLOSED
     if incident.severity is Severity.SEV3:
@@ -103,6 +103,6 @@ def phase(incident: Incident) -> Phase:
 
 
 def moved(incident: Incident, befalls: Befalls, **fields: Any) -> Incident:
-    """The incident after this, with these fields besides. KeyError where the table has no such move."""
+    """Return the incident after this trigger, with these fields besides. KeyError where the table has no such move."""
     after = MOVES[befalls][phase(incident)]
     return replace(incident, ripe=after in (Phase.UNEXPLAINED, Phase.OVERDUE), **fields)

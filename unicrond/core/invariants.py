@@ -24,14 +24,14 @@ class InvariantError(AssertionError):
 
 
 def check(state: ClusterState, since: ClusterState | None = None) -> None:
-    """Raises InvariantError if a rule is broken. `since`: a state in which none was; only what differs is looked at."""
+    """Raise InvariantError if a rule is broken. `since`: a state in which none was; only what differs is looked at."""
     story = next((story for story in _stories(state, since or ClusterState()) if story), "")
     if story:
         raise InvariantError(f"at sequence {state.seq}, term {state.term}: {story}")
 
 
 def newly_broken(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> str:
-    """The story of a rule that `event` has broken, "" where none is; looks at nothing that it did not touch.
+    """Return the story of a rule that `event` has broken, "" where none is; looks at nothing that it did not touch.
 
     How many workers stand on a node is left to `check`: only decisions change that, and counting takes long.
     """
@@ -85,7 +85,7 @@ def _task_story(task: Task, was: Task | None) -> str:
 
 
 def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker]:
-    """Those that the event may have put there: the named one, and the last one."""
+    """Return the workers that the event may have put there: the one that it names, and those added last."""
     named = task.workers.get(getattr(event, "worker", ""))
     came = len(task.workers)
     if was is not None:
@@ -109,5 +109,5 @@ def _plan_stories(state: ClusterState) -> Iterator[str]:
 
 
 def _planned(plan: Plan) -> Counter[str]:
-    """Workers per node."""
+    """Count the plan's workers per node."""
     return Counter([node for a in plan.assignments.values() for nodes in a.replicas for node in nodes])

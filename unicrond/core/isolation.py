@@ -71,7 +71,7 @@ class Phase(StrEnum):
 
 
 def phase(state: ClusterState, node: Node) -> Phase:
-    """Where the node's isolation stands."""
+    """Return where the node's isolation stands."""
     if not node.isolated:
         return Phase.IN_SERVICE
     stay = node.isolation or Isolation()
@@ -91,12 +91,12 @@ def phase(state: ClusterState, node: Node) -> Phase:
 
 
 def needs_hands(node: Node) -> bool:
-    """Somebody has to reboot it or replace a part, and has not yet."""
+    """Say whether somebody has to reboot the node or replace a part, and has not yet."""
     return node.needs in _NEEDS_HANDS and not (node.isolation and node.isolation.repaired)
 
 
 def _can_be_asked(state: ClusterState, node: Node) -> bool:
-    """Its agent and the coordinator know checks."""
+    """Say whether its agent and the coordinator know checks."""
     return state.check_limit_us > 0 and readable(v.CheckNode, min(state.schema, node.schema))
 
 
@@ -104,13 +104,13 @@ def _can_be_asked(state: ClusterState, node: Node) -> bool:
 
 
 def limit_us(policy: dict[str, float], name: str) -> int:
-    """A time limit among a coordinator's numbers, microseconds; 0 where it has none."""
+    """Return a time limit among a coordinator's numbers, microseconds; 0 where it has none."""
     length_s = policy.get(name, 0.0)
     return int(length_s * 1e6) if 0.0 < length_s <= _LIMIT_MAX_S else 0
 
 
 def begun(state: ClusterState, node: Node) -> Isolation | None:
-    """What a node waits for that is isolated now; None: for a time."""
+    """Return what a node waits for that is isolated now; None: only for a time."""
     if not state.check_limit_us:
         return None
     if node.foretold:
@@ -124,14 +124,15 @@ def begun(state: ClusterState, node: Node) -> Isolation | None:
 
 
 def broken(node: Node, needs: v.RepairNeed) -> Node:
-    """A driver has said what the node's hardware needs; the worst that was said counts. Said after a repair: again."""
+    """Return the node with what a driver says its hardware needs; the worst need counts. Said after a repair: it rests
+    again."""
     if needs not in _NEEDS_HANDS or not node.isolation or not node.isolation.repaired:
         return replace(node, needs=max(node.needs, needs, key=_NEEDS.index)) if needs else node
     return _rest_again(replace(node, needs=needs), f"after the repair it needs {needs} again", 0)
 
 
 def check_begun(state: ClusterState, event: v.CheckNode) -> ClusterState:
-    """The isolation waits for the answer to this check."""
+    """Note that the isolation waits for the answer to this check."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolated or node.isolation is None:
         return state
@@ -139,7 +140,7 @@ def check_begun(state: ClusterState, event: v.CheckNode) -> ClusterState:
 
 
 def checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
-    """An answer to another question than the last changes nothing."""
+    """Fold the outcome of a health check; an answer to another question than the last changes nothing."""
     node = state.nodes.get(event.node)
     if node is None or node.isolation is None or not _asked(node, event.command_id):
         return state
@@ -150,7 +151,7 @@ def checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
 
 
 def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
-    """The agent could not run the check that was asked for: the node rests again."""
+    """Let the node rest again: its agent could not run the check that was asked for."""
     node = state.nodes.get(event.node)
     if node is None or not _asked(node, event.command_id):
         return state
@@ -158,7 +159,7 @@ def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
 
 
 def check_lost(state: ClusterState, name: str, why: str) -> ClusterState:
-    """The agent that was to answer is gone."""
+    """Let the node rest again: the agent that was to answer is gone."""
     node = state.nodes.get(name)
     if node is None or node.isolation is None or not node.isolation.command_id:
         return state
@@ -166,7 +167,7 @@ def check_lost(state: ClusterState, name: str, why: str) -> ClusterState:
 
 
 def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterState:
-    """`isolation:` and `check:`; one that no longer stands changes nothing."""
+    """Fold the end of `isolation:` or `check:`; one that no longer stands changes nothing."""
     node = state.nodes.get(subject.partition("#")[0])
     if node is None or not node.isolated or subject != _nth(node):
         return state
@@ -176,7 +177,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
 
 
 def repair_ended(state: ClusterState, event: v.RepairEnded) -> ClusterState:
-    """The repair command of this isolation has ended; one that failed sends the node to rest again."""
+    """Fold the end of this isolation's repair command; one that failed sends the node to rest again."""
     node = state.nodes.get(event.node)
     if node is None or not node.isolated or node.isolation is None or event.isolation != node.isolations:
         return state
@@ -187,14 +188,14 @@ def repair_ended(state: ClusterState, event: v.RepairEnded) -> ClusterState:
 
 
 def pardoned(state: ClusterState, node: Node, reason: str) -> Node:
-    """A person has said that the node may work again."""
+    """Return the node after a person has said that it may work again."""
     if not node.isolated or not (state.check_limit_us or node.isolation):
         return node
     return replace(node, isolation=replace(node.isolation or Isolation(), pardon=f"a person asked for it: {reason}"))
 
 
 def ended(node: Node) -> Node:
-    """In service again, and nothing is held against its hardware."""
+    """Return the node in service again, with nothing held against its hardware."""
     return replace(node, isolated=False, isolation_over=False, reason="", isolation=None, needs="", foretold="")
 
 
@@ -219,7 +220,8 @@ def _rest_again(node: Node, what: str, now_us: int) -> Node:
 
 
 def deadlines(state: ClusterState, isolated: Iterable[str], isolation_s: float) -> Iterator[tuple[str, int]]:
-    """Id -> length in microseconds, of every isolated node that rests or is being checked. `isolated`: all that are."""
+    """Yield (id, length in microseconds) of every isolated node that rests or is being checked. `isolated`: all that
+    are."""
     for name in isolated:
         node = state.nodes[name]
         now = phase(state, node)
@@ -240,7 +242,7 @@ def _nth(node: Node) -> str:
 
 
 def why_cleared(state: ClusterState, node: Node) -> str:
-    """The reason of a readmission."""
+    """Return the reason of a readmission."""
     stay = node.isolation or Isolation()
     if stay.pardon:
         return stay.pardon[:1024]
@@ -262,7 +264,7 @@ class Repair(NamedTuple):
 
 
 def repairs_due(state: ClusterState, isolated: Iterable[str]) -> list[Repair]:
-    """In the order of nodes. `isolated`: all that are."""
+    """Return the repairs that are due, in the order of nodes. `isolated`: all nodes that are."""
     return [
         Repair(_nth(node), node.name, node.address, node.isolations, node.needs, node.reason)
         for node in (state.nodes[name] for name in isolated)
@@ -287,7 +289,7 @@ _HANDS: dict[str, str] = {
 
 
 def waits_for(state: ClusterState, node: Node) -> str:
-    """For people: what an isolated node waits for, and how its last check went."""
+    """Say, for people, what an isolated node waits for, and how its last check went."""
     now = phase(state, node)
     if now is Phase.IN_SERVICE:
         return ""

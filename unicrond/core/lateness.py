@@ -84,11 +84,11 @@ class Lateness:
         return [sign for sign, is_so in found.items() if is_so]
 
     def collectives(self) -> list[int]:
-        """How many collectives have been entered by one or another, ascending."""
+        """Return how many collectives have been entered by at least one worker, ascending."""
         return sorted([entered for (what, entered), count in self.counts.items() if what == "entered" and count])
 
     def __eq__(self, other: object) -> bool:
-        """It follows from the rest of its task, and says nothing that the rest does not."""
+        """Say that it equals any other: it follows from the rest of its task, which is compared anyway."""
         return True
 
     def __repr__(self) -> str:

@@ -31,7 +31,8 @@ class Candidacy:
     """Private mutable state of one head, from when it begins to stand by until it leads."""
 
     def __init__(self, head: str, heartbeat_us: int, now_us: int, *, is_patient: bool) -> None:
-        """`head`: this one's name in the lease. `heartbeat_us`: a coordinator sends OWN_BEATS beats in it."""
+        """Begin to stand by. `head`: this one's name in the lease. `heartbeat_us`: a coordinator sends OWN_BEATS beats
+        in it."""
         self._head = head
         self._silent_us = max(SILENT_US, 2 * heartbeat_us // OWN_BEATS)
         self._answering_us: int | None = None if is_patient else now_us - GRACE_US
@@ -39,15 +40,15 @@ class Candidacy:
         self._beat_us = now_us - self._silent_us - 1
 
     def beat(self, now_us: int) -> None:
-        """A coordinator of the newest term is heard."""
+        """Note that a coordinator of the newest term is heard."""
         self._beat_us = now_us
 
     def unanswered(self) -> None:
-        """The log does not say who leads."""
+        """Note that the log does not say who leads."""
         self._answering_us = None
 
     def answered(self, held: Held | None, now_us: int, *, is_anew: bool = False, is_gone: bool = False) -> str:
-        """What the log says of the lease: why it is to be taken now, "" where it is not.
+        """Take what the log says of the lease; return why it is to be taken now, "" where it is not.
 
         `is_anew`: it came over another connection than the last answer. `is_gone`: its holder ran on this machine, and
         has ended.

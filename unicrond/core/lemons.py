@@ -65,7 +65,7 @@ class Score(NamedTuple):
 
 
 def noted(signals: _Signals, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> _Signals:
-    """The counts after an event; the same object where it says nothing of any node."""
+    """Return the counts after an event; the same object where it says nothing of any node."""
     node, name = _signal(before, after, event)
     if node and node in after.nodes:
         signals = _more(signals, node, name)
@@ -77,7 +77,7 @@ def noted(signals: _Signals, before: ClusterState, after: ClusterState, event: v
 
 
 def scores(signals: Mapping[str, Mapping[str, int]]) -> list[Score]:
-    """Of all nodes with a score, the highest first."""
+    """Return the scores of all nodes that have one, the highest first."""
     points = {
         node: {name: SIGNALS[name].weight * min(count, COUNT_MAX) for name, count in counts.items() if count > 0}
         for node, counts in signals.items()
@@ -100,7 +100,7 @@ def scores(signals: Mapping[str, Mapping[str, int]]) -> list[Score]:
 
 
 def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> tuple[str, str]:
-    """The node that an event speaks against, and the signal; "" where it does not."""
+    """Return the node that an event speaks against, and the signal; "" where it does not."""
     match event:
         case v.NodeIsolated() if not _was_isolated(before, event.node) and _was_isolated(after, event.node):
             return event.node, "isolated"
@@ -147,7 +147,7 @@ def _of_incident(state: ClusterState, incident: Incident) -> str:
 
 
 def _is_ordered(state: ClusterState, incident: Incident) -> bool:
-    """A person had this happen."""
+    """Say whether a person had this happen."""
     task = state.tasks.get(incident.worker.rpartition(".")[0])
     worker = task.workers.get(incident.worker) if task else None
     node = state.nodes.get(incident.node)

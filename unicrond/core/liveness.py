@@ -79,7 +79,7 @@ class Said:
         self._at_us: dict[str, int] = {}
 
     def news(self, verdicts: Sequence[v.AnyEvent], now_us: int) -> list[v.AnyEvent]:
-        """Those that were not said within the last SAY_AGAIN_US; from now on they were."""
+        """Return the verdicts that were not said within the last SAY_AGAIN_US, and remember them as said now."""
         found = []
         for verdict in verdicts:
             name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
@@ -100,7 +100,7 @@ class Pauses:
         self._all_us = 0
 
     def add(self, ended_us: int, length_us: int) -> None:
-        """One has ended; it began after the end of the one before."""
+        """Add a pause that has just ended; it began after the end of the one before."""
         if len(self._ended_us) == PAUSES_MAX:
             for each in (self._ended_us, self._length_us, self._before_us):
                 del each[: PAUSES_MAX // 2]
@@ -110,7 +110,7 @@ class Pauses:
         self._all_us += length_us
 
     def since(self, since_us: int) -> int:
-        """How much of the time since then they take."""
+        """Return how much of the time since then the pauses take, microseconds."""
         first = bisect_right(self._ended_us, since_us)
         if first == len(self._ended_us):
             return 0
@@ -152,11 +152,11 @@ class Liveness:
 
     @property
     def limit_us(self) -> int:
-        """How long a node may be silent."""
+        """The time for which a node may be silent."""
         return 2 * self.heartbeat_us + GRACE_US
 
     def heard(self, beat: v.Heartbeat, seq: int, at_us: int, now_us: int) -> None:
-        """A beat came through the heartbeat stream."""
+        """Take a beat that came through the heartbeat stream."""
         self._beat_heard_us, self._newest_at_us = now_us, at_us
         if beat.node != OWN_NAME:
             known = self.beats.get(beat.node)
@@ -179,25 +179,25 @@ class Liveness:
         self._send_gap_us = 0
 
     def read_seq(self, node: str) -> int:
-        """The last entry of its commands that the node's agent has handled, by its last beat; 0: not known."""
+        """Return the last entry of its commands that the node's agent has handled, by its last beat; 0: not known."""
         known = self.beats.get(node)
         return known.beat.read_seq if known is not None and known.beat is not None else 0
 
     def joined(self, node: str, now_us: int) -> None:
-        """The coordinator has seen a NodeJoined."""
+        """Note that the coordinator has seen a NodeJoined."""
         self._sign(node, now_us)
 
     def sent(self, now_us: int) -> None:
-        """An own beat goes out."""
+        """Note that an own beat goes out."""
         self._send_gap_us = max(self._send_gap_us, now_us - self._sent_us)
         self._sent_us = now_us
 
     def delivered(self, now_us: int) -> None:
-        """Something else than a beat came from the bus."""
+        """Note that something else than a beat came from the bus."""
         self._delivered_us = now_us
 
     def kept_back(self, now_us: int) -> dict[str, KeptBack]:
-        """Per node that is heard, what it keeps back; of most nodes nothing."""
+        """Return, per node that is heard, the observations that its agent cannot append; most nodes have none."""
         keeping = ((name, self.beats[name]) for name in sorted(self._keeping))
         return {
             name: KeptBack(told.beat.kept_back, told.beat.kept_back_us)
@@ -206,13 +206,14 @@ class Liveness:
         }
 
     def grace(self, now_us: int) -> None:
-        """Silence before now says nothing (the bus was away, or we were); nodes may have to connect again."""
+        """Forget the silence before now (the bus was away, or this process was); nodes may have to connect again."""
         self._grace_from_us = now_us
         self._reconnected_us = now_us + RECONNECT_US
         self._own_heard_us = now_us
 
     def verdicts(self, nodes: Mapping[str, Node], now_us: int) -> list[v.AnyEvent]:
-        """NodeLost and NodeReturned that the beats call for. `nodes` is never changed, another one is handed in."""
+        """Return the NodeLost and NodeReturned that the beats call for. `nodes` never changes: other nodes are another
+        object."""
         if now_us - self._judged_us > 2 * self.heartbeat_us // JUDGEMENTS:
             self._pauses.add(now_us, now_us - self._judged_us)
         self._judged_us = now_us
@@ -243,27 +244,28 @@ class Liveness:
         return verdicts
 
     def suspects(self, nodes: Mapping[str, Node], now_us: int) -> list[str]:
-        """Nodes that are late, by more than half a heartbeat: another moment will tell whether they are lost."""
+        """Return the nodes that are late, by more than half a heartbeat: a moment later it is clear whether they are
+        lost."""
         if not self._judges:
             return []
         self._see(nodes)
         return list(self._silence(self.heartbeat_us * 3 // 2, now_us))
 
     def gathers(self, lost_us: int | None, nodes: Mapping[str, Node], now_us: int) -> bool:
-        """Whether a plan waits, since more nodes may be lost together with the one that was lost at `lost_us`.
+        """Say whether a plan waits, since more nodes may be lost together with the one that was lost at `lost_us`.
 
-        So it is while others are late, and at most for as long as a node may be silent.
+        It waits while others are late, and at most for as long as a node may be silent.
         """
         if lost_us is None or now_us - lost_us > self.limit_us:
             return False
         return bool(self.suspects(nodes, now_us))
 
     def attended_us(self, since_us: int, now_us: int) -> int:
-        """The time since then, without our pauses."""
+        """Return the time since then, without the pauses of this process."""
         return now_us - since_us - self._pauses.since(since_us)
 
     def _find_fault(self, now_us: int) -> None:
-        """Own beats are late: is it the bus?"""
+        """Find out whether it is the bus's fault that own beats are late."""
         beats_come = self.attended_us(self._beat_heard_us, now_us) <= self.heartbeat_us
         others_come = self.attended_us(self._delivered_us, now_us) <= self.heartbeat_us
         self.is_silent = not beats_come and not others_come
@@ -278,7 +280,7 @@ class Liveness:
             self.bus_works = False
 
     def _sign(self, node: str, now_us: int) -> None:
-        """A sign of life; the newest stand at the end."""
+        """Note a sign of life; the newest stand at the end."""
         self._last_sign_us = max(self._last_sign_us, now_us)
         self._signs_us[node] = self._last_sign_us
         self._signs_us.move_to_end(node)
@@ -297,7 +299,8 @@ class Liveness:
             self._signs_us = OrderedDict(in_order)
 
     def _silence(self, longer_us: int, now_us: int) -> dict[str, int]:
-        """How long nodes have been silent that are up and were silent for longer than that; in the order of nodes."""
+        """Return how long those nodes have been silent that are up and were silent for longer than that; in the order
+        of nodes."""
         found: dict[str, int] = {}
         gone: list[str] = []
         for name, sign_us in self._signs_us.items():

@@ -22,17 +22,17 @@ PEERS_MAX = 8
 
 
 def services(nodes: Iterable[Node]) -> tuple[v.MemoryService, ...]:
-    """Of the nodes that take and give states now: those that are up and have memory for it."""
+    """Return the memory services of the nodes that take and give states now: those that are up and have memory for it."""
     return tuple([n.memory for n in nodes if n.memory is not None and n.status is NodeStatus.UP])
 
 
 def targets(services: Sequence[v.MemoryService], task: str) -> tuple[v.MemoryService, ...]:
-    """The nodes to copy the task's state to, in the order in which they are tried."""
+    """Return the nodes to copy the task's state to, in the order in which they are tried."""
     return tuple(nlargest(COPIES, services, key=lambda service: _weight(task, service.node)))
 
 
 def peers(state: ClusterState, task: Task, targets: Sequence[v.MemoryService]) -> tuple[v.MemoryService, ...]:
-    """The `targets`, and all others to ask for the state."""
+    """Return the `targets`, and all others to ask for the state."""
     keepers = [state.nodes.get(kept.node) for kept in newest_first(task)]
     known = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
     # All shards must be within reach, where they are to be put together anew.
@@ -41,17 +41,17 @@ def peers(state: ClusterState, task: Task, targets: Sequence[v.MemoryService]) -
 
 
 def peers_are_stale(task: Task, targets: tuple[v.MemoryService, ...]) -> bool:
-    """Nodes have come or gone, and those that hold the task's state would copy it to the wrong place."""
+    """Say whether nodes have come or gone, so that those that hold the task's state would copy it to the wrong place."""
     return task.copies.peers[: len(targets)] != targets
 
 
 def newest_first(task: Task) -> list[KeptState]:
-    """What is kept of the task in memory, by iteration."""
+    """Return what nodes keep of the task in memory, by iteration."""
     return sorted(task.copies.kept.values(), key=lambda kept: kept.iteration, reverse=True)
 
 
 def nearest(state: ClusterState, task: Task) -> str:
-    """In words: what the task would start from without live state."""
+    """Say in words what the task would start from without live state."""
     layouts: dict[int, dict[int, KeptState]] = {}
     for kept in newest_first(task):
         node = state.nodes.get(kept.node)
@@ -70,7 +70,7 @@ def nearest(state: ClusterState, task: Task) -> str:
 
 
 def to_drop(state: ClusterState, task: Task) -> list[Node]:
-    """Nodes that still keep something of a task that has ended, and can hear so."""
+    """Return the nodes that still keep something of a task that has ended, and can be reached to drop it."""
     names = dict.fromkeys(kept.node for kept in task.copies.kept.values())
     return [node for name in names if (node := state.nodes.get(name)) and node.status is NodeStatus.UP]
 

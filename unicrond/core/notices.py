@@ -49,7 +49,7 @@ class Notice(NamedTuple):
 
 
 def noticed(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> list[Notice]:
-    """What an entry gives rise to."""
+    """Return the notices that an entry gives rise to."""
     found = [*_of_incidents(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
@@ -78,7 +78,7 @@ def noticed(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> lis
 
 
 def taken_over(state: ClusterState) -> list[Notice]:
-    """Of a coordinator that has just become live; the first of a log has taken over from none."""
+    """Return the notice of a coordinator that has just become live; the first of a log has taken over from none."""
     if state.term < 2:
         return []
     title = f"a coordinator has taken over: term {state.term}"
@@ -87,7 +87,7 @@ def taken_over(state: ClusterState) -> list[Notice]:
 
 
 def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Iterable[str]) -> list[Notice]:
-    """What holds now. `trouble`: lines that an operator must look at."""
+    """Return the notices of what holds now. `trouble`: lines that an operator must look at."""
     found = _spares(state)
     for task in state.active if no_progress_us else ():
         assignment = state.plan.assignments.get(task.name)
@@ -105,7 +105,7 @@ def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Ite
 
 
 def story(incident: Incident) -> str:
-    """An incident in a few lines."""
+    """Describe an incident in a few lines."""
     who = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
     lines = [f"{incident.kind}, {incident.severity.name}: {who}", incident.message]
     if incident.place:

@@ -61,7 +61,7 @@ class OrderedMap(Mapping[str, V]):
     @overload
     def get(self, name: str, default: V | D) -> V | D: ...
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, else `default`."""
+        """Return the value, else `default`."""
         place = self._places.get(name)
         return default if place is None else self._chunks[place][name]
 
@@ -78,11 +78,11 @@ class OrderedMap(Mapping[str, V]):
         return chain.from_iterable(map(reversed, reversed(self._chunks)))
 
     def values(self) -> ValuesView[V]:
-        """In insertion order."""
+        """Return the values, in insertion order."""
         return _Values(self)
 
     def items(self) -> ItemsView[str, V]:
-        """In insertion order."""
+        """Return the items, in insertion order."""
         return _Items(self)
 
     def __eq__(self, other: object) -> bool:
@@ -104,7 +104,7 @@ class OrderedMap(Mapping[str, V]):
         return made
 
     def put(self, name: str, value: V) -> OrderedMap[V]:
-        """With `value` under `name`."""
+        """Return the map with `value` under `name`."""
         place, chunks = self._places.get(name), self._chunks
         if place is not None:
             return self._of(
@@ -117,7 +117,7 @@ class OrderedMap(Mapping[str, V]):
         return self._of(chunks, self._places.set(name, len(chunks) - 1), len(self) + 1)
 
     def without(self, names: Iterable[str]) -> OrderedMap[V]:
-        """Without the items of these names."""
+        """Return the map without the items of these names."""
         gone: dict[int, list[str]] = {}
         for name in dict.fromkeys(names):
             place = self._places.get(name)
@@ -165,7 +165,7 @@ class _Items(ItemsView[str, V]):
 
 
 def put(known: Mapping[str, V], name: str, value: V) -> Mapping[str, V]:
-    """`known` with `value` under `name`."""
+    """Return `mapping` with `value` under `name`."""
     if type(known) is dict:
         made = known | {name: value}
         return made if len(made) <= SMALL else OrderedMap(made.items())
@@ -173,36 +173,37 @@ def put(known: Mapping[str, V], name: str, value: V) -> Mapping[str, V]:
 
 
 def put_all(known: Mapping[str, V], others: Mapping[str, V]) -> Mapping[str, V]:
-    """`known` with all of `others`."""
+    """Return `mapping` with all of `updates`."""
     for name, value in others.items():
         known = put(known, name, value)
     return known
 
 
 def without(known: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]:
-    """`known` without the items of these names. The same where it has none of them."""
+    """Return `mapping` without the items of these names; the same object where it is an OrderedMap and has none of
+    them."""
     if type(known) is dict:
         return {name: value for name, value in known.items() if name not in names}
     return cast("OrderedMap[V]", known).without(names)
 
 
 def ordered(known: Mapping[str, V]) -> Mapping[str, V]:
-    """The same items as a map that changes cheaply."""
+    """Return the same items as a map that changes cheaply."""
     return known if len(known) <= SMALL else OrderedMap(known.items())
 
 
 def plain(known: Mapping[str, V]) -> dict[str, V]:
-    """The same items as a dict, to be read or encoded."""
+    """Return the same items as a dict, to be read or encoded."""
     return known if type(known) is dict else dict(known.items())
 
 
 def newest(known: Mapping[str, V], count: int) -> Iterator[V]:
-    """The values that were put in last, the last one first."""
+    """Return the values that were put in last, the last one first."""
     return islice(reversed(cast("dict[str, V]", known).values()), count)
 
 
 def in_order(known: Mapping[str, V], names: Sequence[str]) -> list[str]:
-    """Those names in the order in which `known` has them."""
+    """Return those names in the order in which `mapping` has them."""
     if isinstance(known, OrderedMap):
         wanted = set(names)
         places = sorted({known._places[name] for name in wanted})
@@ -211,7 +212,7 @@ def in_order(known: Mapping[str, V], names: Sequence[str]) -> list[str]:
 
 
 def same_names(before: Mapping[str, V], after: Mapping[str, V]) -> bool:
-    """Both have the same names. Of two large maps: a cheap no may be wrong, a yes never is."""
+    """Say whether both have the same names. Of two large maps: a cheap no may be wrong, a yes never is."""
     if before is after:
         return True
     if isinstance(before, OrderedMap) and isinstance(after, OrderedMap):
@@ -220,7 +221,7 @@ def same_names(before: Mapping[str, V], after: Mapping[str, V]) -> bool:
 
 
 def changed(before: Mapping[str, V], after: Mapping[str, V]) -> dict[str, tuple[V | None, V | None]]:
-    """Name -> (value before, value after), None where there is none, of each item that is not the same object."""
+    """Return name -> (value before, value after), None where there is none, of each item that is not the same object."""
     if before is after:
         return {}
     pairs = _unshared(before, after)

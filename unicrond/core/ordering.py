@@ -51,7 +51,7 @@ class Refused(ValueError):
 
 
 def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> InjectionRequested:
-    """The event that orders the fault. Raises Refused."""
+    """Return the event that orders the fault. Raise OrderRefused."""
     if not allowed:
         raise Refused(
             409,
@@ -105,7 +105,7 @@ def _check_fields(order: FaultOrder) -> None:
 
 
 def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:
-    """The node and the id of the worker that is meant."""
+    """Return the node and the id of the worker that is meant. Raise OrderRefused."""
     task = state.tasks.get(order.task or "")
     if task is None or task.status is not TaskStatus.ACTIVE:
         raise Refused(404, f"task: {order.task} is not active; see `unicronctl tasks`")

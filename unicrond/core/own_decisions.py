@@ -35,7 +35,7 @@ class Stopped(Exception):
 
 
 def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
-    """Raises Stopped unless `state` takes all of these, and is sound then."""
+    """Raise DecidingStopped unless `state` takes all of these, and is sound then."""
     before = state
     for envelope in envelopes:
         after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
@@ -52,7 +52,7 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
 
 
 def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
-    """The events in batches that can be written atomically, a decision together with the commands behind it.
+    """Yield the events in batches that can be written atomically, a decision together with the commands behind it.
 
     Parts of a membership have batches of their own, before that of the decision, which alone commits them: torn they
     are inert (events/seats.py). Every other command works by itself, however many there are. One decision is torn with
@@ -79,7 +79,7 @@ def batches(events: Sequence[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
 
 
 def _filled(batch: list[v.AnyEvent], group: list[v.AnyEvent]) -> Iterator[list[v.AnyEvent]]:
-    """What is left of both, each at most a batch."""
+    """Yield the rest of both, each at most a batch."""
     if len(batch) + len(group) > MAX_BATCH:
         yield batch
         batch = []
@@ -97,14 +97,14 @@ class Breaker:
         self._idle = 0
 
     def folded(self, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> None:
-        """An own event was read back."""
+        """Note that an own event was read back."""
         # Of a command, the count of the node's commands is not an effect.
         parts = ("tasks", "injections") if isinstance(event, v.Command) else _SUBSTANCE
         if any(getattr(before, part) is not getattr(after, part) for part in parts):
             self._had_effect = True
 
     def about_to_append(self, events: Sequence[v.AnyEvent]) -> None:
-        """The batch before has been read back, and these are next. Raises Stopped."""
+        """Check, once the batch before has been read back, that these may be next. Raise DecidingStopped."""
         said = [_unnumbered(event) for event in events]
         self._idle = self._idle + 1 if not self._had_effect or said == self._last else 0
         if self._idle >= self._idle_max:

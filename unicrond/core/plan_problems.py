@@ -37,7 +37,7 @@ RESHAPE_TRANSITIONS = 3
 
 
 def problem_of(survey: Survey) -> Problem:
-    """The problem that the present nodes and tasks pose, after what has happened since the last plan."""
+    """Return the problem that the present nodes and tasks pose, after what has happened since the last plan."""
     policy, workers = survey.policy, sum(survey.capacity.values())
     tasks = tuple([_task_problem(survey, task, faulty=_is_faulty(survey, task)) for task in survey.active])
     return Problem(
@@ -51,7 +51,7 @@ def problem_of(survey: Survey) -> Problem:
 
 
 def situation_of(survey: Survey) -> Situation | None:
-    """What stands before the next event; None while the last one has not been planned for."""
+    """Return what stands before the next event; None while the last one has not been planned for."""
     state, policy, capacity, tasks = survey.state, survey.policy, survey.capacity, survey.active
     if not survey.fresh or any(_is_faulty(survey, task) for task in tasks):
         return None
@@ -79,10 +79,11 @@ def situation_of(survey: Survey) -> Situation | None:
 
 
 def healthy_problem_of(survey: Survey) -> Problem:
-    """The most WAF that the active tasks could reach on every node that has joined and not left on purpose.
+    """Return the problem of the most WAF that the active tasks could reach on every node that has joined and not left
+    on purpose.
 
-    Nothing is there yet and nothing costs a transition: the same question whatever fails meanwhile.
-    A cordoned or leaving node counts as far as it is still used: it is on its way out.
+    Nothing is there yet and nothing costs a transition: the same question whatever fails meanwhile. A cordoned or
+    leaving node counts as far as it is still used: it is on its way out.
     """
     slots = {
         node.name: survey.capacity.get(node.name, 0) if node.cordoned or node.leaving else node.slots
@@ -95,9 +96,9 @@ def healthy_problem_of(survey: Survey) -> Problem:
 
 
 def present_replicas(survey: Survey, task: Task) -> list[tuple[str, ...]]:
-    """The replicas that the plan gives the task now; those on a cordoned node only while they live. Of a task that has
-    been reshaped since, those that have its present shape; of one that is on its way to the layout that the plan has
-    chosen, those that it will have."""
+    """Return the replicas that the plan gives the task now; those on a cordoned node only while they live. Of a task
+    that has been reshaped since, those that have its present shape; of one that is on its way to the layout that the
+    plan has chosen, those that it will have."""
     state = survey.state
     assignment = state.plan.assignments.get(task.name)
     shape = _shape(task, assignment)
@@ -116,7 +117,7 @@ class _Room(TypedDict):
 
 
 def _room(survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ...]) -> _Room:
-    """Seats and pools of nodes with so many slots."""
+    """Return seats and pools of nodes with so many slots."""
     asks = _asks_for_seats(survey, tasks)
     if not survey.types:
         return {"seats": seats_of(slots) if asks else (), "pools": ()}
@@ -128,7 +129,7 @@ def _room(survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ..
 
 
 def _is_faulty(survey: Survey, task: Task) -> bool:
-    """The plan has workers of the task where it can have none now."""
+    """Say whether the plan has workers of the task where it can have none now."""
     assignment = survey.state.plan.assignments.get(task.name)
     if assignment is None:
         return False
@@ -141,7 +142,7 @@ def _is_faulty(survey: Survey, task: Task) -> bool:
 
 
 def _shape(task: Task, assignment: TaskAssignment | None) -> Shape:
-    """The layout that the task has, or is on its way to because the plan has chosen it."""
+    """Return the layout that the task has, or is on its way to because the plan has chosen it."""
     return planned_shape(task.spec, assignment) if task.reshaping.plan else task.spec.shape
 
 
@@ -180,7 +181,8 @@ def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: 
 
 
 def _others(survey: Survey, task: Task, own: Shape, gpu: str) -> tuple[Alternative, ...]:
-    """The task's other layouts on its type of GPU, then all on each other type, unless it must have the same bits."""
+    """Return the task's other layouts on its type of GPU, then all on each other type, unless it must have the same
+    bits."""
     chooses, found = _chooses(survey, task), []
     stays = task.membership is not None and task.spec.env.get(DETERMINISTIC) == "require"
     for its in (gpu, *(one for one in survey.types if one != gpu and not stays)):
@@ -196,23 +198,25 @@ def _others(survey: Survey, task: Task, own: Shape, gpu: str) -> tuple[Alternati
 
 
 def _kept_off(task: Task, curve: Curve) -> bool:
-    """Its file names types of GPU, and says 0 FLOP/s of this choice: no workers, to meet a floor neither."""
+    """Say whether the task's file names types of GPU and gives 0 FLOP/s to this choice: then it gets no workers there,
+    not even to meet a floor."""
     return bool(task.spec.gpus) and not any(flops for _, flops in curve.rounded())
 
 
 def _chooses(survey: Survey, task: Task) -> bool:
-    """A plan may give the task another layout; not while a person has asked for one."""
+    """Say whether a plan may give the task another layout; not while a person has asked for one."""
     by_person = task.reshaping.reshape is not None and not task.reshaping.plan
     return bool(task.spec.layouts) and not by_person and survey.state.schema >= CHOOSES_LAYOUTS
 
 
 def _asks_for_seats(survey: Survey, tasks: tuple[TaskProblem, ...]) -> bool:
-    """Coordinators of an older schema did not ask; what they have decided stays verifiable."""
+    """Say whether the problem has seats. Coordinators of an older schema did not ask; their decisions stay verifiable."""
     return survey.state.schema >= CHOOSES_LAYOUTS and seats_matter(tasks)
 
 
 def _prices(survey: Survey, task: Task) -> Prices:
-    """What changes cost the task, as far as it was measured; a reshape otherwise RESHAPE_TRANSITIONS transitions."""
+    """Return what changes cost the task, as far as it was measured; otherwise a reshape costs RESHAPE_TRANSITIONS
+    transitions."""
     transition_us = task.pace.transition_us or int(survey.policy.transition_s * _SECOND_US)
     return Prices(
         move_us=task.pace.move_us or None, reshape_us=task.pace.reshape_us or RESHAPE_TRANSITIONS * transition_us

@@ -71,7 +71,7 @@ class Settings(NamedTuple):
     repair_timeout_s: float = 0.0
 
     def numbers(self) -> dict[str, float]:
-        """Field -> number by name, for the log."""
+        """Return field -> number by name, for the log."""
         fields = {**msgspec.structs.asdict(self.policy), "heartbeat_s": self.heartbeat_s}
         fields |= {name: getattr(self, name) for name in _LIMITS if getattr(self, name)}
         for name, usual in _USUAL.items():
@@ -86,7 +86,8 @@ _LIMITS = ("check_timeout_s", "repair_timeout_s")
 
 
 def settings_of(numbers: Mapping[str, float]) -> Settings:
-    """`Settings.numbers` read back; what is missing gets its default. ValueError for what this version has not."""
+    """Read `Settings.numbers` back; what is missing gets its default. Raise ValueError for a setting unknown to this
+    version."""
     fields = {name: int(value) if value.is_integer() else value for name, value in numbers.items()}
     heartbeat_s = float(fields.pop("heartbeat_s", 1.0))
     limits = [float(fields.pop(name, 0.0)) for name in _LIMITS]

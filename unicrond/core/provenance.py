@@ -26,12 +26,12 @@ class Answered(NamedTuple):
 
 
 def stamped(event: E, answered: Answered) -> E:
-    """The event; a plan with how it was come by."""
+    """Return the event; a plan with how it was come by."""
     if isinstance(event, PlanAdopted):
         return replace(event, way=answered.way, took_us=answered.took_us, rows_reused=answered.rows_reused)
     return event
 
 
 def bare(event: E) -> E:
-    """The event as `decide` gives it."""
+    """Return the event as `decide` gives it."""
     return replace(event, way="fresh", took_us=0, rows_reused=0) if isinstance(event, PlanAdopted) else event

@@ -34,17 +34,17 @@ class Staffing(msgspec.Struct, frozen=True):
 
     @property
     def fits(self) -> bool:
-        """The replicas are those that the plan wants, all whole."""
+        """Say whether the replicas are those that the plan wants, all whole."""
         return not (self.missing or self.surplus or self.broken)
 
     @property
     def workers(self) -> frozenset[str]:
-        """Those of the kept replicas. Only to look up in: a set has no order."""
+        """The workers of the replicas that the plan wants. Only to look up in: a set has no order."""
         return frozenset([w.worker for workers in self.kept.values() for w in workers])
 
 
 def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
-    """Matches living replicas with the plan's. Members stay before others, older replicas before newer."""
+    """Match living replicas with the plan's. Members stay before others, older replicas before newer."""
     able = [worker for worker in task.workers.values() if worker.can_train]
     replicas: dict[int, list[Worker]] = {}
     for worker in sorted(able, key=_seat):
@@ -70,9 +70,9 @@ def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
 
 
 def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> Staffing | None:
-    """What `staffing` would say after `changes` of workers, at their cost; None where it takes a look at everything: a
-    replica is one too many, before or now. `size`: workers of a replica. Which workers are members decides nothing as
-    long as every whole replica is wanted."""
+    """Return what `staffing` would say after `changes` of workers, at their cost; None where that takes a look at
+    everything: a replica is one too many, before or now. `size`: workers of a replica. Which workers are members
+    decides nothing as long as every whole replica is wanted."""
     if before.surplus:
         return None
     kept, broken, missing = dict(before.kept), dict(before.broken), Counter(before.missing)
@@ -107,7 +107,7 @@ def _starting(workers: Iterable[Worker]) -> int:
 
 
 def seat(worker: Worker) -> tuple[object, ...]:
-    """What `staffing` asks of a worker."""
+    """Return what `staffing` asks of a worker."""
     return worker.node, worker.replica, worker.shard, worker.status
 
 
@@ -116,14 +116,14 @@ def _seat(worker: Worker) -> tuple[int, int]:
 
 
 def all_in(task: Task) -> bool:
-    """All workers that there are stand in the group of the newest generation, and are all its members."""
+    """Say whether all workers that there are stand in the group of the newest generation, and are all its members."""
     tally, count = task.tally, len(task.workers)
     settled = tally.settled + (tally.settled_vouched if task.group.met else 0)
     return not tally.strangers and settled == count == len(task.member_names)
 
 
 def members_of(replicas: Mapping[int, tuple[Worker, ...]]) -> tuple[Member, ...]:
-    """Members in replica order, shards in order within."""
+    """Return the members in replica order, shards in order within."""
     return tuple(
         [
             Member(worker=w.worker, node=w.node, replica=w.replica, shard=w.shard)
@@ -134,7 +134,7 @@ def members_of(replicas: Mapping[int, tuple[Worker, ...]]) -> tuple[Member, ...]
 
 
 def living_members(task: Task) -> tuple[Member, ...]:
-    """The members of the newest membership whose whole replica lives, in their order."""
+    """Return the members of the newest membership whose whole replica lives, in their order."""
     if task.membership is None:
         return ()
     if task.all_able:
@@ -146,7 +146,7 @@ def living_members(task: Task) -> tuple[Member, ...]:
 
 
 def leaving_members(task: Task) -> tuple[Member, ...]:
-    """Whole living replicas that the newest membership leaves out, but that have not left yet."""
+    """Return the members of whole living replicas that the newest membership leaves out, but that have not left yet."""
     replicas: dict[int, tuple[Worker, ...]] = {}
     for worker in sorted(task.leavers, key=lambda w: (w.replica, w.shard)):
         replicas[worker.replica] = (*replicas.get(worker.replica, ()), worker)
@@ -154,19 +154,19 @@ def leaving_members(task: Task) -> tuple[Member, ...]:
 
 
 def has_state(task: Task) -> bool:
-    """A member or leaver of a whole living replica is in a group: others can take its state over."""
+    """Say whether a member or leaver of a whole living replica is in a group: others can take its state over."""
     there = living_members(task) + leaving_members(task)
     return any(task.workers[member.worker].status is WorkerStatus.MEMBER for member in there)
 
 
 def schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
-    """The slots of the nodes that may carry workers, and which of them are cordoned."""
+    """Return the slots of the nodes that may carry workers, and which of these nodes are cordoned."""
     there = [node for node in nodes.values() if node.schedulable]
     return {node.name: node.slots for node in there}, [node.name for node in there if node.cordoned]
 
 
 def capacity(state: ClusterState, slots: Mapping[str, int], cordoned: Sequence[str]) -> Mapping[str, int]:
-    """Of `schedulable` nodes the slots that a plan may use: of a cordoned one no more than its workers hold."""
+    """Return, of `schedulable` nodes, the slots that a plan may use: of a cordoned one no more than its workers hold."""
     if not cordoned:
         return slots
     return {**slots, **{name: min(slots[name], _held(state, name)) for name in cordoned}}

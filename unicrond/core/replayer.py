@@ -16,9 +16,9 @@ EMPTY = ClusterState()
 
 
 def replay(entries: Iterable[Entry], until: Point | None = None, *, start: ClusterState = EMPTY) -> ClusterState:
-    """The state after the entries that `until` covers (None: all), beginning from `start`.
+    """Return the state after the entries that `until` covers (None: all), beginning from `start`.
 
-    LogDamaged where an entry is missing: a state that skipped one would look true and be wrong.
+    Raise LogDamaged where an entry is missing: a state that skipped one would look true and be wrong.
     """
     state = start
     for entry in entries:
@@ -31,9 +31,9 @@ def replay(entries: Iterable[Entry], until: Point | None = None, *, start: Clust
 
 
 def policy_after(policy: Policy, entry: Entry) -> Policy:
-    """That of the coordinator whose term the entry begins; after any other entry as before.
+    """Return the policy of the coordinator whose term the entry begins; after any other entry `policy` as before.
 
-    ValueError for the policy of a version that has other settings.
+    Raise ValueError for the policy of a version that has other settings.
     """
     if not isinstance(entry, Recorded) or not isinstance(entry.envelope.event, CoordinatorStarted):
         return policy

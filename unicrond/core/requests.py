@@ -27,7 +27,7 @@ NODE_FAULTS = ("drop_network", "xid")
 
 
 def request_problem(state: ClusterState, event: v.Request) -> str:
-    """Why `event` asks for what cannot be, as "field: what is wrong; the fix"; "" where nothing is wrong."""
+    """Return why `event` asks for what cannot be, as "field: what is wrong; the fix"; "" where nothing is wrong."""
     if isinstance(event, v.TaskSubmitted):
         return next((str(fault) for fault in spec_faults(event.spec, state.schema)), "") or user_problem(
             state, event.spec
@@ -45,7 +45,7 @@ def request_problem(state: ClusterState, event: v.Request) -> str:
 
 
 def other_agent(state: ClusterState, event: v.NodeCordoned | v.NodeUncordoned | v.ForgetRequested) -> str:
-    """Why the node is not the one that is meant; "" where it is, or where any is."""
+    """Return why the node is not the one that is meant; "" where it is, or where any is."""
     node = state.nodes.get(event.node)
     if node is None:
         return ""
@@ -57,7 +57,7 @@ def other_agent(state: ClusterState, event: v.NodeCordoned | v.NodeUncordoned | 
 
 
 def maintenance_problem(state: ClusterState, event: v.MaintenancePlanned) -> str:
-    """What keeps the window from being."""
+    """Return why the window cannot be planned; "" where it can."""
     if not 0 < len(event.nodes) <= _WINDOW_NODES_MAX:
         return f"nodes: a window has 1 to {_WINDOW_NODES_MAX} nodes; give several windows"
     if event.until_us <= event.from_us:
@@ -70,7 +70,7 @@ def maintenance_problem(state: ClusterState, event: v.MaintenancePlanned) -> str
 
 
 def user_problem(state: ClusterState, spec: TaskSpec) -> str:
-    """What keeps the task from running as the user that it names: workers may go to any node that is up."""
+    """Return why the task cannot run as the user that it names, "" where it can: workers may go to any node that is up."""
     refusing = [node for node in state.nodes.values() if node.schedulable and spec.run_as not in ("", *node.users)]
     if not refusing:
         return ""
@@ -80,7 +80,7 @@ def user_problem(state: ClusterState, spec: TaskSpec) -> str:
 
 
 def enrolment_problem(state: ClusterState, event: v.NodeEnrolled) -> str:
-    """What keeps the key from being the node's."""
+    """Return why the key cannot be the node's; "" where it can."""
     if event.node in RESERVED_NAMES:
         return f"node: {event.node} is not a name for nodes; use another"
     if event.node not in state.logins and len(state.logins) >= LOGINS_MAX:
@@ -90,7 +90,7 @@ def enrolment_problem(state: ClusterState, event: v.NodeEnrolled) -> str:
 
 
 def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) -> str:
-    """What keeps the task from being so.
+    """Return why the task cannot be reshaped so; "" where it can.
 
     Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that
     keeps its layout and asks for no more workers than before needs none: nothing gets worse by that.
@@ -122,7 +122,8 @@ def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) 
 
 
 def _micro_batch_problem(spec: TaskSpec, asked: int) -> str:
-    """What keeps micro-batches from having so many samples: a reshape changes neither the global batch nor the lanes."""
+    """Return why micro-batches cannot have so many samples, "" where they can: a reshape changes neither the global
+    batch nor the lanes."""
     if not asked or asked == spec.micro_batch:
         return ""
     if spec.global_batch % asked:
@@ -134,7 +135,7 @@ def _micro_batch_problem(spec: TaskSpec, asked: int) -> str:
 
 
 def fault_problem(fault: v.Fault) -> str:
-    """What keeps the fault from happening as it is described."""
+    """Return why the fault cannot happen as it is described; "" where it can."""
     is_of_node = fault.kind in NODE_FAULTS or (fault.kind == "kill" and not fault.worker)
     if not fault.worker and not is_of_node:
         return f"task: {fault.kind} is a worker's fault; give --task (and --rank)"

@@ -39,7 +39,7 @@ class ReshapeOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRequested:
-    """The event that asks for it. Raises Refused."""
+    """Return the event that asks for the reshape. Raise OrderRefused."""
     spec = task.spec
     near = nearest(spec, order.tp or spec.tp, order.pp or spec.pp)
     shape = near._replace(vpp=order.vpp or near.vpp, ep=order.ep or near.ep, micro_batch=order.micro_batch or 0)
@@ -67,8 +67,8 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
 
 
 def bounds(spec: TaskSpec, shape: Shape) -> tuple[int, int]:
-    """min_workers and max_workers that come nearest to the present ones, in whole replicas of tp * pp, of which there
-    are at least one and no more than micro-batches."""
+    """Return the min_workers and max_workers that come nearest to the present ones, in whole replicas of tp * pp, of
+    which there are at least one and no more than micro-batches."""
     unit = shape.workers
     micro_batches = spec.global_batch // (shape.micro_batch or spec.micro_batch)
     most = max(1, min(spec.max_workers // unit, micro_batches))

@@ -18,33 +18,33 @@ from events.vocabulary import ReshapeRequested, TaskAssignment, TaskReshaped, Ta
 
 
 def layout_key(shape: Shape) -> str:
-    """The name of a layout in the state: "2x1", "2x4 vpp2"."""
+    """Return the name of a layout in the state: "2x1", "2x4 vpp2"."""
     more = (("vpp", shape.vpp, 1), ("ep", shape.ep, 1), ("mb", shape.micro_batch, 0))
     return f"{shape.tp}x{shape.pp}" + "".join(f" {name}{size}" for name, size, usual in more if size != usual)
 
 
 def planned_shape(spec: TaskSpec, assignment: TaskAssignment | None) -> Shape:
-    """The layout that a plan gives the task: its own where the plan had no choice."""
+    """Return the layout that a plan gives the task: its own where the plan had no choice."""
     return (assignment.shape if assignment is not None else None) or spec.shape
 
 
 def layouts_of(spec: TaskSpec) -> list[Shape]:
-    """The layouts that a plan may give the task, its own among them, in the order that decides ties: as the task has
-    them, whichever it is in now."""
+    """Return the layouts that a plan may give the task, its own among them, in the order that decides ties: as the task
+    lists them, whichever it is in now."""
     listed = [layout.shape for layout in spec.layouts]
     return list(dict.fromkeys(listed if spec.shape in listed else [spec.shape, *listed]))
 
 
 def most_workers(spec: TaskSpec, shape: Shape) -> int:
-    """The most that a plan may give the task in a layout: whole replicas, no more than micro-batches or lanes (those
-    that share a lane compute one after the other)."""
+    """Return the most workers that a plan may give the task in a layout: whole replicas, no more than micro-batches or
+    lanes (those that share a lane compute one after the other)."""
     micro_batches = spec.global_batch // (shape.micro_batch or spec.micro_batch)
     replicas = min(spec.max_workers // shape.workers, micro_batches, spec.lanes or micro_batches)
     return replicas * shape.workers
 
 
 def asked_by_plan(spec: TaskSpec, assignment: TaskAssignment, epoch: int) -> ReshapeRequested | None:
-    """What a plan asks of the task, as a person would; None where it stays in its layout, or ends."""
+    """Return what a plan asks of the task, as a person would; None where it stays in its layout, or ends."""
     shape = planned_shape(spec, assignment)
     if not assignment.workers or shape == spec.shape:
         return None
@@ -58,19 +58,19 @@ def asked_by_plan(spec: TaskSpec, assignment: TaskAssignment, epoch: int) -> Res
 
 
 def is_in_place(spec: TaskSpec, asked: ReshapeRequested) -> bool:
-    """The task's workers can stay: only their number is another."""
+    """Say whether the task's workers can stay: only their number changes."""
     of = reshaped(spec, asked)
     kept = (spec.cut, spec.micro_batch, spec.iterations, spec.optimizer)
     return kept == (of.cut, of.micro_batch, of.iterations, of.optimizer)
 
 
 def changes_nothing(spec: TaskSpec, asked: ReshapeRequested) -> bool:
-    """The task is what it is asked to be."""
+    """Say whether the task is already what the request asks for."""
     return reshaped(spec, asked) == spec
 
 
 def change(spec: TaskSpec, asked: ReshapeRequested) -> str:
-    """What becomes of what, in words."""
+    """Say in words what becomes of what."""
     of = reshaped(spec, asked)
     forms = [
         (str(spec.cut), str(of.cut)),
@@ -82,9 +82,9 @@ def change(spec: TaskSpec, asked: ReshapeRequested) -> str:
 
 
 def reshaped(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> TaskSpec:
-    """The task as it is from then on. Throughput that was given for more workers than it may have is left out; where it
-    was given for the new layout, that holds. In a layout that a person asks for the task stays, whatever it might have.
-    """
+    """Return the task as it is from then on. Throughput that was given for more workers than it may have is left out;
+    where it was given for the new layout, that holds. In a layout that a person asks for the task stays, whatever it
+    might have."""
     by_plan = isinstance(asked, TaskReshaped) and asked.plan > 0
     micro_batch = asked.micro_batch or spec.micro_batch
     stays = (spec.cut, spec.micro_batch) == (asked.shape.cut, micro_batch)
@@ -106,13 +106,14 @@ def reshaped(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> TaskSpec
 
 
 def _layout(spec: TaskSpec, shape: Shape) -> dict[str, int]:
-    """The fields of a layout. Of which the program has its own way, it keeps that as long as nothing else is asked."""
+    """Return the fields of a layout. A degree that the program sets by itself (0) stays so as long as nothing else is
+    asked for."""
     own = {"vpp": spec.vpp, "ep": spec.ep}
     return {name: 0 if size == 1 and own.get(name) == 0 else size for name, size in shape._asdict().items()}
 
 
 def _args(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> tuple[str, ...]:
-    """Megatron-LM has both in its flags."""
+    """Return the task's args. Megatron-LM has iterations and learning rate in its flags."""
     flags = {"--train-iters": asked.iterations, "--lr": asked.lr}
     wanted = {name: repr(value) for name, value in flags.items() if value is not None}
     if spec.entry != megatron_lm.ENTRY or not wanted:

@@ -60,7 +60,7 @@ IMPOSSIBLE: dict[str, tuple[Severity, ...]] = {
 
 
 def kind_of(event: v.AnyEvent) -> str:
-    """The kind of error that an event tells of; "" where it tells of none."""
+    """Return the kind of error that an event reports; "" where it reports none."""
     match event:
         case v.NodeLost():
             return "node_lost"
@@ -79,6 +79,6 @@ def kind_of(event: v.AnyEvent) -> str:
 
 
 def severity_of(kind: str, overrides: Mapping[str, int]) -> Severity:
-    """The severity of an error kind; unknown kinds are SEV2 (restart the process)."""
+    """Return the severity of an error kind; unknown kinds are SEV2 (restart the process)."""
     override = overrides.get(kind)
     return SEVERITY.get(kind, Severity.SEV2) if override is None else Severity(override)

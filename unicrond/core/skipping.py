@@ -23,7 +23,7 @@ class Needed:
     """Watches the entries go by, and says afterwards what is missing without those that are skipped."""
 
     def __init__(self, skips: Mapping[int, str], last_seq: int) -> None:
-        """Raises SkipRefused for a number that the log does not have."""
+        """Begin the check. Raise SkipRefused for a number that the log does not have."""
         self._skips = skips
         self._generations: dict[str, int] = {}
         self._workers: dict[str, int] = {}
@@ -32,7 +32,7 @@ class Needed:
                 raise SkipRefused(f"--skip: entry {seq} is not in the log, which ends at entry {last_seq}")
 
     def see(self, entry: Entry) -> None:
-        """An entry as it stands in the log. Raises SkipRefused for one that cannot be skipped at all."""
+        """Take an entry as it stands in the log. Raise SkipRefused for one that cannot be skipped at all."""
         if entry.seq in self._skips:
             if not can_be_skipped(entry):
                 raise SkipRefused(f"--skip: entry {entry.seq} is a claim or a skip; the log needs it")
@@ -46,7 +46,7 @@ class Needed:
                 self._workers[event.spec.name] = max(number, self._workers.get(event.spec.name, 0))
 
     def require(self, state: ClusterState) -> None:
-        """`state`: folded without them. Raises SkipRefused where numbers would be given out a second time."""
+        """Raise SkipRefused where `state`, which was folded without them, would give numbers out a second time."""
         named = " and ".join(str(seq) for seq in self._skips)
         for name, generation in self._generations.items():
             task = state.tasks.get(name)

@@ -90,7 +90,7 @@ class Spans:
         self._orders: dict[str, _Order] = {}
 
     def feed(self, before: ClusterState, after: ClusterState, entry: Recorded) -> list[Span]:
-        """The entry has led from one state to the other."""
+        """Take the entry that has led from one state to the other; return the spans that have ended with it."""
         event, now_us = entry.envelope.event, entry.recorded_at_us
         found: list[Span] = []
         if before.incidents is not after.incidents:
@@ -126,7 +126,7 @@ class Spans:
                     self._tracks[heir].parts += gone.parts
 
     def _happened(self, state: ClusterState, event: v.AnyEvent, now_us: int) -> None:
-        """What an incident's phases end with."""
+        """Note the times at which an incident's phases end."""
         if not isinstance(event, v.MembershipDecided | v.WorkerRegrouped | v.StepCommitted):
             return
         for name, track in self._tracks.items():
@@ -171,7 +171,7 @@ class Spans:
 
 
 def _is_over(state: ClusterState, incident: Incident, track: _Track) -> bool:
-    """All tasks hit that still can have made a step."""
+    """Say whether all tasks hit that still can have made a step."""
     return all(
         name in track.stepped_us or name not in state.tasks or state.tasks[name].status is not TaskStatus.ACTIVE
         for name in incident.generations
@@ -207,12 +207,12 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
 
 
 def _named(**about: str) -> dict[str, str | int]:
-    """The attributes by which spans of workers are found, too (agents/fork_server/telemetry.py)."""
+    """Return the attributes by which spans of workers are found, too (agents/fork_server/telemetry.py)."""
     return {f"unicron.{name}": value for name, value in about.items() if value}
 
 
 def _started_by(command: v.Command) -> list[str]:
-    """The workers that it starts."""
+    """Return the workers that the command starts."""
     if isinstance(command, v.StartWorkers):
         return [f"{command.spec.name}.{start.number}" for start in command.starts]
     return [command.worker] if isinstance(command, v.StartWorker) else []

@@ -80,9 +80,10 @@ class Spares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spares(state: ClusterState, policy: Policy, repair_s: float, mtbf_s: float = 0) -> Spares:
-    """What each number of spares brings, of the nodes that have not left. `mtbf_s`: of one worker; 0: as it is known.
+    """Return what each number of spares brings, of the nodes that have not left. `mtbf_s`: of one worker; 0: as it is
+    known.
 
-    Takes the time of some tens of plans. Raises ValueError without nodes, and where most of them would be away.
+    Takes the time of some tens of plans. Raise ValueError without nodes, and where most of them would be away.
     """
     survey = Survey(state, policy)
     known = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
@@ -126,7 +127,7 @@ class _OfType:
         self.waf = cache(self._waf)
 
     def spares(self, gpu: str) -> TypeSpares:
-        """Raises ValueError where most nodes would be away."""
+        """Return the spares of this type. Raise ValueError where most nodes would be away."""
         away = sum(self.one_more[: self.total]) * self.repair_s / self.worker_mtbf_s
         if away > self.total / 2:
             fails, repair = self.worker_mtbf_s / self.usual / 3600, self.repair_s / 3600
@@ -147,7 +148,7 @@ class _OfType:
         )
 
     def _row(self, total: int, kept: int) -> tuple[KeptBack, float]:
-        """And the share of time that its average is over."""
+        """Return the row, and the share of time that its average is over."""
         training = total - kept
         away = poisson(sum(self.one_more[:training]) * self.repair_s / self.worker_mtbf_s, total)
         likely = sorted(range(total + 1), key=lambda count: (-away[count], count))[: self.away_max]
@@ -162,7 +163,7 @@ class _OfType:
         return row, min(1.0, round(counted, 6))
 
     def _waf(self, count: int) -> int:
-        """What the exact plan achieves with so many of these nodes."""
+        """Return what the exact plan achieves with so many of these nodes."""
         sizes = self.one_more[:count] or [0]  # a node without slots: the type is still there
         own = {f" {n}": _whole(self.like, f" {n}", size) for n, size in enumerate(sizes)}  # no node has such a name
         nodes = self.others | own
@@ -173,8 +174,8 @@ class _OfType:
 
 
 def poisson(mean: float, most: int) -> list[float]:
-    """P(0), P(1), ... of a Poisson distribution, up to `most`, which stands for all above; what is rarer than RARE is
-    left out."""
+    """Return P(0), P(1), ... of a Poisson distribution, up to `most`, which stands for all above; what is rarer than
+    RARE is left out."""
     shares = [_share(mean, count) for count in range(most)]
     shares.append(1.0 - math.fsum(shares))
     kept = [share if share > RARE else 0.0 for share in shares]

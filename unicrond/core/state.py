@@ -136,17 +136,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def schedulable(self) -> bool:
-        """May carry workers; a cordoned node those that it has (`reconcile.capacity`)."""
+        """Say whether it may carry workers; a cordoned node may carry those that it has (`reconcile.capacity`)."""
         return self.status is NodeStatus.UP and not (self.isolated or self.draining or self.leaving)
 
     @property
     def may_go(self) -> bool:
-        """Its agent has announced its end, or its maintenance has begun: its loss is no failure."""
+        """Say whether its agent has announced its end, or its maintenance has begun: then its loss is no failure."""
         return self.leaving or (bool(self.window) and self.overdue)
 
     @property
     def left_on_purpose(self) -> bool:
-        """It may go, or has ended in order: its return without workers is no failure."""
+        """Say whether it may go, or has ended in order: then its return without workers is no failure."""
         return self.may_go or self.status is NodeStatus.LEFT
 
 
@@ -176,7 +176,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tally(self) -> Tally:
-        """How many of its workers are what."""
+        """Count how many of its workers are what; cached."""
         known = self.counted
         if known is None or known.workers is not self.workers or known.membership is not self.membership:
             known = Tally(self.workers, self.membership, known)
@@ -185,7 +185,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def lateness(self) -> Lateness:
-        """How the suspicions of its newest group add up."""
+        """Add up the suspicions of its newest group; cached."""
         known, suspicions = self.judged, self.group.suspicions
         same = known is not None and known.suspicions is suspicions and known.workers is self.workers
         if known is None or not same or known.generation != self.generation:
@@ -205,39 +205,39 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def confirmed(self) -> bool:
-        """Every member of the newest generation is in the group: it has said so, or its lead has for it."""
+        """Say whether every member of the newest generation is in the group: it has said so, or its lead has for it."""
         if self.membership is None:
             return False
         return self._joined == len(self.membership.names)
 
     @property
     def _joined(self) -> int:
-        """Members that are in the newest group."""
+        """The number of members that are in the newest group."""
         return self.tally.joined + (self.tally.vouched if self.group.met else 0)
 
     def generation_of(self, worker: Worker) -> int:
-        """The newest generation whose group the worker has joined, by its own word or by that group's lead's."""
+        """Return the newest generation whose group the worker has joined, by its own word or by that group's lead's."""
         met = self.membership if self.group.met else self.group.before
         spoken_for = met is not None and worker.worker in met.spoken_for
         return max(worker.generation, met.generation) if met and spoken_for else worker.generation
 
     def has_joined(self, worker: Worker) -> bool:
-        """The worker is in the newest group."""
+        """Say whether the worker is in the newest group."""
         return self.generation_of(worker) == self.generation
 
     @property
     def awaits_lead(self) -> bool:
-        """The lead of the newest group is to say that it has met, and has not yet."""
+        """Say whether the lead of the newest group is to say that it has met, and has not yet."""
         return self.membership is not None and self.membership.lead_tells and not self.group.met
 
     @property
     def rest_joined(self) -> bool:
-        """Every member that is left is in the newest group."""
+        """Say whether every member that still has a worker is in the newest group."""
         return self.membership is not None and self._joined == len(self.workers) - self.tally.strangers
 
     @property
     def in_use(self) -> tuple[int, ...]:
-        """Generations whose groups may be at work: the newest, and the one before it until a planned one has formed."""
+        """The generations whose groups may be at work: the newest, and the one before until a planned one has formed."""
         planned = self.membership is not None and not self.membership.urgent and not self.confirmed
         return (self.generation - 1, self.generation) if planned else (self.generation,)
 
@@ -248,7 +248,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def leavers(self) -> list[Worker]:
-        """Workers still in an older group that the newest membership leaves out; they park at a boundary."""
+        """The workers still in an older group that the newest membership leaves out; they park at a boundary."""
         if not self.tally.leavers:
             return []
         members = self.member_names
@@ -257,21 +257,21 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def member_names(self) -> frozenset[str]:
-        """Workers of the newest membership. Only to look up in: a set has no order."""
+        """The workers of the newest membership. Only to look up in: a set has no order."""
         return self.membership.names if self.membership else NOBODY
 
     @property
     def all_able(self) -> bool:
-        """Every member can train."""
+        """Say whether every member can train."""
         return self.tally.able == len(self.member_names)
 
     @property
     def at_rest(self) -> bool:
-        """No process of the task can be running on a node that is reachable."""
+        """Say whether no process of the task can be running on a node that is reachable."""
         return self.tally.lost == len(self.workers)
 
     def is_member(self, worker: str) -> bool:
-        """The worker stands in the newest membership."""
+        """Say whether the worker stands in the newest membership."""
         return worker in self.member_names
 
 
@@ -347,7 +347,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def workers(self) -> dict[str, int]:
-        """Per task."""
+        """The number of workers per task."""
         return {name: assignment.workers for name, assignment in self.assignments.items()}
 
 
@@ -426,7 +426,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def by_node(self) -> ByNode:
-        """Which workers are where."""
+        """Index the workers by their node; cached."""
         known = self.placed
         if known is None or known.tasks is not self.tasks:
             known = ByNode(self.tasks, known)

@@ -85,28 +85,28 @@ TASK_FIELDS: tuple[str, ...] = (
 
 
 def digest(state: ClusterState) -> str:
-    """16 bytes of BLAKE2b, in hex, over the state's canonical msgpack: equal states, equal digests."""
+    """Return 16 bytes of BLAKE2b, in hex, over the state's canonical msgpack: equal states, equal digests."""
     encoded = msgspec.msgpack.encode(_flat(state), order="deterministic")
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def to_json(state: ClusterState) -> Any:
-    """The state as plain JSON types."""
+    """Return the state as plain JSON types."""
     return msgspec.to_builtins(_flat(state))
 
 
 def from_json(tree: Any) -> ClusterState:
-    """The state of `to_json`. Raises msgspec.ValidationError."""
+    """Read the state of `to_json` back. Raise msgspec.ValidationError."""
     return _cut(msgspec.convert(tree, _FlatState, strict=True))
 
 
 def encode(state: ClusterState) -> bytes:
-    """Msgpack that keeps insertion order, which is part of the state."""
+    """Return the state as msgpack that keeps insertion order, which is part of the state."""
     return msgspec.msgpack.encode(_flat(state))
 
 
 def decode(body: bytes) -> ClusterState:
-    """The state of `encode`. Raises msgspec.MsgspecError."""
+    """Read the state of `encode` back. Raise msgspec.MsgspecError."""
     return _cut(msgspec.msgpack.decode(body, type=_FlatState))
 
 
@@ -114,7 +114,7 @@ def decode(body: bytes) -> ClusterState:
 
 
 def _field(owner: type[msgspec.Struct], path: str) -> tuple[str, Any, Any]:
-    """Name, type and default of the field at `path`, which may lead through a part."""
+    """Return encoded name, type and default of the field at `path`, which may lead through a part."""
     part, _, name = path.rpartition(".")
     found = {info.name: info for info in fields(owner)}
     if part:

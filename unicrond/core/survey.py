@@ -58,8 +58,8 @@ class Nodes(NamedTuple):
 
 
 def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
-    """What the rules ask of `nodes`; `before`: the same of others. Where these differ in nothing that is asked, its
-    answers hold."""
+    """Return what the rules ask of `nodes`. `before`: the same of other nodes, whose answers hold where these differ in
+    nothing that is asked."""
     if before is not None:
         if before.of is nodes:
             return before
@@ -139,7 +139,7 @@ class Survey:
         )
 
     def room_without(self, node: str, look: Callable[[Survey, str], bool]) -> bool:
-        """What `look` says of the plan without the node; asked once for each plan, nodes and tasks."""
+        """Return what `look` says of the plan without the node; it is called once for each plan, nodes and tasks."""
         key = self.state.plan.epoch, self.basis
         known = self._room.get(node)
         if known is None or known[0] != key:
@@ -147,7 +147,7 @@ class Survey:
         return known[1]
 
     def staffing(self, task: Task) -> Staffing:
-        """What the task has against what the plan gives it."""
+        """Return what the task has against what the plan gives it."""
         name, workers, membership = task.spec.name, task.workers, task.membership
         assignment = self.state.plan.assignments.get(name)
         known = self._staffing.get(name)
@@ -164,7 +164,8 @@ class Survey:
         return told
 
     def settled(self, task: Task) -> bool:
-        """The group is whole, is what the plan wants, and no other worker is there: nothing to do, unless it breaks."""
+        """Say whether the group is whole, is what the plan wants, and no other worker is there: nothing to do, unless
+        it breaks."""
         if not reconcile.all_in(task):
             return False
         name, membership, assignment = task.name, task.membership, self.state.plan.assignments.get(task.name)
@@ -174,7 +175,7 @@ class Survey:
         return known[2]
 
     def targets(self, task: Task) -> tuple[MemoryService, ...]:
-        """The nodes to copy the task's state to, in the order in which they are tried."""
+        """Return the nodes to copy the task's state to, in the order in which they are tried."""
         name = task.spec.name
         known = self._targets.get(name)
         if known is None:
@@ -188,7 +189,7 @@ class Survey:
 
     @property
     def points_to_make(self) -> int:
-        """How many points `make_curves` would compute: all of them after a restart."""
+        """The number of points that `make_curves` would compute: all of them after a restart."""
         unknown = [task.spec for task in self.active for gpu in self._asked(task) if self._known(task, gpu) is None]
         return sum(spec.max_workers // shape.workers for spec in unknown for shape in layouts_of(spec))
 
@@ -199,11 +200,12 @@ class Survey:
                 self.curves(task, gpu)
 
     def throughput(self, task: Task) -> Curve:
-        """T(0..max_workers) of the task in its present layout, where it is, as far as it is known today, FLOP/s."""
+        """Return T(0..max_workers) of the task in its present layout, where it is, as far as it is known today, FLOP/s."""
         return self.curves(task, task.pace.gpu)[task.spec.shape]
 
     def curves(self, task: Task, gpu: str) -> Mapping[Shape, Curve]:
-        """The layouts that a plan may give the task, each with T on this type of GPU as far as it is known today."""
+        """Return the layouts that a plan may give the task, each with T on this type of GPU as far as it is known
+        today."""
         known = self._known(task, gpu)
         if known is None:
             there = gpu_types.on_type(task, gpu)
@@ -218,7 +220,8 @@ class Survey:
         return known[3] if known[2] == (0 if has_scale(gpu_types.on_type(task, gpu)) else self.linear) else None
 
     def type_of(self, task: Task) -> str:
-        """The type of GPU that the plan has the task on; where it has none, that of its last group, else the first."""
+        """Return the type of GPU that the plan has the task on; where it has none, that of its last group, else the
+        first."""
         if not self.types:
             return self.nodes.gpu or task.pace.gpu if self.state.schema >= GPU_TYPES else ""
         planned = gpu_types.of_assignment(self.state.nodes, self.state.plan.assignments.get(task.name))
@@ -241,12 +244,12 @@ class Survey:
 
 
 def _alike(before: Worker | None, after: Worker | None) -> bool:
-    """The worker has not come or gone, nor sits elsewhere."""
+    """Say whether the worker has not come or gone, nor sits elsewhere."""
     return before is not None and after is not None and seat(before) == seat(after)
 
 
 def _as_measured(before: Pace, after: Pace) -> bool:
-    """What was measured is the very same."""
+    """Say whether what was measured is the very same."""
     if before is after:
         return True
     same = before.measured is after.measured and before.elsewhere is after.elsewhere
@@ -254,12 +257,12 @@ def _as_measured(before: Pace, after: Pace) -> bool:
 
 
 def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:
-    """Mean time between failures of one worker: learnt from the log, else configured."""
+    """Return the mean time between failures of one worker: learnt from the log, else configured."""
     return state.worker_mtbf_us or int(policy.worker_mtbf_s * _SECOND_US)
 
 
 def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[object, ...], ...], gpus: Mapping[str, str]) -> str:
-    """In no order of theirs."""
+    """Return a digest that does not depend on the order of nodes and tasks."""
     types = [(name, gpus[name]) for name in sorted(nodes)] if gpus else []
     told = repr((sorted(nodes.items()), sorted(tasks), *([types] if types else [])))
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()

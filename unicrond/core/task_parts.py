@@ -154,11 +154,12 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def of_nodes(self) -> bool:
-        """Something is held against a node."""
+        """Say whether something is held against a node."""
         return bool(self.strikes or self.ends or self.breaks)
 
     def names(self, node: str) -> bool:
-        """Workers of the task have ended, or were given up, on this node since the task last was well there."""
+        """Say whether workers of the task have ended, or were given up, on this node since the task last was well
+        there."""
         return node in self.strikes or node in self.breaks
 
 

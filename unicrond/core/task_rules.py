@@ -48,7 +48,7 @@ PATHS: tuple[Place, ...] = (("entry",), ("cwd",), ("data",), ("checkpoint", "dir
 
 
 def spec_faults(spec: TaskSpec, schema: int = SCHEMA) -> Iterator[Fault]:
-    """All that is wrong with a well-typed spec. `schema`: what the coordinator writes."""
+    """Yield all that is wrong with a well-typed spec. `schema`: what the coordinator writes."""
     yield from _not_finite(spec)
     yield from _workers(spec, schema)
     yield from _batches(spec)
@@ -93,7 +93,8 @@ def _workers(spec: TaskSpec, schema: int) -> Iterator[Fault]:
 
 
 def members_told_at_most(name: str) -> int:
-    """How many workers of the task fit into one SetMembership, all of them joiners, on nodes with the longest names."""
+    """Return how many workers of the task fit into one SetMembership, all of them joiners, on nodes with the longest
+    names."""
     worker_bytes = len(name) + len(".123456789") + 2
     member_bytes = worker_bytes + len("worker") + len("node") + len("replica") + len("shard") + 5 + 65 + 2 * 5
     return (MAX_EVENT_BYTES - SPEC_BYTES_MAX) // (member_bytes + worker_bytes)
@@ -122,8 +123,8 @@ def _precision(spec: TaskSpec, schema: int) -> Iterator[Fault]:
 
 
 def _shape(spec: TaskSpec) -> Iterator[Fault]:
-    """Of the built-in GPT: what Megatron-core asserts when it builds the model. Of Megatron-LM: in a layout that is not
-    its flags'."""
+    """Yield, for the built-in GPT, what Megatron-core asserts when it builds the model; for Megatron-LM, what its flags
+    forbid in another layout than theirs."""
     if problem := flag_problem(spec, spec.cut):
         yield Fault(("args",), problem)
     yield from _inside(spec, spec.cut)
@@ -151,7 +152,7 @@ def _shape(spec: TaskSpec) -> Iterator[Fault]:
 
 
 def _inside(spec: TaskSpec, shape: Shape) -> Iterator[Fault]:
-    """What is wrong with vpp and ep, whatever the program is and however large."""
+    """Yield what is wrong with vpp and ep, whatever the program is and however large."""
     if spec.entry == BUILT_IN:
         for name, degree in (("vpp", shape.vpp), ("ep", shape.ep)):
             if degree > 1:
@@ -166,7 +167,7 @@ def _inside(spec: TaskSpec, shape: Shape) -> Iterator[Fault]:
 
 
 def divides(spec: TaskSpec, shape: Shape) -> bool:
-    """Whether the model can be cut so; of a script of one's own little is known against it."""
+    """Say whether the model can be cut so; of a script of one's own little is known against it."""
     if cut_problem(spec, shape):
         return False
     model = spec.model
@@ -175,30 +176,32 @@ def divides(spec: TaskSpec, shape: Shape) -> bool:
 
 
 def cut_problem(spec: TaskSpec, shape: Shape) -> str:
-    """What keeps the program from being cut so, as one line; of the built-in GPT without the sizes of its model."""
+    """Return what keeps the program from being cut so, as one line; of the built-in GPT without the sizes of its model."""
     return flag_problem(spec, shape) or next(map(str, _inside(spec, shape)), "")
 
 
 def flag_problem(spec: TaskSpec, shape: Shape) -> str:
-    """Of Megatron-LM: which flag keeps it from being cut so, and why."""
+    """Return which flag of Megatron-LM keeps it from being cut so, and why; "" where none does."""
     rules = flag_rules(spec)
     return rules.problem(_as_the_flags_have_it(spec, shape, rules.own)) if rules is not None else ""
 
 
 def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
-    """A task of an older log says nothing of vpp and ep: then the flags hold, in every layout."""
+    """Return the layout with the flags' vpp and ep where a task of an older log says nothing of them: there the flags
+    hold, in every layout."""
     vpp = flags.vpp if spec.vpp == 0 and shape.vpp == 1 else shape.vpp
     ep = flags.ep if spec.ep == 0 and shape.ep == 1 else shape.ep
     return shape.cut._replace(vpp=vpp, ep=ep)
 
 
 def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
-    """Of Megatron-LM: what its flags say of layouts."""
+    """Return what the flags of Megatron-LM say of layouts; None for any other program."""
     return megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
 
 
 def written_at(spec: TaskSpec, schema: int) -> TaskSpec:
-    """Logs of older schemas leave vpp and ep to the program, of Megatron-LM to its flags."""
+    """Return the task as logs of `schema` have it: older ones leave vpp and ep to the program, of Megatron-LM to its
+    flags."""
     if schema >= CHOOSES_LAYOUTS:
         return spec
     rules = flag_rules(spec)
@@ -207,8 +210,8 @@ def written_at(spec: TaskSpec, schema: int) -> TaskSpec:
 
 
 def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
-    """The layout with this tp and pp that is nearest to the task's: no more chunks of a stage, experts over no more
-    workers."""
+    """Return the layout with this tp and pp that is nearest to the task's: no more chunks of a stage, experts over no
+    more workers."""
     own = spec.cut
     if (tp, pp) == (own.tp, own.pp):
         return own
@@ -268,7 +271,7 @@ def _table(table: Mapping[str, int], most: int, place: Place) -> Iterator[Fault]
 
 
 def _multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` beside `value`, as words."""
+    """Return the multiples of `unit` beside `value`, as words."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
@@ -334,7 +337,7 @@ def _program(spec: TaskSpec) -> Iterator[Fault]:
 
 
 def too_few_lanes(spec: TaskSpec) -> list[str]:
-    """A warning where the task may have more replicas than lanes."""
+    """Warn where the task may have more replicas than lanes; an empty list where it may not."""
     replicas = min(spec.max_workers // spec.replica_workers, spec.micro_batches)
     if not 0 < spec.lanes < replicas:
         return []

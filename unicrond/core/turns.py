@@ -30,7 +30,7 @@ from unicrond.core.task_parts import Turn
 
 
 def ranks(state: ClusterState) -> dict[str, int]:
-    """The tasks whose floors go before others', with their ranks; the highest first."""
+    """Return the tasks whose floors go before others', with their ranks; the highest first."""
     if not state.starvation_us:
         return {}
     active = [task for task in state.tasks.values() if task.status is TaskStatus.ACTIVE]
@@ -40,7 +40,7 @@ def ranks(state: ClusterState) -> dict[str, int]:
 
 
 def deadlines(state: ClusterState) -> Iterator[tuple[str, int]]:
-    """Id -> length in microseconds: `wait:` and `turn:`, each with its beginning."""
+    """Yield (id, length in microseconds): `wait:` and `turn:`, each with its beginning in the id."""
     for task in state.tasks.values():
         turn = task.turn
         if task.status is not TaskStatus.ACTIVE or not state.starvation_us:
@@ -56,7 +56,7 @@ def _left_us(state: ClusterState, since_us: int) -> int:
 
 
 def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterState:
-    """One that no longer stands changes nothing."""
+    """Fold the end of `wait:` or `turn:`; one that no longer stands changes nothing."""
     name, _, since = subject.partition("#")
     task = state.tasks.get(name)
     if task is None or task.status is not TaskStatus.ACTIVE:
@@ -70,7 +70,7 @@ def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterStat
 
 
 def planned(state: ClusterState, event: PlanAdopted) -> ClusterState:
-    """The plan is in force: who waits from now on, and whose turn has begun."""
+    """Fold a plan that is in force: note who waits from now on, and whose turn has begun."""
     if not state.starvation_us:
         return state
     given = {assignment.task: assignment.workers for assignment in event.assignments if assignment.task in state.tasks}
@@ -85,8 +85,8 @@ def planned(state: ClusterState, event: PlanAdopted) -> ClusterState:
 
 
 def _passed_over(state: ClusterState, given: Mapping[str, int]) -> set[str]:
-    """Of the overdue tasks those that got nothing, and stood before one that got workers; all, if none has any of those
-    whose floors went first. Only to look up in."""
+    """Return, of the overdue tasks, those that got nothing and stood before one that got workers; all, if none has any
+    of those whose floors went first. Only to look up in."""
     first = list(ranks(state))
     served = [place for place, name in enumerate(first) if given.get(name)]
     behind = first[: served[-1]] if served else first
@@ -104,7 +104,7 @@ def _after(turn: Turn, workers: int, now_us: int, *, passed_over: bool) -> Turn:
 
 
 def changed_since(state: ClusterState, task: Task, since_us: int) -> str:
-    """What has become of the task's turn since then, for a plan's trigger; "": nothing."""
+    """Return what has become of the task's turn since then, for a plan's trigger; "": nothing."""
     if not state.starvation_us:
         return ""
     if task.turn.overdue_us > since_us:

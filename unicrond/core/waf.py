@@ -46,7 +46,7 @@ class Model(NamedTuple):
     linear: int
 
     def __call__(self, workers: int) -> int:
-        """FLOP/s on that many workers; between the table's entries the next smaller one holds."""
+        """Return FLOP/s on that many workers; between the table's entries the next smaller one holds."""
         if not 0 < workers <= self.most or workers % self.unit:
             return 0
         if not self.at:
@@ -64,14 +64,14 @@ class Corrected(NamedTuple):
     ratio: tuple[float, ...]
 
     def __call__(self, workers: int) -> int:
-        """FLOP/s on that many workers."""
+        """Return FLOP/s on that many workers."""
         right = min(bisect_left(self.at, workers), len(self.at) - 1)
         if self.at[right] == workers:
             return self.flops[right]
         return round(float(self.model(workers)) * self.ratio_at(workers))
 
     def ratio_at(self, workers: int) -> float:
-        """Measured over modelled."""
+        """Return the ratio of measured to modelled."""
         right = min(bisect_left(self.at, workers), len(self.at) - 1)
         # Additions, products and quotients of float64, one at a time: the same bits on every machine.
         left = max(right - 1, 0)
@@ -87,12 +87,12 @@ class Presumed(NamedTuple):
     near: Corrected
 
     def __call__(self, workers: int) -> int:
-        """FLOP/s on that many workers."""
+        """Return FLOP/s on that many workers."""
         return round(float(self.model(workers)) * self.near.ratio_at(workers))
 
 
 def model_of(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Model:
-    """T before any measurement. `linear`: FLOP/s of one worker without a table."""
+    """Return T before any measurement. `linear`: FLOP/s of one worker without a table."""
     at, flops = _sorted(spec.throughput)
     return Model(spec.replica_workers, spec.max_workers, at, flops, linear)
 
@@ -103,7 +103,8 @@ _TABLES_MAX = 8192
 
 
 def _sorted(table: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Its workers, rising, and their FLOP/s. This is most of what T of a task costs: once for each table."""
+    """Return the table's workers, rising, and their FLOP/s. This is most of what T of a task costs: once for each
+    table."""
     if not table:
         return (), ()
     known = _tables.get(id(table))
@@ -117,7 +118,7 @@ def _sorted(table: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
-    """The task as its model of T has it in this layout: whole replicas, and no more than micro-batches."""
+    """Return the task as its model of T has it in this layout: whole replicas, and no more than micro-batches."""
     if not spec.layouts:
         return spec
     given = next((one.throughput for one in spec.layouts if one.shape == shape), spec.throughput)
@@ -128,7 +129,7 @@ def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
 
 
 def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Model | Corrected | Presumed:
-    """T as far as it is known today, in its present layout or in another: call it with a number of workers."""
+    """Return T as far as it is known today, in its present layout or in another: call it with a number of workers."""
     shape, told = shape or task.spec.shape, spec_on(task.spec, task.pace.gpu)
     spec = in_layout(told, shape)
     measured = _measured_in(task, shape)
@@ -150,7 +151,7 @@ def _measured_in(task: Task, shape: Shape) -> dict[str, int]:
 
 
 def _doublings(one: Shape, other: Shape) -> float:
-    """How far two layouts are apart."""
+    """Return how far two layouts are apart."""
     pairs = zip(one, other, strict=True)
     return sum(abs(log2(a / b)) for a, b in pairs if a and b)
 
@@ -169,17 +170,17 @@ def _corrected(model: Model, known: Mapping[str, int]) -> Model | Corrected:
 
 
 def _float(flops: int) -> Number:
-    """As float64 where that is exact, as curves hold it."""
+    """Return the number as float64 where that is exact, as curves hold it."""
     return float(flops) if float(flops) == flops else flops
 
 
 def modelled(spec: TaskSpec, linear: int = LINEAR_FLOPS) -> Curve:
-    """T(0..max_workers) before any measurement, FLOP/s."""
+    """Return T(0..max_workers) before any measurement, FLOP/s."""
     return _curve(spec, model_of(spec, linear))
 
 
 def throughput(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Curve:
-    """T(0..max_workers) as far as it is known today, FLOP/s; in its present layout, or in another."""
+    """Return T(0..max_workers) as far as it is known today, FLOP/s; in its present layout, or in another."""
     spec = in_layout(spec_on(task.spec, task.pace.gpu), shape or task.spec.shape)
     return _curve(spec, flops_of(task, linear, shape))
 
@@ -190,30 +191,30 @@ def _curve(spec: TaskSpec, flops: Model | Corrected | Presumed) -> Curve:
 
 
 def has_scale(task: Task) -> bool:
-    """Its T is known in FLOP/s; of others it is a line of `linear_flops`."""
+    """Say whether its T is known in FLOP/s; of other tasks it is a line of `linear_flops`."""
     return bool(task.pace.measured or task.pace.elsewhere or spec_on(task.spec, task.pace.gpu).throughput)
 
 
 def linear_flops(state: ClusterState) -> int:
-    """FLOP/s of one worker of a task of which nothing is known."""
+    """Return FLOP/s of one worker of a task of which nothing is known."""
     known = [flops for task in state.tasks.values() if (flops := _per_worker(task))]
     return max(1, median_low(known)) if known else LINEAR_FLOPS
 
 
 def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> int:
-    """F(t, workers), weighted FLOP/s, in its present layout or in another."""
+    """Return F(t, workers), weighted FLOP/s, in its present layout or in another."""
     if workers < task.spec.min_workers or workers > task.spec.max_workers:
         return 0
     return int(task.spec.weight * flops_of(task, linear, shape)(workers))
 
 
 def best_waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
-    """F(t, workers) in the best of its layouts."""
+    """Return F(t, workers) in the best of its layouts."""
     return max(waf(task, workers, linear, shape) for shape in layouts_of(task.spec))
 
 
 def worth_stays(before: ClusterState, after: ClusterState) -> bool:
-    """No task's F is another, nor are there other tasks that have one. Never says so wrongly."""
+    """Say whether every task's F is what it was, and the same tasks have one. A yes is never wrong."""
     if before.tasks is after.tasks:
         return True
     if len(before.tasks) != len(after.tasks):
@@ -232,7 +233,8 @@ def worth_stays(before: ClusterState, after: ClusterState) -> bool:
 
 
 def _per_worker(task: Task) -> int:
-    """FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is known."""
+    """Return FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is
+    known."""
     told = spec_on(task.spec, task.pace.gpu).throughput
     known = task.pace.measured or next(iter(task.pace.elsewhere.values()), {}) or told
     most = max(known, key=int, default="")

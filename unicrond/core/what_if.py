@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from events.guess import guess
 from events.vocabulary import Gpu, Name, PlanAdopted, StoreAddress
-from unicrond.core.deciding.plans import FLOPS_MAX, planned
+from unicrond.core.deciding.plans import FLOPS_MAX, build_plan
 from unicrond.core.field_faults import faults
 from unicrond.core.plan_problems import healthy_problem_of, problem_of, situation_of
 from unicrond.core.planning import kernel
@@ -86,7 +86,7 @@ _WORDS: dict[type, str] = {
 
 
 def table_of(survey: Survey, planner: Planner) -> Table | None:
-    """The one-step table of a state; None while the last event has not been planned for. Raises ProblemError.
+    """Return the one-step table of a state; None while the last event has not been planned for. Raise ProblemError.
 
     May load the compiled kernel first: not for an event loop.
     """
@@ -99,8 +99,8 @@ def table_of(survey: Survey, planner: Planner) -> Table | None:
 
 
 def foreseen(table: Table) -> list[Row]:
-    """One row per event that the table answers; nodes whose loss means the same share one. With several types of GPU
-    some may not be planned for (`unforeseen`)."""
+    """Return one outcome per event that the table answers; nodes whose loss means the same share one. With several
+    types of GPU some may not be planned for (`unforeseen`)."""
     rows: list[Row] = []
     alike: dict[object, list[str]] = {}
     for node in table.situation.nodes:
@@ -133,13 +133,13 @@ def foreseen(table: Table) -> list[Row]:
 
 
 def unforeseen(table: Table) -> int:
-    """How many next events have no plan in the table, or none yet; of nodes whose loss means the same, one counts."""
+    """Count the next events that have no plan in the table, or none yet; nodes whose loss means the same count once."""
     expected = table.situation.expected(distinct=True) if table.situation.gpus else ()
     return sum(table.solution(event) is None for event in expected)
 
 
 def table_told(table: Table) -> dict[str, Any]:
-    """What is shown of a table."""
+    """Return what is shown of a table."""
     return {"rows": foreseen(table), "unforeseen": unforeseen(table)}
 
 
@@ -154,23 +154,24 @@ def _subject(event: NextEvent) -> str:
 
 
 def changes_of(value: Any) -> Changes:
-    """The changes that JSON states. Raises BadChange."""
+    """Read the changes that JSON states. Raise WhatIfError."""
     for fault in faults(value, Changes):
         raise BadChange(str(fault))
     return msgspec.convert(value, Changes, strict=True)
 
 
 def what_if(state: ClusterState, policy: Policy, changes: Changes) -> PlanAdopted:
-    """The plan that the coordinator would adopt now, were the cluster so. Raises BadChange. Takes a plan's time."""
+    """Return the plan that the coordinator would adopt now, were the cluster so. Raise WhatIfError. Takes a plan's
+    time."""
     survey = Survey(changed(state, changes), policy)
     solutions = {problem: solve(problem) for problem in (problem_of(survey), healthy_problem_of(survey))}
-    plan = planned(survey, solutions)
+    plan = build_plan(survey, solutions)
     assert plan is not None
     return plan
 
 
 def changed(state: ClusterState, changes: Changes) -> ClusterState:
-    """The state with the changes made. Raises BadChange."""
+    """Return the state with the changes made. Raise WhatIfError."""
     nodes = dict(state.nodes)
     for name in changes.lose:
         node = nodes.get(name)
@@ -205,13 +206,13 @@ def changed(state: ClusterState, changes: Changes) -> ClusterState:
 
 
 def _usual_slots(nodes: Mapping[str, Node]) -> int:
-    """What most nodes have; the larger of two as frequent."""
+    """Return the slots that most nodes have; the larger of two as frequent."""
     slots = [node.slots for node in nodes.values() if node.status is not NodeStatus.LEFT]
     return max(slots, key=lambda count: (slots.count(count), count), default=0)
 
 
 def _usual_gpu(nodes: Mapping[str, Node]) -> str:
-    """The type of GPU that most have; the first by name of two as frequent."""
+    """Return the type of GPU that most nodes have; the first by name of two as frequent."""
     types = Counter(node.gpu for node in nodes.values() if node.status is not NodeStatus.LEFT)
     return min(types, key=lambda gpu: (-types[gpu], gpu), default="")
 

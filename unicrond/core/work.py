@@ -10,7 +10,7 @@ LINEAR_FLOPS = 10**9
 
 
 def iteration_flop(spec: TaskSpec) -> int:
-    """Model FLOP of one iteration, forward and backward: 6 * parameters * tokens + attention.
+    """Return the model FLOP of one iteration, forward and backward: 6 * parameters * tokens + attention.
 
     Formula: Narayanan et al. 2021 (arXiv 2104.04473), equation 3, without recomputation.
     """
@@ -21,12 +21,12 @@ def iteration_flop(spec: TaskSpec) -> int:
 
 
 def delivered_flop(task: Task) -> int:
-    """Weighted model FLOP that the task has committed (iterations rolled back count once)."""
+    """Return the weighted model FLOP that the task has committed (iterations rolled back count once)."""
     return int(task.spec.weight * iteration_flop(task.spec) * task.progress.iteration)
 
 
 def achieved_waf(task: Task, now_us: int) -> int:
-    """Weighted FLOP/s that the task has achieved since its first step was committed."""
+    """Return the weighted FLOP/s that the task has achieved since its first step was committed."""
     elapsed_us = now_us - task.progress.first_commit_us
     if not task.progress.first_commit_us or elapsed_us <= 0:
         return 0

@@ -52,19 +52,20 @@ MOVES: Mapping[type[v.AnyEvent], Row] = {
 
 
 def given_up(worker: Worker) -> Worker:
-    """The worker, lost to its task. KeyError where it is so already, or ends."""
+    """Return the worker, lost to its task. KeyError where it is so already, or ends."""
     after = GIVEN_UP[worker.status]
     assert after is not None
     return replace(worker, status=after)
 
 
 def can_move(worker: Worker, event: type[v.AnyEvent]) -> bool:
-    """The table has a move for it."""
+    """Say whether the table has a move for the worker."""
     return worker.status in MOVES[event]
 
 
 def status_after(status: WorkerStatus | None, event: type[v.AnyEvent]) -> WorkerStatus:
-    """The status that the event leads to. KeyError where the table has no such move, or it leads out of the state."""
+    """Return the status that the event leads to. KeyError where the table has no such move, or it leads out of the
+    state."""
     after = MOVES[event][status]
     if after is None:
         raise KeyError(event)

@@ -58,12 +58,12 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def alive(self) -> bool:
-        """Runs, or will, without an order to end."""
+        """Say whether it runs, or will, without an order to end."""
         return self.status not in _ENDING
 
     @property
     def can_train(self) -> bool:
-        """Can be, or become, part of a group; a parked worker never comes back."""
+        """Say whether it is, or can become, part of a group; a parked worker never comes back."""
         return self.status not in _NEVER_TO_TRAIN
 
 
@@ -170,8 +170,8 @@ class Tally:
             setattr(self, name, count)
 
     def _under(self, membership: Membership | None) -> Counter[Kind]:
-        """What the same workers are against another membership. Against the next one nearly all are what they were, but
-        have not joined yet."""
+        """Return what the same workers are against another membership. Against the next one nearly all are what they
+        were, but have not joined yet."""
         was = self.membership
         if was is membership:
             return self._kinds.copy()
@@ -184,7 +184,7 @@ class Tally:
         return kinds + _kinds(moved, membership)
 
     def __eq__(self, other: object) -> bool:
-        """It follows from the rest of its task, and says nothing that the rest does not."""
+        """Say that it equals any other: it follows from the rest of its task, which is compared anyway."""
         return True
 
     def __repr__(self) -> str:
@@ -195,7 +195,7 @@ class Tally:
 
 @cache
 def _what(kind: Kind) -> tuple[bool, ...]:
-    """Of each count of a tally, whether such a worker is one."""
+    """Return, for each count of a tally, whether such a worker is one."""
     status, in_group, vouched = kind.status, kind.status is WorkerStatus.MEMBER, kind.spoken_for and not kind.newest
     return (
         kind.member and kind.newest,
@@ -229,5 +229,5 @@ def _kind(worker: Worker, membership: Membership | None) -> Kind:
 
 
 def _moved(before: Membership, after: Membership) -> set[str]:
-    """The workers that only one of two memberships has, and those that join with the later one."""
+    """Return the workers that only one of two memberships has, and those that join with the later one."""
     return {*(before.names ^ after.names), *after.joiners}
