@@ -43,7 +43,7 @@ def from_the_future(state: ClusterState, envelope: Envelope) -> str:
 
 
 def is_repetition(state: ClusterState, envelope: Envelope) -> bool:
-    """Say whether the entry was folded already: per producer, (boot, number) only grows."""
+    """Return whether the entry was folded already: per producer, (boot, number) only grows."""
     last = state.seen.get(envelope.producer, (-1, 0))
     if (envelope.boot, envelope.number) > last:
         return False

@@ -51,52 +51,52 @@ class Verdict(NamedTuple):
 
 def verdict(task: Task, incident: Incident) -> Verdict:
     """Return whose fault it is that the task's group broke."""
-    told, nodes = reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()}
-    found = links(told, nodes)
-    judged = judge(found, task.troubles.ends, {node: _quality(task, node) for link in found for node in link})
-    tellers = {nodes[name] for name, lost in told.items() if lost and name in nodes}
-    return judged if len(found) < 2 or len(tellers) > 1 else judged._replace(clear=())
+    losses, nodes = reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()}
+    broken = links(losses, nodes)
+    result = judge(broken, task.troubles.ends, {node: _quality(task, node) for link in broken for node in link})
+    reporters = {nodes[name] for name, peers in losses.items() if peers and name in nodes}
+    return result if len(broken) < 2 or len(reporters) > 1 else result._replace(clear=())
 
 
 def evidence(task: Task, incident: Incident) -> dict[str, int]:
     """Return what the break adds to `Troubles.ends`: per node, the links that it is an end of."""
-    found = links(reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()})
-    return dict(sorted(weights(found).items()))
+    broken = links(reports(task, incident), {worker.worker: worker.node for worker in task.workers.values()})
+    return dict(sorted(weights(broken).items()))
 
 
 def reports(task: Task, incident: Incident) -> dict[str, tuple[str, ...]]:
     """Return, per member that reported the break, the peers that it had lost; () where it does not know."""
-    told = {name: incident.links.get(name) or ((peer,) if peer else ()) for name, peer in incident.lost.items()}
+    losses = {name: incident.links.get(name) or ((peer,) if peer else ()) for name, peer in incident.lost.items()}
     members = task.membership.members if task.membership else ()
-    if not any(told.values()) and incident.kind == "connection_broken":
-        seats = {member.worker: member for member in members}
+    if not any(losses.values()) and incident.kind == "connection_broken":
+        placements = {member.worker: member for member in members}
         if len({member.replica for member in members}) == 2:
-            for name in [name for name in told if name in seats]:
-                mates = [m.worker for m in members if m.shard == seats[name].shard and m.worker != name]
-                told[name] = tuple(mates)
-    return told
+            for name in [name for name in losses if name in placements]:
+                peers = [m.worker for m in members if m.shard == placements[name].shard and m.worker != name]
+                losses[name] = tuple(peers)
+    return losses
 
 
-def links(told: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict[Link, int]:
+def links(losses: Mapping[str, Sequence[str]], nodes: Mapping[str, str]) -> dict[Link, int]:
     """Return the broken links, and whether each may be an echo (ECHO or PLAIN). `nodes`: by worker; losses of other
     workers are left out."""
-    found: dict[Link, int] = {}
-    for reporter, lost in told.items():
-        for peer in lost:
+    broken: dict[Link, int] = {}
+    for reporter, peers in losses.items():
+        for peer in peers:
             if reporter not in nodes or peer not in nodes or nodes[reporter] == nodes[peer]:
                 continue
-            one, other = sorted((nodes[reporter], nodes[peer]))
-            weight = ECHO if peer in told and reporter not in told[peer] else PLAIN
-            found[one, other] = max(weight, found.get((one, other), 0))
-    return found
+            first, second = sorted((nodes[reporter], nodes[peer]))
+            weight = ECHO if peer in losses and reporter not in losses[peer] else PLAIN
+            broken[first, second] = max(weight, broken.get((first, second), 0))
+    return broken
 
 
-def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> Verdict:
+def judge(broken: Mapping[Link, int], record: Mapping[str, int], quality: Mapping[str, Quality]) -> Verdict:
     """Return the best explanation of these links. `record`: Troubles.ends; `quality`: of the state on each of their
     ends."""
-    plain, certain = _plain(found), PLAIN in found.values()
-    echoes = Counter(node for link in found if link not in plain for node in link)
-    score = {node: record.get(node, 0) + weight for node, weight in weights(found).items()}
+    plain, certain = _plain(broken), PLAIN in broken.values()
+    echoes = Counter(node for link in broken if link not in plain for node in link)
+    score = {node: record.get(node, 0) + weight for node, weight in weights(broken).items()}
     blamed: list[str] = []
     clear: list[str] = []
     for part in _parts(plain):
@@ -108,35 +108,36 @@ def judge(found: Mapping[Link, int], record: Mapping[str, int], quality: Mapping
 
         def goodness(cover: frozenset[str], ends: list[str] = ends, scores: dict = scores) -> tuple:  # type: ignore[type-arg]
             """Return the sort key of an explanation: the best one has the smallest."""
-            staying = [node for node in ends if node not in cover]
+            remaining = [node for node in ends if node not in cover]
             echo = sum(echoes[node] for node in cover)
-            return -scores[cover], -echo, [-n for n in max(quality.get(node, (0, 0)) for node in staying)], staying
+            return -scores[cover], -echo, [-n for n in max(quality.get(node, (0, 0)) for node in remaining)], remaining
 
-        best, *others = sorted(covers, key=goodness)
+        best, *rivals = sorted(covers, key=goodness)
         blamed += best
         sides = len(best) > 1 and len(part) == len(best) * (len(ends) - len(best))
-        if certain and (sides or all(scores[best] >= _CLEARLY * scores[other] for other in others)):
+        if certain and (sides or all(scores[best] >= _CLEARLY * scores[rival] for rival in rivals)):
             clear += best
     return Verdict(tuple(sorted(blamed)), tuple(sorted(clear)))
 
 
 def _quality(task: Task, node: str) -> Quality:
     live = any(worker.node == node and worker.status is WorkerStatus.MEMBER for worker in task.workers.values())
-    return int(live), max((kept.iteration for kept in task.copies.kept.values() if kept.node == node), default=0)
+    return int(live), max((copy.iteration for copy in task.copies.kept.values() if copy.node == node), default=0)
 
 
-def _plain(found: Mapping[Link, int]) -> frozenset[Link]:
+def _plain(broken: Mapping[Link, int]) -> frozenset[Link]:
     """Return the links that are no echo; all, if there are no others."""
-    return frozenset(link for link, weight in found.items() if weight == PLAIN) or frozenset(found)
+    return frozenset(link for link, weight in broken.items() if weight == PLAIN) or frozenset(broken)
 
 
-def weights(found: Mapping[Link, int]) -> Counter[str]:
-    """Return, per node, the links that it is an end of, as they are remembered: no echoes where there is anything else."""
-    counted: Counter[str] = Counter()
-    for link in _plain(found):
+def weights(broken: Mapping[Link, int]) -> Counter[str]:
+    """Return, per node, the links that it is an end of, as they are remembered: no echoes where there is anything
+    else."""
+    totals: Counter[str] = Counter()
+    for link in _plain(broken):
         for node in link:
-            counted[node] += found[link]
-    return counted
+            totals[node] += broken[link]
+    return totals
 
 
 def _ends(part: frozenset[Link]) -> list[str]:
@@ -145,14 +146,14 @@ def _ends(part: frozenset[Link]) -> list[str]:
 
 def _parts(plain: frozenset[Link]) -> Iterator[frozenset[Link]]:
     """Yield the links that are connected, directly or through others, one component at a time."""
-    left = set(plain)
-    while left:
-        ends = set(min(left))
-        while more := {link for link in left if (link[0] in ends) != (link[1] in ends)}:
+    remaining = set(plain)
+    while remaining:
+        ends = set(min(remaining))
+        while more := {link for link in remaining if (link[0] in ends) != (link[1] in ends)}:
             ends |= {node for link in more for node in link}
-        part = frozenset(link for link in left if link[0] in ends)
+        part = frozenset(link for link in remaining if link[0] in ends)
         yield part
-        left -= part
+        remaining -= part
 
 
 def _smallest_covers(part: frozenset[Link]) -> list[frozenset[str]]:
@@ -164,19 +165,19 @@ def _smallest_covers(part: frozenset[Link]) -> list[frozenset[str]]:
     for _ in range(_LOOKS_MAX * _LINKS_OF_64 // max(len(part), _LINKS_OF_64)):
         if not open_ways:
             break
-        cover, left = open_ways.pop()
+        cover, uncovered = open_ways.pop()
         if len(cover) > most:
             continue
-        if not left:
+        if not uncovered:
             if len(cover) < most:
                 most, covers = len(cover), set()
             covers.add(cover)
             continue
-        degrees = Counter(node for link in left for node in link)
+        degrees = Counter(node for link in uncovered for node in link)
         busiest = min(degrees, key=lambda node: (-degrees[node], node))
-        peers = {node for link in left if busiest in link for node in link} - {busiest}
+        peers = {node for link in uncovered if busiest in link for node in link} - {busiest}
         # Each link of the busiest is explained by it, or each by its other end.
-        for chosen in (peers, {busiest}):
-            rest = frozenset(link for link in left if not chosen & {*link})
-            open_ways.append((cover | chosen, rest))
+        for choice in (peers, {busiest}):
+            rest = frozenset(link for link in uncovered if not choice & {*link})
+            open_ways.append((cover | choice, rest))
     return sorted(covers, key=sorted)

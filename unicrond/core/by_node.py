@@ -40,27 +40,27 @@ class ByNode:
     def __init__(self, tasks: Mapping[str, _Task], before: ByNode | None = None) -> None:
         self.tasks = tasks
         self._on: immutables.Map[str, tuple[tuple[str, str], ...]] = before._on if before else immutables.Map()
-        known = before.tasks if before else {}
+        previous = before.tasks if before else {}
         moves: dict[str, list[tuple[str, str, bool]]] = {}
-        for name in dict.fromkeys([*known, *tasks]):
-            was, now = known.get(name), tasks.get(name)
+        for name in dict.fromkeys([*previous, *tasks]):
+            was, now = previous.get(name), tasks.get(name)
             old, new = was.workers if was else {}, now.workers if now else {}
             if same_names(old, new):
                 continue
-            for went, came in changed(old, new).values():
-                if went is not None and (came is None or came.node != went.node):
-                    moves.setdefault(went.node, []).append((name, went.worker, False))
-                if came is not None and (went is None or came.node != went.node):
-                    moves.setdefault(came.node, []).append((name, came.worker, True))
+            for old_worker, new_worker in changed(old, new).values():
+                if old_worker is not None and (new_worker is None or new_worker.node != old_worker.node):
+                    moves.setdefault(old_worker.node, []).append((name, old_worker.worker, False))
+                if new_worker is not None and (old_worker is None or new_worker.node != old_worker.node):
+                    moves.setdefault(new_worker.node, []).append((name, new_worker.worker, True))
         on = self._on.mutate()
-        for node, told in moves.items():
-            here = dict.fromkeys(on.get(node, ()))
-            for task, worker, comes in told:
-                if comes:
-                    here[task, worker] = None
+        for node, node_moves in moves.items():
+            entries = dict.fromkeys(on.get(node, ()))
+            for task, worker, is_arrival in node_moves:
+                if is_arrival:
+                    entries[task, worker] = None
                 else:
-                    here.pop((task, worker), None)
-            on[node] = tuple(here)
+                    entries.pop((task, worker), None)
+            on[node] = tuple(entries)
         self._on = on.finish()
 
     def on(self, node: str) -> Sequence[tuple[str, str]]:
@@ -69,16 +69,16 @@ class ByNode:
 
     def of_task(self, node: str, task: str) -> list[str]:
         """Return the ids of the task's workers on `node`, in their order among all of the task's."""
-        found = [worker for name, worker in self.on(node) if name == task]
-        if len(found) < 2:
-            return found
-        return in_order(self.tasks[task].workers, found)
+        workers = [worker for name, worker in self.on(node) if name == task]
+        if len(workers) < 2:
+            return workers
+        return in_order(self.tasks[task].workers, workers)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, _: object) -> bool:
         """Say that it equals any other: it follows from the rest of its state, which is compared anyway."""
         return True
 
     def __repr__(self) -> str:
-        return "None"  # as where it has not been asked for yet
+        return "None"  # as where it has not been computed yet
 
     __hash__ = None  # type: ignore[assignment]

@@ -32,9 +32,9 @@ def with_moved(task: Task, worker: Worker, event: type[v.AnyEvent], **fields: An
     return with_worker(task, replace(worker, status=status_after(worker.status, event), **fields))
 
 
-def without_workers(task: Task, gone: list[str]) -> Task:
+def without_workers(task: Task, names: list[str]) -> Task:
     """Return the task without the workers of these ids."""
-    return replace(task, workers=without(task.workers, gone))
+    return replace(task, workers=without(task.workers, names))
 
 
 def with_incident(state: ClusterState, incident: Incident) -> ClusterState:

@@ -99,7 +99,7 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
         return ledger
     accounts = ledger.accounts.values()
     delivered = sum(account.rate for account in accounts) * lasted_us
-    lost = sum(account.had for account in accounts) * lasted_us
+    in_transition = sum(account.had for account in accounts) * lasted_us
     free = ledger.healthy * lasted_us
     charges = ledger.charges
     for account in accounts:
@@ -110,15 +110,16 @@ def settle(ledger: Ledger, now_us: int) -> Ledger:
         until_us=now_us,
         failure_free=plus(ledger.failure_free, free),
         delivered=plus(ledger.delivered, delivered),
-        transition=plus(ledger.transition, lost),
-        sub_health=plus(ledger.sub_health, free - delivered - lost),
+        transition=plus(ledger.transition, in_transition),
+        sub_health=plus(ledger.sub_health, free - delivered - in_transition),
         charges=charges,
         exposed_us=ledger.exposed_us + sum(account.workers for account in accounts) * lasted_us,
     )
 
 
 def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> ClusterState:
-    """Return `after` (the event) with its ledger carried on from `before`; the same object where no rate has changed."""
+    """Return `after` (the event) with its ledger carried on from `before`; the same object where no rate has
+    changed."""
     if type(event) in _FREE or (isinstance(event, v.WorkerRegrouped) and not _completes(after, event)):
         return after
     if before.tasks is after.tasks and before.incidents is after.incidents and before.plan is after.plan:
@@ -135,8 +136,10 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
     for task in after.tasks.values():
         if task.status is TaskStatus.ACTIVE:
             old = after.ledger.accounts.get(task.name)
-            same = as_before and old is not None and before.tasks.get(task.name) is task
-            accounts[task.name] = _account(after, task, old or Account(since_us=after.now_us), linear, same=same)
+            is_unchanged = as_before and old is not None and before.tasks.get(task.name) is task
+            accounts[task.name] = _account(
+                after, task, old or Account(since_us=after.now_us), linear, is_unchanged=is_unchanged
+            )
     healthy = after.ledger.healthy
     if not same_worth or before.plan is not after.plan:
         healthy = sum(worth_in_health(after.plan, after.tasks[name], linear) for name in accounts)
@@ -147,7 +150,7 @@ def accrue(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Clus
 
 
 def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
-    """Say whether the join changes what trains: before the last one, the previous group trains on, or none does."""
+    """Return whether the join changes what trains: before the last one, the previous group trains on, or none does."""
     task = state.tasks.get(event.task)
     return task is not None and task.confirmed
 
@@ -155,7 +158,9 @@ def _completes(state: ClusterState, event: v.WorkerRegrouped) -> bool:
 # --- one task --------------------------------------------------------------------------------------
 
 
-def _account(state: ClusterState, task: Task, old: Account, linear: Callable[[], int], *, same: bool) -> Account:
+def _account(
+    state: ClusterState, task: Task, old: Account, linear: Callable[[], int], *, is_unchanged: bool
+) -> Account:
     """Return the task's account from now on. `is_unchanged`: nothing about the task itself has changed."""
     incident = _kept_from_training_by(state, task)
     if incident is not None:
@@ -167,7 +172,7 @@ def _account(state: ClusterState, task: Task, old: Account, linear: Callable[[],
             lost_from_us=state.now_us,
             incident=incident.id,
         )
-    if same and not old.incident:
+    if is_unchanged and not old.incident:
         return old
     rate, workers = _rate(task, old, linear)
     if rate == old.rate and not old.incident:
@@ -186,7 +191,8 @@ def _kept_from_training_by(state: ClusterState, task: Task) -> Incident | None:
 
 
 def _stands(task: Task) -> bool:
-    """Say whether a group trains: the newest, or the one before it while all that a planned change needs are alive."""
+    """Return whether a group trains: the newest, or the one before it while all that a planned change needs are
+    alive."""
     if task.membership is None or not task.membership.members:
         return False
     return (task.confirmed or not task.membership.urgent) and task.all_able
@@ -219,14 +225,16 @@ def _hand_over(ledger: Ledger, before: ClusterState, after: ClusterState) -> Led
     """Pass the charges of incidents that are no more to the one that took them over; else drop them: the event that
     closed them has them."""
     charges = ledger.charges
-    gone = [name for name in before.incidents if name not in after.incidents]
-    heir = next((name for name in after.incidents if name not in before.incidents), "")
-    for name in gone:
+    old_names = [name for name in before.incidents if name not in after.incidents]
+    successor = next((name for name in after.incidents if name not in before.incidents), "")
+    for name in old_names:
         if name in charges:
-            taken = charges[name]
+            old_charge = charges[name]
             charges = {key: charge for key, charge in charges.items() if key != name}
-            if heir:
-                charges = _charged(charges, heir, detection=int(taken.detection), transition=int(taken.transition))
+            if successor:
+                charges = _charged(
+                    charges, successor, detection=int(old_charge.detection), transition=int(old_charge.transition)
+                )
     return ledger if charges is ledger.charges else replace(ledger, charges=charges)
 
 
@@ -241,12 +249,12 @@ def _date_back(ledger: Ledger, state: ClusterState) -> Ledger:
         from_us = max(occurred_us, account.had_since_us)
         if from_us >= account.lost_from_us:
             continue
-        moved = account.had * (account.lost_from_us - from_us)
+        work = account.had * (account.lost_from_us - from_us)
         ledger = replace(
             ledger,
-            delivered=plus(ledger.delivered, -moved),
-            detection=plus(ledger.detection, moved),
-            charges=_charged(ledger.charges, account.incident, detection=moved),
+            delivered=plus(ledger.delivered, -work),
+            detection=plus(ledger.detection, work),
+            charges=_charged(ledger.charges, account.incident, detection=work),
             accounts=ledger.accounts | {name: replace(account, lost_from_us=from_us)},
         )
     return ledger

@@ -81,9 +81,9 @@ def decide(survey: Survey, solutions: Mapping[Problem, Solution], *, gathering: 
             batch.add(plans.compact_plan(survey, plan) if batch.broadcasts else plan)
     unsettled = [task for task in state.tasks.values() if not memberships.settled(survey, task)]
     for task in unsettled:
-        asked = task.reshaping.reshape
-        if task.status is TaskStatus.ACTIVE and asked is not None and (fresh or not task.reshaping.plan):
-            memberships.reshape(batch, task, asked)  # what an outdated plan has chosen, the next one may not want
+        request = task.reshaping.reshape
+        if task.status is TaskStatus.ACTIVE and request is not None and (fresh or not task.reshaping.plan):
+            memberships.reshape(batch, task, request)  # what an outdated plan has chosen, the next one may not want
         elif task.status is TaskStatus.ACTIVE:
             memberships.regroup(batch, task, fresh)
             if fresh:

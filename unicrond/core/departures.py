@@ -73,12 +73,12 @@ def _lead_s(state: ClusterState, policy: Policy, nodes: Iterable[str]) -> int:
 
 def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterState:
     """Fold the end of `drain:`, `empty:` or `window:`; one that no longer stands changes nothing."""
-    name, _, which = subject.partition("#")
-    which = which.partition(".")[0]
+    name, _, moment = subject.partition("#")
+    moment = moment.partition(".")[0]
     if kind == "window":
-        return _window_passed(state, name, which)
+        return _window_passed(state, name, moment)
     node = state.nodes.get(name)
-    if node is None or not node.cordoned or which != str(node.empty_by_us):
+    if node is None or not node.cordoned or moment != str(node.empty_by_us):
         return state
     after = replace(node, draining=True, overdue=node.overdue or kind == "empty")
     return with_node(state, after)
@@ -135,16 +135,16 @@ def cancelled(state: ClusterState, event: v.MaintenanceCancelled) -> ClusterStat
     return _over(state, event.window)
 
 
-def _window_passed(state: ClusterState, name: str, which: str) -> ClusterState:
+def _window_passed(state: ClusterState, name: str, moment: str) -> ClusterState:
     window = state.windows.get(name)
     if window is None:
         return state
-    if which == "end":
+    if moment == "end":
         return _over(state, name)
     state = replace(state, windows=state.windows | {name: replace(window, near=True)})
-    for each in window.nodes:
-        if each in state.nodes:
-            state = with_node(state, _taken(state.nodes[each], name, window))
+    for node_name in window.nodes:
+        if node_name in state.nodes:
+            state = with_node(state, _taken(state.nodes[node_name], name, window))
     return state
 
 
@@ -169,8 +169,8 @@ def _over(state: ClusterState, name: str) -> ClusterState:
         return state
     nodes = state.windows[name].nodes
     state = replace(state, windows={key: window for key, window in state.windows.items() if key != name})
-    for each in nodes:
-        node = state.nodes.get(each)
+    for node_name in nodes:
+        node = state.nodes.get(node_name)
         if node is not None and node.window == name:
             state = with_node(state, wanted_by_windows(state, uncordoned(node)))
     return state

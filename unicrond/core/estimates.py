@@ -35,15 +35,15 @@ def corrections(survey: Survey) -> list[ThroughputCorrected]:
     """Return T at the running sizes, where what was measured differs from what is believed by more than 5 %."""
     if survey.state.incidents:
         return []
-    found = [_correction(task, survey) for task in survey.active]
-    return [correction for correction in found if correction is not None]
+    candidates = [_correction(task, survey) for task in survey.active]
+    return [correction for correction in candidates if correction is not None]
 
 
 def _correction(task: Task, survey: Survey) -> ThroughputCorrected | None:
     if len(task.pace.timings) < REPORTS_MIN or task.membership is None or not task.confirmed or task.leavers:
         return None
     workers, nodes = len(task.membership.members), survey.state.nodes
-    if len({nodes[one.node].gpu for one in task.membership.members if one.node in nodes}) > 1:
+    if len({nodes[member.node].gpu for member in task.membership.members if member.node in nodes}) > 1:
         return None  # some have yet to leave another type of GPU
     iteration_us = median_low(task.pace.timings)
     flops = min(iteration_flop(task.spec) * _SECOND_US // iteration_us, _FLOPS_MAX)

@@ -56,13 +56,14 @@ def faults(value: Any, kind: Any, place: Place = ()) -> Iterator[Fault]:
 
 
 def _meant(value: Any, kind: Any) -> Any:
-    """Return, of a union of a struct and others, the kind that the value is closest to: the struct, unless it is text."""
+    """Return, of a union of a struct and others, the kind that the value is closest to: the struct, unless it is
+    text."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
-    structs = [one for one in kinds if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    structs = [option for option in kinds if isinstance(option, type) and issubclass(option, msgspec.Struct)]
     if not structs:
         return kind
-    others = [one for one in kinds if one not in structs]
-    return others[0] if isinstance(value, str) and others else structs[0]
+    scalars = [option for option in kinds if option not in structs]
+    return scalars[0] if isinstance(value, str) and scalars else structs[0]
 
 
 def _struct_faults(value: Any, kind: type[msgspec.Struct], place: Place) -> Iterator[Fault]:
@@ -101,8 +102,8 @@ def _sentence(message: str, value: Any, kind: Any) -> str:
             )
         return f"{value!r} has the wrong form; {message}"
     if get_origin(kind) is Literal:
-        known = [str(choice) for choice in get_args(kind)]
-        return f"unknown value {value!r}; {guess(str(value), known)}"
+        choices = [str(choice) for choice in get_args(kind)]
+        return f"unknown value {value!r}; {guess(str(value), choices)}"
     length = re.search(r"length <= (\d+)", message)
     if length:
         return f"{len(value)} characters long; at most {length[1]} are allowed"

@@ -58,25 +58,25 @@ def fold(state: ClusterState, entry: Entry) -> ClusterState:
     event = envelope.event
     if admission.is_repetition(state, envelope):
         return replace(state, seq=seq, now_us=now_us, duplicates=state.duplicates + 1)
-    seen = put(state.seen, envelope.producer, (envelope.boot, envelope.number))
-    told = replace(state, seq=seq, now_us=now_us, seen=seen)
-    reason = admission.from_the_future(told, envelope)
+    last_numbers = put(state.seen, envelope.producer, (envelope.boot, envelope.number))
+    base = replace(state, seq=seq, now_us=now_us, seen=last_numbers)
+    reason = admission.from_the_future(base, envelope)
     if reason:
-        return admission.refuse(replace(told, seen=state.seen), envelope, reason)
+        return admission.refuse(replace(base, seen=state.seen), envelope, reason)
     if event.is_decided:
         if isinstance(event, v.CoordinatorStarted):
-            return _coordinator_started(told, event) if event.term > state.term else _inert(told)
+            return _coordinator_started(base, event) if event.term > state.term else _inert(base)
         if envelope.term != state.term:
-            return _inert(told)
+            return _inert(base)
     else:
-        reason = admission.problem(told, event)
+        reason = admission.problem(base, event)
     if not reason:
         try:
-            after = accrue(told, FOLDS[type(event)](told, event, envelope), event)
-            reason = newly_broken(told, after, event)
+            after = accrue(base, FOLDS[type(event)](base, event, envelope), event)
+            reason = newly_broken(base, after, event)
         except Exception as error:  # whatever it is, the next entries want to be folded
             reason = admission.raised(error)
-    return admission.refuse(told, envelope, reason) if reason else after
+    return admission.refuse(base, envelope, reason) if reason else after
 
 
 def _coordinator_started(state: ClusterState, event: v.CoordinatorStarted) -> ClusterState:

@@ -37,25 +37,25 @@ def refusal(state: ClusterState, node: Node, *, leave: bool) -> str:
 
 
 def can_be_told(state: ClusterState, node: Node) -> bool:
-    """Say whether its agent and the coordinator know the command to leave."""
+    """Return whether its agent and the coordinator know the command to leave."""
     return readable(LeaveCluster, min(state.schema, node.schema))
 
 
 def is_known(state: ClusterState) -> bool:
-    """Say whether the coordinator forgets nodes; those of older schemas never did."""
+    """Return whether the coordinator forgets nodes; those of older schemas never did."""
     return readable(NodeForgotten, state.schema)
 
 
 def is_planned_for(state: ClusterState, name: str) -> bool:
-    """Say whether the plan gives the node workers."""
-    replicas = (nodes for given in state.plan.assignments.values() for nodes in given.replicas)
+    """Return whether the plan gives the node workers."""
+    replicas = (nodes for assignment in state.plan.assignments.values() for nodes in assignment.replicas)
     return any(name in nodes for nodes in replicas)
 
 
 def is_due_by_time(node: Node) -> bool:
-    """Say whether nothing but time keeps the node from being forgotten."""
-    held = node.isolated or node.needs or (node.cordoned and not node.until_return)
-    return node.status is NodeStatus.LEFT and not (held or node.forgetting)
+    """Return whether nothing but time keeps the node from being forgotten."""
+    is_blocked = node.isolated or node.needs or (node.cordoned and not node.until_return)
+    return node.status is NodeStatus.LEFT and not (is_blocked or node.forgetting)
 
 
 def age(node: Node, now_us: int) -> str:
@@ -63,10 +63,10 @@ def age(node: Node, now_us: int) -> str:
     return f"it left {max(0, now_us - node.left_us) // _HOUR_US} h ago"
 
 
-def deadlines(state: ClusterState, left: Iterable[str], forget_s: float) -> Iterator[tuple[str, int]]:
+def deadlines(state: ClusterState, names: Iterable[str], forget_s: float) -> Iterator[tuple[str, int]]:
     """Yield (id, length in microseconds). `names`: the nodes that have left in order."""
-    for name in left if forget_s and is_known(state) else ():
+    for name in names if forget_s and is_known(state) else ():
         node = state.nodes[name]
         if is_due_by_time(node):
-            gone_us = state.now_us - node.left_us if node.left_us else 0
-            yield f"forget:{name}#{node.left_us}", max(1, int(forget_s * 1e6) - gone_us)
+            away_us = state.now_us - node.left_us if node.left_us else 0
+            yield f"forget:{name}#{node.left_us}", max(1, int(forget_s * 1e6) - away_us)

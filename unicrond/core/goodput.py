@@ -63,12 +63,12 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     redone: int = 0
     thrown: int = 0
 
-    def plus(self, other: Hit, sign: int = 1) -> Hit:
+    def plus(self, hit: Hit, sign: int = 1) -> Hit:
         """Return both together; with `sign` -1, this one less the other."""
         sums: dict[str, Any] = {}
         for name in self.__struct_fields__:
-            mine, others = getattr(self, name), sign * int(getattr(other, name))
-            sums[name] = plus(mine, others) if isinstance(mine, Decimal) else mine + others
+            amount, addition = getattr(self, name), sign * int(getattr(hit, name))
+            sums[name] = plus(amount, addition) if isinstance(amount, Decimal) else amount + addition
         return Hit(**sums)
 
 
@@ -106,136 +106,137 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     isolated_slots: int = 0
 
 
-def booked(books: Books, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Books:
+def booked(totals: Books, before: ClusterState, after: ClusterState, event: v.AnyEvent) -> Books:
     """Return the totals after `event`, which led from one state to the other."""
-    counted = _counted(books, before, after) if after.nodes is not before.nodes else books
+    with_slots = _counted(totals, before, after) if after.nodes is not before.nodes else totals
     if (
         after.ledger is not before.ledger
         or after.plan is not before.plan
-        or counted is not books
+        or with_slots is not totals
         or type(event) in _WORTH
     ):
-        books = _accrued(settled(books, after.now_us), counted, before, after)
+        totals = _accrued(settled(totals, after.now_us), with_slots, before, after)
     if isinstance(event, v.WorkerRegrouped) and after.incidents is not before.incidents:
-        books = _lost_work(books, before, after, event)
-    signals = lemons.noted(books.signals, before, after, event)
-    return books if signals is books.signals else replace(books, signals=signals)
+        totals = _lost_work(totals, before, after, event)
+    signals = lemons.noted(totals.signals, before, after, event)
+    return totals if signals is totals.signals else replace(totals, signals=signals)
 
 
-def settled(books: Books, now_us: int) -> Books:
+def settled(totals: Books, now_us: int) -> Books:
     """Return the totals with everything added up to `now_us` at the rates that held."""
-    lasted_us = now_us - books.until_us
-    if lasted_us <= 0 or not books.rates:
-        return replace(books, until_us=max(now_us, books.until_us))
-    delivered, short, times_us, opened = dict(books.delivered), dict(books.short), dict(books.times_us), books.open
-    workers_us = dict(books.workers_us)
-    for name, rate in books.rates.items():
+    lasted_us = now_us - totals.until_us
+    if lasted_us <= 0 or not totals.rates:
+        return replace(totals, until_us=max(now_us, totals.until_us))
+    delivered, short, times_us, opened = dict(totals.delivered), dict(totals.short), dict(totals.times_us), totals.open
+    workers_us = dict(totals.workers_us)
+    for name, rate in totals.rates.items():
         if rate.delivered:
             delivered[name] = plus(delivered.get(name, ZERO), rate.delivered * lasted_us)
         if rate.workers:
             workers_us[name] = workers_us.get(name, 0) + rate.workers * lasted_us
         if rate.short:
-            known = dict(short.get(name, {}))
+            causes = dict(short.get(name, {}))
             for cause, flops in rate.short.items():
-                known[cause] = plus(known.get(cause, ZERO), flops * lasted_us)
-            short[name] = known
+                causes[cause] = plus(causes.get(cause, ZERO), flops * lasted_us)
+            short[name] = causes
         if rate.doing:
-            spent = times_us.get(name, {})
-            times_us[name] = spent | {rate.doing: spent.get(rate.doing, 0) + lasted_us}
+            times = times_us.get(name, {})
+            times_us[name] = times | {rate.doing: times.get(rate.doing, 0) + lasted_us}
         else:
             charge = Hit(transition=Decimal(rate.had * lasted_us), transition_us=lasted_us)
             opened = _charged(opened, rate.incident, name, charge)
     sums = {"delivered": delivered, "short": short, "times_us": times_us, "workers_us": workers_us, "open": opened}
-    return replace(books, until_us=now_us, **sums)
+    return replace(totals, until_us=now_us, **sums)
 
 
-def kinds_of(books: Books, state: ClusterState) -> dict[str, dict[str, Hit]]:
+def kinds_of(totals: Books, state: ClusterState) -> dict[str, dict[str, Hit]]:
     """Return costs by task and kind of incident, open incidents among them."""
-    losses = books.losses
-    for incident, hits in books.open.items():
-        known = state.incidents.get(incident)
-        losses = _moved(losses, hits, known.kind if known else "unknown")
+    losses = totals.losses
+    for name, hits in totals.open.items():
+        incident = state.incidents.get(name)
+        losses = _moved(losses, hits, incident.kind if incident else "unknown")
     return losses
 
 
 # --- the ledger's changes --------------------------------------------------------------------------
 
 
-def _accrued(books: Books, counted: Books, before: ClusterState, after: ClusterState) -> Books:
-    out = (counted.lost_slots, counted.isolated_slots)
-    same = after.plan is before.plan and out == (books.lost_slots, books.isolated_slots)
-    same = same and worth_stays(before, after)
-    books = replace(books, from_us=books.from_us or after.now_us, lost_slots=out[0], isolated_slots=out[1])
+def _accrued(totals: Books, with_slots: Books, before: ClusterState, after: ClusterState) -> Books:
+    slots = (with_slots.lost_slots, with_slots.isolated_slots)
+    is_unchanged = after.plan is before.plan and slots == (totals.lost_slots, totals.isolated_slots)
+    is_unchanged = is_unchanged and worth_stays(before, after)
+    totals = replace(totals, from_us=totals.from_us or after.now_us, lost_slots=slots[0], isolated_slots=slots[1])
     was, now = before.ledger.accounts, after.ledger.accounts
     for name, account in now.items():
         if account.incident:
-            books = _stopped(books, name, was.get(name), account, after.now_us)
+            totals = _stopped(totals, name, was.get(name), account, after.now_us)
     if before.incidents is not after.incidents:
-        books = _handed_over(books, before, after)
+        totals = _handed_over(totals, before, after)
     rates = {}
     for name, account in now.items():
-        task, old = after.tasks[name], books.rates.get(name)
+        task, old = after.tasks[name], totals.rates.get(name)
         is_new = not task.progress.first_commit_us
-        if old is not None and same and was.get(name) is account and old.is_new is is_new:
+        if old is not None and is_unchanged and was.get(name) is account and old.is_new is is_new:
             rates[name] = old
         else:
-            rates[name] = _rate(books, after, task, account)
-    return replace(books, rates=rates)
+            rates[name] = _rate(totals, after, task, account)
+    return replace(totals, rates=rates)
 
 
-def _counted(books: Books, before: ClusterState, after: ClusterState) -> Books:
+def _counted(totals: Books, before: ClusterState, after: ClusterState) -> Books:
     """Count the slots of nodes that are out, after some nodes have changed."""
-    lost, isolated = books.lost_slots, books.isolated_slots
+    lost_slots, isolated_slots = totals.lost_slots, totals.isolated_slots
     for pair in changed(before.nodes, after.nodes).values():
         for sign, node in zip((-1, 1), pair, strict=True):
             if node is not None and not (node.cordoned or node.leaving):
-                lost += sign * _slots(node) * (node.status is NodeStatus.LOST)
-                isolated += sign * _slots(node) * (node.status is NodeStatus.UP and node.isolated)
-    if (lost, isolated) == (books.lost_slots, books.isolated_slots):
-        return books
-    return replace(books, lost_slots=lost, isolated_slots=isolated)
+                lost_slots += sign * _slots(node) * (node.status is NodeStatus.LOST)
+                isolated_slots += sign * _slots(node) * (node.status is NodeStatus.UP and node.isolated)
+    if (lost_slots, isolated_slots) == (totals.lost_slots, totals.isolated_slots):
+        return totals
+    return replace(totals, lost_slots=lost_slots, isolated_slots=isolated_slots)
 
 
 def _slots(node: Node) -> int:
     return max(node.slots, node.slots_max)
 
 
-def _stopped(books: Books, name: str, was: Account | None, account: Account, now_us: int) -> Books:
-    """Charge the incident what the task had achieved since the fault occurred; and an interruption, if it is a new one."""
-    fresh = was is None or not was.incident
-    moved_us = (now_us if fresh or was is None else was.lost_from_us) - account.lost_from_us if account.had else 0
-    hit = Hit(interruptions=int(fresh and bool(was and was.rate)))
+def _stopped(totals: Books, name: str, was: Account | None, account: Account, now_us: int) -> Books:
+    """Charge the incident what the task had achieved since the fault occurred; and an interruption, if it is a new
+    one."""
+    is_new = was is None or not was.incident
+    moved_us = (now_us if is_new or was is None else was.lost_from_us) - account.lost_from_us if account.had else 0
+    hit = Hit(interruptions=int(is_new and bool(was and was.rate)))
     if moved_us > 0:
         work = account.had * moved_us
         hit = replace(hit, detection=Decimal(work), detection_us=moved_us)
-        spent = books.times_us.get(name, {})
-        spent = spent | {PRODUCTIVE: spent.get(PRODUCTIVE, 0) - moved_us}
-        delivered = books.delivered | {name: plus(books.delivered.get(name, ZERO), -work)}
-        books = replace(books, delivered=delivered, times_us=books.times_us | {name: spent})
+        times = totals.times_us.get(name, {})
+        times = times | {PRODUCTIVE: times.get(PRODUCTIVE, 0) - moved_us}
+        delivered = totals.delivered | {name: plus(totals.delivered.get(name, ZERO), -work)}
+        totals = replace(totals, delivered=delivered, times_us=totals.times_us | {name: times})
     if hit == Hit():
-        return books
-    return replace(books, open=_charged(books.open, account.incident, name, hit))
+        return totals
+    return replace(totals, open=_charged(totals.open, account.incident, name, hit))
 
 
-def _handed_over(books: Books, before: ClusterState, after: ClusterState) -> Books:
+def _handed_over(totals: Books, before: ClusterState, after: ClusterState) -> Books:
     """Pass the costs of incidents that are no more to the one that took them over, or else to their kind."""
-    gone = [name for name in before.incidents if name not in after.incidents]
-    heir = next((name for name in after.incidents if name not in before.incidents), "")
-    for name in gone:
-        hits, incident = books.open.get(name, {}), before.incidents[name]
-        rest = {key: value for key, value in books.open.items() if key != name}
-        if heir:
+    old_names = [name for name in before.incidents if name not in after.incidents]
+    successor = next((name for name in after.incidents if name not in before.incidents), "")
+    for name in old_names:
+        hits, incident = totals.open.get(name, {}), before.incidents[name]
+        rest = {key: value for key, value in totals.open.items() if key != name}
+        if successor:
             for task, hit in hits.items():
-                rest = _charged(rest, heir, task, hit)
-            books = replace(books, open=rest)
+                rest = _charged(rest, successor, task, hit)
+            totals = replace(totals, open=rest)
         else:
             kind = f"{incident.kind} {incident.severity.name}"
-            closed = books.closed | {kind: books.closed.get(kind, 0) + 1}
-            books = replace(books, open=rest, losses=_moved(books.losses, hits, incident.kind), closed=closed)
-    return books
+            closed = totals.closed | {kind: totals.closed.get(kind, 0) + 1}
+            totals = replace(totals, open=rest, losses=_moved(totals.losses, hits, incident.kind), closed=closed)
+    return totals
 
 
-def _lost_work(books: Books, before: ClusterState, after: ClusterState, event: v.WorkerRegrouped) -> Books:
+def _lost_work(totals: Books, before: ClusterState, after: ClusterState, event: v.WorkerRegrouped) -> Books:
     """Charge the incident what a worker that goes on has to do once more."""
     task = before.tasks[event.task]
     for name, incident in after.incidents.items():
@@ -244,21 +245,23 @@ def _lost_work(books: Books, before: ClusterState, after: ClusterState, event: v
             continue
         hit = Hit(redone=incident.redone - old.redone)
         if event.source not in ("own", "replica"):
-            known = books.open.get(name, {}).get(event.task, Hit()).iterations_lost
-            more = max(0, task.progress.iteration - event.iteration + 1 - known)
-            thrown = incident.micro_batches_lost - old.micro_batches_lost
-            lost_us = more * task.pace.iteration_us + thrown * task.pace.iteration_us // task.spec.micro_batches
-            hit = replace(hit, iterations_lost=more, lost_us=lost_us, thrown=thrown)
+            previous = totals.open.get(name, {}).get(event.task, Hit()).iterations_lost
+            more = max(0, task.progress.iteration - event.iteration + 1 - previous)
+            micro_batches_lost = incident.micro_batches_lost - old.micro_batches_lost
+            lost_us = (
+                more * task.pace.iteration_us + micro_batches_lost * task.pace.iteration_us // task.spec.micro_batches
+            )
+            hit = replace(hit, iterations_lost=more, lost_us=lost_us, thrown=micro_batches_lost)
         if hit != Hit():
-            books = replace(books, open=_charged(books.open, name, event.task, hit))
+            totals = replace(totals, open=_charged(totals.open, name, event.task, hit))
         break
-    return books
+    return totals
 
 
 # --- rates -----------------------------------------------------------------------------------------
 
 
-def _rate(books: Books, state: ClusterState, task: Task, account: Account) -> Rate:
+def _rate(totals: Books, state: ClusterState, task: Task, account: Account) -> Rate:
     def linear() -> int:
         """Return FLOP/s of one worker of a task without a scale of its own."""
         return linear_flops(state)
@@ -272,7 +275,7 @@ def _rate(books: Books, state: ClusterState, task: Task, account: Account) -> Ra
     if short:
         missing = in_health - worth(task, planned_workers, linear, planned_shape(task.spec, assignment))
         fewer = min(max(missing, 0), max(short, 0))
-        causes = _by_nodes(books, fewer) if fewer else {}
+        causes = _by_nodes(totals, fewer) if fewer else {}
         if short != fewer:
             causes[STARTING if is_new else CHANGING] = short - fewer
     if account.incident:
@@ -282,11 +285,11 @@ def _rate(books: Books, state: ClusterState, task: Task, account: Account) -> Ra
     return Rate(delivered=account.rate, short=causes, doing=doing, is_new=is_new, workers=account.workers)
 
 
-def _by_nodes(books: Books, flops: int) -> dict[str, int]:
-    lost, isolated = books.lost_slots, books.isolated_slots
-    if not lost + isolated:
+def _by_nodes(totals: Books, flops: int) -> dict[str, int]:
+    lost_slots, isolated_slots = totals.lost_slots, totals.isolated_slots
+    if not lost_slots + isolated_slots:
         return {PLAN: flops}
-    to_lost = flops * lost // (lost + isolated)
+    to_lost = flops * lost_slots // (lost_slots + isolated_slots)
     return {cause: part for cause, part in ((NODES_LOST, to_lost), (NODES_ISOLATED, flops - to_lost)) if part}
 
 
@@ -300,6 +303,6 @@ def _charged(opened: dict[str, dict[str, Hit]], incident: str, task: str, hit: H
 
 def _moved(losses: dict[str, dict[str, Hit]], hits: Mapping[str, Hit], kind: str) -> dict[str, dict[str, Hit]]:
     for task, hit in hits.items():
-        known = losses.get(task, {})
-        losses = losses | {task: known | {kind: known[kind].plus(hit) if kind in known else hit}}
+        by_kind = losses.get(task, {})
+        losses = losses | {task: by_kind | {kind: by_kind[kind].plus(hit) if kind in by_kind else hit}}
     return losses

@@ -41,12 +41,12 @@ class Reading(NamedTuple):
     iterations: Mapping[str, int]
 
 
-def reading(books: Books, state: ClusterState) -> Reading:
+def reading(totals: Books, state: ClusterState) -> Reading:
     """Return what the totals say at the state that they go with."""
-    books = settled(books, state.now_us)
+    totals = settled(totals, state.now_us)
     iterations = {name: task.progress.best_iteration for name, task in state.tasks.items()}
     costs = costs_at(state, state.now_us)
-    return Reading(state.seq, state.now_us, books, kinds_of(books, state), costs, iterations)
+    return Reading(state.seq, state.now_us, totals, kinds_of(totals, state), costs, iterations)
 
 
 NOTHING = reading(Books(), ClusterState())
@@ -60,7 +60,7 @@ def report(now: Reading, state: ClusterState, since: Reading = NOTHING, peak_flo
     """
     tasks = [name for name in state.tasks if name in now.books.times_us or name in now.kinds or name in now.books.short]
     kinds = {name: _less(now.kinds.get(name, {}), since.kinds.get(name, {})) for name in tasks}
-    free, *spent = [new - old for new, old in zip(now.costs, since.costs, strict=True)]
+    free, *parts = [new - old for new, old in zip(now.costs, since.costs, strict=True)]
     closed = {kind: n - since.books.closed.get(kind, 0) for kind, n in now.books.closed.items()}
     signals = {
         node: {name: n - since.books.signals.get(node, {}).get(name, 0) for name, n in counts.items()}
@@ -71,13 +71,19 @@ def report(now: Reading, state: ClusterState, since: Reading = NOTHING, peak_flo
         "since_seq": since.seq,
         "from_us": since.at_us or now.books.from_us,
         "until_us": now.at_us,
-        "cluster": _work(now.books, since.books, kinds, tasks, Costs(free, *spent)),
+        "cluster": _work(now.books, since.books, kinds, tasks, Costs(free, *parts)),
         "tasks": [_task(now, since, state.tasks[name], kinds[name], peak_flops) for name in tasks],
         "incidents": {kind: n for kind, n in sorted(closed.items()) if n},
         "open_incidents": len(state.incidents),
         "lemons": [
-            {"node": one.node, "score": one.score, "is_lemon": one.is_lemon, "reason": one.reason, "parts": one.parts}
-            for one in lemons.scores(signals)
+            {
+                "node": score.node,
+                "score": score.score,
+                "is_lemon": score.is_lemon,
+                "reason": score.reason,
+                "parts": score.parts,
+            }
+            for score in lemons.scores(signals)
         ],
     }
 
@@ -86,11 +92,11 @@ def report(now: Reading, state: ClusterState, since: Reading = NOTHING, peak_flo
 
 
 def _work(
-    books: Books,
+    totals: Books,
     since: Books,
     kinds: Mapping[str, Mapping[str, Hit]],
     tasks: Sequence[str],
-    totals: Costs | None = None,
+    costs: Costs | None = None,
 ) -> dict[str, Any]:
     """Return work delivered and lost, by cause, of some tasks together. `costs`: what they must add up to."""
     hits: dict[str, Hit] = {}
@@ -98,33 +104,39 @@ def _work(
         for kind, hit in kinds[name].items():
             hits[kind] = hits.get(kind, Hit()).plus(hit)
     short = {
-        cause: sum(_part(books.short, name, cause) - _part(since.short, name, cause) for name in tasks)
+        cause: sum(_part(totals.short, name, cause) - _part(since.short, name, cause) for name in tasks)
         for cause in SUB_HEALTH
     }
-    delivered = sum(int(books.delivered.get(name, 0)) - int(since.delivered.get(name, 0)) for name in tasks)
+    delivered = sum(int(totals.delivered.get(name, 0)) - int(since.delivered.get(name, 0)) for name in tasks)
     detection = {kind: int(hit.detection) for kind, hit in hits.items()}
     transition = {kind: int(hit.transition) for kind, hit in hits.items()}
-    if totals is None:
-        done, found, moved = (
+    if costs is None:
+        delivered_flop, detection_flop, transition_flop = (
             work // _SECOND_US for work in (delivered, sum(detection.values()), sum(transition.values()))
         )
         free = (delivered + sum(detection.values()) + sum(transition.values()) + sum(short.values())) // _SECOND_US
-        totals = Costs(free, done, found, moved, free - done - found - moved)
-    free = totals.failure_free_flop
+        costs = Costs(
+            free,
+            delivered_flop,
+            detection_flop,
+            transition_flop,
+            free - delivered_flop - detection_flop - transition_flop,
+        )
+    free = costs.failure_free_flop
     badput = [
         {"group": group, "cause": cause, "flop": flop, "share": _share(flop, free)}
         for group, parts, total in (
-            (DETECTION, detection, totals.detection_flop),
-            (TRANSITION, transition, totals.transition_flop),
-            (SUB_HEALTHY, short, totals.sub_health_flop),
+            (DETECTION, detection, costs.detection_flop),
+            (TRANSITION, transition, costs.transition_flop),
+            (SUB_HEALTHY, short, costs.sub_health_flop),
         )
         for cause, flop in whole(parts, total).items()
         if flop
     ]
     return {
         "failure_free_flop": free,
-        "goodput_flop": totals.delivered_flop,
-        "goodput": _share(totals.delivered_flop, free),
+        "goodput_flop": costs.delivered_flop,
+        "goodput": _share(costs.delivered_flop, free),
         "badput": badput,
     }
 
@@ -152,9 +164,9 @@ def _part(short: Mapping[str, Mapping[str, Any]], task: str, cause: str) -> int:
 
 def _task(now: Reading, since: Reading, task: Task, kinds: Mapping[str, Hit], peak_flops: float) -> dict[str, Any]:
     name = task.name
-    told = now.books.times_us.get(name, {})
+    current = now.books.times_us.get(name, {})
     before = since.books.times_us.get(name, {})
-    times = {what: told.get(what, 0) - before.get(what, 0) for what in TIMES}
+    times = {activity: current.get(activity, 0) - before.get(activity, 0) for activity in TIMES}
     for kind, hit in kinds.items():
         times[f"{DETECTION}: {kind}"], times[f"{TRANSITION}: {kind}"] = hit.detection_us, hit.transition_us
     lost_us = sum(hit.lost_us for hit in kinds.values())
@@ -171,7 +183,7 @@ def _task(now: Reading, since: Reading, task: Task, kinds: Mapping[str, Hit], pe
         "wall_us": wall_us,
         "productive_us": productive_us,
         "ettr": _share(productive_us, wall_us),
-        "times_us": {what: spent for what, spent in times.items() if spent},
+        "times_us": {activity: time_us for activity, time_us in times.items() if time_us},
         "interruptions": interruptions,
         "interruptions_by_kind": {kind: hit.interruptions for kind, hit in kinds.items() if hit.interruptions},
         "mtti_us": wall_us // interruptions if interruptions else None,

@@ -23,11 +23,11 @@ from unicrond.core.state import ClusterState, Node, NodeStatus, Task
 
 def told_types(nodes: Iterable[Node]) -> tuple[str, Mapping[str, str]]:
     """Return the type of all nodes, and an empty map; or "" and the type of each, where there are several."""
-    there = [node for node in nodes if node.status is not NodeStatus.LEFT]
-    named = {node.gpu for node in there} - {""}
-    if len(named) < 2:
-        return next(iter(named), ""), {}
-    return "", {node.name: node.gpu for node in there}
+    present = [node for node in nodes if node.status is not NodeStatus.LEFT]
+    types = {node.gpu for node in present} - {""}
+    if len(types) < 2:
+        return next(iter(types), ""), {}
+    return "", {node.name: node.gpu for node in present}
 
 
 def of_members(state: ClusterState, members: tuple[Member, ...]) -> str:
@@ -53,28 +53,30 @@ def on_type(task: Task, gpu: str) -> Task:
         return task
     if not pace.gpu and not pace.on_gpus:
         return replace(task, pace=replace(pace, gpu=gpu))
-    here = layout_key(task.spec.shape)
-    left = {**pace.elsewhere, here: pace.measured} if pace.measured else pace.elsewhere
-    known = {name: told for name, told in pace.on_gpus.items() if name != gpu}
-    if left:
-        known[pace.gpu] = left
-    mine = pace.on_gpus.get(gpu, {})
-    measured, elsewhere = mine.get(here, {}), {key: told for key, told in mine.items() if key != here}
-    return replace(task, pace=replace(pace, gpu=gpu, measured=measured, elsewhere=elsewhere, on_gpus=known))
+    layout = layout_key(task.spec.shape)
+    by_layout = {**pace.elsewhere, layout: pace.measured} if pace.measured else pace.elsewhere
+    on_gpus = {name: table for name, table in pace.on_gpus.items() if name != gpu}
+    if by_layout:
+        on_gpus[pace.gpu] = by_layout
+    tables = pace.on_gpus.get(gpu, {})
+    flops, elsewhere = tables.get(layout, {}), {key: table for key, table in tables.items() if key != layout}
+    return replace(task, pace=replace(pace, gpu=gpu, measured=flops, elsewhere=elsewhere, on_gpus=on_gpus))
 
 
 def spec_on(spec: TaskSpec, gpu: str) -> TaskSpec:
     """Return the task with T as its file has it for this type of GPU."""
-    given = next((one for one in spec.gpus if one.gpu == gpu), None)
-    if given is None:
+    gpu_spec = next((entry for entry in spec.gpus if entry.gpu == gpu), None)
+    if gpu_spec is None:
         return spec
-    layouts = tuple([replace(one, throughput=_table(given, one.shape, one.throughput)) for one in spec.layouts])
-    own = spec.cut._replace(micro_batch=spec.micro_batch)
-    return replace(spec, throughput=_table(given, own, spec.throughput), layouts=layouts)
+    layouts = tuple(
+        [replace(entry, throughput=_table(gpu_spec, entry.shape, entry.throughput)) for entry in spec.layouts]
+    )
+    shape = spec.cut._replace(micro_batch=spec.micro_batch)
+    return replace(spec, throughput=_table(gpu_spec, shape, spec.throughput), layouts=layouts)
 
 
-def _table(given: GpuSpec, shape: Shape, otherwise: dict[str, int]) -> dict[str, int]:
+def _table(gpu_spec: GpuSpec, shape: Shape, default: dict[str, int]) -> dict[str, int]:
     """Look up the table of a layout. One that is named without micro-batches has the same table with any number, unless
     it is named with them too."""
-    tables = {one.shape: one.throughput for one in reversed(given.layouts)}
-    return tables.get(shape, tables.get(shape.cut, otherwise))
+    tables = {entry.shape: entry.throughput for entry in reversed(gpu_spec.layouts)}
+    return tables.get(shape, tables.get(shape.cut, default))

@@ -61,16 +61,16 @@ def most_sums(micro_batches: int, lanes: int, replicas: int) -> int:
 
 def _stretches(micro_batches: int, replicas: int) -> Iterator[tuple[int, int]]:
     """Yield each replica's micro-batches, [first, stop): as even as can be."""
-    each, more = divmod(micro_batches, replicas)
+    size, rest = divmod(micro_batches, replicas)
     stop = 0
     for replica in range(replicas):
-        first, stop = stop, stop + each + (replica < more)
+        first, stop = stop, stop + size + (replica < rest)
         yield first, stop
 
 
 def _sums(first: int, stop: int, micro_batches: int, lanes: int) -> int:
     """Return the sums of the replica that computes [first, stop)."""
-    head, tail = (((one + 1) * lanes - 1) // micro_batches for one in (first, stop - 1))
+    head, tail = (((index + 1) * lanes - 1) // micro_batches for index in (first, stop - 1))
     shares_head = head * micro_batches // lanes < first
     shares_tail = (tail + 1) * micro_batches // lanes > stop
     if head == tail:

@@ -2,13 +2,13 @@
 
 Rules
 -----
-* An agent tells of a worker whose iteration lasts longer than three times the usual (HangSuspected), and again while
+* An agent reports a worker whose iteration lasts longer than three times the usual (HangSuspected), and again while
   that lasts. One late iteration makes all members late: most of them are victims, which wait in a collective.
 * A process that the kernel shows as stopped is a culprit by itself.
 * A program that is busy for longer than it has declared (hook.busy) is a culprit by itself, too; one that is not late
   by that is not reported, and workers that wait for it are no victims.
 * Else the reported workers are compared with each other; the rest may be silent (an agent is away, a limit
-  is longer). Only in logs older than `HangSuspected.told` nothing is judged before all members have been told of.
+  is longer). Only in logs older than `HangSuspected.told` nothing is judged before all members have been reported.
     a worker outside the collective of the others, still for an iteration   -> hangs
     a worker outside it, but moving                                         -> is slow: nothing yet
     all wait in a collective, and all are reported                          -> it is the group: SEV3
@@ -41,18 +41,19 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def is_stale(task: Task, told: HangSuspected) -> bool:
-    """Say whether the report is about an iteration that its worker has left. A group that has committed nothing yet may
-    have gone back."""
-    if task.progress.committed_generation < told.generation:
+def is_stale(task: Task, suspicion: HangSuspected) -> bool:
+    """Return whether the report is about an iteration that its worker has left. A group that has committed nothing yet
+    may have gone back."""
+    if task.progress.committed_generation < suspicion.generation:
         return False
-    if told.iteration == task.progress.iteration:
-        return not told.stopped and not told.busy and told.still_us < ALONE_LIMITS * told.limit_us
-    return told.iteration < task.progress.iteration
+    if suspicion.iteration == task.progress.iteration:
+        return not suspicion.stopped and not suspicion.busy and suspicion.still_us < ALONE_LIMITS * suspicion.limit_us
+    return suspicion.iteration < task.progress.iteration
 
 
 def judge(task: Task, generation: int = 0) -> Verdict | None:
-    """Return the verdict on the task's present suspicions of `generation` (0: the newest); None: not yet, or no hang."""
+    """Return the verdict on the task's present suspicions of `generation` (0: the newest); None: not yet, or no
+    hang."""
     generation = generation or task.generation
     if generation == task.generation and not _is_ripe(task):
         return None
@@ -60,27 +61,27 @@ def judge(task: Task, generation: int = 0) -> Verdict | None:
 
 
 def _is_ripe(task: Task) -> bool:
-    """Say whether there may be a verdict on the newest group, by what the reports add up to: in a large group nearly
+    """Return whether there may be a verdict on the newest group, by what the reports add up to: in a large group nearly
     every report changes nothing, and costs a look at itself alone."""
     late = task.lateness
     count = late.counts
     if count["stopped", -1] or count["busy", -1] or count["unnumbered", -1]:
         return True
-    told, collectives = count["told", -1], late.collectives()
-    if told and count["waits at", collectives[-1]] and any(count["hangs at", at] for at in collectives[:-1]):
+    reports, collectives = count["told", -1], late.collectives()
+    if reports and count["waits at", collectives[-1]] and any(count["hangs at", at] for at in collectives[:-1]):
         return True
-    if told < len(task.member_names):
-        return count["patient", -1] == told and not _is_one_to_be_told_of(task)
-    return told in (count["waits", -1], count["long", -1])
+    if reports < len(task.member_names):
+        return count["patient", -1] == reports and not _is_report_pending(task)
+    return reports in (count["waits", -1], count["long", -1])
 
 
-def _is_one_to_be_told_of(task: Task) -> bool:
-    """Say whether a report on some member is still to come. The member that was found last is looked at first."""
+def _is_report_pending(task: Task) -> bool:
+    """Return whether a report on some member is still to come. The member that was found last is looked at first."""
     late = task.lateness
     members = task.membership.members if task.membership else ()
     for name in (late.silent, *(member.worker for member in members)):
-        if name and name not in late.suspicions and _will_be_told_of(task, name):
-            late.silent = name  # an answer that is kept, not a change
+        if name and name not in late.suspicions and _may_be_reported(task, name):
+            late.silent = name  # a cache, not a change
             return True
     return False
 
@@ -88,14 +89,14 @@ def _is_one_to_be_told_of(task: Task) -> bool:
 def judge_all(task: Task, generation: int) -> Verdict | None:
     """Return the verdict as `judge` does, by a look at all reports."""
     living = {
-        name: told
-        for name, told in task.group.suspicions.items()
-        if told.generation == generation and name in task.workers and task.workers[name].alive
+        name: report
+        for name, report in task.group.suspicions.items()
+        if report.generation == generation and name in task.workers and task.workers[name].alive
     }
-    stopped = [told for told in living.values() if told.stopped]
-    if stopped:
-        return Verdict(_one_per_replica(task, stopped), False, "its process is stopped")
-    overdue = [told for told in living.values() if told.busy]
+    stopped_processes = [report for report in living.values() if report.stopped]
+    if stopped_processes:
+        return Verdict(_one_per_replica(task, stopped_processes), False, "its process is stopped")
+    overdue = [report for report in living.values() if report.busy]
     if overdue:
         reason = f"it is busy with {overdue[0].busy} for longer than it has declared (hook.busy, at_most_s)"
         return Verdict(_one_per_replica(task, overdue), False, reason)
@@ -103,29 +104,29 @@ def judge_all(task: Task, generation: int) -> Verdict | None:
     silent = [name for name in members if name not in living]
     if not living or not members:
         return None
-    told = list(living.values())
-    #: Agents of today tell of each late worker at its limit: a worker that is late by its own mark needs no other's
+    reports = list(living.values())
+    #: Agents of today report each late worker at its limit: a worker that is late by its own mark needs no other's
     #: report.
-    alone_will_do = all(one.told for one in told)
-    if silent and not alone_will_do:
-        return _left_waiting(task, silent, told)
-    top = max(one.entered for one in told)
-    waiting = [one for one in told if one.waiting and one.entered == top]
-    behind = [one for one in told if one.entered < top and not (alone_will_do and one.waiting)]
+    suffices_alone = all(report.told for report in reports)
+    if silent and not suffices_alone:
+        return _left_waiting(task, silent, reports)
+    top = max(report.entered for report in reports)
+    waiting = [report for report in reports if report.waiting and report.entered == top]
+    behind = [report for report in reports if report.entered < top and not (suffices_alone and report.waiting)]
     if behind and waiting:
-        hung = [one for one in behind if one.still_us * STILL >= one.limit_us]
+        hung = [report for report in behind if report.still_us * STILL >= report.limit_us]
         if hung:
-            others = f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}"
-            reason = f"{others} in collective {top}, which it has not entered"
+            waiters = f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}"
+            reason = f"{waiters} in collective {top}, which it has not entered"
             return Verdict(_one_per_replica(task, hung), False, reason)
         return None
     if silent:
-        return _left_waiting(task, silent, told)
-    if all(one.waiting for one in told):
-        where = f"collective {top}" if len(waiting) == len(told) else "two collectives, one behind the other"
-        return Verdict((), True, f"all {len(told)} members wait in {where}")
-    alone = [one for one in told if one.still_us >= ALONE_LIMITS * one.limit_us]
-    if len(alone) < len(told):
+        return _left_waiting(task, silent, reports)
+    if all(report.waiting for report in reports):
+        where = f"collective {top}" if len(waiting) == len(reports) else "two collectives, one behind the other"
+        return Verdict((), True, f"all {len(reports)} members wait in {where}")
+    alone = [report for report in reports if report.still_us >= ALONE_LIMITS * report.limit_us]
+    if len(alone) < len(reports):
         return None
     return Verdict(_one_per_replica(task, alone), False, f"it has not moved for {ALONE_LIMITS} times the limit")
 
@@ -139,17 +140,17 @@ def _members(task: Task, generation: int) -> list[str]:
     ]
 
 
-def _left_waiting(task: Task, silent: list[str], told: list[HangSuspected]) -> Verdict | None:
-    if any(_will_be_told_of(task, name) for name in silent):
+def _left_waiting(task: Task, silent: list[str], reports: list[HangSuspected]) -> Verdict | None:
+    if any(_may_be_reported(task, name) for name in silent):
         return None
-    if any(not one.waiting or one.still_us < ALONE_LIMITS * one.limit_us for one in told):
+    if any(not report.waiting or report.still_us < ALONE_LIMITS * report.limit_us for report in reports):
         return None
     return Verdict((), True, f"{' and '.join(silent)} did not come into the group, and all others wait in a collective")
 
 
-def _will_be_told_of(task: Task, name: str) -> bool:
-    """Say whether a report on the member may still come: it is gone, or has joined the group. Where only its lead has
-    said that, a member may still stand in the exchange that the others have left, until all have made a step."""
+def _may_be_reported(task: Task, name: str) -> bool:
+    """Return whether a report on the member may still come: it is gone, or has joined the group. Where only its lead
+    has said that, a member may still stand in the exchange that the others have left, until all have made a step."""
     worker = task.workers.get(name)
     if worker is None or worker.generation == task.generation:
         return True
@@ -157,10 +158,10 @@ def _will_be_told_of(task: Task, name: str) -> bool:
     return task.has_joined(worker) and (stepped or bool(worker.busy))
 
 
-def _one_per_replica(task: Task, told: list[HangSuspected]) -> tuple[HangSuspected, ...]:
+def _one_per_replica(task: Task, reports: list[HangSuspected]) -> tuple[HangSuspected, ...]:
     worst: dict[int, HangSuspected] = {}
-    for one in told:
-        replica = task.workers[one.worker].replica
-        if replica not in worst or one.still_us > worst[replica].still_us:
-            worst[replica] = one
+    for report in reports:
+        replica = task.workers[report.worker].replica
+        if replica not in worst or report.still_us > worst[replica].still_us:
+            worst[replica] = report
     return tuple(worst.values())

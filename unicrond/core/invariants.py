@@ -38,8 +38,8 @@ def newly_broken(before: ClusterState, after: ClusterState, event: v.AnyEvent) -
     if after.tasks is not before.tasks:
         name = getattr(event, "task", "")
         touched = (name,) if name else tuple(after.tasks)
-        for one in touched:
-            task, was = after.tasks.get(one), before.tasks.get(one)
+        for task_name in touched:
+            task, was = after.tasks.get(task_name), before.tasks.get(task_name)
             if task is None or task is was:
                 continue
             story = _task_story(task, was)
@@ -86,11 +86,11 @@ def _task_story(task: Task, was: Task | None) -> str:
 
 def _new_workers(task: Task, was: Task | None, event: v.AnyEvent) -> list[Worker]:
     """Return the workers that the event may have put there: the one that it names, and those added last."""
-    named = task.workers.get(getattr(event, "worker", ""))
-    came = len(task.workers)
+    event_worker = task.workers.get(getattr(event, "worker", ""))
+    count = len(task.workers)
     if was is not None:
-        came = 0 if same_names(was.workers, task.workers) else max(1, came - len(was.workers))
-    return [*newest(task.workers, came), *([named] if named else [])]
+        count = 0 if same_names(was.workers, task.workers) else max(1, count - len(was.workers))
+    return [*newest(task.workers, count), *([event_worker] if event_worker else [])]
 
 
 def _strangers(workers: Iterable[Worker], nodes: Mapping[str, Node]) -> str:

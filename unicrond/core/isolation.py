@@ -91,12 +91,12 @@ def phase(state: ClusterState, node: Node) -> Phase:
 
 
 def needs_hands(node: Node) -> bool:
-    """Say whether somebody has to reboot the node or replace a part, and has not yet."""
+    """Return whether somebody has to reboot the node or replace a part, and has not yet."""
     return node.needs in _NEEDS_HANDS and not (node.isolation and node.isolation.repaired)
 
 
 def _can_be_asked(state: ClusterState, node: Node) -> bool:
-    """Say whether its agent and the coordinator know checks."""
+    """Return whether its agent and the coordinator know checks."""
     return state.check_limit_us > 0 and readable(v.CheckNode, min(state.schema, node.schema))
 
 
@@ -146,8 +146,8 @@ def checked(state: ClusterState, event: v.NodeChecked) -> ClusterState:
         return state
     if not event.passed:
         return with_node(state, _rest_again(node, f"its check failed: {event.detail}", state.now_us))
-    passed = replace(node.isolation, command_id="", passed=True, last=event.detail, last_us=state.now_us)
-    return with_node(state, replace(node, isolation=passed))
+    isolation = replace(node.isolation, command_id="", passed=True, last=event.detail, last_us=state.now_us)
+    return with_node(state, replace(node, isolation=isolation))
 
 
 def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
@@ -158,12 +158,12 @@ def check_refused(state: ClusterState, event: v.CommandFailed) -> ClusterState:
     return with_node(state, _rest_again(node, f"its agent could not check it: {event.reason}", state.now_us))
 
 
-def check_lost(state: ClusterState, name: str, why: str) -> ClusterState:
+def check_lost(state: ClusterState, name: str, reason: str) -> ClusterState:
     """Let the node rest again: the agent that was to answer is gone."""
     node = state.nodes.get(name)
     if node is None or node.isolation is None or not node.isolation.command_id:
         return state
-    return with_node(state, _rest_again(node, f"its check had no end: {why}", state.now_us))
+    return with_node(state, _rest_again(node, f"its check had no end: {reason}", state.now_us))
 
 
 def deadline_passed(state: ClusterState, kind: str, subject: str) -> ClusterState:
@@ -203,14 +203,14 @@ def _asked(node: Node, command_id: str) -> bool:
     return node.isolation is not None and bool(command_id) and node.isolation.command_id == command_id
 
 
-def _rest_again(node: Node, what: str, now_us: int) -> Node:
+def _rest_again(node: Node, outcome: str, now_us: int) -> Node:
     stay = node.isolation or Isolation()
     stay = replace(
         stay,
         attempts=stay.attempts + 1,
         command_id="",
         repaired=False,
-        last=what[:1024],
+        last=outcome[:1024],
         last_us=now_us or stay.last_us,
     )
     return replace(node, isolation=stay, isolation_over=False)
@@ -294,15 +294,15 @@ def waits_for(state: ClusterState, node: Node) -> str:
     if now is Phase.IN_SERVICE:
         return ""
     stay = node.isolation or Isolation()
-    told = _WAITS[now]
+    text = _WAITS[now]
     if now is Phase.RESTING and stay.cause:
         then = Phase.IN_REPAIR if state.repair_limit_us else Phase.AWAITS_PERSON
         then = then if needs_hands(node) else Phase.TO_CHECK if _can_be_asked(state, node) else Phase.CLEARED
-        told += f", then {_WAITS[then].removeprefix('is about to be ')}"
+        text += f", then {_WAITS[then].removeprefix('is about to be ')}"
     if needs_hands(node):
-        told += f" ({_HANDS[node.needs]})"
+        text += f" ({_HANDS[node.needs]})"
     if stay.attempts:
-        told += f"; {stay.attempts} {'attempt' if stay.attempts == 1 else 'attempts'} failed"
+        text += f"; {stay.attempts} {'attempt' if stay.attempts == 1 else 'attempts'} failed"
     if stay.last:
-        told += f"; last: {stay.last}"
-    return told
+        text += f"; last: {stay.last}"
+    return text

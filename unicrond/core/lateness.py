@@ -59,39 +59,41 @@ class Lateness:
             return
         self.silent = before.silent
         self.counts = before.counts.copy()
-        moved = [name for name in changed(before.workers, workers) if name in suspicions or name in before.suspicions]
-        for name in {*changed(before.suspicions, suspicions), *moved}:
+        worker_names = [
+            name for name in changed(before.workers, workers) if name in suspicions or name in before.suspicions
+        ]
+        for name in {*changed(before.suspicions, suspicions), *worker_names}:
             self.counts.subtract(before._signs(name))
             self.counts.update(self._signs(name))
 
     def _signs(self, name: str) -> list[Sign]:
-        told, worker = self.suspicions.get(name), self.workers.get(name)
-        if told is None or worker is None or not worker.alive or told.generation != self.generation:
+        suspicion, worker = self.suspicions.get(name), self.workers.get(name)
+        if suspicion is None or worker is None or not worker.alive or suspicion.generation != self.generation:
             return []
-        is_long = told.still_us >= ALONE_LIMITS * told.limit_us
-        found: dict[Sign, bool] = {
+        is_long = suspicion.still_us >= ALONE_LIMITS * suspicion.limit_us
+        signs: dict[Sign, bool] = {
             ("told", -1): True,
-            ("stopped", -1): told.stopped,
-            ("busy", -1): bool(told.busy),
-            ("unnumbered", -1): not told.told,
-            ("waits", -1): told.waiting,
+            ("stopped", -1): suspicion.stopped,
+            ("busy", -1): bool(suspicion.busy),
+            ("unnumbered", -1): not suspicion.told,
+            ("waits", -1): suspicion.waiting,
             ("long", -1): is_long,
-            ("patient", -1): told.waiting and is_long,
-            ("entered", told.entered): True,
-            ("waits at", told.entered): told.waiting,
-            ("hangs at", told.entered): not told.waiting and told.still_us * STILL >= told.limit_us,
+            ("patient", -1): suspicion.waiting and is_long,
+            ("entered", suspicion.entered): True,
+            ("waits at", suspicion.entered): suspicion.waiting,
+            ("hangs at", suspicion.entered): not suspicion.waiting and suspicion.still_us * STILL >= suspicion.limit_us,
         }
-        return [sign for sign, is_so in found.items() if is_so]
+        return [sign for sign, applies in signs.items() if applies]
 
     def collectives(self) -> list[int]:
         """Return how many collectives have been entered by at least one worker, ascending."""
-        return sorted([entered for (what, entered), count in self.counts.items() if what == "entered" and count])
+        return sorted([entered for (sign, entered), count in self.counts.items() if sign == "entered" and count])
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, _: object) -> bool:
         """Say that it equals any other: it follows from the rest of its task, which is compared anyway."""
         return True
 
     def __repr__(self) -> str:
-        return "None"  # as where it has not been asked for yet
+        return "None"  # as where it has not been computed yet
 
     __hash__ = None  # type: ignore[assignment]

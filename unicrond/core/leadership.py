@@ -17,7 +17,7 @@ Rules
 
 from __future__ import annotations
 
-from events.lease import Held
+from events.lease import LeaseEntry
 from unicrond.core.liveness import OWN_BEATS
 
 GRACE_US = 2_000_000
@@ -47,7 +47,7 @@ class Candidacy:
         """Note that the log does not say who leads."""
         self._answering_us = None
 
-    def answered(self, held: Held | None, now_us: int, *, is_anew: bool = False, is_gone: bool = False) -> str:
+    def answered(self, lease: LeaseEntry | None, now_us: int, *, is_anew: bool = False, is_gone: bool = False) -> str:
         """Take what the log says of the lease; return why it is to be taken now, "" where it is not.
 
         `is_anew`: it came over another connection than the last answer. `is_gone`: its holder ran on this machine, and
@@ -56,7 +56,7 @@ class Candidacy:
         if is_anew or self._answering_us is None or now_us - self._answered_us > GAP_US:
             self._answering_us = now_us
         self._answered_us = now_us
-        holder = held.holder if held is not None else None
+        holder = lease.holder if lease is not None else None
         if holder is not None and holder.head != self._head:
             if holder.has_left:
                 return f"the head {holder.process} has left"

@@ -84,19 +84,19 @@ def scores(signals: Mapping[str, Mapping[str, int]]) -> list[Score]:
     }
     totals = {node: sum(parts.values()) for node, parts in points.items() if parts}
     usual = median(totals.values()) if totals else 0.0
-    found = [
+    rows = [
         Score(
             node,
             total,
             total >= SCORE_MIN and len(points[node]) > 1 and (len(totals) < 3 or total >= LEMON_RATIO * usual),
             tuple(
                 (name, signals[node][name], part)
-                for name, part in sorted(points[node].items(), key=lambda one: (-one[1], one[0]))
+                for name, part in sorted(points[node].items(), key=lambda entry: (-entry[1], entry[0]))
             ),
         )
         for node, total in totals.items()
     ]
-    return sorted(found, key=lambda one: (-one.score, one.node))
+    return sorted(rows, key=lambda entry: (-entry.score, entry.node))
 
 
 def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> tuple[str, str]:
@@ -115,9 +115,9 @@ def _signal(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> tup
         case v.WorkerExited() | v.ErrorReported() if _strikes(after, event) > _strikes(before, event):
             return event.node, "strike"
         case v.StragglerObserved():
-            known = before.tasks.get(event.task)
-            told = known.group.stragglers if known else {}
-            return ("", "") if event.straggler in told else (event.straggler_node, "straggler")
+            straggler_task = before.tasks.get(event.task)
+            stragglers = straggler_task.group.stragglers if straggler_task else {}
+            return ("", "") if event.straggler in stragglers else (event.straggler_node, "straggler")
         case v.CorruptionSuspected() if event.suspect:
             task = before.tasks.get(event.task)
             worker = task.workers.get(event.suspect) if task else None
@@ -147,7 +147,7 @@ def _of_incident(state: ClusterState, incident: Incident) -> str:
 
 
 def _is_ordered(state: ClusterState, incident: Incident) -> bool:
-    """Say whether a person had this happen."""
+    """Return whether a person had this happen."""
     task = state.tasks.get(incident.worker.rpartition(".")[0])
     worker = task.workers.get(incident.worker) if task else None
     node = state.nodes.get(incident.node)
@@ -155,5 +155,5 @@ def _is_ordered(state: ClusterState, incident: Incident) -> bool:
 
 
 def _more(signals: _Signals, node: str, name: str) -> _Signals:
-    known = signals.get(node, {})
-    return signals | {node: known | {name: known.get(name, 0) + 1}}
+    counts = signals.get(node, {})
+    return signals | {node: counts | {name: counts.get(name, 0) + 1}}

@@ -80,13 +80,13 @@ class Said:
 
     def news(self, verdicts: Sequence[v.AnyEvent], now_us: int) -> list[v.AnyEvent]:
         """Return the verdicts that were not said within the last SAY_AGAIN_US, and remember them as said now."""
-        found = []
+        new_verdicts = []
         for verdict in verdicts:
             name = f"{type(verdict).__name__}:{getattr(verdict, 'node', '')}"
             if now_us - self._at_us.get(name, -SAY_AGAIN_US) >= SAY_AGAIN_US:
                 self._at_us[name] = now_us
-                found.append(verdict)
-        return found
+                new_verdicts.append(verdict)
+        return new_verdicts
 
 
 class Pauses:
@@ -102,8 +102,8 @@ class Pauses:
     def add(self, ended_us: int, length_us: int) -> None:
         """Add a pause that has just ended; it began after the end of the one before."""
         if len(self._ended_us) == PAUSES_MAX:
-            for each in (self._ended_us, self._length_us, self._before_us):
-                del each[: PAUSES_MAX // 2]
+            for column in (self._ended_us, self._length_us, self._before_us):
+                del column[: PAUSES_MAX // 2]
         self._ended_us.append(ended_us)
         self._length_us.append(length_us)
         self._before_us.append(self._all_us)
@@ -159,11 +159,11 @@ class Liveness:
         """Take a beat that came through the heartbeat stream."""
         self._beat_heard_us, self._newest_at_us = now_us, at_us
         if beat.node != OWN_NAME:
-            known = self.beats.get(beat.node)
+            previous = self.beats.get(beat.node)
             # An older agent of the name says nothing of the newer one, whom alone the log listens to; until that one
             # has been silent for longer than any node is given.
-            newest = known is None or known.beat is None or beat.agent_boot >= known.beat.agent_boot
-            if newest or (known is not None and now_us - known.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
+            newest = previous is None or previous.beat is None or beat.agent_boot >= previous.beat.agent_boot
+            if newest or (previous is not None and now_us - previous.heard_us > 2 * MOST_SILENT_FACTOR * self.limit_us):
                 self.beats[beat.node] = Beat(seq, at_us, now_us, beat)
                 self._sign(beat.node, now_us)
                 (self._keeping.add if beat.kept_back else self._keeping.discard)(beat.node)
@@ -180,8 +180,8 @@ class Liveness:
 
     def read_seq(self, node: str) -> int:
         """Return the last entry of its commands that the node's agent has handled, by its last beat; 0: not known."""
-        known = self.beats.get(node)
-        return known.beat.read_seq if known is not None and known.beat is not None else 0
+        last = self.beats.get(node)
+        return last.beat.read_seq if last is not None and last.beat is not None else 0
 
     def joined(self, node: str, now_us: int) -> None:
         """Note that the coordinator has seen a NodeJoined."""
@@ -200,9 +200,9 @@ class Liveness:
         """Return, per node that is heard, the observations that its agent cannot append; most nodes have none."""
         keeping = ((name, self.beats[name]) for name in sorted(self._keeping))
         return {
-            name: KeptBack(told.beat.kept_back, told.beat.kept_back_us)
-            for name, told in keeping
-            if told.beat is not None and now_us - told.heard_us <= self.limit_us
+            name: KeptBack(last.beat.kept_back, last.beat.kept_back_us)
+            for name, last in keeping
+            if last.beat is not None and now_us - last.heard_us <= self.limit_us
         }
 
     def grace(self, now_us: int) -> None:
@@ -252,7 +252,7 @@ class Liveness:
         return list(self._silence(self.heartbeat_us * 3 // 2, now_us))
 
     def gathers(self, lost_us: int | None, nodes: Mapping[str, Node], now_us: int) -> bool:
-        """Say whether a plan waits, since more nodes may be lost together with the one that was lost at `lost_us`.
+        """Return whether a plan waits, since more nodes may be lost together with the one that was lost at `lost_us`.
 
         It waits while others are late, and at most for as long as a node may be silent.
         """
@@ -294,26 +294,26 @@ class Liveness:
         self._lost = [node.name for node in nodes.values() if node.status is NodeStatus.LOST]
         unheard = [name for name in self._up if name not in self._signs_us]
         if unheard:
-            known = {name: self.beats[name].heard_us if name in self.beats else 0 for name in unheard}
-            in_order = sorted([*known.items(), *self._signs_us.items()], key=lambda each: each[1])
+            heard_us = {name: self.beats[name].heard_us if name in self.beats else 0 for name in unheard}
+            in_order = sorted([*heard_us.items(), *self._signs_us.items()], key=lambda pair: pair[1])
             self._signs_us = OrderedDict(in_order)
 
     def _silence(self, longer_us: int, now_us: int) -> dict[str, int]:
         """Return how long those nodes have been silent that are up and were silent for longer than that; in the order
         of nodes."""
-        found: dict[str, int] = {}
-        gone: list[str] = []
+        silences: dict[str, int] = {}
+        stale: list[str] = []
         for name, sign_us in self._signs_us.items():
             silent_us = self.attended_us(max(self._reconnected_us, sign_us), now_us)
             if silent_us <= longer_us:
                 break
             if name in self._up:
-                found[name] = silent_us
+                silences[name] = silent_us
             else:
-                gone.append(name)
-        for name in gone:
+                stale.append(name)
+        for name in stale:
             del self._signs_us[name]
-        return dict(sorted(found.items(), key=lambda each: self._up[each[0]]))
+        return dict(sorted(silences.items(), key=lambda pair: self._up[pair[0]]))
 
     def _beats_again(self, node: Node, now_us: int) -> bool:
         beat = self.beats.get(node.name)

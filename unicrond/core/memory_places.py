@@ -22,7 +22,8 @@ PEERS_MAX = 8
 
 
 def services(nodes: Iterable[Node]) -> tuple[v.MemoryService, ...]:
-    """Return the memory services of the nodes that take and give states now: those that are up and have memory for it."""
+    """Return the memory services of the nodes that take and give states now: those that are up and have memory for
+    it."""
     return tuple([n.memory for n in nodes if n.memory is not None and n.status is NodeStatus.UP])
 
 
@@ -33,36 +34,37 @@ def targets(services: Sequence[v.MemoryService], task: str) -> tuple[v.MemorySer
 
 def peers(state: ClusterState, task: Task, targets: Sequence[v.MemoryService]) -> tuple[v.MemoryService, ...]:
     """Return the `targets`, and all others to ask for the state."""
-    keepers = [state.nodes.get(kept.node) for kept in newest_first(task)]
-    known = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
+    keepers = [state.nodes.get(holding.node) for holding in newest_first(task)]
+    memories = [node.memory for node in keepers if node and node.status is NodeStatus.UP and node.memory is not None]
     # All shards must be within reach, where they are to be put together anew.
-    most = max([PEERS_MAX, *(COPIES + kept.shards for kept in task.copies.kept.values())])
-    return tuple(dict.fromkeys([*targets, *known]))[:most]
+    most = max([PEERS_MAX, *(COPIES + holding.shards for holding in task.copies.kept.values())])
+    return tuple(dict.fromkeys([*targets, *memories]))[:most]
 
 
 def peers_are_stale(task: Task, targets: tuple[v.MemoryService, ...]) -> bool:
-    """Say whether nodes have come or gone, so that those that hold the task's state would copy it to the wrong place."""
+    """Return whether nodes have come or gone, so that those that hold the task's state would copy it to the wrong
+    place."""
     return task.copies.peers[: len(targets)] != targets
 
 
 def newest_first(task: Task) -> list[KeptState]:
     """Return what nodes keep of the task in memory, by iteration."""
-    return sorted(task.copies.kept.values(), key=lambda kept: kept.iteration, reverse=True)
+    return sorted(task.copies.kept.values(), key=lambda holding: holding.iteration, reverse=True)
 
 
 def nearest(state: ClusterState, task: Task) -> str:
     """Say in words what the task would start from without live state."""
     layouts: dict[int, dict[int, KeptState]] = {}
-    for kept in newest_first(task):
-        node = state.nodes.get(kept.node)
+    for holding in newest_first(task):
+        node = state.nodes.get(holding.node)
         if node is not None and node.status is NodeStatus.UP:
-            layouts.setdefault(kept.shards or task.spec.replica_workers, {}).setdefault(kept.shard, kept)
+            layouts.setdefault(holding.shards or task.spec.replica_workers, {}).setdefault(holding.shard, holding)
     whole = [list(shards.values()) for count, shards in layouts.items() if len(shards) == count]
     if whole:
-        kept_now = max(whole, key=lambda shards: min(kept.iteration for kept in shards))
-        iteration = min(kept.iteration for kept in kept_now)
+        newest = max(whole, key=lambda shards: min(holding.iteration for holding in shards))
+        iteration = min(holding.iteration for holding in newest)
         if iteration >= task.progress.checkpoint_iteration:
-            nodes = dict.fromkeys(kept.node for kept in kept_now)
+            nodes = dict.fromkeys(holding.node for holding in newest)
             return f"the memory of {' or '.join(nodes)} (iteration {iteration} or later)"
     if task.progress.checkpoint_iteration:
         return f"the checkpoint of iteration {task.progress.checkpoint_iteration}, if it is valid"
@@ -71,7 +73,7 @@ def nearest(state: ClusterState, task: Task) -> str:
 
 def to_drop(state: ClusterState, task: Task) -> list[Node]:
     """Return the nodes that still keep something of a task that has ended, and can be reached to drop it."""
-    names = dict.fromkeys(kept.node for kept in task.copies.kept.values())
+    names = dict.fromkeys(holding.node for holding in task.copies.kept.values())
     return [node for name in names if (node := state.nodes.get(name)) and node.status is NodeStatus.UP]
 
 

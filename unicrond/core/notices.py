@@ -50,14 +50,14 @@ class Notice(NamedTuple):
 
 def noticed(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> list[Notice]:
     """Return the notices that an entry gives rise to."""
-    found = [*_of_incidents(before, after)]
+    notices = [*_of_incidents(before, after)]
     match event:
         case v.TaskFailed() if _has_failed(before, after, event.task):
-            told = "unicronctl tasks", f"unicron-replay story task:{event.task} --nats URL"
+            commands = "unicronctl tasks", f"unicron-replay story task:{event.task} --nats URL"
             title = f"task {event.task} has failed"
-            found.append(Notice(f"task:{event.task}", "task_failed", "critical", title, event.reason, told))
+            notices.append(Notice(f"task:{event.task}", "task_failed", "critical", title, event.reason, commands))
         case v.NodeIsolated() if not _is_isolated(before, event.node) and _is_isolated(after, event.node):
-            found.append(
+            notices.append(
                 Notice(
                     f"node:{event.node}",
                     "isolated",
@@ -69,12 +69,12 @@ def noticed(before: ClusterState, after: ClusterState, event: v.AnyEvent) -> lis
             )
         case v.NodeReadmitted() if _is_isolated(before, event.node) and not _is_isolated(after, event.node):
             title = f"node {event.node} works again"
-            found.append(Notice(f"node:{event.node}", "isolated", "info", title, event.reason, is_over=True))
+            notices.append(Notice(f"node:{event.node}", "isolated", "info", title, event.reason, is_over=True))
         case v.NodeChecked(passed=False) | v.RepairEnded(passed=False) if _is_isolated(after, event.node):
-            what = "health check" if isinstance(event, v.NodeChecked) else "repair"
-            title = f"node {event.node} stays isolated: its {what} failed"
-            found.append(Notice(f"node:{event.node}", "refused", "error", title, event.detail, ("unicronctl nodes",)))
-    return found
+            procedure = "health check" if isinstance(event, v.NodeChecked) else "repair"
+            title = f"node {event.node} stays isolated: its {procedure} failed"
+            notices.append(Notice(f"node:{event.node}", "refused", "error", title, event.detail, ("unicronctl nodes",)))
+    return notices
 
 
 def taken_over(state: ClusterState) -> list[Notice]:
@@ -88,26 +88,26 @@ def taken_over(state: ClusterState) -> list[Notice]:
 
 def standing(state: ClusterState, now_us: int, no_progress_us: int, trouble: Iterable[str]) -> list[Notice]:
     """Return the notices of what holds now. `trouble`: lines that an operator must look at."""
-    found = _spares(state)
+    notices = _spares(state)
     for task in state.active if no_progress_us else ():
         assignment = state.plan.assignments.get(task.name)
         since_us = max(task.progress.last_commit_us, task.submitted_us)
         if assignment and assignment.workers and now_us - since_us > no_progress_us:
             title = f"task {task.name} has made no step for {(now_us - since_us) // 60_000_000} min"
             text = f"iteration {task.progress.iteration}; {len(state.incidents)} incidents open"
-            told = f"unicronctl logs {task.name}", f"unicron-replay story task:{task.name} --nats URL"
-            found.append(Notice(f"progress:{task.name}", "no_progress", "critical", title, text, told))
+            commands = f"unicronctl logs {task.name}", f"unicron-replay story task:{task.name} --nats URL"
+            notices.append(Notice(f"progress:{task.name}", "no_progress", "critical", title, text, commands))
     for line in trouble:
         # The matter is what the line is about; counts and times in it change.
         key = "".join(letter for letter in line if not letter.isdigit())[:80]
-        found.append(Notice(f"trouble:{key}", "trouble", "critical", line, "", ("unicronctl status",)))
-    return found
+        notices.append(Notice(f"trouble:{key}", "trouble", "critical", line, "", ("unicronctl status",)))
+    return notices
 
 
 def story(incident: Incident) -> str:
     """Describe an incident in a few lines."""
-    who = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
-    lines = [f"{incident.kind}, {incident.severity.name}: {who}", incident.message]
+    subject = f"worker {incident.worker} on {incident.node}" if incident.worker else f"node {incident.node}"
+    lines = [f"{incident.kind}, {incident.severity.name}: {subject}", incident.message]
     if incident.place:
         lines.append(f"where: {incident.place}")
     lines.append(f"tasks: {', '.join(incident.tasks) or 'none'}; response: {RESPONSE[incident.severity]}")
@@ -122,18 +122,18 @@ def story(incident: Incident) -> str:
 def _of_incidents(before: ClusterState, after: ClusterState) -> list[Notice]:
     if before.incidents is after.incidents:
         return []
-    found = []
+    notices = []
     for name, incident in after.incidents.items():
         old = before.incidents.get(name)
         if incident.severity is Severity.SEV1 and (old is None or old.severity is not Severity.SEV1):
             title = f"SEV1: {incident.kind} on {incident.node}"
-            told = f"unicron-replay story {name} --nats URL", "unicronctl status"
-            found.append(Notice(name, "sev1", "error", title, story(incident), told))
+            commands = f"unicron-replay story {name} --nats URL", "unicronctl status"
+            notices.append(Notice(name, "sev1", "error", title, story(incident), commands))
     closed = after.closed[-1] if after.closed is not before.closed and after.closed else None
     if closed is not None and closed.severity is Severity.SEV1:
         title = f"SEV1 healed: {closed.kind} on {closed.node}"
-        found.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))
-    return found
+        notices.append(Notice(closed.id, "sev1", "info", title, story(closed), is_over=True))
+    return notices
 
 
 def _spares(state: ClusterState) -> list[Notice]:

@@ -47,9 +47,9 @@ class OrderedMap(Mapping[str, V]):
 
     @classmethod
     def _of(cls, chunks: tuple[dict[str, V], ...], places: immutables.Map[str, int], length: int) -> OrderedMap[V]:
-        made = cls.__new__(cls)
-        made._chunks, made._places, made._length = chunks, places, length
-        return made
+        result = cls.__new__(cls)
+        result._chunks, result._places, result._length = chunks, places, length
+        return result
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -85,10 +85,10 @@ class OrderedMap(Mapping[str, V]):
         """Return the items, in insertion order."""
         return _Items(self)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
+    def __eq__(self, mapping: object) -> bool:
+        if self is mapping:
             return True
-        return dict(self.items()) == other if isinstance(other, dict) else super().__eq__(other)
+        return dict(self.items()) == mapping if isinstance(mapping, dict) else super().__eq__(mapping)
 
     __hash__ = None  # type: ignore[assignment]  # as of a dict
 
@@ -97,11 +97,11 @@ class OrderedMap(Mapping[str, V]):
 
     # --- changing --------------------------------------------------------------------------------
 
-    def __or__(self, other: Mapping[str, V]) -> OrderedMap[V]:
-        made = self
-        for name, value in other.items():
-            made = made.put(name, value)
-        return made
+    def __or__(self, mapping: Mapping[str, V]) -> OrderedMap[V]:
+        result = self
+        for name, value in mapping.items():
+            result = result.put(name, value)
+        return result
 
     def put(self, name: str, value: V) -> OrderedMap[V]:
         """Return the map with `value` under `name`."""
@@ -118,22 +118,22 @@ class OrderedMap(Mapping[str, V]):
 
     def without(self, names: Iterable[str]) -> OrderedMap[V]:
         """Return the map without the items of these names."""
-        gone: dict[int, list[str]] = {}
+        by_chunk: dict[int, list[str]] = {}
         for name in dict.fromkeys(names):
             place = self._places.get(name)
             if place is not None:
-                gone.setdefault(place, []).append(name)
-        if not gone:
+                by_chunk.setdefault(place, []).append(name)
+        if not by_chunk:
             return self
         chunks, places, length = list(self._chunks), self._places.mutate(), self._length
-        for place, here in gone.items():
-            chunks[place] = {name: value for name, value in chunks[place].items() if name not in here}
-            length -= len(here)
-            for name in here:
+        for place, chunk_names in by_chunk.items():
+            chunks[place] = {name: value for name, value in chunks[place].items() if name not in chunk_names}
+            length -= len(chunk_names)
+            for name in chunk_names:
                 del places[name]
-        made = self._of(tuple(chunks), places.finish(), length)
+        result = self._of(tuple(chunks), places.finish(), length)
         # Chunks that have emptied stay, so that the others keep their places; now and then all are filled anew.
-        return made if len(chunks) * CHUNK <= 4 * length + 8 * CHUNK else type(self)(made.items())
+        return result if len(chunks) * CHUNK <= 4 * length + 8 * CHUNK else type(self)(result.items())
 
 
 class _Values(ValuesView[V]):
@@ -164,55 +164,55 @@ class _Items(ItemsView[str, V]):
 # --- for maps of both kinds ------------------------------------------------------------------------
 
 
-def put(known: Mapping[str, V], name: str, value: V) -> Mapping[str, V]:
+def put(mapping: Mapping[str, V], name: str, value: V) -> Mapping[str, V]:
     """Return `mapping` with `value` under `name`."""
-    if type(known) is dict:
-        made = known | {name: value}
-        return made if len(made) <= SMALL else OrderedMap(made.items())
-    return cast("OrderedMap[V]", known).put(name, value)
+    if type(mapping) is dict:
+        result = mapping | {name: value}
+        return result if len(result) <= SMALL else OrderedMap(result.items())
+    return cast("OrderedMap[V]", mapping).put(name, value)
 
 
-def put_all(known: Mapping[str, V], others: Mapping[str, V]) -> Mapping[str, V]:
+def put_all(mapping: Mapping[str, V], updates: Mapping[str, V]) -> Mapping[str, V]:
     """Return `mapping` with all of `updates`."""
-    for name, value in others.items():
-        known = put(known, name, value)
-    return known
+    for name, value in updates.items():
+        mapping = put(mapping, name, value)
+    return mapping
 
 
-def without(known: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]:
+def without(mapping: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]:
     """Return `mapping` without the items of these names; the same object where it is an OrderedMap and has none of
     them."""
-    if type(known) is dict:
-        return {name: value for name, value in known.items() if name not in names}
-    return cast("OrderedMap[V]", known).without(names)
+    if type(mapping) is dict:
+        return {name: value for name, value in mapping.items() if name not in names}
+    return cast("OrderedMap[V]", mapping).without(names)
 
 
-def ordered(known: Mapping[str, V]) -> Mapping[str, V]:
+def ordered(mapping: Mapping[str, V]) -> Mapping[str, V]:
     """Return the same items as a map that changes cheaply."""
-    return known if len(known) <= SMALL else OrderedMap(known.items())
+    return mapping if len(mapping) <= SMALL else OrderedMap(mapping.items())
 
 
-def plain(known: Mapping[str, V]) -> dict[str, V]:
+def plain(mapping: Mapping[str, V]) -> dict[str, V]:
     """Return the same items as a dict, to be read or encoded."""
-    return known if type(known) is dict else dict(known.items())
+    return mapping if type(mapping) is dict else dict(mapping.items())
 
 
-def newest(known: Mapping[str, V], count: int) -> Iterator[V]:
+def newest(mapping: Mapping[str, V], count: int) -> Iterator[V]:
     """Return the values that were put in last, the last one first."""
-    return islice(reversed(cast("dict[str, V]", known).values()), count)
+    return islice(reversed(cast("dict[str, V]", mapping).values()), count)
 
 
-def in_order(known: Mapping[str, V], names: Sequence[str]) -> list[str]:
+def in_order(mapping: Mapping[str, V], names: Sequence[str]) -> list[str]:
     """Return those names in the order in which `mapping` has them."""
-    if isinstance(known, OrderedMap):
-        wanted = set(names)
-        places = sorted({known._places[name] for name in wanted})
-        return [name for place in places for name in known._chunks[place] if name in wanted]
-    return [name for name in known if name in names]
+    if isinstance(mapping, OrderedMap):
+        wanted_names = set(names)
+        places = sorted({mapping._places[name] for name in wanted_names})
+        return [name for place in places for name in mapping._chunks[place] if name in wanted_names]
+    return [name for name in mapping if name in names]
 
 
 def same_names(before: Mapping[str, V], after: Mapping[str, V]) -> bool:
-    """Say whether both have the same names. Of two large maps: a cheap no may be wrong, a yes never is."""
+    """Return whether both have the same names. Of two large maps: a cheap no may be wrong, a yes never is."""
     if before is after:
         return True
     if isinstance(before, OrderedMap) and isinstance(after, OrderedMap):
@@ -221,7 +221,8 @@ def same_names(before: Mapping[str, V], after: Mapping[str, V]) -> bool:
 
 
 def changed(before: Mapping[str, V], after: Mapping[str, V]) -> dict[str, tuple[V | None, V | None]]:
-    """Return name -> (value before, value after), None where there is none, of each item that is not the same object."""
+    """Return name -> (value before, value after), None where there is none, of each item that is not the same
+    object."""
     if before is after:
         return {}
     pairs = _unshared(before, after)
@@ -231,20 +232,20 @@ def changed(before: Mapping[str, V], after: Mapping[str, V]) -> dict[str, tuple[
             for old, new in pairs
             for name in compress(old, map(is_not, old.values(), new.values()))
         }
-    went: dict[str, V] = {}
-    came: dict[str, V] = {}
+    old_items: dict[str, V] = {}
+    new_items: dict[str, V] = {}
     for old, new in pairs:
-        went.update(old)
-        came.update(new)
-    found: dict[str, tuple[V | None, V | None]] = {}
-    for name, value in went.items():
-        now = came.get(name)
+        old_items.update(old)
+        new_items.update(new)
+    differences: dict[str, tuple[V | None, V | None]] = {}
+    for name, value in old_items.items():
+        now = new_items.get(name)
         if now is not value:
-            found[name] = (value, now)
-    for name, value in came.items():
-        if name not in went:
-            found[name] = (None, value)
-    return found
+            differences[name] = (value, now)
+    for name, value in new_items.items():
+        if name not in old_items:
+            differences[name] = (None, value)
+    return differences
 
 
 def _unshared(before: Mapping[str, V], after: Mapping[str, V]) -> list[tuple[Mapping[str, V], Mapping[str, V]]]:

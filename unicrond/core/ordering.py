@@ -65,11 +65,11 @@ def ordered(order: FaultOrder, state: ClusterState, *, allowed: bool) -> Injecti
         node, worker = order.node or "", ""
     else:
         node, worker = _member(order, state)
-    known = state.nodes.get(node)
-    if known is None:
+    target = state.nodes.get(node)
+    if target is None:
         raise Refused(404, f"node: no node {node}; see `unicronctl nodes`")
-    if known.status is not NodeStatus.UP:
-        raise Refused(409, f"node: {node} is {known.status.value}; only a node that is up can have a fault")
+    if target.status is not NodeStatus.UP:
+        raise Refused(409, f"node: {node} is {target.status.value}; only a node that is up can have a fault")
     fault = Fault(
         kind=order.kind,
         worker="" if order.kind == "drop_network" else worker,
@@ -110,12 +110,12 @@ def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:
     if task is None or task.status is not TaskStatus.ACTIVE:
         raise Refused(404, f"task: {order.task} is not active; see `unicronctl tasks`")
     members = task.membership.members if task.membership else ()
-    found = [
+    matches = [
         member
         for rank, member in enumerate(members)
         if (order.rank is None or rank == order.rank) and (order.node is None or member.node == order.node)
     ]
-    if not found:
+    if not matches:
         place = f" of rank {order.rank}" if order.rank is not None else ""
         place += f" on {order.node}" if order.node else ""
         raise Refused(404, f"rank: task {task.name} has no member{place}; it has {len(members)}")
@@ -125,4 +125,4 @@ def _member(order: FaultOrder, state: ClusterState) -> tuple[str, str]:
             f"at_iteration: {order.at_iteration} has passed, {task.name} has committed {task.progress.iteration};"
             " give a later one",
         )
-    return found[0].node, found[0].worker
+    return matches[0].node, matches[0].worker

@@ -39,11 +39,11 @@ def require_sound(state: ClusterState, envelopes: Sequence[Envelope]) -> None:
     before = state
     for envelope in envelopes:
         after = folding.fold(state, Recorded(state.seq + 1, state.now_us, envelope))
-        told = f"{type(envelope.event).__name__} ({summary(envelope.event)})"
+        description = f"{type(envelope.event).__name__} ({summary(envelope.event)})"
         if after.quarantined > state.quarantined:
-            raise Stopped(f"a decision does not fit the state: {told}: {after.refused[-1].reason}")
+            raise Stopped(f"a decision does not fit the state: {description}: {after.refused[-1].reason}")
         if after.duplicates > state.duplicates or after.inert > state.inert:
-            raise Stopped(f"a decision looks like a repetition: {told}")
+            raise Stopped(f"a decision looks like a repetition: {description}")
         state = after
     try:
         check(state, before)
@@ -105,11 +105,11 @@ class Breaker:
 
     def about_to_append(self, events: Sequence[v.AnyEvent]) -> None:
         """Check, once the batch before has been read back, that these may be next. Raise DecidingStopped."""
-        said = [_unnumbered(event) for event in events]
-        self._idle = self._idle + 1 if not self._had_effect or said == self._last else 0
+        decisions = [_unnumbered(event) for event in events]
+        self._idle = self._idle + 1 if not self._had_effect or decisions == self._last else 0
         if self._idle >= self._idle_max:
             raise Stopped(f"{self._idle} batches of decisions had no effect, the last: {summary(events[0])}")
-        self._last, self._had_effect = said, False
+        self._last, self._had_effect = decisions, False
 
 
 def _unnumbered(event: v.AnyEvent) -> v.AnyEvent:

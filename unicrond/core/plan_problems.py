@@ -62,7 +62,7 @@ def situation_of(survey: Survey) -> Situation | None:
             for node in nodes:
                 on_node[node].add(task.name)
     problems = tuple([_task_problem(survey, task) for task in tasks])
-    known = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
+    present = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
     return Situation(
         nodes=tuple(
             NodeLoad(name, slots, frozenset(on_node[name]), survey.gpus.get(name, ""))
@@ -72,7 +72,7 @@ def situation_of(survey: Survey) -> Situation | None:
         mtbf_us=survey.worker_mtbf_us,
         d_transition_us=int(policy.transition_s * _SECOND_US),
         churn_us=int(policy.churn_s * _SECOND_US),
-        join_slots=tuple(sorted({node.slots for node in known})),
+        join_slots=tuple(sorted({node.slots for node in present})),
         seats_matter=_asks_for_seats(survey, problems),
         gpus=survey.types,
     )
@@ -123,13 +123,13 @@ def _room(survey: Survey, slots: Mapping[str, int], tasks: tuple[TaskProblem, ..
         return {"seats": seats_of(slots) if asks else (), "pools": ()}
     pools = []
     for gpu in survey.types:
-        own = {name: count for name, count in slots.items() if survey.gpus[name] == gpu}
-        pools.append(Pool(gpu, sum(own.values()), seats_of(own) if asks else ()))
+        pool_slots = {name: count for name, count in slots.items() if survey.gpus[name] == gpu}
+        pools.append(Pool(gpu, sum(pool_slots.values()), seats_of(pool_slots) if asks else ()))
     return {"seats": (), "pools": tuple(pools)}
 
 
 def _is_faulty(survey: Survey, task: Task) -> bool:
-    """Say whether the plan has workers of the task where it can have none now."""
+    """Return whether the plan has workers of the task where it can have none now."""
     assignment = survey.state.plan.assignments.get(task.name)
     if assignment is None:
         return False
@@ -147,70 +147,71 @@ def _shape(task: Task, assignment: TaskAssignment | None) -> Shape:
 
 
 def _task_problem(survey: Survey, task: Task, *, faulty: bool = False, at_rest: bool = False) -> TaskProblem:
-    given = survey.state.plan.assignments.get(task.name)
-    assignment = None if at_rest else given
-    own = _shape(task, given)
+    share = survey.state.plan.assignments.get(task.name)
+    assignment = None if at_rest else share
+    shape = _shape(task, share)
     chooses = _chooses(survey, task)
     gpu = survey.type_of(task)
     curves = survey.curves(task, gpu)
-    most = most_workers(task.spec, own) if chooses else task.spec.max_workers
-    others = _others(survey, task, own, gpu) if chooses or survey.types else ()
-    curve = curves.get(own) or curves[task.spec.shape]
-    fits = own.tp <= survey.largest and not _kept_off(task, curve)
-    found = TaskProblem(
+    most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
+    alternatives = _others(survey, task, shape, gpu) if chooses or survey.types else ()
+    curve = curves.get(shape) or curves[task.spec.shape]
+    fits = shape.tp <= survey.largest and not _kept_off(task, curve)
+    problem = TaskProblem(
         name=task.name,
         weight=task.spec.weight,
         workers=assignment.workers if assignment else 0,
         faulty=faulty,
         min_workers=task.spec.min_workers,
         max_workers=most if fits else 0,
-        floor=task.spec.min_workers if fits or others else 0,
-        unit=own.workers,
-        tp=own.tp,
-        form=own,
+        floor=task.spec.min_workers if fits or alternatives else 0,
+        unit=shape.workers,
+        tp=shape.tp,
+        form=shape,
         throughput=curve,
         d_transition_us=None if at_rest or not task.pace.transition_us else task.pace.transition_us,
-        others=others,
+        others=alternatives,
         prices=_prices(survey, task) if (chooses or survey.types) and not at_rest else Prices(),
         turn=0 if at_rest else survey.turns.get(task.name, 0),
         gpu=gpu if survey.types else "",
     )
-    if not task.spec.gpus or survey.types or not found.floor:
-        return found
-    return replace(found, floor=found.least_that_achieves or found.floor)  # as in a pool of several
+    if not task.spec.gpus or survey.types or not problem.floor:
+        return problem
+    return replace(problem, floor=problem.least_that_achieves or problem.floor)  # as in a pool of several
 
 
-def _others(survey: Survey, task: Task, own: Shape, gpu: str) -> tuple[Alternative, ...]:
+def _others(survey: Survey, task: Task, current: Shape, gpu: str) -> tuple[Alternative, ...]:
     """Return the task's other layouts on its type of GPU, then all on each other type, unless it must have the same
     bits."""
-    chooses, found = _chooses(survey, task), []
+    chooses, alternatives = _chooses(survey, task), []
     stays = task.membership is not None and task.spec.env.get(DETERMINISTIC) == "require"
-    for its in (gpu, *(one for one in survey.types if one != gpu and not stays)):
-        curves = survey.curves(task, its)
-        for shape in curves if chooses else [own]:
-            if (its, shape) == (gpu, own) or shape.tp > survey.largest:
+    for gpu_type in (gpu, *(candidate for candidate in survey.types if candidate != gpu and not stays)):
+        curves = survey.curves(task, gpu_type)
+        for shape in curves if chooses else [current]:
+            if (gpu_type, shape) == (gpu, current) or shape.tp > survey.largest:
                 continue
             most = most_workers(task.spec, shape) if chooses else task.spec.max_workers
             curve = curves.get(shape) or curves[task.spec.shape]
             if not _kept_off(task, curve):
-                found.append(Alternative(shape, curve, most, its if survey.types else ""))
-    return tuple(found)
+                alternatives.append(Alternative(shape, curve, most, gpu_type if survey.types else ""))
+    return tuple(alternatives)
 
 
 def _kept_off(task: Task, curve: Curve) -> bool:
-    """Say whether the task's file names types of GPU and gives 0 FLOP/s to this choice: then it gets no workers there,
-    not even to meet a floor."""
+    """Return whether the task's file names types of GPU and gives 0 FLOP/s to this choice: then it gets no workers
+    there, not even to meet a floor."""
     return bool(task.spec.gpus) and not any(flops for _, flops in curve.rounded())
 
 
 def _chooses(survey: Survey, task: Task) -> bool:
-    """Say whether a plan may give the task another layout; not while a person has asked for one."""
+    """Return whether a plan may give the task another layout; not while a person has asked for one."""
     by_person = task.reshaping.reshape is not None and not task.reshaping.plan
     return bool(task.spec.layouts) and not by_person and survey.state.schema >= CHOOSES_LAYOUTS
 
 
 def _asks_for_seats(survey: Survey, tasks: tuple[TaskProblem, ...]) -> bool:
-    """Say whether the problem has seats. Coordinators of an older schema did not ask; their decisions stay verifiable."""
+    """Return whether the problem has seats. Coordinators of an older schema did not ask; their decisions stay
+    verifiable."""
     return survey.state.schema >= CHOOSES_LAYOUTS and seats_matter(tasks)
 
 

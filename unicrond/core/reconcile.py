@@ -34,7 +34,7 @@ class Staffing(msgspec.Struct, frozen=True):
 
     @property
     def fits(self) -> bool:
-        """Say whether the replicas are those that the plan wants, all whole."""
+        """Return whether the replicas are those that the plan wants, all whole."""
         return not (self.missing or self.surplus or self.broken)
 
     @property
@@ -53,20 +53,20 @@ def staffing(task: Task, assignment: TaskAssignment | None) -> Staffing:
     whole = {number: tuple(workers) for number, workers in replicas.items() if len(workers) == size}
     broken = {number: tuple(workers) for number, workers in replicas.items() if len(workers) != size}
 
-    wanted = Counter(assignment.replicas if assignment else ())
-    kept: dict[int, tuple[Worker, ...]] = {}
+    demand = Counter(assignment.replicas if assignment else ())
+    in_plan: dict[int, tuple[Worker, ...]] = {}
     surplus: dict[int, tuple[Worker, ...]] = {}
     members = task.member_names
     in_group = [number for number, workers in whole.items() if workers[0].worker in members]
     for number in in_group + [number for number, workers in whole.items() if workers[0].worker not in members]:
         nodes = tuple([worker.node for worker in whole[number]])
-        if wanted.get(nodes, 0) > 0:
-            wanted[nodes] -= 1
-            kept[number] = whole[number]
+        if demand.get(nodes, 0) > 0:
+            demand[nodes] -= 1
+            in_plan[number] = whole[number]
         else:
             surplus[number] = whole[number]
-    missing = tuple(sorted(wanted.elements()))
-    return Staffing(kept, surplus, broken, missing, sum(map(_starting, kept.values())))
+    missing = tuple(sorted(demand.elements()))
+    return Staffing(in_plan, surplus, broken, missing, sum(map(_starting, in_plan.values())))
 
 
 def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> Staffing | None:
@@ -75,31 +75,31 @@ def staffing_after(before: Staffing, changes: Iterable[Change], size: int) -> St
     decides nothing as long as every whole replica is wanted."""
     if before.surplus:
         return None
-    kept, broken, missing = dict(before.kept), dict(before.broken), Counter(before.missing)
+    in_plan, broken, missing = dict(before.kept), dict(before.broken), Counter(before.missing)
     starting = before.starting
     touched: dict[int, list[Change]] = {}
     for old, new in changes:
         for number in {worker.replica for worker in (old, new) if worker is not None}:
             touched.setdefault(number, []).append((old, new))
-    for number, told in touched.items():
-        was = kept.pop(number, None)
+    for number, replica_changes in touched.items():
+        was = in_plan.pop(number, None)
         if was is not None:
             missing[tuple([worker.node for worker in was])] += 1
             starting -= _starting(was)
-        gone = {old.worker for old, _ in told if old}
-        able = [worker for worker in was or broken.pop(number, ()) if worker.worker not in gone]
-        able += [new for _, new in told if new and new.can_train and new.replica == number]
+        old_names = {old.worker for old, _ in replica_changes if old}
+        able = [worker for worker in was or broken.pop(number, ()) if worker.worker not in old_names]
+        able += [new for _, new in replica_changes if new and new.can_train and new.replica == number]
         workers = tuple(sorted(able, key=_seat))
         nodes = tuple([worker.node for worker in workers])
         if len(workers) == size:
             if missing[nodes] <= 0:
                 return None
             missing[nodes] -= 1
-            kept[number] = workers
+            in_plan[number] = workers
             starting += _starting(workers)
         elif workers:
             broken[number] = workers
-    return Staffing(kept, {}, broken, tuple(sorted(missing.elements())), starting)
+    return Staffing(in_plan, {}, broken, tuple(sorted(missing.elements())), starting)
 
 
 def _starting(workers: Iterable[Worker]) -> int:
@@ -116,7 +116,8 @@ def _seat(worker: Worker) -> tuple[int, int]:
 
 
 def all_in(task: Task) -> bool:
-    """Say whether all workers that there are stand in the group of the newest generation, and are all its members."""
+    """Return whether all workers that there are stand in the group of the newest generation, and are all its
+    members."""
     tally, count = task.tally, len(task.workers)
     settled = tally.settled + (tally.settled_vouched if task.group.met else 0)
     return not tally.strangers and settled == count == len(task.member_names)
@@ -139,10 +140,10 @@ def living_members(task: Task) -> tuple[Member, ...]:
         return ()
     if task.all_able:
         return task.membership.members
-    gone = task.member_names.difference(task.workers)
+    missing = task.member_names.difference(task.workers)
     unable = {name for name in task.tally.apart if not task.workers[name].can_train}
-    fallen = {m.replica for m in task.membership.members if m.worker in gone or m.worker in unable}
-    return tuple([member for member in task.membership.members if member.replica not in fallen])
+    broken = {m.replica for m in task.membership.members if m.worker in missing or m.worker in unable}
+    return tuple([member for member in task.membership.members if member.replica not in broken])
 
 
 def leaving_members(task: Task) -> tuple[Member, ...]:
@@ -154,24 +155,25 @@ def leaving_members(task: Task) -> tuple[Member, ...]:
 
 
 def has_state(task: Task) -> bool:
-    """Say whether a member or leaver of a whole living replica is in a group: others can take its state over."""
-    there = living_members(task) + leaving_members(task)
-    return any(task.workers[member.worker].status is WorkerStatus.MEMBER for member in there)
+    """Return whether a member or leaver of a whole living replica is in a group: others can take its state over."""
+    members = living_members(task) + leaving_members(task)
+    return any(task.workers[member.worker].status is WorkerStatus.MEMBER for member in members)
 
 
 def schedulable(nodes: Mapping[str, Node]) -> tuple[dict[str, int], list[str]]:
     """Return the slots of the nodes that may carry workers, and which of these nodes are cordoned."""
-    there = [node for node in nodes.values() if node.schedulable]
-    return {node.name: node.slots for node in there}, [node.name for node in there if node.cordoned]
+    usable = [node for node in nodes.values() if node.schedulable]
+    return {node.name: node.slots for node in usable}, [node.name for node in usable if node.cordoned]
 
 
 def capacity(state: ClusterState, slots: Mapping[str, int], cordoned: Sequence[str]) -> Mapping[str, int]:
-    """Return, of `schedulable` nodes, the slots that a plan may use: of a cordoned one no more than its workers hold."""
+    """Return, of `schedulable` nodes, the slots that a plan may use: of a cordoned one no more than its workers
+    hold."""
     if not cordoned:
         return slots
     return {**slots, **{name: min(slots[name], _held(state, name)) for name in cordoned}}
 
 
 def _held(state: ClusterState, node: str) -> int:
-    here = [(state.tasks[task], worker) for task, worker in state.by_node.on(node)]
-    return sum(task.status is TaskStatus.ACTIVE and task.workers[worker].can_train for task, worker in here)
+    pairs = [(state.tasks[task], worker) for task, worker in state.by_node.on(node)]
+    return sum(task.status is TaskStatus.ACTIVE and task.workers[worker].can_train for task, worker in pairs)

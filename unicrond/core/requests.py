@@ -70,7 +70,8 @@ def maintenance_problem(state: ClusterState, event: v.MaintenancePlanned) -> str
 
 
 def user_problem(state: ClusterState, spec: TaskSpec) -> str:
-    """Return why the task cannot run as the user that it names, "" where it can: workers may go to any node that is up."""
+    """Return why the task cannot run as the user that it names, "" where it can: workers may go to any node that is
+    up."""
     refusing = [node for node in state.nodes.values() if node.schedulable and spec.run_as not in ("", *node.users)]
     if not refusing:
         return ""
@@ -89,48 +90,53 @@ def enrolment_problem(state: ClusterState, event: v.NodeEnrolled) -> str:
     return "" if owner == event.node else f"key: is the key of node {owner}; make another"
 
 
-def reshape_problem(state: ClusterState, task: Task, asked: v.ReshapeRequested) -> str:
+def reshape_problem(state: ClusterState, task: Task, request: v.ReshapeRequested) -> str:
     """Return why the task cannot be reshaped so; "" where it can.
 
     Room is in all slots of nodes that may have new workers: the planner can move those of other tasks. A task that
     keeps its layout and asks for no more workers than before needs none: nothing gets worse by that.
     """
-    if asked.lr is not None and task.spec.entry not in ENTRIES:
+    if request.lr is not None and task.spec.entry not in ENTRIES:
         return "lr: only the script knows its learning rate; change it there and submit the task again"
-    if asked.iterations is not None and "--train-samples" in task.spec.args:
+    if request.iterations is not None and "--train-samples" in task.spec.args:
         return "iterations: the task counts samples (--train-samples in args); cancel it and submit it again"
-    needs_room = not is_in_place(task.spec, asked) or asked.min_workers > task.spec.min_workers
+    needs_room = not is_in_place(task.spec, request) or request.min_workers > task.spec.min_workers
     stages = 0
     if needs_room:
         # The tp workers of a stage stand on one node (placement.py).
         slots = [node.slots for node in state.nodes.values() if node.schedulable and not node.cordoned]
         largest = max(slots, default=0)
-        if asked.tp > largest:
+        if request.tp > largest:
             return (
-                f"tp: {asked.tp} workers of a stage share a node, and no node has more than {largest} slots; lower it"
+                f"tp: {request.tp} workers of a stage share a node, and no node has more than {largest} slots; lower it"
             )
-        stages = sum(each // asked.tp for each in slots)
-        if asked.pp > stages:
-            return f"pp: the nodes have room for {stages} stages of tp {asked.tp}, not for {asked.pp}; lower it, or tp"
-    if problem := _micro_batch_problem(task.spec, asked.micro_batch):
+        stages = sum(count // request.tp for count in slots)
+        if request.pp > stages:
+            return (
+                f"pp: the nodes have room for {stages} stages of tp {request.tp}, not for {request.pp}; lower it, or tp"
+            )
+    if problem := _micro_batch_problem(task.spec, request.micro_batch):
         return problem
-    for fault in spec_faults(reshaped(task.spec, asked), state.schema):
+    for fault in spec_faults(reshaped(task.spec, request), state.schema):
         return str(fault)
-    if needs_room and asked.min_workers > (room := stages // asked.pp * asked.pp * asked.tp):
+    if needs_room and request.min_workers > (room := stages // request.pp * request.pp * request.tp):
         return f"min_workers: the nodes have room for {room}; lower it"
     return ""
 
 
-def _micro_batch_problem(spec: TaskSpec, asked: int) -> str:
+def _micro_batch_problem(spec: TaskSpec, micro_batch: int) -> str:
     """Return why micro-batches cannot have so many samples, "" where they can: a reshape changes neither the global
     batch nor the lanes."""
-    if not asked or asked == spec.micro_batch:
+    if not micro_batch or micro_batch == spec.micro_batch:
         return ""
-    if spec.global_batch % asked:
-        return f"micro_batch: {asked} does not divide global_batch ({spec.global_batch}); use a divisor of it"
-    if spec.lanes > (found := spec.global_batch // asked):
+    if spec.global_batch % micro_batch:
+        return f"micro_batch: {micro_batch} does not divide global_batch ({spec.global_batch}); use a divisor of it"
+    if spec.lanes > (micro_batches := spec.global_batch // micro_batch):
         most = spec.global_batch // spec.lanes
-        return f"micro_batch: {found} of {asked} samples do not fill the task's {spec.lanes} lanes; use at most {most}"
+        return (
+            f"micro_batch: {micro_batches} of {micro_batch} samples do not fill the task's {spec.lanes} lanes;"
+            f" use at most {most}"
+        )
     return ""
 
 

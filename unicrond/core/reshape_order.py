@@ -44,7 +44,7 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
     near = nearest(spec, order.tp or spec.tp, order.pp or spec.pp)
     shape = near._replace(vpp=order.vpp or near.vpp, ep=order.ep or near.ep, micro_batch=order.micro_batch or 0)
     least, most = bounds(spec, shape)
-    asked = ReshapeRequested(
+    request = ReshapeRequested(
         task=task.name,
         **shape._asdict(),
         min_workers=order.min_workers or least,
@@ -53,17 +53,17 @@ def asked_for(state: ClusterState, task: Task, order: ReshapeOrder) -> ReshapeRe
         iterations=order.iterations,
         lr=order.lr,
     )
-    problem = reshape_problem(state, task, asked)
+    problem = reshape_problem(state, task, request)
     if problem:
         raise Refused(400, problem)
     if order.iterations is not None and order.iterations <= task.progress.iteration:
         committed = task.progress.iteration
         raise Refused(409, f"iterations: {committed} are committed already; give more, or cancel the task")
-    if changes_nothing(spec, asked) and task.reshaping.reshape is None:
+    if changes_nothing(spec, request) and task.reshaping.reshape is None:
         if order.iterations or order.lr:
             raise Refused(409, f"iterations, lr: task {task.name} has these already; give others")
         raise Refused(409, f"tp, pp: task {task.name} has {shape.cut} and these bounds already; give others")
-    return asked
+    return request
 
 
 def bounds(spec: TaskSpec, shape: Shape) -> tuple[int, int]:

@@ -57,68 +57,68 @@ def asked_by_plan(spec: TaskSpec, assignment: TaskAssignment, epoch: int) -> Res
     )
 
 
-def is_in_place(spec: TaskSpec, asked: ReshapeRequested) -> bool:
-    """Say whether the task's workers can stay: only their number changes."""
-    of = reshaped(spec, asked)
-    kept = (spec.cut, spec.micro_batch, spec.iterations, spec.optimizer)
-    return kept == (of.cut, of.micro_batch, of.iterations, of.optimizer)
+def is_in_place(spec: TaskSpec, request: ReshapeRequested) -> bool:
+    """Return whether the task's workers can stay: only their number changes."""
+    target = reshaped(spec, request)
+    fixed = (spec.cut, spec.micro_batch, spec.iterations, spec.optimizer)
+    return fixed == (target.cut, target.micro_batch, target.iterations, target.optimizer)
 
 
-def changes_nothing(spec: TaskSpec, asked: ReshapeRequested) -> bool:
-    """Say whether the task is already what the request asks for."""
-    return reshaped(spec, asked) == spec
+def changes_nothing(spec: TaskSpec, request: ReshapeRequested) -> bool:
+    """Return whether the task is already what the request asks for."""
+    return reshaped(spec, request) == spec
 
 
-def change(spec: TaskSpec, asked: ReshapeRequested) -> str:
+def change(spec: TaskSpec, request: ReshapeRequested) -> str:
     """Say in words what becomes of what."""
-    of = reshaped(spec, asked)
+    target = reshaped(spec, request)
     forms = [
-        (str(spec.cut), str(of.cut)),
-        (f"micro_batch {spec.micro_batch}", f"{of.micro_batch}"),
-        (f"iterations {spec.iterations}", f"{of.iterations}"),
-        (f"learning rate {spec.optimizer.lr:g}", f"{of.optimizer.lr:g}"),
+        (str(spec.cut), str(target.cut)),
+        (f"micro_batch {spec.micro_batch}", f"{target.micro_batch}"),
+        (f"iterations {spec.iterations}", f"{target.iterations}"),
+        (f"learning rate {spec.optimizer.lr:g}", f"{target.optimizer.lr:g}"),
     ]
     return "; ".join(f"{before} becomes {after}" for before, after in forms if not f" {before}".endswith(f" {after}"))
 
 
-def reshaped(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> TaskSpec:
+def reshaped(spec: TaskSpec, request: ReshapeRequested | TaskReshaped) -> TaskSpec:
     """Return the task as it is from then on. Throughput that was given for more workers than it may have is left out;
     where it was given for the new layout, that holds. In a layout that a person asks for the task stays, whatever it
     might have."""
-    by_plan = isinstance(asked, TaskReshaped) and asked.plan > 0
-    micro_batch = asked.micro_batch or spec.micro_batch
-    stays = (spec.cut, spec.micro_batch) == (asked.shape.cut, micro_batch)
-    layouts, given = spec.layouts if by_plan or stays else (), spec.throughput
+    by_plan = isinstance(request, TaskReshaped) and request.plan > 0
+    micro_batch = request.micro_batch or spec.micro_batch
+    stays = (spec.cut, spec.micro_batch) == (request.shape.cut, micro_batch)
+    layouts, table = spec.layouts if by_plan or stays else (), spec.throughput
     if by_plan:
-        given = next((one.throughput for one in layouts if one.shape == asked.shape), given)
-    most = asked.max_workers
+        table = next((layout.throughput for layout in layouts if layout.shape == request.shape), table)
+    most = request.max_workers
     return replace(
         spec,
-        layouts=tuple([replace(one, throughput=_up_to(most, one.throughput)) for one in layouts]),
-        **_layout(spec, asked.shape._replace(micro_batch=micro_batch)),
-        min_workers=asked.min_workers,
+        layouts=tuple([replace(layout, throughput=_up_to(most, layout.throughput)) for layout in layouts]),
+        **_layout(spec, request.shape._replace(micro_batch=micro_batch)),
+        min_workers=request.min_workers,
         max_workers=most,
-        throughput=_up_to(most, given),
-        iterations=asked.iterations or spec.iterations,
-        optimizer=spec.optimizer if asked.lr is None else replace(spec.optimizer, lr=asked.lr),
-        args=_args(spec, asked),
+        throughput=_up_to(most, table),
+        iterations=request.iterations or spec.iterations,
+        optimizer=spec.optimizer if request.lr is None else replace(spec.optimizer, lr=request.lr),
+        args=_args(spec, request),
     )
 
 
 def _layout(spec: TaskSpec, shape: Shape) -> dict[str, int]:
     """Return the fields of a layout. A degree that the program sets by itself (0) stays so as long as nothing else is
     asked for."""
-    own = {"vpp": spec.vpp, "ep": spec.ep}
-    return {name: 0 if size == 1 and own.get(name) == 0 else size for name, size in shape._asdict().items()}
+    sizes = {"vpp": spec.vpp, "ep": spec.ep}
+    return {name: 0 if size == 1 and sizes.get(name) == 0 else size for name, size in shape._asdict().items()}
 
 
-def _args(spec: TaskSpec, asked: ReshapeRequested | TaskReshaped) -> tuple[str, ...]:
+def _args(spec: TaskSpec, request: ReshapeRequested | TaskReshaped) -> tuple[str, ...]:
     """Return the task's args. Megatron-LM has iterations and learning rate in its flags."""
-    flags = {"--train-iters": asked.iterations, "--lr": asked.lr}
-    wanted = {name: repr(value) for name, value in flags.items() if value is not None}
-    if spec.entry != megatron_lm.ENTRY or not wanted:
+    flags = {"--train-iters": request.iterations, "--lr": request.lr}
+    changes = {name: repr(value) for name, value in flags.items() if value is not None}
+    if spec.entry != megatron_lm.ENTRY or not changes:
         return spec.args
-    return megatron_lm.with_flags(spec.args, wanted)
+    return megatron_lm.with_flags(spec.args, changes)
 
 
 def _up_to(most: int, throughput: Mapping[str, int]) -> dict[str, int]:

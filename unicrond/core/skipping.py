@@ -47,12 +47,12 @@ class Needed:
 
     def require(self, state: ClusterState) -> None:
         """Raise SkipRefused where `state`, which was folded without them, would give numbers out a second time."""
-        named = " and ".join(str(seq) for seq in self._skips)
+        numbers = " and ".join(str(seq) for seq in self._skips)
         for name, generation in self._generations.items():
             task = state.tasks.get(name)
             if task is None or task.generation < generation:
-                raise SkipRefused(f"--skip: without {named}, generation {generation} of task {name} would be unknown")
+                raise SkipRefused(f"--skip: without {numbers}, generation {generation} of task {name} would be unknown")
         for name, number in self._workers.items():
             task = state.tasks.get(name)
             if task is None or task.numbers.next_worker <= number:
-                raise SkipRefused(f"--skip: without {named}, worker {name}.{number} would be unknown")
+                raise SkipRefused(f"--skip: without {numbers}, worker {name}.{number} would be unknown")

@@ -92,27 +92,27 @@ class Spans:
     def feed(self, before: ClusterState, after: ClusterState, entry: Recorded) -> list[Span]:
         """Take the entry that has led from one state to the other; return the spans that have ended with it."""
         event, now_us = entry.envelope.event, entry.recorded_at_us
-        found: list[Span] = []
+        spans: list[Span] = []
         if before.incidents is not after.incidents:
             self._open_and_close(before, after)
         if isinstance(event, v.Command):
             self._given(after, event, now_us)
         elif isinstance(event, v.CommandApplied | v.CommandFailed):
             error = event.reason if isinstance(event, v.CommandFailed) else ""
-            found += self._done(event.command_id, now_us, error)
+            spans += self._done(event.command_id, now_us, error)
         elif isinstance(event, v.WorkerReady | v.WorkerExited):
             error = "the worker has ended" if isinstance(event, v.WorkerExited) else ""
-            found += self._done(event.worker, now_us, error)
+            spans += self._done(event.worker, now_us, error)
         if self._tracks:
             self._happened(after, event, now_us)
             for name, track in list(self._tracks.items()):
                 if track.closed is not None and _is_over(after, track.closed, track):
                     del self._tracks[name]
-                    found += _of_incident(track.closed, track)
-        return found
+                    spans += _of_incident(track.closed, track)
+        return spans
 
     def _open_and_close(self, before: ClusterState, after: ClusterState) -> None:
-        heir = next((name for name in after.incidents if name not in before.incidents), "")
+        successor = next((name for name in after.incidents if name not in before.incidents), "")
         for name in after.incidents:
             self._tracks.setdefault(name, _Track())
         for name in before.incidents:
@@ -121,9 +121,9 @@ class Spans:
             if after.closed is not before.closed and after.closed[-1].id == name:
                 self._tracks[name].closed = after.closed[-1]
             else:
-                gone = self._tracks.pop(name)
-                if heir:
-                    self._tracks[heir].parts += gone.parts
+                old_track = self._tracks.pop(name)
+                if successor:
+                    self._tracks[successor].parts += old_track.parts
 
     def _happened(self, state: ClusterState, event: v.AnyEvent, now_us: int) -> None:
         """Note the times at which an incident's phases end."""
@@ -144,7 +144,11 @@ class Spans:
 
     def _given(self, state: ClusterState, command: v.Command, now_us: int) -> None:
         task, node = _task_of(command), command.node
-        during = (name for name, one in state.incidents.items() if task in one.generations or one.node == node)
+        during = (
+            name
+            for name, candidate in state.incidents.items()
+            if task in candidate.generations or candidate.node == node
+        )
         incident = next(during, "")
         about = {"unicron.command": command.command_id} | _named(task=task, node=node, worker=_worker_of(command))
         self._await(command.command_id, _Order(type(command).__name__, about, now_us, incident))
@@ -171,7 +175,7 @@ class Spans:
 
 
 def _is_over(state: ClusterState, incident: Incident, track: _Track) -> bool:
-    """Say whether all tasks hit that still can have made a step."""
+    """Return whether all tasks hit that still can have made a step."""
     return all(
         name in track.stepped_us or name not in state.tasks or state.tasks[name].status is not TaskStatus.ACTIVE
         for name in incident.generations
@@ -196,9 +200,9 @@ def _of_incident(incident: Incident, track: _Track) -> Iterator[Span]:
         phases += [(DECISION, incident.detected_us, decided_us), (REGROUPING, decided_us, resumed_us)]
     parent = root.span
     for name, start_us, end_us in phases:
-        one = _span(_Part(name, start_us, end_us, {}), trace, root.span, name)
-        yield one
-        parent = one.span if name == REGROUPING else parent
+        span = _span(_Part(name, start_us, end_us, {}), trace, root.span, name)
+        yield span
+        parent = span.span if name == REGROUPING else parent
     for task, stepped_us in track.stepped_us.items():
         part = _Part(FIRST_STEP, min(resumed_us, stepped_us), stepped_us, _named(task=task))
         yield _span(part, trace, root.span, f"{FIRST_STEP} {task}")

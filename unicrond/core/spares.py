@@ -86,20 +86,20 @@ def spares(state: ClusterState, policy: Policy, repair_s: float, mtbf_s: float =
     Takes the time of some tens of plans. Raise ValueError without nodes, and where most of them would be away.
     """
     survey = Survey(state, policy)
-    known = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
-    if not known:
+    present = [node for node in state.nodes.values() if node.status is not NodeStatus.LEFT]
+    if not present:
         raise ValueError("there are no nodes yet")
     rates = repair_s, mtbf_s or survey.worker_mtbf_us / _SECOND_US
     if not survey.types:
-        return Spares(repair_s=repair_s, types=(_OfType(survey, known, (), rates).spares(survey.nodes.gpu),))
+        return Spares(repair_s=repair_s, types=(_OfType(survey, present, (), rates).spares(survey.nodes.gpu),))
     plans = max(PLANS_MIN, PLANS_MAX // len(survey.types))
     once = cache(solve)  # the pools of the other types are the same in most of the plans
-    found = []
+    types = []
     for gpu in survey.types:
-        own = [node for node in known if survey.gpus[node.name] == gpu]
-        others = [node for node in known if survey.gpus[node.name] != gpu]
-        found.append(_OfType(survey, own, others, rates, plans, once).spares(gpu))
-    return Spares(repair_s=repair_s, types=tuple(found))
+        pool = [node for node in present if survey.gpus[node.name] == gpu]
+        rest = [node for node in present if survey.gpus[node.name] != gpu]
+        types.append(_OfType(survey, pool, rest, rates, plans, once).spares(gpu))
+    return Spares(repair_s=repair_s, types=tuple(types))
 
 
 class _OfType:
@@ -108,20 +108,20 @@ class _OfType:
     def __init__(
         self,
         survey: Survey,
-        own: Sequence[Node],
-        others: Sequence[Node],
+        nodes: Sequence[Node],
+        rest: Sequence[Node],
         rates: tuple[float, float],
         plans: int = 0,
         solve_pool: Callable[[Problem], Solution] = solve,
     ) -> None:
-        self.survey, self.like, self.solve_pool = survey, own[0], solve_pool
-        self.others = {node.name: _whole(node, node.name, node.slots) for node in others}
+        self.survey, self.like, self.solve_pool = survey, nodes[0], solve_pool
+        self.others = {node.name: _whole(node, node.name, node.slots) for node in rest}
         self.repair_s, self.worker_mtbf_s = rates
         #: A row asks for a plan without failures, and one for each number of nodes away; the next row mostly for the
         #: same. The likeliest numbers away are others where fewer nodes train: by half of those kept back, at most.
         self.kept_max = min(KEPT_MAX, plans // 4) if plans else KEPT_MAX
-        self.away_max = plans // 2 - 2 if plans else len(own) + 2
-        slots = sorted((node.slots for node in own), reverse=True)
+        self.away_max = plans // 2 - 2 if plans else len(nodes) + 2
+        slots = sorted((node.slots for node in nodes), reverse=True)
         self.usual = max(slots, key=lambda count: (slots.count(count), count))
         self.total, self.one_more = len(slots), [*slots, self.usual]
         self.waf = cache(self._waf)
@@ -131,11 +131,15 @@ class _OfType:
         away = sum(self.one_more[: self.total]) * self.repair_s / self.worker_mtbf_s
         if away > self.total / 2:
             fails, repair = self.worker_mtbf_s / self.usual / 3600, self.repair_s / 3600
-            told = f"a node would fail once in {fails:.4g} h and be away for {repair:.4g} h"
-            raise ValueError(f"mtbf_s: {told}, so most nodes would be away; give a longer mtbf_s or a shorter repair_s")
-        table = [self._row(self.total, kept) for kept in range(min(self.total, self.kept_max + 1))]
+            description = f"a node would fail once in {fails:.4g} h and be away for {repair:.4g} h"
+            raise ValueError(
+                f"mtbf_s: {description}, so most nodes would be away; give a longer mtbf_s or a shorter repair_s"
+            )
+        table = [self._row(self.total, spare_count) for spare_count in range(min(self.total, self.kept_max + 1))]
         best = max((row for row, _ in table), key=lambda row: (row.expected_waf, row.kept))
-        more = [self._row(self.total + 1, kept)[0] for kept in range(min(self.total + 1, self.kept_max + 1))]
+        more = [
+            self._row(self.total + 1, spare_count)[0] for spare_count in range(min(self.total + 1, self.kept_max + 1))
+        ]
         return TypeSpares(
             gpu=gpu,
             nodes=self.total,
@@ -144,33 +148,33 @@ class _OfType:
             rows=tuple(row for row, _ in table),
             pay=best.kept,
             next_node_waf=max(row.expected_waf for row in more) - best.expected_waf,
-            counted=min(counted for _, counted in table),
+            counted=min(coverage for _, coverage in table),
         )
 
-    def _row(self, total: int, kept: int) -> tuple[KeptBack, float]:
+    def _row(self, total: int, spare_count: int) -> tuple[KeptBack, float]:
         """Return the row, and the share of time that its average is over."""
-        training = total - kept
+        training = total - spare_count
         away = poisson(sum(self.one_more[:training]) * self.repair_s / self.worker_mtbf_s, total)
         likely = sorted(range(total + 1), key=lambda count: (-away[count], count))[: self.away_max]
-        counted = math.fsum(away[count] for count in likely)
-        there = ((away[count] / counted, min(training, total - count)) for count in sorted(likely) if away[count])
+        coverage = math.fsum(away[count] for count in likely)
+        outcomes = ((away[count] / coverage, min(training, total - count)) for count in sorted(likely) if away[count])
         row = KeptBack(
-            kept=kept,
+            kept=spare_count,
             waf=self.waf(training),
-            expected_waf=round(math.fsum(share * self.waf(count) for share, count in there)),
-            covered=min(1.0, math.fsum(away[: kept + 1])),
+            expected_waf=round(math.fsum(share * self.waf(count) for share, count in outcomes)),
+            covered=min(1.0, math.fsum(away[: spare_count + 1])),
         )
-        return row, min(1.0, round(counted, 6))
+        return row, min(1.0, round(coverage, 6))
 
     def _waf(self, count: int) -> int:
         """Return what the exact plan achieves with so many of these nodes."""
         sizes = self.one_more[:count] or [0]  # a node without slots: the type is still there
-        own = {f" {n}": _whole(self.like, f" {n}", size) for n, size in enumerate(sizes)}  # no node has such a name
-        nodes = self.others | own
-        changed = Survey(replace(self.survey.state, nodes=nodes), self.survey.policy, self.survey)  # the same curves
-        problem = healthy_problem_of(changed)
-        found = best_of_pools(problem, self.solve_pool) if problem.pools else solve(problem)
-        return min(found.waf, FLOPS_MAX)
+        pool = {f" {n}": _whole(self.like, f" {n}", size) for n, size in enumerate(sizes)}  # no node has such a name
+        nodes = self.others | pool
+        survey = Survey(replace(self.survey.state, nodes=nodes), self.survey.policy, self.survey)  # the same curves
+        problem = healthy_problem_of(survey)
+        solution = best_of_pools(problem, self.solve_pool) if problem.pools else solve(problem)
+        return min(solution.waf, FLOPS_MAX)
 
 
 def poisson(mean: float, most: int) -> list[float]:
@@ -178,8 +182,8 @@ def poisson(mean: float, most: int) -> list[float]:
     RARE is left out."""
     shares = [_share(mean, count) for count in range(most)]
     shares.append(1.0 - math.fsum(shares))
-    kept = [share if share > RARE else 0.0 for share in shares]
-    return [share / math.fsum(kept) for share in kept]
+    likely = [share if share > RARE else 0.0 for share in shares]
+    return [share / math.fsum(likely) for share in likely]
 
 
 def _share(mean: float, count: int) -> float:

@@ -136,17 +136,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def schedulable(self) -> bool:
-        """Say whether it may carry workers; a cordoned node may carry those that it has (`reconcile.capacity`)."""
+        """Return whether it may carry workers; a cordoned node may carry those that it has (`reconcile.capacity`)."""
         return self.status is NodeStatus.UP and not (self.isolated or self.draining or self.leaving)
 
     @property
     def may_go(self) -> bool:
-        """Say whether its agent has announced its end, or its maintenance has begun: then its loss is no failure."""
+        """Return whether its agent has announced its end, or its maintenance has begun: then its loss is no failure."""
         return self.leaving or (bool(self.window) and self.overdue)
 
     @property
     def left_on_purpose(self) -> bool:
-        """Say whether it may go, or has ended in order: then its return without workers is no failure."""
+        """Return whether it may go, or has ended in order: then its return without workers is no failure."""
         return self.may_go or self.status is NodeStatus.LEFT
 
 
@@ -177,21 +177,21 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def tally(self) -> Tally:
         """Count how many of its workers are what; cached."""
-        known = self.counted
-        if known is None or known.workers is not self.workers or known.membership is not self.membership:
-            known = Tally(self.workers, self.membership, known)
-            force_setattr(self, "counted", known)  # an answer that is kept, not a change
-        return known
+        tally = self.counted
+        if tally is None or tally.workers is not self.workers or tally.membership is not self.membership:
+            tally = Tally(self.workers, self.membership, tally)
+            force_setattr(self, "counted", tally)  # a cache, not a change
+        return tally
 
     @property
     def lateness(self) -> Lateness:
         """Add up the suspicions of its newest group; cached."""
-        known, suspicions = self.judged, self.group.suspicions
-        same = known is not None and known.suspicions is suspicions and known.workers is self.workers
-        if known is None or not same or known.generation != self.generation:
-            known = Lateness(suspicions, self.workers, self.generation, known)
-            force_setattr(self, "judged", known)  # an answer that is kept, not a change
-        return known
+        lateness, suspicions = self.judged, self.group.suspicions
+        is_current = lateness is not None and lateness.suspicions is suspicions and lateness.workers is self.workers
+        if lateness is None or not is_current or lateness.generation != self.generation:
+            lateness = Lateness(suspicions, self.workers, self.generation, lateness)
+            force_setattr(self, "judged", lateness)  # a cache, not a change
+        return lateness
 
     @property
     def name(self) -> str:
@@ -205,7 +205,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def confirmed(self) -> bool:
-        """Say whether every member of the newest generation is in the group: it has said so, or its lead has for it."""
+        """Return whether every member of the newest generation is in the group, by its own word or its lead's."""
         if self.membership is None:
             return False
         return self._joined == len(self.membership.names)
@@ -217,27 +217,27 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def generation_of(self, worker: Worker) -> int:
         """Return the newest generation whose group the worker has joined, by its own word or by that group's lead's."""
-        met = self.membership if self.group.met else self.group.before
-        spoken_for = met is not None and worker.worker in met.spoken_for
-        return max(worker.generation, met.generation) if met and spoken_for else worker.generation
+        membership = self.membership if self.group.met else self.group.before
+        spoken_for = membership is not None and worker.worker in membership.spoken_for
+        return max(worker.generation, membership.generation) if membership and spoken_for else worker.generation
 
     def has_joined(self, worker: Worker) -> bool:
-        """Say whether the worker is in the newest group."""
+        """Return whether the worker is in the newest group."""
         return self.generation_of(worker) == self.generation
 
     @property
     def awaits_lead(self) -> bool:
-        """Say whether the lead of the newest group is to say that it has met, and has not yet."""
+        """Return whether the lead of the newest group is to say that it has met, and has not yet."""
         return self.membership is not None and self.membership.lead_tells and not self.group.met
 
     @property
     def rest_joined(self) -> bool:
-        """Say whether every member that still has a worker is in the newest group."""
+        """Return whether every member that still has a worker is in the newest group."""
         return self.membership is not None and self._joined == len(self.workers) - self.tally.strangers
 
     @property
     def in_use(self) -> tuple[int, ...]:
-        """The generations whose groups may be at work: the newest, and the one before until a planned one has formed."""
+        """The generations whose groups may be at work: the newest, and until a planned one forms the one before."""
         planned = self.membership is not None and not self.membership.urgent and not self.confirmed
         return (self.generation - 1, self.generation) if planned else (self.generation,)
 
@@ -262,16 +262,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def all_able(self) -> bool:
-        """Say whether every member can train."""
+        """Return whether every member can train."""
         return self.tally.able == len(self.member_names)
 
     @property
     def at_rest(self) -> bool:
-        """Say whether no process of the task can be running on a node that is reachable."""
+        """Return whether no process of the task can be running on a node that is reachable."""
         return self.tally.lost == len(self.workers)
 
     def is_member(self, worker: str) -> bool:
-        """Say whether the worker stands in the newest membership."""
+        """Return whether the worker stands in the newest membership."""
         return worker in self.member_names
 
 
@@ -427,11 +427,11 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def by_node(self) -> ByNode:
         """Index the workers by their node; cached."""
-        known = self.placed
-        if known is None or known.tasks is not self.tasks:
-            known = ByNode(self.tasks, known)
-            force_setattr(self, "placed", known)  # an answer that is kept, not a change
-        return known
+        index = self.placed
+        if index is None or index.tasks is not self.tasks:
+            index = ByNode(self.tasks, index)
+            force_setattr(self, "placed", index)  # a cache, not a change
+        return index
 
     @property
     def active(self) -> list[Task]:

@@ -116,10 +116,10 @@ def decode(body: bytes) -> ClusterState:
 def _field(owner: type[msgspec.Struct], path: str) -> tuple[str, Any, Any]:
     """Return encoded name, type and default of the field at `path`, which may lead through a part."""
     part, _, name = path.rpartition(".")
-    found = {info.name: info for info in fields(owner)}
+    infos = {info.name: info for info in fields(owner)}
     if part:
-        return _field(found[part].type, name)
-    info = found[name]
+        return _field(infos[part].type, name)
+    info = infos[name]
     if info.default_factory is not msgspec.NODEFAULT:
         return name, info.type, msgspec.field(default_factory=info.default_factory)
     return name, info.type, msgspec.field(default=info.default)
@@ -161,11 +161,11 @@ def _cut(flat: Any) -> ClusterState:
 
 
 def _cut_task(flat: Any) -> Task:
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path in TASK_FIELDS:
         part, _, name = path.rpartition(".")
-        (given.setdefault(part, {}) if part else given)[name] = _cheap(getattr(flat, name))
-    return Task(**{name: _PARTS[name](**value) if name in _PARTS else value for name, value in given.items()})
+        (values.setdefault(part, {}) if part else values)[name] = _cheap(getattr(flat, name))
+    return Task(**{name: _PARTS[name](**value) if name in _PARTS else value for name, value in values.items()})
 
 
 def _cheap(value: Any) -> Any:

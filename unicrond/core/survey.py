@@ -85,8 +85,8 @@ def of_nodes(nodes: Mapping[str, Node], before: Nodes | None = None) -> Nodes:
 
 
 def _asked(node: Node) -> tuple[object, ...]:
-    planned = bool(node.empty_by_us), bool(node.foretold), bool(node.forgetting)
-    known = (
+    dates = bool(node.empty_by_us), bool(node.foretold), bool(node.forgetting)
+    use = (
         node.schedulable,
         node.slots,
         node.cordoned,
@@ -96,7 +96,7 @@ def _asked(node: Node) -> tuple[object, ...]:
         node.memory,
         node.gpu,
     )
-    return *known, *planned
+    return *use, *dates
 
 
 class Survey:
@@ -119,10 +119,14 @@ class Survey:
         self._planned = tuple(
             [(task.name, task.submitted_seq, *(("turn",) * (task.name in self.turns))) for task in self.active]
         )
-        same = before is not None and before._planned == self._planned
-        same = same and before is not None and (before.capacity is self.capacity or before.capacity == self.capacity)
-        same = same and before is not None and before.gpus == self.gpus
-        self.basis: str = before.basis if before and same else _digest(self.capacity, self._planned, self.gpus)
+        is_unchanged = before is not None and before._planned == self._planned
+        is_unchanged = (
+            is_unchanged
+            and before is not None
+            and (before.capacity is self.capacity or before.capacity == self.capacity)
+        )
+        is_unchanged = is_unchanged and before is not None and before.gpus == self.gpus
+        self.basis: str = before.basis if before and is_unchanged else _digest(self.capacity, self._planned, self.gpus)
         self.fresh = state.plan.basis == self.basis or not (state.plan.epoch or state.nodes or state.tasks)
         alike = before is not None and before.nodes.services == self.nodes.services
         self._targets: dict[str, tuple[MemoryService, ...]] = before._targets if before and alike else {}
@@ -141,46 +145,48 @@ class Survey:
     def room_without(self, node: str, look: Callable[[Survey, str], bool]) -> bool:
         """Return what `look` says of the plan without the node; it is called once for each plan, nodes and tasks."""
         key = self.state.plan.epoch, self.basis
-        known = self._room.get(node)
-        if known is None or known[0] != key:
-            known = self._room[node] = key, look(self, node)
-        return known[1]
+        entry = self._room.get(node)
+        if entry is None or entry[0] != key:
+            entry = self._room[node] = key, look(self, node)
+        return entry[1]
 
     def staffing(self, task: Task) -> Staffing:
         """Return what the task has against what the plan gives it."""
         name, workers, membership = task.spec.name, task.workers, task.membership
         assignment = self.state.plan.assignments.get(name)
-        known = self._staffing.get(name)
-        told = None
-        if known is not None and known[2] is assignment:
-            if known[0] is workers and known[1] is membership:
-                return known[3]
-            changes = [(old, new) for old, new in changed(known[0], workers).values() if not _alike(old, new)]
-            same = known[1] is membership and not changes
-            told = known[3] if same else reconcile.staffing_after(known[3], changes, task.spec.replica_workers)
-        if told is None:
-            told = reconcile.staffing(task, assignment)
-        self._staffing[name] = (workers, membership, assignment, told)
-        return told
+        entry = self._staffing.get(name)
+        staffing = None
+        if entry is not None and entry[2] is assignment:
+            if entry[0] is workers and entry[1] is membership:
+                return entry[3]
+            changes = [(old, new) for old, new in changed(entry[0], workers).values() if not _alike(old, new)]
+            is_unchanged = entry[1] is membership and not changes
+            staffing = (
+                entry[3] if is_unchanged else reconcile.staffing_after(entry[3], changes, task.spec.replica_workers)
+            )
+        if staffing is None:
+            staffing = reconcile.staffing(task, assignment)
+        self._staffing[name] = (workers, membership, assignment, staffing)
+        return staffing
 
     def settled(self, task: Task) -> bool:
-        """Say whether the group is whole, is what the plan wants, and no other worker is there: nothing to do, unless
-        it breaks."""
+        """Return whether the group is whole, is what the plan wants, and no other worker is there: nothing to do,
+        unless it breaks."""
         if not reconcile.all_in(task):
             return False
         name, membership, assignment = task.name, task.membership, self.state.plan.assignments.get(task.name)
-        known = self._seated.get(name)
-        if known is None or known[0] is not membership or known[1] is not assignment:
-            self._seated[name] = known = (membership, assignment, self.staffing(task).fits)
-        return known[2]
+        entry = self._seated.get(name)
+        if entry is None or entry[0] is not membership or entry[1] is not assignment:
+            self._seated[name] = entry = (membership, assignment, self.staffing(task).fits)
+        return entry[2]
 
     def targets(self, task: Task) -> tuple[MemoryService, ...]:
         """Return the nodes to copy the task's state to, in the order in which they are tried."""
         name = task.spec.name
-        known = self._targets.get(name)
-        if known is None:
-            known = self._targets[name] = memory_places.targets(self.nodes.services, name)
-        return known
+        nodes = self._targets.get(name)
+        if nodes is None:
+            nodes = self._targets[name] = memory_places.targets(self.nodes.services, name)
+        return nodes
 
     @property
     def worker_mtbf_us(self) -> int:
@@ -200,24 +206,25 @@ class Survey:
                 self.curves(task, gpu)
 
     def throughput(self, task: Task) -> Curve:
-        """Return T(0..max_workers) of the task in its present layout, where it is, as far as it is known today, FLOP/s."""
+        """Return T(0..max_workers) of the task in its present layout, where it is, as far as it is known today,
+        FLOP/s."""
         return self.curves(task, task.pace.gpu)[task.spec.shape]
 
     def curves(self, task: Task, gpu: str) -> Mapping[Shape, Curve]:
         """Return the layouts that a plan may give the task, each with T on this type of GPU as far as it is known
         today."""
-        known = self._known(task, gpu)
-        if known is None:
-            there = gpu_types.on_type(task, gpu)
-            known = {shape: throughput(there, self.linear, shape) for shape in layouts_of(task.spec)}
-            self._curves[task.name, gpu] = (task.spec, task.pace, 0 if has_scale(there) else self.linear, known)
-        return known
+        curves = self._known(task, gpu)
+        if curves is None:
+            on_type = gpu_types.on_type(task, gpu)
+            curves = {shape: throughput(on_type, self.linear, shape) for shape in layouts_of(task.spec)}
+            self._curves[task.name, gpu] = (task.spec, task.pace, 0 if has_scale(on_type) else self.linear, curves)
+        return curves
 
     def _known(self, task: Task, gpu: str) -> Mapping[Shape, Curve] | None:
-        known = self._curves.get((task.name, gpu))
-        if known is None or known[0] is not task.spec or not _as_measured(known[1], task.pace):
+        entry = self._curves.get((task.name, gpu))
+        if entry is None or entry[0] is not task.spec or not _as_measured(entry[1], task.pace):
             return None
-        return known[3] if known[2] == (0 if has_scale(gpu_types.on_type(task, gpu)) else self.linear) else None
+        return entry[3] if entry[2] == (0 if has_scale(gpu_types.on_type(task, gpu)) else self.linear) else None
 
     def type_of(self, task: Task) -> str:
         """Return the type of GPU that the plan has the task on; where it has none, that of its last group, else the
@@ -225,8 +232,8 @@ class Survey:
         if not self.types:
             return self.nodes.gpu or task.pace.gpu if self.state.schema >= GPU_TYPES else ""
         planned = gpu_types.of_assignment(self.state.nodes, self.state.plan.assignments.get(task.name))
-        known = [gpu for gpu in (planned, task.pace.gpu) if gpu in self.types]
-        return known[0] if known else self.types[0]
+        candidates = [gpu for gpu in (planned, task.pace.gpu) if gpu in self.types]
+        return candidates[0] if candidates else self.types[0]
 
     def _asked(self, task: Task) -> tuple[str, ...]:
         return self.types or (self.type_of(task),)
@@ -239,21 +246,21 @@ class Survey:
     @cached_property
     def largest(self) -> int:
         """The most slots of a node that is there or may come back: a larger tensor-parallel group finds no seat."""
-        there = [node.slots for node in self.state.nodes.values() if node.status is not NodeStatus.LEFT]
-        return max(there, default=0)
+        slots = [node.slots for node in self.state.nodes.values() if node.status is not NodeStatus.LEFT]
+        return max(slots, default=0)
 
 
 def _alike(before: Worker | None, after: Worker | None) -> bool:
-    """Say whether the worker has not come or gone, nor sits elsewhere."""
+    """Return whether the worker has not come or gone, nor sits elsewhere."""
     return before is not None and after is not None and seat(before) == seat(after)
 
 
 def _as_measured(before: Pace, after: Pace) -> bool:
-    """Say whether what was measured is the very same."""
+    """Return whether what was measured is the very same."""
     if before is after:
         return True
-    same = before.measured is after.measured and before.elsewhere is after.elsewhere
-    return same and before.on_gpus is after.on_gpus and before.gpu == after.gpu
+    is_same = before.measured is after.measured and before.elsewhere is after.elsewhere
+    return is_same and before.on_gpus is after.on_gpus and before.gpu == after.gpu
 
 
 def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:
@@ -264,5 +271,5 @@ def worker_mtbf_us(state: ClusterState, policy: Policy) -> int:
 def _digest(nodes: Mapping[str, int], tasks: tuple[tuple[object, ...], ...], gpus: Mapping[str, str]) -> str:
     """Return a digest that does not depend on the order of nodes and tasks."""
     types = [(name, gpus[name]) for name in sorted(nodes)] if gpus else []
-    told = repr((sorted(nodes.items()), sorted(tasks), *([types] if types else [])))
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    text = repr((sorted(nodes.items()), sorted(tasks), *([types] if types else [])))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import msgspec
 
 from events.fields import always
-from events.seats import Telling
+from events.seats import PartialMembership
 from events.vocabulary import HangSuspected, MemoryService, ReshapeRequested
 from unicrond.core.workers import Membership
 
@@ -125,7 +125,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     suspicions: Mapping[str, HangSuspected] = always({})
     stragglers: dict[str, Straggler] = {}
     overdue: int = 0
-    telling: Telling | None = None
+    telling: PartialMembership | None = None
     met: bool = False
     before: Membership | None = None
 
@@ -154,11 +154,11 @@ class Troubles(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def of_nodes(self) -> bool:
-        """Say whether something is held against a node."""
+        """Return whether something is held against a node."""
         return bool(self.strikes or self.ends or self.breaks)
 
     def names(self, node: str) -> bool:
-        """Say whether workers of the task have ended, or were given up, on this node since the task last was well
+        """Return whether workers of the task have ended, or were given up, on this node since the task last was well
         there."""
         return node in self.strikes or node in self.breaks
 

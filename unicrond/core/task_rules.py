@@ -167,7 +167,7 @@ def _inside(spec: TaskSpec, shape: Shape) -> Iterator[Fault]:
 
 
 def divides(spec: TaskSpec, shape: Shape) -> bool:
-    """Say whether the model can be cut so; of a script of one's own little is known against it."""
+    """Return whether the model can be cut so; of a script of one's own little is known against it."""
     if cut_problem(spec, shape):
         return False
     model = spec.model
@@ -176,14 +176,15 @@ def divides(spec: TaskSpec, shape: Shape) -> bool:
 
 
 def cut_problem(spec: TaskSpec, shape: Shape) -> str:
-    """Return what keeps the program from being cut so, as one line; of the built-in GPT without the sizes of its model."""
+    """Return what keeps the program from being cut so, as one line; of the built-in GPT without the sizes of its
+    model."""
     return flag_problem(spec, shape) or next(map(str, _inside(spec, shape)), "")
 
 
 def flag_problem(spec: TaskSpec, shape: Shape) -> str:
     """Return which flag of Megatron-LM keeps it from being cut so, and why; "" where none does."""
     rules = flag_rules(spec)
-    return rules.problem(_as_the_flags_have_it(spec, shape, rules.own)) if rules is not None else ""
+    return rules.problem(_as_the_flags_have_it(spec, shape, rules.flags_layout)) if rules is not None else ""
 
 
 def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
@@ -196,7 +197,7 @@ def _as_the_flags_have_it(spec: TaskSpec, shape: Shape, flags: Shape) -> Shape:
 
 def flag_rules(spec: TaskSpec) -> megatron_layouts.LayoutRules | None:
     """Return what the flags of Megatron-LM say of layouts; None for any other program."""
-    return megatron_layouts.of_args(spec.args) if spec.entry == megatron_lm.ENTRY else None
+    return megatron_layouts.layout_rules(spec.args) if spec.entry == megatron_lm.ENTRY else None
 
 
 def written_at(spec: TaskSpec, schema: int) -> TaskSpec:
@@ -205,18 +206,18 @@ def written_at(spec: TaskSpec, schema: int) -> TaskSpec:
     if schema >= CHOOSES_LAYOUTS:
         return spec
     rules = flag_rules(spec)
-    own = rules.own if rules is not None else Shape()
-    return replace(spec, **{name: 0 for name in ("vpp", "ep") if getattr(spec, name) == getattr(own, name)})
+    defaults = rules.flags_layout if rules is not None else Shape()
+    return replace(spec, **{name: 0 for name in ("vpp", "ep") if getattr(spec, name) == getattr(defaults, name)})
 
 
 def nearest(spec: TaskSpec, tp: int, pp: int) -> Shape:
     """Return the layout with this tp and pp that is nearest to the task's: no more chunks of a stage, experts over no
     more workers."""
-    own = spec.cut
-    if (tp, pp) == (own.tp, own.pp):
-        return own
-    eps = [ep for ep in range(min(own.ep, tp), 0, -1) if tp % ep == 0]
-    fewer = (Shape(tp, pp, vpp, ep) for vpp in range(own.vpp if pp > 1 else 1, 0, -1) for ep in eps)
+    current = spec.cut
+    if (tp, pp) == (current.tp, current.pp):
+        return current
+    eps = [ep for ep in range(min(current.ep, tp), 0, -1) if tp % ep == 0]
+    fewer = (Shape(tp, pp, vpp, ep) for vpp in range(current.vpp if pp > 1 else 1, 0, -1) for ep in eps)
     return next((shape for shape in fewer if divides(spec, shape)), Shape(tp, pp))
 
 
@@ -255,11 +256,11 @@ def _layouts(spec: TaskSpec) -> Iterator[Fault]:
 def _gpus(spec: TaskSpec) -> Iterator[Fault]:
     if len(spec.gpus) > GPUS_MAX:
         yield Fault(("gpus",), f"are {len(spec.gpus)}, more than {GPUS_MAX}; give fewer")
-    names = [one.gpu for one in spec.gpus]
-    for n, one in enumerate(spec.gpus):
-        if not one.gpu or one.gpu in names[:n]:
-            yield Fault(("gpus", n, "gpu"), f"{one.gpu!r} is empty or given twice; give each type once")
-        for k, layout in enumerate(one.layouts):
+    names = [entry.gpu for entry in spec.gpus]
+    for n, entry in enumerate(spec.gpus):
+        if not entry.gpu or entry.gpu in names[:n]:
+            yield Fault(("gpus", n, "gpu"), f"{entry.gpu!r} is empty or given twice; give each type once")
+        for k, layout in enumerate(entry.layouts):
             yield from _table(layout.throughput, spec.max_workers, ("gpus", n, "layouts", k, "throughput"))
 
 
@@ -314,8 +315,8 @@ def _program(spec: TaskSpec) -> Iterator[Fault]:
         for name in place:
             value = getattr(value, str(name))
         if value and not value.startswith("/") and not (place == ("entry",) and value in ENTRIES):
-            named = f"; give {', '.join(ENTRIES)} or an absolute path"
-            choice = named if place == ("entry",) else "; give an absolute path"
+            suggestion = f"; give {', '.join(ENTRIES)} or an absolute path"
+            choice = suggestion if place == ("entry",) else "; give an absolute path"
             yield Fault(place, f"{value!r} is a relative path, and nodes have other directories{choice}")
     if spec.entry == BUILT_IN and spec.args:
         yield Fault(("args",), f"entry {BUILT_IN} takes none; remove them, or give a script as entry")
@@ -352,8 +353,8 @@ def _variables(spec: TaskSpec) -> Iterator[Fault]:
         if not _MODULE.fullmatch(name):
             yield Fault(("preload", number), f"{name!r} is not a module's name; give one such as datasets or my.model")
     for name in spec.env:
-        if why := refusal(name):
-            yield Fault(("env", name), why)
+        if reason := refusal(name):
+            yield Fault(("env", name), reason)
 
 
 def _secrets(spec: TaskSpec) -> Iterator[Fault]:

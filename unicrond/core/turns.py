@@ -73,33 +73,33 @@ def planned(state: ClusterState, event: PlanAdopted) -> ClusterState:
     """Fold a plan that is in force: note who waits from now on, and whose turn has begun."""
     if not state.starvation_us:
         return state
-    given = {assignment.task: assignment.workers for assignment in event.assignments if assignment.task in state.tasks}
-    passed_over = _passed_over(state, given)
-    for name, workers in given.items():
+    shares = {assignment.task: assignment.workers for assignment in event.assignments if assignment.task in state.tasks}
+    apply_skips = _passed_over(state, shares)
+    for name, workers in shares.items():
         task = state.tasks[name]
         if task.status is TaskStatus.ACTIVE:
-            turn = _after(task.turn, workers, state.now_us, passed_over=name in passed_over)
+            turn = _after(task.turn, workers, state.now_us, apply_skips=name in apply_skips)
             if turn != task.turn:
                 state = with_task(state, replace(task, turn=turn))
     return state
 
 
-def _passed_over(state: ClusterState, given: Mapping[str, int]) -> set[str]:
+def _passed_over(state: ClusterState, shares: Mapping[str, int]) -> set[str]:
     """Return, of the overdue tasks, those that got nothing and stood before one that got workers; all, if none has any
     of those whose floors went first. Only to look up in."""
     first = list(ranks(state))
-    served = [place for place, name in enumerate(first) if given.get(name)]
+    served = [place for place, name in enumerate(first) if shares.get(name)]
     behind = first[: served[-1]] if served else first
-    return {name for name in behind if not given.get(name) and state.tasks[name].turn.overdue_us}
+    return {name for name in behind if not shares.get(name) and state.tasks[name].turn.overdue_us}
 
 
-def _after(turn: Turn, workers: int, now_us: int, *, passed_over: bool) -> Turn:
+def _after(turn: Turn, workers: int, now_us: int, *, apply_skips: bool) -> Turn:
     if workers:
         began_us = now_us if turn.overdue_us else turn.turn_since_us
         return replace(turn, waits_since_us=0, overdue_us=0, turn_since_us=began_us)
-    if turn.overdue_us and not passed_over:
+    if turn.overdue_us and not apply_skips:
         return turn
-    begins_anew = passed_over or not turn.waits_since_us
+    begins_anew = apply_skips or not turn.waits_since_us
     return replace(turn, waits_since_us=now_us if begins_anew else turn.waits_since_us, overdue_us=0, turn_since_us=0)
 
 

@@ -72,12 +72,12 @@ class Corrected(NamedTuple):
 
     def ratio_at(self, workers: int) -> float:
         """Return the ratio of measured to modelled."""
-        right = min(bisect_left(self.at, workers), len(self.at) - 1)
+        high = min(bisect_left(self.at, workers), len(self.at) - 1)
         # Additions, products and quotients of float64, one at a time: the same bits on every machine.
-        left = max(right - 1, 0)
-        span = float(self.at[right]) - float(self.at[left])
-        share = min(max((workers - float(self.at[left])) / (span or 1.0), 0.0), 1.0)
-        return self.ratio[left] + (self.ratio[right] - self.ratio[left]) * share
+        low = max(high - 1, 0)
+        span = float(self.at[high]) - float(self.at[low])
+        share = min(max((workers - float(self.at[low])) / (span or 1.0), 0.0), 1.0)
+        return self.ratio[low] + (self.ratio[high] - self.ratio[low]) * share
 
 
 class Presumed(NamedTuple):
@@ -107,40 +107,40 @@ def _sorted(table: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]
     table."""
     if not table:
         return (), ()
-    known = _tables.get(id(table))
-    if known is None:
+    entry = _tables.get(id(table))
+    if entry is None:
         if len(_tables) >= _TABLES_MAX:
             _tables.clear()
         points = sorted((int(workers), flops) for workers, flops in table.items())
-        known = (table, tuple([workers for workers, _ in points]), tuple([flops for _, flops in points]))
-        _tables[id(table)] = known
-    return known[1], known[2]
+        entry = (table, tuple([workers for workers, _ in points]), tuple([flops for _, flops in points]))
+        _tables[id(table)] = entry
+    return entry[1], entry[2]
 
 
 def in_layout(spec: TaskSpec, shape: Shape) -> TaskSpec:
     """Return the task as its model of T has it in this layout: whole replicas, and no more than micro-batches."""
     if not spec.layouts:
         return spec
-    given = next((one.throughput for one in spec.layouts if one.shape == shape), spec.throughput)
+    table = next((entry.throughput for entry in spec.layouts if entry.shape == shape), spec.throughput)
     if shape == spec.shape:
-        given = spec.throughput
+        table = spec.throughput
     layout = shape._replace(micro_batch=shape.micro_batch or spec.micro_batch)
-    return replace(spec, **layout._asdict(), throughput=given, max_workers=max(1, most_workers(spec, shape)))
+    return replace(spec, **layout._asdict(), throughput=table, max_workers=max(1, most_workers(spec, shape)))
 
 
 def flops_of(task: Task, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> Model | Corrected | Presumed:
     """Return T as far as it is known today, in its present layout or in another: call it with a number of workers."""
-    shape, told = shape or task.spec.shape, spec_on(task.spec, task.pace.gpu)
-    spec = in_layout(told, shape)
-    measured = _measured_in(task, shape)
-    if measured:
-        return _corrected(model_of(spec), measured)
+    shape, on_gpu = shape or task.spec.shape, spec_on(task.spec, task.pace.gpu)
+    spec = in_layout(on_gpu, shape)
+    measurements = _measured_in(task, shape)
+    if measurements:
+        return _corrected(model_of(spec), measurements)
     if spec.layouts:
-        for other in sorted(layouts_of(task.spec), key=lambda one: _doublings(one, shape)):
-            near = _measured_in(task, other)
-            known = _corrected(model_of(in_layout(told, other)), near) if near else None
-            if isinstance(known, Corrected):
-                return Presumed(model_of(spec), known)
+        for neighbour in sorted(layouts_of(task.spec), key=lambda candidate: _doublings(candidate, shape)):
+            near = _measured_in(task, neighbour)
+            anchor = _corrected(model_of(in_layout(on_gpu, neighbour)), near) if near else None
+            if isinstance(anchor, Corrected):
+                return Presumed(model_of(spec), anchor)
     return model_of(spec, linear)
 
 
@@ -150,15 +150,15 @@ def _measured_in(task: Task, shape: Shape) -> dict[str, int]:
     return task.pace.elsewhere.get(layout_key(shape), {})
 
 
-def _doublings(one: Shape, other: Shape) -> float:
+def _doublings(first: Shape, second: Shape) -> float:
     """Return how far two layouts are apart."""
-    pairs = zip(one, other, strict=True)
+    pairs = zip(first, second, strict=True)
     return sum(abs(log2(a / b)) for a, b in pairs if a and b)
 
 
-def _corrected(model: Model, known: Mapping[str, int]) -> Model | Corrected:
-    measured = sorted((int(workers), flops) for workers, flops in known.items())
-    anchors = [(workers, flops) for workers, flops in measured if model(workers)]
+def _corrected(model: Model, flops_at: Mapping[str, int]) -> Model | Corrected:
+    points = sorted((int(workers), flops) for workers, flops in flops_at.items())
+    anchors = [(workers, flops) for workers, flops in points if model(workers)]
     if not anchors:
         return model
     return Corrected(
@@ -191,14 +191,14 @@ def _curve(spec: TaskSpec, flops: Model | Corrected | Presumed) -> Curve:
 
 
 def has_scale(task: Task) -> bool:
-    """Say whether its T is known in FLOP/s; of other tasks it is a line of `linear_flops`."""
+    """Return whether its T is known in FLOP/s; of other tasks it is a line of `linear_flops`."""
     return bool(task.pace.measured or task.pace.elsewhere or spec_on(task.spec, task.pace.gpu).throughput)
 
 
 def linear_flops(state: ClusterState) -> int:
     """Return FLOP/s of one worker of a task of which nothing is known."""
-    known = [flops for task in state.tasks.values() if (flops := _per_worker(task))]
-    return max(1, median_low(known)) if known else LINEAR_FLOPS
+    rates = [flops for task in state.tasks.values() if (flops := _per_worker(task))]
+    return max(1, median_low(rates)) if rates else LINEAR_FLOPS
 
 
 def waf(task: Task, workers: int, linear: int = LINEAR_FLOPS, shape: Shape | None = None) -> int:
@@ -214,7 +214,7 @@ def best_waf(task: Task, workers: int, linear: int = LINEAR_FLOPS) -> int:
 
 
 def worth_stays(before: ClusterState, after: ClusterState) -> bool:
-    """Say whether every task's F is what it was, and the same tasks have one. A yes is never wrong."""
+    """Return whether every task's F is what it was, and the same tasks have one. A yes is never wrong."""
     if before.tasks is after.tasks:
         return True
     if len(before.tasks) != len(after.tasks):
@@ -235,7 +235,7 @@ def worth_stays(before: ClusterState, after: ClusterState) -> bool:
 def _per_worker(task: Task) -> int:
     """Return FLOP/s of one of the task's workers where most of them were measured, else tabled; 0 where neither is
     known."""
-    told = spec_on(task.spec, task.pace.gpu).throughput
-    known = task.pace.measured or next(iter(task.pace.elsewhere.values()), {}) or told
-    most = max(known, key=int, default="")
-    return known[most] // int(most) if most else 0
+    table = spec_on(task.spec, task.pace.gpu).throughput
+    by_workers = task.pace.measured or next(iter(task.pace.elsewhere.values()), {}) or table
+    most = max(by_workers, key=int, default="")
+    return by_workers[most] // int(most) if most else 0

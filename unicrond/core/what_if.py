@@ -109,10 +109,10 @@ def foreseen(table: Table) -> list[Row]:
         solution = table.solution(event)
         if solution is None:
             continue
-        others: tuple[str, ...] = ()
+        equivalents: tuple[str, ...] = ()
         if isinstance(event, NodeLost):
-            same = alike[table.situation.load_of[event.node].load]
-            event, others = NodeLost(same[0]), tuple(same[1:])
+            group = alike[table.situation.load_of[event.node].load]
+            event, equivalents = NodeLost(group[0]), tuple(group[1:])
         rows.append(
             Row(
                 event=_WORDS[type(event)],
@@ -120,11 +120,13 @@ def foreseen(table: Table) -> list[Row]:
                 workers={task.name: workers for task, workers in solution},
                 waf=min(solution.waf, FLOPS_MAX),
                 reason=solution.reason,
-                nodes=others,
+                nodes=equivalents,
                 layouts={
                     task.name: str(shape)
                     for (task, workers), shape in zip(solution, solution.shapes, strict=True)
-                    if task.others and workers and len({task.shape, *(one.shape for one in task.others)}) > 1
+                    if task.others
+                    and workers
+                    and len({task.shape, *(alternative.shape for alternative in task.others)}) > 1
                 },
                 gpus={t.name: gpu for (t, k), gpu in zip(solution, solution.gpus, strict=True) if k and gpu},
             )
@@ -192,13 +194,13 @@ def changed(state: ClusterState, changes: Changes) -> ClusterState:
         task = tasks.get(name)
         if task is None or task.status is not TaskStatus.ACTIVE:
             raise BadChange(f"task: {name} is not active; {guess(name, [t.name for t in state.active])}")
-        given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not None}
+        values = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not None}
         try:
-            spec = msgspec.convert(msgspec.to_builtins(task.spec) | given, type(task.spec))
+            spec = msgspec.convert(msgspec.to_builtins(task.spec) | values, type(task.spec))
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`")
             raise BadChange(f"task: {name}:{field}: {str(error).partition(' - at')[0]}") from None
-        wrong = [str(fault) for fault in spec_faults(spec, state.schema) if fault.place and fault.place[0] in given]
+        wrong = [str(fault) for fault in spec_faults(spec, state.schema) if fault.place and fault.place[0] in values]
         if wrong:
             raise BadChange(f"task: {name}:{wrong[0]}")
         tasks[name] = replace(task, spec=spec)

@@ -59,7 +59,7 @@ def given_up(worker: Worker) -> Worker:
 
 
 def can_move(worker: Worker, event: type[v.AnyEvent]) -> bool:
-    """Say whether the table has a move for the worker."""
+    """Return whether the table has a move for the worker."""
     return worker.status in MOVES[event]
 
 

@@ -58,12 +58,12 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def alive(self) -> bool:
-        """Say whether it runs, or will, without an order to end."""
+        """Return whether it runs, or will, without an order to end."""
         return self.status not in _ENDING
 
     @property
     def can_train(self) -> bool:
-        """Say whether it is, or can become, part of a group; a parked worker never comes back."""
+        """Return whether it is, or can become, part of a group; a parked worker never comes back."""
         return self.status not in _NEVER_TO_TRAIN
 
 
@@ -177,18 +177,18 @@ class Tally:
             return self._kinds.copy()
         if was is None or membership is None or membership.generation <= was.generation:
             return _kinds(self.workers.values(), membership)
-        moved = [self.workers[name] for name in _moved(was, membership) if name in self.workers]
+        movers = [self.workers[name] for name in _moved(was, membership) if name in self.workers]
         kinds: Counter[Kind] = Counter()
-        for kind, count in (self._kinds - _kinds(moved, was)).items():
+        for kind, count in (self._kinds - _kinds(movers, was)).items():
             kinds[kind._replace(newest=False, spoken_for=kind.member and membership.lead_tells)] += count
-        return kinds + _kinds(moved, membership)
+        return kinds + _kinds(movers, membership)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, _: object) -> bool:
         """Say that it equals any other: it follows from the rest of its task, which is compared anyway."""
         return True
 
     def __repr__(self) -> str:
-        return "None"  # as where it has not been asked for yet
+        return "None"  # as where it has not been computed yet
 
     __hash__ = None  # type: ignore[assignment]
 
